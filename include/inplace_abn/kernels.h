@@ -1,0 +1,194 @@
+// The contract that both backends implement: the same function names in namespaces cpu and cuda, plain structs of
+// sizes, pointers and strides as arguments. Arguments are valid (dispatch.cpp has seen to that) and may be empty.
+//
+// An output view may be the memory of an input view of the same call, with the same strides, or be disjoint from all
+// inputs: element i of an output depends on the elements i of the inputs and on per-channel values only. No pointer is
+// `__restrict__`, for that reason. A residual's view has null data where there is no residual.
+#pragma once
+
+#include <ATen/OpMathType.h>
+
+#include "inplace_abn/activation.h"
+#include "inplace_abn/layout.h"
+
+namespace inplace_abn {
+
+// One value per channel, stored in x's type (`narrow`) or in its opmath type. `data` may be null: no such parameter.
+template <typename scalar_t>
+struct ChannelVector {
+  using opmath_t = at::opmath_type<scalar_t>;
+  void* data;
+  bool narrow;
+
+  INPLACE_ABN_INLINE explicit operator bool() const { return data != nullptr; }
+  INPLACE_ABN_INLINE opmath_t load(int64_t c) const {
+    return narrow ? static_cast<opmath_t>(static_cast<const scalar_t*>(data)[c]) : static_cast<const opmath_t*>(data)[c];
+  }
+  INPLACE_ABN_INLINE void store(int64_t c, double value) const {
+    if (narrow) {
+      static_cast<scalar_t*>(data)[c] = static_cast<scalar_t>(static_cast<opmath_t>(value));
+    } else {
+      static_cast<opmath_t*>(data)[c] = static_cast<opmath_t>(value);
+    }
+  }
+};
+
+template <typename scalar_t>
+struct Affine {
+  using opmath_t = at::opmath_type<scalar_t>;
+  ChannelVector<scalar_t> weight, bias;
+  double eps;
+  bool signed_weight;
+
+  // |weight| + eps, or the weight itself kept eps away from zero. Never zero, so that y can be mapped back to xhat.
+  INPLACE_ABN_INLINE opmath_t gamma(int64_t c) const {
+    if (!weight) return 1;
+    const opmath_t w = weight.load(c), floor = static_cast<opmath_t>(eps);
+    if (!signed_weight) return std::abs(w) + floor;
+    const opmath_t magnitude = std::abs(w) < floor ? floor : std::abs(w);
+    return w < 0 ? -magnitude : magnitude;
+  }
+  // d gamma / d weight, with sign(0) = +1: a weight that starts at zero must be able to leave it.
+  INPLACE_ABN_INLINE opmath_t dgamma(int64_t c) const {
+    return !signed_weight && weight.load(c) < 0 ? opmath_t(-1) : opmath_t(1);
+  }
+  INPLACE_ABN_INLINE opmath_t beta(int64_t c) const { return bias ? bias.load(c) : opmath_t(0); }
+  INPLACE_ABN_INLINE opmath_t inv_std(opmath_t var) const {
+    return 1 / std::sqrt(var + static_cast<opmath_t>(eps));
+  }
+};
+
+struct ActivationArgs {
+  Activation kind;
+  double param;
+};
+
+// running = (1 - momentum) * running + momentum * batch, with the unbiased batch variance. `momentum_tensor`, one
+// double, stands in for `momentum` where that is only known on the device. Vectors may be null.
+template <typename scalar_t>
+struct RunningUpdate {
+  ChannelVector<scalar_t> mean, var;
+  double momentum;
+  const double* momentum_tensor;
+
+  INPLACE_ABN_INLINE void apply(int64_t c, double batch_mean, double batch_var, double count) const {
+    if (!mean || count < 2) return;
+    const double factor = momentum_tensor != nullptr ? *momentum_tensor : momentum;
+    mean.store(c, (1 - factor) * static_cast<double>(mean.load(c)) + factor * batch_mean);
+    var.store(c, (1 - factor) * static_cast<double>(var.load(c)) + factor * batch_var * (count / (count - 1)));
+  }
+};
+
+// mean and biased variance of x per channel; zero for an empty x.
+template <typename scalar_t>
+struct StatisticsArgs {
+  Extent extent;
+  View<const scalar_t> x;
+  at::opmath_type<scalar_t>*mean, *var;
+};
+
+// Merges the statistics of `parts` shares of a batch, laid out [parts][2 * channels + 1]: means, variances, count.
+template <typename scalar_t>
+struct CombineArgs {
+  int64_t parts, channels;
+  const at::opmath_type<scalar_t>* gathered;
+  at::opmath_type<scalar_t>*mean, *var, *count;
+  RunningUpdate<scalar_t> running;
+};
+
+// z = act(gamma * (x - mean) * inv_std + beta + residual)
+template <typename scalar_t>
+struct ForwardArgs {
+  Extent extent;
+  View<const scalar_t> x;
+  View<scalar_t> z;
+  ChannelVector<scalar_t> mean, var;
+  Affine<scalar_t> affine;
+  ActivationArgs activation;
+  bool invertible;
+  View<const scalar_t> residual{};
+};
+
+// statistics and forward in one, with the running statistics updated.
+template <typename scalar_t>
+struct LocalForwardArgs {
+  Extent extent;
+  View<const scalar_t> x;
+  View<scalar_t> z;
+  at::opmath_type<scalar_t>*mean, *var;
+  Affine<scalar_t> affine;
+  ActivationArgs activation;
+  bool invertible;
+  RunningUpdate<scalar_t> running;
+  View<const scalar_t> residual{};
+};
+
+// xhat = (act^-1(z) - residual - beta) / gamma and dy = dz * act'(y), and the sums over dy and xhat * dy.
+template <typename scalar_t>
+struct BackwardReduceArgs {
+  Extent extent;
+  View<const scalar_t> z, dz;
+  View<scalar_t> xhat, dy;
+  Affine<scalar_t> affine;
+  ActivationArgs activation;
+  at::opmath_type<scalar_t>*sum_dy, *sum_xhat_dy;
+  View<const scalar_t> residual{};
+};
+
+// dx = gamma * inv_std * (dy - mean_dy - xhat * mean_xhat_dy); null means are zero (frozen statistics).
+template <typename scalar_t>
+struct BackwardArgs {
+  Extent extent;
+  View<const scalar_t> xhat, dy;
+  View<scalar_t> dx;
+  ChannelVector<scalar_t> var;
+  Affine<scalar_t> affine;
+  const at::opmath_type<scalar_t>*mean_dy, *mean_xhat_dy;
+};
+
+// backward_reduce and backward in one, without storing xhat. dresidual is dy. All outputs may be null.
+template <typename scalar_t>
+struct LocalBackwardArgs {
+  Extent extent;
+  View<const scalar_t> z, dz;
+  View<scalar_t> dx;
+  ChannelVector<scalar_t> var;
+  Affine<scalar_t> affine;
+  ActivationArgs activation;
+  bool training;
+  ChannelVector<scalar_t> dweight, dbias;
+  View<const scalar_t> residual{};
+  View<scalar_t> dresidual{};
+};
+
+#define INPLACE_ABN_DECLARE_KERNELS(backend)                      \
+  namespace backend {                                             \
+  template <typename scalar_t>                                    \
+  void statistics(const StatisticsArgs<scalar_t>& args);          \
+  template <typename scalar_t>                                    \
+  void combine(const CombineArgs<scalar_t>& args);                \
+  template <typename scalar_t>                                    \
+  void forward(const ForwardArgs<scalar_t>& args);                \
+  template <typename scalar_t>                                    \
+  void local_forward(const LocalForwardArgs<scalar_t>& args);     \
+  template <typename scalar_t>                                    \
+  void backward_reduce(const BackwardReduceArgs<scalar_t>& args); \
+  template <typename scalar_t>                                    \
+  void backward(const BackwardArgs<scalar_t>& args);              \
+  template <typename scalar_t>                                    \
+  void local_backward(const LocalBackwardArgs<scalar_t>& args);   \
+  }
+
+INPLACE_ABN_DECLARE_KERNELS(cpu)
+INPLACE_ABN_DECLARE_KERNELS(cuda)
+
+#undef INPLACE_ABN_DECLARE_KERNELS
+
+// Kernels are templates defined in src/; every backend instantiates them for these types of x.
+#define INPLACE_ABN_FOR_ALL_TYPES(INSTANTIATE) \
+  INSTANTIATE(double)                          \
+  INSTANTIATE(float)                           \
+  INSTANTIATE(c10::BFloat16)                   \
+  INSTANTIATE(c10::Half)
+
+}  // namespace inplace_abn

@@ -1,0 +1,86 @@
+// Any (N, C, *) tensor as a batch x channel x space view with strides. The memory order is decided once, here; kernels
+// have one loop nest per order and no layout test inside.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+
+namespace inplace_abn {
+
+enum class Order {
+  planes,  // the space of one (batch, channel) pair is one contiguous run: NCHW and its batch or channel slices
+  rows,    // the channels of one position are one contiguous run: NHWC, (N, C), and channel slices; space is 1
+};
+
+// What all tensors of one call have in common.
+struct Extent {
+  Order order;
+  int64_t batch, channels, space;
+
+  int64_t elements() const { return batch * channels * space; }
+};
+
+// Element (n, c, s) lies at data[n * batch_stride + c * channel_stride + s].
+template <typename scalar_t>
+struct View {
+  scalar_t* data = nullptr;
+  int64_t batch_stride = 0, channel_stride = 0;
+};
+
+namespace layout_detail {
+
+// The stride with which dimensions `first...` (and, if asked, the batch) can be walked as one, if they can.
+inline std::optional<int64_t> merged_stride(const at::Tensor& t, bool with_batch) {
+  std::optional<int64_t> innermost;
+  int64_t expected = 0;
+  for (int64_t d = t.dim() - 1; d >= 0; --d) {
+    if (d == 1 || (d == 0 && !with_batch) || t.size(d) == 1) continue;
+    if (!innermost) {
+      innermost = t.stride(d);
+    } else if (t.stride(d) != expected) {
+      return std::nullopt;
+    }
+    expected = t.stride(d) * t.size(d);
+  }
+  return innermost.value_or(1);
+}
+
+}  // namespace layout_detail
+
+inline bool has_order(const at::Tensor& t, Order order) {
+  if (t.numel() == 0) return true;
+  if (order == Order::rows) {
+    return (t.size(1) == 1 || t.stride(1) == 1) && layout_detail::merged_stride(t, true).has_value();
+  }
+  return layout_detail::merged_stride(t, false) == 1;
+}
+
+inline Extent make_extent(const at::Tensor& t, Order order) {
+  const int64_t positions = t.numel() == 0 ? 0 : t.numel() / t.size(1);
+  if (order == Order::rows) return {order, positions, t.size(1), 1};
+  return {order, t.size(0), t.size(1), t.size(0) == 0 ? 0 : positions / t.size(0)};
+}
+
+// The order in which `t` can be walked without a copy, preferring the one with the longer contiguous runs.
+inline std::optional<Order> native_order(const at::Tensor& t) {
+  const bool rows = has_order(t, Order::rows), planes = has_order(t, Order::planes);
+  const bool single_position_planes = t.numel() == 0 || t.numel() == t.size(0) * t.size(1);
+  if (planes && !(rows && single_position_planes)) return Order::planes;
+  if (rows) return Order::rows;
+  return std::nullopt;
+}
+
+template <typename scalar_t>
+View<scalar_t> make_view(const at::Tensor& t, Order order) {
+  scalar_t* data = nullptr;
+  if constexpr (std::is_const_v<scalar_t>) {
+    data = t.const_data_ptr<std::remove_const_t<scalar_t>>();
+  } else {
+    data = t.mutable_data_ptr<scalar_t>();
+  }
+  if (order == Order::rows) return {data, *layout_detail::merged_stride(t, true), 1};
+  return {data, t.stride(0), t.stride(1)};
+}
+
+}  // namespace inplace_abn

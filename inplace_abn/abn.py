@@ -1,0 +1,225 @@
+"""Modules: `ABN`, `InPlaceABN`, `InPlaceABNSync`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from inplace_abn import functions
+
+
+class ABN(nn.Module):
+    """Batch normalisation and activation, out of place: the twin that `InPlaceABN` is compared with.
+
+    Input and output have shape (batch, channel, \\*). The weight scales as it is, as in torch's BatchNorm.
+
+    Args:
+        num_features: number of channels.
+        eps: added to the variance. Positive.
+        momentum: share of a batch's statistics in the running ones; None for their cumulative average.
+        affine: whether there are a ``weight`` (initially 1) and a ``bias`` (initially 0). Either may be set to None.
+        track_running_stats: whether there are ``running_mean``, ``running_var`` and ``num_batches_tracked``; without
+            them evaluation uses the batch's statistics too.
+        activation: "identity" (or "none"), "leaky_relu", "elu", "relu".
+        activation_param: slope of leaky_relu (>= 0; zero means relu), alpha of elu (> 0).
+        device, dtype: of parameters and running statistics.
+
+    Raises:
+        ValueError: for an argument out of range.
+
+    State dicts have the keys of torch's BatchNorm and are exchangeable with its.
+    """
+
+    _version = 2
+    num_batches_tracked: Tensor | None
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        activation: str = "leaky_relu",
+        activation_param: float = 0.01,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        functions.check_activation(activation, activation_param)
+        functions.check_hyperparameters(eps, momentum)
+        self.num_features = num_features
+        self.eps = eps
+        self.momentum = momentum
+        self.affine = affine
+        self.track_running_stats = track_running_stats
+        self.activation = activation
+        self.activation_param = activation_param
+        for name in ("weight", "bias"):
+            value = nn.Parameter(torch.empty(num_features, device=device, dtype=dtype)) if affine else None
+            self.register_parameter(name, value)
+        for name in ("running_mean", "running_var"):
+            buffer = torch.empty(num_features, device=device, dtype=dtype) if track_running_stats else None
+            self.register_buffer(name, buffer)
+        batches = torch.tensor(0, dtype=torch.long, device=device) if track_running_stats else None
+        self.register_buffer("num_batches_tracked", batches)
+        self.reset_parameters()
+
+    def reset_running_stats(self) -> None:
+        if self.track_running_stats:
+            self.running_mean.zero_()
+            self.running_var.fill_(1)
+            self.num_batches_tracked.zero_()
+
+    def reset_parameters(self) -> None:
+        self.reset_running_stats()
+        if self.weight is not None:
+            nn.init.ones_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def _arguments(self) -> dict[str, Any]:
+        """What the functional forms are called with, after this batch has been counted."""
+        running_mean = getattr(self, "running_mean", None)
+        running_var = getattr(self, "running_var", None)
+        momentum: float | Tensor = 0.0
+        if self.training and running_mean is not None:
+            batches = getattr(self, "num_batches_tracked", None)
+            if batches is not None:
+                batches.add_(1)
+            if self.momentum is not None:
+                momentum = self.momentum
+            elif batches is not None:
+                momentum = batches.double().reciprocal()
+        return {
+            "weight": self.weight,
+            "bias": self.bias,
+            "running_mean": running_mean,
+            "running_var": running_var,
+            "training": self.training or running_mean is None,
+            "momentum": momentum,
+            "eps": self.eps,
+            "activation": self.activation,
+            "activation_param": self.activation_param,
+        }
+
+    def forward(self, x: Tensor) -> Tensor:
+        arguments = self._arguments()
+        if isinstance(arguments["momentum"], Tensor):
+            arguments["momentum"] = arguments["momentum"].item()
+        return functions.abn(x, **arguments)
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any
+    ) -> None:
+        """Fills in the batch counter, which state dicts of version 1 do not have."""
+        key = prefix + "num_batches_tracked"
+        if (local_metadata.get("version") or 1) < 2 and self.track_running_stats and key not in state_dict:
+            counter = self.num_batches_tracked
+            known = counter if counter is not None and counter.device.type != "meta" else torch.tensor(0)
+            state_dict[key] = known  # type: ignore[index]
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+    def extra_repr(self) -> str:
+        text = (
+            f"{self.num_features}, eps={self.eps}, momentum={self.momentum}, affine={self.affine}, "
+            f"track_running_stats={self.track_running_stats}, activation={self.activation}"
+        )
+        return text + (f"[{self.activation_param}]" if self.activation in ("leaky_relu", "elu") else "")
+
+
+class InPlaceABN(ABN):
+    """`ABN` that writes its result over its input and keeps nothing else for backward (arXiv 1712.02616).
+
+    The scale is ``|weight| + eps``, or with ``signed_weight`` the weight itself, kept ``eps`` away from zero, which is
+    what a standard BatchNorm's weights need. See `inplace_abn.functions.inplace_abn` for inputs and errors.
+
+    Args:
+        signed_weight: keep the weight's sign.
+
+    The other arguments are those of `ABN`.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        activation: str = "leaky_relu",
+        activation_param: float = 0.01,
+        *,
+        signed_weight: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.signed_weight = signed_weight
+        super().__init__(
+            num_features,
+            eps,
+            momentum,
+            affine,
+            track_running_stats,
+            activation,
+            activation_param,
+            device=device,
+            dtype=dtype,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functions.inplace_abn(x, **self._arguments(), signed_weight=self.signed_weight)
+
+
+class InPlaceABNSync(InPlaceABN):
+    """`InPlaceABN` with the statistics of all ranks of a process group; see `inplace_abn.functions.inplace_abn_sync`.
+
+    Args:
+        group: the ranks to synchronise with; None for the default group.
+
+    The other arguments are those of `InPlaceABN`.
+    """
+
+    group: ProcessGroup | None = None
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        activation: str = "leaky_relu",
+        activation_param: float = 0.01,
+        group: ProcessGroup | None = None,
+        *,
+        signed_weight: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.group = group
+        super().__init__(
+            num_features,
+            eps,
+            momentum,
+            affine,
+            track_running_stats,
+            activation,
+            activation_param,
+            signed_weight=signed_weight,
+            device=device,
+            dtype=dtype,
+        )
+
+    def set_group(self, group: ProcessGroup | None) -> None:
+        self.group = group
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functions.inplace_abn_sync(
+            x, **self._arguments(), group=self.group, signed_weight=self.signed_weight
+        )

@@ -1,0 +1,88 @@
+"""Loads the compiled module, which registers the ops, and tells torch what they return when nothing is computed.
+
+==================  ==========================================================================================
+``statistics``      mean and biased variance of x per channel
+``combine``         merges the statistics of several shares of a batch, updates the running statistics
+``forward``         z = act(gamma * (x - mean) / sqrt(var + eps) + beta), written over x
+``local_forward``   ``statistics`` and ``forward`` in one
+``backward_reduce`` **overwrites** y_act with xhat and dy_act with dy, returns the sums over dy and xhat * dy; its
+                    overload ``out`` writes both to buffers of the caller's, which may be y_act and dy_act themselves
+``backward``        dx = gamma / sqrt(var + eps) * (dy - mean_dy - xhat * mean_xhat_dy), written over dy
+``local_backward``  ``backward_reduce`` and ``backward`` in one, writing dx, dweight and dbias only
+==================  ==========================================================================================
+
+Activations have shape (batch, channel, \\*) and dtype float64, float32, bfloat16 or float16, in any strides;
+contiguous and channels-last ones are walked without a copy. Statistics are float32 for 16-bit activations, otherwise of
+their dtype; parameters are of either. Ops raise ValueError or TypeError before they write anything.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+_REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps inplace-abn"
+_BUILD_SOURCE = "pip install --no-build-isolation -e ."
+
+try:
+    from inplace_abn import _backend
+except ImportError as error:
+    if any(Path(__file__).parent.glob("_backend*.so")) or any(Path(__file__).parent.glob("_backend*.pyd")):
+        raise ImportError(
+            f"inplace_abn's compiled module cannot be loaded under torch {torch.__version__}; most likely it was built "
+            f"for another torch or Python. Build it again: `{_REBUILD}` (in a source tree: `{_BUILD_SOURCE}`). "
+            f"The loader said: {error}"
+        ) from error
+    raise ImportError(
+        f"inplace_abn's compiled module does not exist in {Path(__file__).parent}: this source tree was never built. "
+        f"Build it: `{_BUILD_SOURCE}`"
+    ) from error
+
+
+def _release(version: str) -> list[str]:
+    return version.split("+")[0].split(".")[:2]
+
+
+if _release(_backend.torch_version) != _release(torch.__version__):
+    raise ImportError(
+        f"inplace_abn was built for torch {_backend.torch_version} but torch {torch.__version__} is installed. "
+        f"Build it again: `{_REBUILD}` (in a source tree: `{_BUILD_SOURCE}`)"
+    )
+
+statistics = torch.ops.inplace_abn.statistics.default
+combine = torch.ops.inplace_abn.combine.default
+forward = torch.ops.inplace_abn.forward.default
+local_forward = torch.ops.inplace_abn.local_forward.default
+backward_reduce = torch.ops.inplace_abn.backward_reduce.default
+backward_reduce_out = torch.ops.inplace_abn.backward_reduce.out
+backward = torch.ops.inplace_abn.backward.default
+local_backward = torch.ops.inplace_abn.local_backward.default
+
+
+def _two_statistics(x: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return x.new_empty((x.shape[1],), dtype=dtype), x.new_empty((x.shape[1],), dtype=dtype)
+
+
+def _combined(gathered: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
+    channels = (gathered.shape[1] - 1) // 2
+    return gathered.new_empty((channels,)), gathered.new_empty((channels,)), gathered.new_empty(())
+
+
+def _nothing(*_: object, **__: object) -> None:
+    return None
+
+
+for _name, _fake in {
+    "statistics": _two_statistics,
+    "combine": _combined,
+    "forward": _nothing,
+    "local_forward": _two_statistics,
+    "backward_reduce": _two_statistics,
+    "backward_reduce.out": _two_statistics,
+    "backward": _nothing,
+    "local_backward": _nothing,
+}.items():
+    torch.library.register_fake(f"inplace_abn::{_name}", _fake)

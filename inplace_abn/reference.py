@@ -1,0 +1,144 @@
+"""The maths in plain torch: readable, out of place, differentiable. The oracle of the tests, and what runs where the
+in-place ops must not (``create_graph=True``, ``INPLACE_ABN_DISABLE=1``).
+
+Notation as in the paper ("In-Place Activated BatchNorm for Memory-Optimized Training of DNNs", arXiv 1712.02616):
+x is the input, y the batch norm's output, z = act(y) the result. Per channel, over the m values of batch and space,
+
+    inv_std = 1 / sqrt(var + eps)        xhat = (x - mean) * inv_std        y = gamma * xhat + beta
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def per_channel(t: Tensor, like: Tensor) -> Tensor:
+    """``t`` of shape (channel,) seen so that it broadcasts against ``like`` of shape (batch, channel, \\*)."""
+    return t.view([1, -1] + [1] * (like.dim() - 2))
+
+
+def channel_sum(t: Tensor) -> Tensor:
+    """Sum over everything but the channel."""
+    return t.sum(dim=[d for d in range(t.dim()) if d != 1])
+
+
+def channel_mean(t: Tensor) -> Tensor:
+    """Mean over everything but the channel."""
+    return channel_sum(t) / (t.numel() // t.shape[1])
+
+
+def gamma(weight: Tensor, eps: float, signed_weight: bool = False) -> Tensor:
+    """The scale of the normalised values: ``|weight| + eps``, or with ``signed_weight`` the weight itself, kept ``eps``
+    away from zero. Its derivative is the weight's sign (+1 at zero), or 1 with ``signed_weight``."""
+    if not signed_weight:
+        return torch.where(weight < 0, -weight, weight) + eps
+    magnitude = weight.detach().abs().clamp_min(eps)
+    return weight + (torch.where(weight < 0, -magnitude, magnitude) - weight).detach()
+
+
+def activate(y: Tensor, activation: str, param: float, inplace: bool = False) -> Tensor:
+    """act(y). ``param`` is leaky_relu's slope or elu's alpha."""
+    if activation == "relu" or (activation == "leaky_relu" and param == 0):
+        return F.relu(y, inplace)
+    if activation == "leaky_relu":
+        return F.leaky_relu(y, param, inplace)
+    if activation == "elu":
+        return F.elu(y, param, inplace)
+    if activation in ("identity", "none"):
+        return y
+    raise ValueError(f"inplace_abn: unknown activation {activation!r}")
+
+
+def activation_gradient(y: Tensor, activation: str, param: float) -> Tensor:
+    """act'(y)."""
+    one = torch.ones_like(y)
+    if activation == "relu":
+        return torch.where(y > 0, one, 0.0)
+    if activation == "leaky_relu":
+        return torch.where(y > 0, one, param)
+    if activation == "elu":
+        return torch.where(y > 0, one, param * torch.exp(torch.clamp_max(y, 0)))
+    return one
+
+
+def invert(z: Tensor, activation: str, param: float) -> Tensor:
+    """y with act(y) = z, for an activation that does not lose it."""
+    if activation == "leaky_relu" and param != 0:
+        return torch.where(torch.signbit(z), z / param, z)
+    if activation == "elu":
+        floor = -1 + torch.finfo(z.dtype).eps / 2
+        return torch.where(torch.signbit(z), torch.log1p(torch.clamp_min(z / param, floor)), z)
+    if activation in ("identity", "none"):
+        return z
+    raise ValueError(f"inplace_abn: {activation} cannot be inverted")
+
+
+def forward(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    activation: str = "leaky_relu",
+    activation_param: float = 0.01,
+    signed_weight: bool = False,
+) -> Tensor:
+    """z for x of shape (batch, channel, \\*); running statistics are updated in place."""
+    if training or running_mean is None or running_var is None:
+        count = x.numel() // x.shape[1]
+        mean = channel_mean(x)
+        var = channel_mean((x - per_channel(mean, x)).square())
+        if running_mean is not None and running_var is not None:
+            with torch.no_grad():
+                running_mean.lerp_(mean.to(running_mean), momentum)
+                running_var.lerp_((var * count / (count - 1)).to(running_var), momentum)
+    else:
+        mean, var = running_mean, running_var
+    y = (x - per_channel(mean, x)) * per_channel(torch.rsqrt(var + eps), x)
+    if weight is not None:
+        y = y * per_channel(gamma(weight, eps, signed_weight), x)
+    if bias is not None:
+        y = y + per_channel(bias, x)
+    return activate(y, activation, activation_param)
+
+
+def backward(
+    x: Tensor,
+    dz: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None = None,
+    var: Tensor | None = None,
+    eps: float = 1e-5,
+    activation: str = "leaky_relu",
+    activation_param: float = 0.01,
+    signed_weight: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dx, dweight, dbias) by the formulas, not by autograd, so that they can be differentiated once more.
+
+    Without ``mean`` and ``var`` the statistics are those of x (training), with them they are constants (evaluation).
+    """
+    frozen = mean is not None and var is not None
+    if mean is None or var is None:
+        mean = channel_mean(x)
+        var = channel_mean((x - per_channel(mean, x)).square())
+    inv_std = torch.rsqrt(var + eps)
+    scale = torch.ones_like(inv_std) if weight is None else gamma(weight, eps, signed_weight)
+    xhat = (x - per_channel(mean, x)) * per_channel(inv_std, x)
+    y = xhat * per_channel(scale, x)
+    if bias is not None:
+        y = y + per_channel(bias, x)
+    dy = dz * activation_gradient(y, activation, activation_param)
+    dx = dy
+    if not frozen:
+        dx = dy - per_channel(channel_mean(dy), x) - xhat * per_channel(channel_mean(xhat * dy), x)
+    dx = dx * per_channel(scale * inv_std, x)
+    dweight = channel_sum(xhat * dy)
+    if weight is not None and not signed_weight:
+        dweight = torch.where(weight < 0, -dweight, dweight)
+    return dx, dweight, channel_sum(dy)

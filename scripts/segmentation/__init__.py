@@ -1,0 +1,1 @@
+"""Parts of the segmentation demo: data, network, measurements and reports."""

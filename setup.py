@@ -1,0 +1,59 @@
+"""Builds the extension ``inplace_abn._backend``; see pyproject.toml for everything else.
+
+``INPLACE_ABN_FORCE_CPU=1`` leaves CUDA out, ``INPLACE_ABN_FORCE_CUDA=1`` insists on it (for instance to cross-compile on a
+machine without a GPU), ``TORCH_CUDA_ARCH_LIST`` selects the architectures and ``MAX_JOBS`` the parallel compilations.
+"""
+
+import os
+from pathlib import Path
+
+import torch
+from setuptools import setup
+from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
+
+ROOT = Path(__file__).parent
+CPU_FLAGS = ["-std=c++20", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-Wall"]
+CUDA_FLAGS = ["-std=c++20", "-O3", "--expt-relaxed-constexpr", "--extended-lambda", "-lineinfo"]
+
+
+def want_cuda() -> tuple[bool, str]:
+    """Whether to build the CUDA backend, and the reason in words."""
+    force_cpu = os.environ.get("INPLACE_ABN_FORCE_CPU") == "1"
+    force_cuda = os.environ.get("INPLACE_ABN_FORCE_CUDA") == "1"
+    if force_cpu and force_cuda:
+        raise SystemExit("inplace_abn: INPLACE_ABN_FORCE_CPU=1 and INPLACE_ABN_FORCE_CUDA=1 contradict each other")
+    if force_cpu:
+        return False, "INPLACE_ABN_FORCE_CPU=1"
+    missing = "torch was built without CUDA" if torch.version.cuda is None else None
+    if missing is None and CUDA_HOME is None:
+        missing = "no CUDA toolkit found (set CUDA_HOME)"
+    if force_cuda and missing is not None:
+        raise SystemExit(f"inplace_abn: INPLACE_ABN_FORCE_CUDA=1, but {missing}")
+    return missing is None, missing or f"torch has CUDA {torch.version.cuda}, toolkit at {CUDA_HOME}"
+
+
+def relative(pattern: str) -> list[str]:
+    return sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(pattern))
+
+
+cuda, reason = want_cuda()
+archs = os.environ.get("TORCH_CUDA_ARCH_LIST", "those of the visible GPUs") if cuda else "none"
+print(f"inplace_abn: building for {'CPU and CUDA' if cuda else 'CPU'} ({reason})")
+print(f"inplace_abn: torch {torch.__version__}, CUDA archs: {archs}")
+
+sources = relative("src/*.cpp") + relative("src/cpu/*.cpp")
+nvcc_flags = CUDA_FLAGS + os.environ.get("INPLACE_ABN_NVCC_FLAGS", "").split()
+extension = (CUDAExtension if cuda else CppExtension)(
+    "inplace_abn._backend",
+    sources=sources + (relative("src/cuda/*.cu") if cuda else []),
+    include_dirs=[str(ROOT / "include")],
+    depends=relative("include/inplace_abn/*.h") + relative("src/*/*.h") + relative("src/*/*.cuh"),
+    define_macros=[("INPLACE_ABN_WITH_CUDA", None)] if cuda else [],
+    extra_compile_args={"cxx": CPU_FLAGS, "nvcc": nvcc_flags} if cuda else CPU_FLAGS,
+)
+
+setup(
+    ext_modules=[extension],
+    cmdclass={"build_ext": BuildExtension},
+    data_files=[("include/inplace_abn", relative("include/inplace_abn/*.h"))],
+)

@@ -1,0 +1,344 @@
+#include <vector>
+
+#include "inplace_abn/kernels.h"
+#include "moments.h"
+#include "parallel.h"
+
+namespace inplace_abn::cpu {
+namespace {
+
+// Sums over dy and dy * (y - beta); xhat = (y - beta) / gamma, and the division can wait until the end.
+struct Sums {
+  double dy = 0, dy_centred = 0;
+
+  void merge(const Sums& other) {
+    dy += other.dy;
+    dy_centred += other.dy_centred;
+  }
+};
+
+// What happens to an element once z is inverted, beside the sums: nothing, or storing xhat and dy. Reads come before
+// writes, so xhat may lie over z and dy over dz.
+template <typename scalar_t>
+struct DoNotStore {
+  INPLACE_ABN_INLINE void operator()(int64_t, int64_t, at::opmath_type<scalar_t>, at::opmath_type<scalar_t>,
+                                     at::opmath_type<scalar_t>) const {}
+};
+
+template <typename scalar_t>
+struct StoreXhatAndDy {
+  scalar_t *xhat, *dy;
+  int64_t xhat_stride, dy_stride;
+
+  INPLACE_ABN_INLINE void operator()(int64_t run, int64_t i, at::opmath_type<scalar_t> centred,
+                                     at::opmath_type<scalar_t> gradient,
+                                     at::opmath_type<scalar_t> inverse_gamma) const {
+    xhat[run * xhat_stride + i] = static_cast<scalar_t>(centred * inverse_gamma);
+    dy[run * dy_stride + i] = static_cast<scalar_t>(gradient);
+  }
+};
+
+template <typename opmath_t>
+struct ChannelValues {
+  opmath_t beta, inverse_gamma;
+};
+
+template <typename scalar_t, typename opmath_t, typename Act, typename Store>
+INPLACE_ABN_CLONES Sums reduce_panel(const scalar_t* z, int64_t z_stride, const scalar_t* dz, int64_t dz_stride,
+                                     int64_t runs, int64_t length, ChannelValues<opmath_t> values, Act act,
+                                     Store store) {
+  constexpr int64_t width = lanes<opmath_t>;
+  opmath_t sum_dy[width] = {}, sum_dy_centred[width] = {};
+  const auto step = [&](int64_t r, int64_t i, int64_t l) __attribute__((always_inline)) {
+    opmath_t y, dy;
+    act.inverse(z[r * z_stride + i], static_cast<opmath_t>(dz[r * dz_stride + i]), y, dy);
+    const opmath_t centred = y - values.beta;
+    sum_dy[l] += dy;
+    sum_dy_centred[l] += dy * centred;
+    store(r, i, centred, dy, values.inverse_gamma);
+  };
+  for (int64_t r = 0; r < runs; ++r) {
+    int64_t i = 0;
+    for (; i + width <= length; i += width) {
+      INPLACE_ABN_INDEPENDENT
+      for (int64_t l = 0; l < width; ++l) step(r, i + l, l);
+    }
+    INPLACE_ABN_INDEPENDENT
+    for (int64_t l = 0; l < length - i; ++l) step(r, i + l, l);
+  }
+  return {total(sum_dy), total(sum_dy_centred)};
+}
+
+template <typename scalar_t, typename opmath_t, typename Act, typename Store>
+INPLACE_ABN_CLONES void reduce_row_chunk(const scalar_t* z, int64_t z_stride, const scalar_t* dz, int64_t dz_stride,
+                                         int64_t rows, int64_t channels, const opmath_t* beta,
+                                         const opmath_t* inverse_gamma, opmath_t* sum_dy, opmath_t* sum_dy_centred,
+                                         Act act, Store store) {
+  const auto step = [&](int64_t r, int64_t c, opmath_t& dy, opmath_t& dy_centred) __attribute__((always_inline)) {
+    opmath_t y;
+    act.inverse(z[r * z_stride + c], static_cast<opmath_t>(dz[r * dz_stride + c]), y, dy);
+    const opmath_t centred = y - beta[c];
+    dy_centred = dy * centred;
+    store(r, c, centred, dy, inverse_gamma[c]);
+  };
+  int64_t r = 0;
+  for (; r + 2 <= rows; r += 2) {
+    INPLACE_ABN_INDEPENDENT
+    for (int64_t c = 0; c < channels; ++c) {
+      opmath_t dy0, dy1, dy_centred0, dy_centred1;
+      step(r, c, dy0, dy_centred0);
+      step(r + 1, c, dy1, dy_centred1);
+      sum_dy[c] += dy0 + dy1;
+      sum_dy_centred[c] += dy_centred0 + dy_centred1;
+    }
+  }
+  for (; r < rows; ++r) {
+    INPLACE_ABN_INDEPENDENT
+    for (int64_t c = 0; c < channels; ++c) {
+      opmath_t dy, dy_centred;
+      step(r, c, dy, dy_centred);
+      sum_dy[c] += dy;
+      sum_dy_centred[c] += dy_centred;
+    }
+  }
+}
+
+// Row order: all chunks reduced into one Sums per channel, handed to finish.
+template <typename scalar_t, typename Act, typename MakeStore, typename Finish>
+void reduce_all_rows(const Extent& extent, const View<const scalar_t>& z, const View<const scalar_t>& dz,
+                     const Affine<scalar_t>& affine, Act act, const MakeStore& make_store, const Finish& finish) {
+  using opmath_t = at::opmath_type<scalar_t>;
+  const int64_t channels = extent.channels;
+  std::vector<opmath_t> values(2 * channels);
+  opmath_t *beta = values.data(), *inverse_gamma = beta + channels;
+  for (int64_t c = 0; c < channels; ++c) {
+    beta[c] = affine.beta(c);
+    inverse_gamma[c] = 1 / affine.gamma(c);
+  }
+  reduce_rows<Sums>(
+      extent, 2 * sizeof(scalar_t),
+      [&](int64_t first, int64_t rows, Sums* sums) {
+        std::vector<opmath_t> scratch(2 * channels, opmath_t(0));
+        opmath_t *sum_dy = scratch.data(), *sum_dy_centred = sum_dy + channels;
+        reduce_row_chunk(z.data + first * z.batch_stride, z.batch_stride, dz.data + first * dz.batch_stride,
+                         dz.batch_stride, rows, channels, beta, inverse_gamma, sum_dy, sum_dy_centred, act,
+                         make_store(first));
+        for (int64_t c = 0; c < channels; ++c) {
+          sums[c] = {static_cast<double>(sum_dy[c]), static_cast<double>(sum_dy_centred[c])};
+        }
+      },
+      finish);
+}
+
+// dx = from_dy * dy + from_xhat * xhat + constant, where xhat may stand for any affine image of it.
+template <typename opmath_t>
+struct Combination {
+  opmath_t from_dy, from_xhat, constant;
+};
+
+template <typename scalar_t, typename opmath_t>
+INPLACE_ABN_CLONES void combine_panel(const scalar_t* xhat, int64_t xhat_stride, const scalar_t* dy, int64_t dy_stride,
+                                      scalar_t* dx, int64_t dx_stride, int64_t runs, int64_t length,
+                                      Combination<opmath_t> k) {
+  for (int64_t r = 0; r < runs; ++r) {
+    INPLACE_ABN_INDEPENDENT
+    for (int64_t i = 0; i < length; ++i) {
+      dx[r * dx_stride + i] = static_cast<scalar_t>(k.from_dy * static_cast<opmath_t>(dy[r * dy_stride + i]) +
+                                                    k.from_xhat * static_cast<opmath_t>(xhat[r * xhat_stride + i]) +
+                                                    k.constant);
+    }
+  }
+}
+
+template <typename scalar_t, typename opmath_t>
+INPLACE_ABN_CLONES void combine_rows(const scalar_t* xhat, int64_t xhat_stride, const scalar_t* dy, int64_t dy_stride,
+                                     scalar_t* dx, int64_t dx_stride, int64_t rows, int64_t channels,
+                                     const opmath_t* from_dy, const opmath_t* from_xhat, const opmath_t* constant) {
+  for (int64_t r = 0; r < rows; ++r) {
+    INPLACE_ABN_INDEPENDENT
+    for (int64_t c = 0; c < channels; ++c) {
+      dx[r * dx_stride + c] = static_cast<scalar_t>(from_dy[c] * static_cast<opmath_t>(dy[r * dy_stride + c]) +
+                                                    from_xhat[c] * static_cast<opmath_t>(xhat[r * xhat_stride + c]) +
+                                                    constant[c]);
+    }
+  }
+}
+
+// The same from z and dz, inverted once more: cheaper than writing xhat and dy out and reading them back.
+template <typename scalar_t, typename opmath_t, typename Act>
+INPLACE_ABN_CLONES void invert_and_combine_panel(const scalar_t* z, int64_t z_stride, const scalar_t* dz,
+                                                 int64_t dz_stride, scalar_t* dx, int64_t dx_stride, int64_t runs,
+                                                 int64_t length, Combination<opmath_t> k, Act act) {
+  for (int64_t r = 0; r < runs; ++r) {
+    INPLACE_ABN_INDEPENDENT
+    for (int64_t i = 0; i < length; ++i) {
+      opmath_t y, dy;
+      act.inverse(z[r * z_stride + i], static_cast<opmath_t>(dz[r * dz_stride + i]), y, dy);
+      dx[r * dx_stride + i] = static_cast<scalar_t>(k.from_dy * dy + k.from_xhat * y + k.constant);
+    }
+  }
+}
+
+template <typename scalar_t, typename opmath_t, typename Act>
+INPLACE_ABN_CLONES void invert_and_combine_rows(const scalar_t* z, int64_t z_stride, const scalar_t* dz,
+                                                int64_t dz_stride, scalar_t* dx, int64_t dx_stride, int64_t rows,
+                                                int64_t channels, const opmath_t* from_dy, const opmath_t* from_xhat,
+                                                const opmath_t* constant, Act act) {
+  for (int64_t r = 0; r < rows; ++r) {
+    INPLACE_ABN_INDEPENDENT
+    for (int64_t c = 0; c < channels; ++c) {
+      opmath_t y, dy;
+      act.inverse(z[r * z_stride + c], static_cast<opmath_t>(dz[r * dz_stride + c]), y, dy);
+      dx[r * dx_stride + c] = static_cast<scalar_t>(from_dy[c] * dy + from_xhat[c] * y + constant[c]);
+    }
+  }
+}
+
+template <typename opmath_t>
+struct CombinationArrays {
+  explicit CombinationArrays(int64_t channels)
+      : values(3 * channels),
+        from_dy(values.data()),
+        from_xhat(from_dy + channels),
+        constant(from_xhat + channels) {}
+
+  void set(int64_t c, const Combination<opmath_t>& k) {
+    from_dy[c] = k.from_dy;
+    from_xhat[c] = k.from_xhat;
+    constant[c] = k.constant;
+  }
+
+  std::vector<opmath_t> values;
+  opmath_t *from_dy, *from_xhat, *constant;
+};
+
+struct NoPartial {
+  void merge(NoPartial) {}
+};
+
+}  // namespace
+
+template <typename scalar_t>
+void backward_reduce(const BackwardReduceArgs<scalar_t>& args) {
+  using opmath_t = at::opmath_type<scalar_t>;
+  const auto& affine = args.affine;
+  const auto finish = [&](int64_t c, const Sums& sums) {
+    args.sum_dy[c] = static_cast<opmath_t>(sums.dy);
+    args.sum_xhat_dy[c] = static_cast<opmath_t>(sums.dy_centred / static_cast<double>(affine.gamma(c)));
+    return 0;
+  };
+  visit_activation<scalar_t>(args.activation.kind, args.activation.param, [&](auto act) {
+    if (args.extent.order == Order::rows) {
+      reduce_all_rows(
+          args.extent, args.z, args.dz, affine, act,
+          [&](int64_t first) {
+            return StoreXhatAndDy<scalar_t>{args.xhat.data + first * args.xhat.batch_stride,
+                                            args.dy.data + first * args.dy.batch_stride, args.xhat.batch_stride,
+                                            args.dy.batch_stride};
+          },
+          finish);
+      return;
+    }
+    reduce_and_apply_planes<Sums>(
+        args.extent,
+        [&](int64_t c, const Panel& panel) {
+          return reduce_panel(panel.of(args.z, c), args.z.batch_stride, panel.of(args.dz, c), args.dz.batch_stride,
+                              panel.runs, panel.length, ChannelValues<opmath_t>{affine.beta(c), 1 / affine.gamma(c)},
+                              act,
+                              StoreXhatAndDy<scalar_t>{panel.of(args.xhat, c), panel.of(args.dy, c),
+                                                       args.xhat.batch_stride, args.dy.batch_stride});
+        },
+        finish, [](int64_t, const Panel&, int) {});
+  });
+}
+
+template <typename scalar_t>
+void backward(const BackwardArgs<scalar_t>& args) {
+  using opmath_t = at::opmath_type<scalar_t>;
+  const auto combination = [&](int64_t c) {
+    const opmath_t scale = args.affine.gamma(c) * args.affine.inv_std(args.var.load(c));
+    if (args.mean_dy == nullptr) return Combination<opmath_t>{scale, 0, 0};
+    return Combination<opmath_t>{scale, -scale * args.mean_xhat_dy[c], -scale * args.mean_dy[c]};
+  };
+  if (args.extent.order == Order::rows) {
+    CombinationArrays<opmath_t> k(args.extent.channels);
+    for (int64_t c = 0; c < args.extent.channels; ++c) k.set(c, combination(c));
+    apply_rows(args.extent, [&](int64_t first, int64_t rows) {
+      combine_rows(args.xhat.data + first * args.xhat.batch_stride, args.xhat.batch_stride,
+                   args.dy.data + first * args.dy.batch_stride, args.dy.batch_stride,
+                   args.dx.data + first * args.dx.batch_stride, args.dx.batch_stride, rows, args.extent.channels,
+                   k.from_dy, k.from_xhat, k.constant);
+    });
+    return;
+  }
+  reduce_and_apply_planes<NoPartial>(
+      args.extent, [](int64_t, const Panel&) { return NoPartial{}; },
+      [&](int64_t c, NoPartial) { return combination(c); },
+      [&](int64_t c, const Panel& panel, const Combination<opmath_t>& k) {
+        combine_panel(panel.of(args.xhat, c), args.xhat.batch_stride, panel.of(args.dy, c), args.dy.batch_stride,
+                      panel.of(args.dx, c), args.dx.batch_stride, panel.runs, panel.length, k);
+      });
+}
+
+template <typename scalar_t>
+void local_backward(const LocalBackwardArgs<scalar_t>& args) {
+  using opmath_t = at::opmath_type<scalar_t>;
+  const auto& affine = args.affine;
+  const bool reduce = args.training || args.dweight || args.dbias;
+  const auto count = static_cast<double>(args.extent.batch * args.extent.space);
+  // Stores the parameters' gradients, and returns dx as a combination of dy and y.
+  const auto finish = [&](int64_t c, const Sums& sums) {
+    const auto gamma = static_cast<double>(affine.gamma(c)), beta = static_cast<double>(affine.beta(c));
+    const auto inv_std = static_cast<double>(affine.inv_std(args.var.load(c)));
+    const double sum_xhat_dy = sums.dy_centred / gamma;
+    if (args.dweight) args.dweight.store(c, sum_xhat_dy * static_cast<double>(affine.dgamma(c)));
+    if (args.dbias) args.dbias.store(c, sums.dy);
+    if (!args.training) return Combination<opmath_t>{static_cast<opmath_t>(gamma * inv_std), 0, 0};
+    const double from_y = -inv_std * sum_xhat_dy / count;
+    return Combination<opmath_t>{static_cast<opmath_t>(gamma * inv_std), static_cast<opmath_t>(from_y),
+                                 static_cast<opmath_t>(-gamma * inv_std * sums.dy / count - from_y * beta)};
+  };
+  visit_activation<scalar_t>(args.activation.kind, args.activation.param, [&](auto act) {
+    if (args.extent.order == Order::rows) {
+      CombinationArrays<opmath_t> k(args.extent.channels);
+      if (reduce) {
+        reduce_all_rows(
+            args.extent, args.z, args.dz, affine, act, [](int64_t) { return DoNotStore<scalar_t>{}; },
+            [&](int64_t c, const Sums& sums) { k.set(c, finish(c, sums)); });
+      } else {
+        for (int64_t c = 0; c < args.extent.channels; ++c) k.set(c, finish(c, Sums{}));
+      }
+      if (args.dx.data == nullptr) return;
+      apply_rows(args.extent, [&](int64_t first, int64_t rows) {
+        invert_and_combine_rows(args.z.data + first * args.z.batch_stride, args.z.batch_stride,
+                                args.dz.data + first * args.dz.batch_stride, args.dz.batch_stride,
+                                args.dx.data + first * args.dx.batch_stride, args.dx.batch_stride, rows,
+                                args.extent.channels, k.from_dy, k.from_xhat, k.constant, act);
+      });
+      return;
+    }
+    reduce_and_apply_planes<Sums>(
+        args.extent,
+        [&](int64_t c, const Panel& panel) {
+          if (!reduce) return Sums{};
+          return reduce_panel(panel.of(args.z, c), args.z.batch_stride, panel.of(args.dz, c), args.dz.batch_stride,
+                              panel.runs, panel.length, ChannelValues<opmath_t>{affine.beta(c), opmath_t(0)}, act,
+                              DoNotStore<scalar_t>{});
+        },
+        finish,
+        [&](int64_t c, const Panel& panel, const Combination<opmath_t>& k) {
+          if (args.dx.data == nullptr) return;
+          invert_and_combine_panel(panel.of(args.z, c), args.z.batch_stride, panel.of(args.dz, c),
+                                   args.dz.batch_stride, panel.of(args.dx, c), args.dx.batch_stride, panel.runs,
+                                   panel.length, k, act);
+        });
+  });
+}
+
+#define INSTANTIATE(scalar_t)                                         \
+  template void backward_reduce(const BackwardReduceArgs<scalar_t>&); \
+  template void backward(const BackwardArgs<scalar_t>&);              \
+  template void local_backward(const LocalBackwardArgs<scalar_t>&);
+INPLACE_ABN_FOR_ALL_TYPES(INSTANTIATE)
+
+}  // namespace inplace_abn::cpu

@@ -1,0 +1,141 @@
+#include <vector>
+
+#include "inplace_abn/kernels.h"
+#include "moments.h"
+#include "parallel.h"
+
+namespace inplace_abn::cpu {
+namespace {
+
+// y = (x - mean) * scale + beta: the mean goes first, so that a large one costs no digits.
+template <typename opmath_t>
+struct Transform {
+  opmath_t mean, scale, beta;
+};
+
+template <typename scalar_t>
+Transform<at::opmath_type<scalar_t>> make_transform(const Affine<scalar_t>& affine, int64_t c,
+                                                    at::opmath_type<scalar_t> mean, at::opmath_type<scalar_t> var) {
+  return {mean, affine.gamma(c) * affine.inv_std(var), affine.beta(c)};
+}
+
+template <typename scalar_t, typename opmath_t, typename Act>
+INPLACE_ABN_CLONES void transform_panel(const scalar_t* x, int64_t x_stride, scalar_t* z, int64_t z_stride,
+                                        int64_t runs, int64_t length, Transform<opmath_t> t, Act act) {
+  for (int64_t r = 0; r < runs; ++r) {
+    const scalar_t* from = x + r * x_stride;
+    scalar_t* to = z + r * z_stride;
+    INPLACE_ABN_INDEPENDENT
+    for (int64_t i = 0; i < length; ++i) {
+      to[i] = act.forward((static_cast<opmath_t>(from[i]) - t.mean) * t.scale + t.beta);
+    }
+  }
+}
+
+template <typename scalar_t, typename opmath_t, typename Act>
+INPLACE_ABN_CLONES void transform_rows(const scalar_t* x, int64_t x_stride, scalar_t* z, int64_t z_stride, int64_t rows,
+                                       int64_t channels, const opmath_t* mean, const opmath_t* scale,
+                                       const opmath_t* beta, Act act) {
+  for (int64_t r = 0; r < rows; ++r) {
+    const scalar_t* from = x + r * x_stride;
+    scalar_t* to = z + r * z_stride;
+    INPLACE_ABN_INDEPENDENT
+    for (int64_t c = 0; c < channels; ++c) {
+      to[c] = act.forward((static_cast<opmath_t>(from[c]) - mean[c]) * scale[c] + beta[c]);
+    }
+  }
+}
+
+// Row order: the per-channel values as arrays, one after the other.
+template <typename scalar_t, typename Act, typename Load>
+void transform_all_rows(const Extent& extent, const View<const scalar_t>& x, const View<scalar_t>& z,
+                        const Affine<scalar_t>& affine, const Load& load, Act act) {
+  using opmath_t = at::opmath_type<scalar_t>;
+  const int64_t channels = extent.channels;
+  std::vector<opmath_t> values(3 * channels);
+  opmath_t *mean = values.data(), *scale = mean + channels, *beta = scale + channels;
+  for (int64_t c = 0; c < channels; ++c) {
+    const auto [m, v] = load(c);
+    const auto t = make_transform(affine, c, m, v);
+    mean[c] = t.mean;
+    scale[c] = t.scale;
+    beta[c] = t.beta;
+  }
+  apply_rows(extent, [&](int64_t first, int64_t rows) {
+    transform_rows(x.data + first * x.batch_stride, x.batch_stride, z.data + first * z.batch_stride, z.batch_stride,
+                   rows, channels, mean, scale, beta, act);
+  });
+}
+
+// Applies a transform to one panel; shared by the step-wise and the local forward.
+template <typename scalar_t, typename Act>
+auto panel_transformer(const View<const scalar_t>& x, const View<scalar_t>& z, Act act) {
+  using opmath_t = at::opmath_type<scalar_t>;
+  return [=](int64_t c, const Panel& panel, const Transform<opmath_t>& t) {
+    transform_panel(panel.of(x, c), x.batch_stride, panel.of(z, c), z.batch_stride, panel.runs, panel.length, t, act);
+  };
+}
+
+struct NoPartial {
+  void merge(NoPartial) {}
+};
+
+}  // namespace
+
+template <typename scalar_t>
+void forward(const ForwardArgs<scalar_t>& args) {
+  using opmath_t = at::opmath_type<scalar_t>;
+  visit_forward<scalar_t>(args.activation.kind, args.activation.param, args.invertible, [&](auto act) {
+    if (args.extent.order == Order::rows) {
+      transform_all_rows(
+          args.extent, args.x, args.z, args.affine,
+          [&](int64_t c) { return std::pair<opmath_t, opmath_t>(args.mean.load(c), args.var.load(c)); }, act);
+      return;
+    }
+    reduce_and_apply_planes<NoPartial>(
+        args.extent, [](int64_t, const Panel&) { return NoPartial{}; },
+        [&](int64_t c, NoPartial) { return make_transform(args.affine, c, args.mean.load(c), args.var.load(c)); },
+        panel_transformer(args.x, args.z, act));
+  });
+}
+
+template <typename scalar_t>
+void local_forward(const LocalForwardArgs<scalar_t>& args) {
+  using opmath_t = at::opmath_type<scalar_t>;
+  const auto store = [&](int64_t c, const Moments& moments) {
+    args.mean[c] = static_cast<opmath_t>(moments.mean);
+    args.var[c] = static_cast<opmath_t>(moments.var());
+    args.running.apply(c, moments.mean, moments.var(), moments.count);
+  };
+  visit_forward<scalar_t>(args.activation.kind, args.activation.param, args.invertible, [&](auto act) {
+    if (args.extent.order == Order::rows) {
+      reduce_rows<Moments>(
+          args.extent, sizeof(scalar_t),
+          [&](int64_t first, int64_t rows, Moments* moments) {
+            row_moments(args.x, first, rows, args.extent.channels, moments);
+          },
+          store);
+      transform_all_rows(
+          args.extent, args.x, args.z, args.affine,
+          [&](int64_t c) { return std::pair<opmath_t, opmath_t>(args.mean[c], args.var[c]); }, act);
+      return;
+    }
+    reduce_and_apply_planes<Moments>(
+        args.extent,
+        [&](int64_t c, const Panel& panel) {
+          return panel_moments(panel.of(args.x, c), args.x.batch_stride, panel.runs, panel.length);
+        },
+        [&](int64_t c, const Moments& moments) {
+          store(c, moments);
+          return make_transform(args.affine, c, args.mean[c], args.var[c]);
+        },
+        panel_transformer(args.x, args.z, act));
+  });
+}
+
+#define INSTANTIATE(scalar_t)                          \
+  template void forward(const ForwardArgs<scalar_t>&); \
+  template void local_forward(const LocalForwardArgs<scalar_t>&);
+INPLACE_ABN_FOR_ALL_TYPES(INSTANTIATE)
+
+}  // namespace inplace_abn::cpu

@@ -1,0 +1,155 @@
+// How the CPU kernels walk a tensor. Every op has the shape "reduce each channel, finish each channel, apply to each
+// element"; the work is cut into pieces whose number depends on the tensor's extent alone, so that results do not depend
+// on the number of threads.
+#pragma once
+
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "inplace_abn/layout.h"
+
+// One build holds the hot loops for several instruction sets; the loader picks by the machine it runs on.
+#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
+#define INPLACE_ABN_CLONES __attribute__((target_clones("default", "arch=haswell", "arch=skylake-avx512"), noinline))
+#else
+#define INPLACE_ABN_CLONES
+#endif
+
+// Iterations are independent: outputs alias inputs element for element or not at all (kernels.h).
+#if defined(__clang__)
+#define INPLACE_ABN_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define INPLACE_ABN_INDEPENDENT _Pragma("GCC ivdep")
+#endif
+
+namespace inplace_abn::cpu {
+
+// Enough independent accumulators to keep the floating-point units busy at any vector width.
+template <typename opmath_t>
+constexpr int64_t lanes = 256 / sizeof(opmath_t);
+
+// Elements that are read twice in quick succession: they fit the first-level cache.
+constexpr int64_t panel_elements = 4096;
+// Bytes that one task of a row-ordered tensor reads twice: they fit the second-level cache.
+constexpr int64_t row_chunk_bytes = 256 * 1024;
+// Channels from which on a channel is one task; with fewer, a channel is cut into parts.
+constexpr int64_t min_tasks = 16;
+// Elements below which a task is not worth a thread.
+constexpr int64_t grain_elements = 16 * 1024;
+
+inline int64_t grain(int64_t elements_per_task) {
+  return std::max<int64_t>(1, grain_elements / std::max<int64_t>(1, elements_per_task));
+}
+
+// A panel is a set of `runs` contiguous runs of `length` elements of one channel.
+struct Panel {
+  int64_t batch, space, runs, length;
+
+  template <typename scalar_t>
+  scalar_t* of(const View<scalar_t>& view, int64_t channel) const {
+    return view.data + batch * view.batch_stride + channel * view.channel_stride + space;
+  }
+};
+
+// The panels of one channel of a plane-ordered tensor, and their division into parts.
+class PanelGrid {
+ public:
+  explicit PanelGrid(const Extent& extent) : extent_(extent) {
+    group_ = std::max<int64_t>(1, panel_elements / std::max<int64_t>(1, extent.space));
+    per_plane_ = (extent.space + panel_elements - 1) / panel_elements;
+    panels_ = per_plane_ > 1 ? extent.batch * per_plane_ : (extent.batch + group_ - 1) / group_;
+    const int64_t wanted = (min_tasks + extent.channels - 1) / std::max<int64_t>(1, extent.channels);
+    parts_ = std::max<int64_t>(1, std::min(panels_, wanted));
+  }
+
+  int64_t parts() const { return parts_; }
+
+  template <typename F>
+  void for_each(int64_t part, const F& f) const {
+    for (int64_t i = part * panels_ / parts_; i < (part + 1) * panels_ / parts_; ++i) {
+      if (per_plane_ > 1) {
+        const int64_t space = i % per_plane_ * panel_elements;
+        f(Panel{i / per_plane_, space, 1, std::min(panel_elements, extent_.space - space)});
+      } else {
+        f(Panel{i * group_, 0, std::min(group_, extent_.batch - i * group_), extent_.space});
+      }
+    }
+  }
+
+ private:
+  Extent extent_;
+  int64_t group_, per_plane_, panels_, parts_;
+};
+
+// Plane order. `reduce(channel, panel)` returns a Partial, partials of a channel are merged in order, `finish(channel,
+// partial)` returns what `apply(channel, panel, finished)` needs. A channel that is one task is applied while it is
+// still in cache.
+template <typename Partial, typename Reduce, typename Finish, typename Apply>
+void reduce_and_apply_planes(const Extent& extent, const Reduce& reduce, const Finish& finish, const Apply& apply) {
+  const PanelGrid grid(extent);
+  const int64_t parts = grid.parts();
+  const auto reduce_part = [&](int64_t channel, int64_t part) {
+    Partial partial;
+    grid.for_each(part, [&](const Panel& panel) { partial.merge(reduce(channel, panel)); });
+    return partial;
+  };
+  const int64_t per_task = extent.batch * extent.space / parts;
+  if (parts == 1) {
+    at::parallel_for(0, extent.channels, grain(per_task), [&](int64_t begin, int64_t end) {
+      for (int64_t c = begin; c < end; ++c) {
+        const auto finished = finish(c, reduce_part(c, 0));
+        grid.for_each(0, [&](const Panel& panel) { apply(c, panel, finished); });
+      }
+    });
+    return;
+  }
+  std::vector<Partial> partials(extent.channels * parts);
+  at::parallel_for(0, extent.channels * parts, grain(per_task), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) partials[i] = reduce_part(i / parts, i % parts);
+  });
+  std::vector<decltype(finish(0, partials[0]))> finished;
+  finished.reserve(extent.channels);
+  for (int64_t c = 0; c < extent.channels; ++c) {
+    for (int64_t part = 1; part < parts; ++part) partials[c * parts].merge(partials[c * parts + part]);
+    finished.push_back(finish(c, partials[c * parts]));
+  }
+  at::parallel_for(0, extent.channels * parts, grain(per_task), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      grid.for_each(i % parts, [&](const Panel& panel) { apply(i / parts, panel, finished[i / parts]); });
+    }
+  });
+}
+
+// Row order, reduction: `reduce(first_row, rows, partials)` fills one Partial per channel for a chunk of rows;
+// `finish(channel, partial)` gets the merged ones.
+template <typename Partial, typename Reduce, typename Finish>
+void reduce_rows(const Extent& extent, int64_t element_size, const Reduce& reduce, const Finish& finish) {
+  const int64_t channels = extent.channels, rows = extent.batch;
+  const int64_t chunk = std::max<int64_t>(16, row_chunk_bytes / (std::max<int64_t>(1, channels) * element_size));
+  const int64_t chunks = std::max<int64_t>(1, (rows + chunk - 1) / chunk);
+  std::vector<Partial> partials(chunks * channels);
+  at::parallel_for(0, chunks, grain(chunk * channels), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t first = i * chunk, count = std::min(chunk, rows - first);
+      if (count > 0) reduce(first, count, partials.data() + i * channels);
+    }
+  });
+  at::parallel_for(0, channels, grain(chunks), [&](int64_t begin, int64_t end) {
+    for (int64_t i = 1; i < chunks; ++i) {
+      for (int64_t c = begin; c < end; ++c) partials[c].merge(partials[i * channels + c]);
+    }
+    for (int64_t c = begin; c < end; ++c) finish(c, partials[c]);
+  });
+}
+
+// Row order, element-wise: `apply(first_row, rows)`.
+template <typename Apply>
+void apply_rows(const Extent& extent, const Apply& apply) {
+  at::parallel_for(0, extent.batch, grain(extent.channels),
+                   [&](int64_t begin, int64_t end) { apply(begin, end - begin); });
+}
+
+}  // namespace inplace_abn::cpu

@@ -1,0 +1,402 @@
+// The ops: schemas, validation, and the way to a backend. Devices are known here, autograd is not.
+//
+// Memory an op writes has its version counter bumped, so that autograd notices a reader that comes too late. Keyword
+// outputs may be the very tensors that are read (as in torch.add(a, b, out=a)); otherwise they must be disjoint from
+// them.
+
+#include <ATen/Dispatch_v2.h>
+#include <ATen/MemoryOverlap.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/DeviceGuard.h>
+#include <torch/library.h>
+
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "inplace_abn/checks.h"
+#include "inplace_abn/kernels.h"
+#include "inplace_abn/layout.h"
+
+namespace inplace_abn {
+namespace {
+
+using at::Tensor;
+using OptTensor = std::optional<Tensor>;
+
+#define DISPATCH_TYPES(type, name, ...) \
+  AT_DISPATCH_V2(type, name, AT_WRAP(__VA_ARGS__), at::kDouble, at::kFloat, at::kBFloat16, at::kHalf)
+
+#if defined(INPLACE_ABN_WITH_CUDA)
+#define CALL_BACKEND(tensor, kernel, args) ((tensor).is_cuda() ? cuda::kernel(args) : cpu::kernel(args))
+#else
+#define CALL_BACKEND(tensor, kernel, args) cpu::kernel(args)
+#endif
+
+void bump_version(const Tensor& t) {
+  if (!t.is_inference()) t.unsafeGetTensorImpl()->bump_version();
+}
+
+// The tensors of one call. Activations are seen in one memory order; those that kernels cannot walk in it get a dense
+// stand-in. `finish` copies the stand-ins of outputs back and bumps the version counters of everything written.
+class Operands {
+ public:
+  explicit Operands(const Tensor& like) {
+    const auto native = native_order(like);
+    const bool channels_last = like.dim() == 2 || like.suggest_memory_format() != at::MemoryFormat::Contiguous;
+    order_ = native.value_or(channels_last ? Order::rows : Order::planes);
+    extent_ = make_extent(like, order_);
+  }
+
+  const Extent& extent() const { return extent_; }
+
+  template <typename scalar_t>
+  View<const scalar_t> input(const Tensor& t) {
+    return make_view<const scalar_t>(walkable(t), order_);
+  }
+
+  template <typename scalar_t>
+  View<scalar_t> output(const Tensor& t) {
+    written_.emplace_back(t, walkable(t));
+    return make_view<scalar_t>(written_.back().second, order_);
+  }
+
+  template <typename scalar_t>
+  ChannelVector<scalar_t> channels(const OptTensor& t) {
+    if (!t.has_value()) return {nullptr, false};
+    return vector<scalar_t>(held_.emplace_back(t->contiguous()));
+  }
+
+  template <typename scalar_t>
+  ChannelVector<scalar_t> written_channels(const OptTensor& t) {
+    if (!t.has_value()) return {nullptr, false};
+    return vector<scalar_t>(written_.emplace_back(*t, t->contiguous()).second);
+  }
+
+  template <typename scalar_t>
+  Affine<scalar_t> affine(const OptTensor& weight, const OptTensor& bias, double eps, bool signed_weight) {
+    return {channels<scalar_t>(weight), channels<scalar_t>(bias), eps, signed_weight};
+  }
+
+  template <typename scalar_t>
+  RunningUpdate<scalar_t> running(const OptTensor& mean, const OptTensor& var, double momentum,
+                                  const OptTensor& momentum_tensor) {
+    return {written_channels<scalar_t>(mean), written_channels<scalar_t>(var), momentum,
+            momentum_tensor.has_value() ? momentum_tensor->const_data_ptr<double>() : nullptr};
+  }
+
+  void finish() const {
+    for (const auto& [original, walked] : written_) {
+      if (!walked.is_same(original)) original.copy_(walked);
+      bump_version(original);
+    }
+  }
+
+ private:
+  template <typename scalar_t>
+  static ChannelVector<scalar_t> vector(const Tensor& t) {
+    return {t.data_ptr(), t.scalar_type() == c10::CppTypeToScalarType<scalar_t>::value};
+  }
+
+  // One stand-in per tensor, so that an output that is also an input stays so.
+  Tensor walkable(const Tensor& t) {
+    if (has_order(t, order_)) return t;
+    for (const auto& [original, stand_in] : stand_ins_) {
+      if (original.is_same(t)) return stand_in;
+    }
+    const Tensor dense = order_ == Order::planes
+                             ? t.clone(at::MemoryFormat::Contiguous)
+                             : t.movedim(1, -1).clone(at::MemoryFormat::Contiguous).movedim(-1, 1);
+    return stand_ins_.emplace_back(t, dense).second;
+  }
+
+  Order order_;
+  Extent extent_;
+  std::vector<std::pair<Tensor, Tensor>> stand_ins_, written_;
+  std::vector<Tensor> held_;
+};
+
+Tensor empty_statistic(const Tensor& x) {
+  return at::empty({x.size(1)}, x.options().dtype(stats_type(x.scalar_type())).memory_format(std::nullopt));
+}
+
+template <typename scalar_t>
+at::opmath_type<scalar_t>* statistic_ptr(const Tensor& t) {
+  return t.mutable_data_ptr<at::opmath_type<scalar_t>>();
+}
+
+void check_affine(const char* op, const Tensor& x, const OptTensor& weight, const OptTensor& bias, double eps,
+                  int64_t activation, double activation_param) {
+  check_channels(op, "weight", weight, x);
+  check_channels(op, "bias", bias, x);
+  check_eps(op, eps);
+  check_activation(op, activation, activation_param);
+}
+
+void check_output(const char* op, const char* name, const Tensor& output, const Tensor& like,
+                  std::initializer_list<const Tensor*> inputs) {
+  check_like(op, name, output, like);
+  check_written(op, name, output);
+  for (const Tensor* input : inputs) at::assert_no_partial_overlap(output, *input);
+}
+
+std::tuple<Tensor, Tensor> statistics(const Tensor& x) {
+  check_activations("inplace_abn::statistics", "x", x);
+  const c10::DeviceGuard guard(x.device());
+  const Tensor mean = empty_statistic(x), var = empty_statistic(x);
+  Operands operands(x);
+  DISPATCH_TYPES(x.scalar_type(), "inplace_abn::statistics", [&] {
+    const StatisticsArgs<scalar_t> args{operands.extent(), operands.input<scalar_t>(x), statistic_ptr<scalar_t>(mean),
+                                        statistic_ptr<scalar_t>(var)};
+    CALL_BACKEND(x, statistics, args);
+  });
+  return {mean, var};
+}
+
+std::tuple<Tensor, Tensor, Tensor> combine(const Tensor& gathered, const OptTensor& running_mean,
+                                           const OptTensor& running_var, double momentum,
+                                           const OptTensor& momentum_tensor) {
+  constexpr auto op = "inplace_abn::combine";
+  TORCH_CHECK_VALUE(gathered.dim() == 2 && gathered.size(1) % 2 == 1, op,
+                    ": expected gathered of shape (parts, 2 * channels + 1), got ", gathered.sizes());
+  TORCH_CHECK_TYPE(gathered.scalar_type() == at::kFloat || gathered.scalar_type() == at::kDouble, op,
+                   ": expected gathered of dtype float32 or float64, got ", gathered.scalar_type());
+  const int64_t channels = gathered.size(1) / 2;
+  const auto type = running_mean.has_value() ? running_mean->scalar_type() : gathered.scalar_type();
+  const Tensor like = at::empty({0, channels}, gathered.options().dtype(type));
+  check_running(op, running_mean, running_var, like);
+  check_momentum(op, momentum, momentum_tensor, like);
+  TORCH_CHECK_TYPE(stats_type(type) == gathered.scalar_type(), op, ": expected running_mean that combines with ",
+                   gathered.scalar_type(), " statistics, got ", type);
+
+  const c10::DeviceGuard guard(gathered.device());
+  const Tensor dense = gathered.contiguous();
+  const Tensor mean = empty_statistic(like), var = empty_statistic(like);
+  const Tensor count = at::empty({}, gathered.options());
+  Operands operands(like);
+  DISPATCH_TYPES(type, op, [&] {
+    using opmath_t = at::opmath_type<scalar_t>;
+    const CombineArgs<scalar_t> args{
+        dense.size(0),
+        channels,
+        dense.const_data_ptr<opmath_t>(),
+        statistic_ptr<scalar_t>(mean),
+        statistic_ptr<scalar_t>(var),
+        statistic_ptr<scalar_t>(count),
+        operands.running<scalar_t>(running_mean, running_var, momentum, momentum_tensor)};
+    CALL_BACKEND(gathered, combine, args);
+  });
+  operands.finish();
+  return {mean, var, count};
+}
+
+void forward(const Tensor& x, const Tensor& mean, const Tensor& var, const OptTensor& weight, const OptTensor& bias,
+             double eps, bool signed_weight, int64_t activation, double activation_param, bool invertible) {
+  constexpr auto op = "inplace_abn::forward";
+  check_activations(op, "x", x);
+  check_written(op, "x", x);
+  check_channels(op, "mean", mean, x);
+  check_channels(op, "var", var, x);
+  check_affine(op, x, weight, bias, eps, activation, activation_param);
+
+  const c10::DeviceGuard guard(x.device());
+  Operands operands(x);
+  DISPATCH_TYPES(x.scalar_type(), op, [&] {
+    const ForwardArgs<scalar_t> args{operands.extent(),
+                                     operands.input<scalar_t>(x),
+                                     operands.output<scalar_t>(x),
+                                     operands.channels<scalar_t>(mean),
+                                     operands.channels<scalar_t>(var),
+                                     operands.affine<scalar_t>(weight, bias, eps, signed_weight),
+                                     {static_cast<Activation>(activation), activation_param},
+                                     invertible};
+    CALL_BACKEND(x, forward, args);
+  });
+  operands.finish();
+}
+
+std::tuple<Tensor, Tensor> local_forward(const Tensor& x, const OptTensor& weight, const OptTensor& bias,
+                                         const OptTensor& running_mean, const OptTensor& running_var, double momentum,
+                                         const OptTensor& momentum_tensor, double eps, bool signed_weight,
+                                         int64_t activation, double activation_param, bool invertible) {
+  constexpr auto op = "inplace_abn::local_forward";
+  check_activations(op, "x", x);
+  check_written(op, "x", x);
+  check_running(op, running_mean, running_var, x);
+  check_momentum(op, momentum, momentum_tensor, x);
+  check_affine(op, x, weight, bias, eps, activation, activation_param);
+
+  const c10::DeviceGuard guard(x.device());
+  const Tensor mean = empty_statistic(x), var = empty_statistic(x);
+  Operands operands(x);
+  DISPATCH_TYPES(x.scalar_type(), op, [&] {
+    const LocalForwardArgs<scalar_t> args{
+        operands.extent(),
+        operands.input<scalar_t>(x),
+        operands.output<scalar_t>(x),
+        statistic_ptr<scalar_t>(mean),
+        statistic_ptr<scalar_t>(var),
+        operands.affine<scalar_t>(weight, bias, eps, signed_weight),
+        {static_cast<Activation>(activation), activation_param},
+        invertible,
+        operands.running<scalar_t>(running_mean, running_var, momentum, momentum_tensor)};
+    CALL_BACKEND(x, local_forward, args);
+  });
+  operands.finish();
+  return {mean, var};
+}
+
+std::tuple<Tensor, Tensor> backward_reduce_out(const Tensor& y_act, const Tensor& dy_act, const OptTensor& weight,
+                                               const OptTensor& bias, double eps, bool signed_weight,
+                                               int64_t activation, double activation_param, const Tensor& xhat,
+                                               const Tensor& dy) {
+  constexpr auto op = "inplace_abn::backward_reduce";
+  check_activations(op, "y_act", y_act);
+  check_like(op, "dy_act", dy_act, y_act);
+  check_output(op, xhat.is_same(y_act) ? "y_act" : "xhat", xhat, y_act, {&y_act, &dy_act});
+  check_output(op, dy.is_same(dy_act) ? "dy_act" : "dy", dy, y_act, {&y_act, &dy_act});
+  at::assert_no_overlap(xhat, dy);
+  check_affine(op, y_act, weight, bias, eps, activation, activation_param);
+
+  const c10::DeviceGuard guard(y_act.device());
+  const Tensor sum_dy = empty_statistic(y_act), sum_xhat_dy = empty_statistic(y_act);
+  Operands operands(y_act);
+  DISPATCH_TYPES(y_act.scalar_type(), op, [&] {
+    const BackwardReduceArgs<scalar_t> args{operands.extent(),
+                                            operands.input<scalar_t>(y_act),
+                                            operands.input<scalar_t>(dy_act),
+                                            operands.output<scalar_t>(xhat),
+                                            operands.output<scalar_t>(dy),
+                                            operands.affine<scalar_t>(weight, bias, eps, signed_weight),
+                                            {static_cast<Activation>(activation), activation_param},
+                                            statistic_ptr<scalar_t>(sum_dy),
+                                            statistic_ptr<scalar_t>(sum_xhat_dy)};
+    CALL_BACKEND(y_act, backward_reduce, args);
+  });
+  operands.finish();
+  return {sum_dy, sum_xhat_dy};
+}
+
+std::tuple<Tensor, Tensor> backward_reduce(const Tensor& y_act, const Tensor& dy_act, const OptTensor& weight,
+                                           const OptTensor& bias, double eps, bool signed_weight, int64_t activation,
+                                           double activation_param) {
+  return backward_reduce_out(y_act, dy_act, weight, bias, eps, signed_weight, activation, activation_param, y_act,
+                             dy_act);
+}
+
+void backward(const Tensor& xhat, const Tensor& dy, const Tensor& var, const OptTensor& weight, double eps,
+              bool signed_weight, const OptTensor& mean_dy, const OptTensor& mean_xhat_dy) {
+  constexpr auto op = "inplace_abn::backward";
+  check_activations(op, "xhat", xhat);
+  check_output(op, "dy", dy, xhat, {&xhat});
+  check_channels(op, "var", var, xhat);
+  check_channels(op, "weight", weight, xhat);
+  check_eps(op, eps);
+  TORCH_CHECK_VALUE(mean_dy.has_value() == mean_xhat_dy.has_value(), op,
+                    ": expected mean_dy and mean_xhat_dy both or neither, got only ",
+                    mean_dy.has_value() ? "mean_dy" : "mean_xhat_dy");
+  for (const auto& [name, mean] : {std::pair{"mean_dy", &mean_dy}, std::pair{"mean_xhat_dy", &mean_xhat_dy}}) {
+    check_channels(op, name, *mean, xhat);
+    TORCH_CHECK_TYPE(!mean->has_value() || (*mean)->scalar_type() == stats_type(xhat.scalar_type()), op, ": expected ",
+                     name, " of dtype ", stats_type(xhat.scalar_type()), ", got ", (*mean)->scalar_type());
+  }
+
+  const c10::DeviceGuard guard(xhat.device());
+  Operands operands(xhat);
+  DISPATCH_TYPES(xhat.scalar_type(), op, [&] {
+    using opmath_t = at::opmath_type<scalar_t>;
+    const auto mean_data = [&](const OptTensor& t) {
+      return static_cast<const opmath_t*>(operands.channels<scalar_t>(t).data);
+    };
+    const BackwardArgs<scalar_t> args{operands.extent(),
+                                      operands.input<scalar_t>(xhat),
+                                      operands.input<scalar_t>(dy),
+                                      operands.output<scalar_t>(dy),
+                                      operands.channels<scalar_t>(var),
+                                      operands.affine<scalar_t>(weight, std::nullopt, eps, signed_weight),
+                                      mean_data(mean_dy),
+                                      mean_data(mean_xhat_dy)};
+    CALL_BACKEND(xhat, backward, args);
+  });
+  operands.finish();
+}
+
+void local_backward(const Tensor& y_act, const Tensor& dy_act, const Tensor& var, const OptTensor& weight,
+                    const OptTensor& bias, double eps, bool signed_weight, int64_t activation, double activation_param,
+                    bool training, const OptTensor& dx, const OptTensor& dweight, const OptTensor& dbias) {
+  constexpr auto op = "inplace_abn::local_backward";
+  check_activations(op, "y_act", y_act);
+  check_like(op, "dy_act", dy_act, y_act);
+  check_channels(op, "var", var, y_act);
+  check_affine(op, y_act, weight, bias, eps, activation, activation_param);
+  if (dx.has_value()) check_output(op, dx->is_same(dy_act) ? "dy_act" : "dx", *dx, y_act, {&y_act, &dy_act});
+  TORCH_CHECK_VALUE(!dweight.has_value() || weight.has_value(), op, ": dweight was asked for without a weight");
+  check_channels(op, "dweight", dweight, y_act);
+  check_channels(op, "dbias", dbias, y_act);
+
+  const c10::DeviceGuard guard(y_act.device());
+  Operands operands(y_act);
+  DISPATCH_TYPES(y_act.scalar_type(), op, [&] {
+    const LocalBackwardArgs<scalar_t> args{
+        operands.extent(),
+        operands.input<scalar_t>(y_act),
+        operands.input<scalar_t>(dy_act),
+        dx.has_value() ? operands.output<scalar_t>(*dx) : View<scalar_t>{nullptr, 0, 0},
+        operands.channels<scalar_t>(var),
+        operands.affine<scalar_t>(weight, bias, eps, signed_weight),
+        {static_cast<Activation>(activation), activation_param},
+        training,
+        operands.written_channels<scalar_t>(dweight),
+        operands.written_channels<scalar_t>(dbias)};
+    CALL_BACKEND(y_act, local_backward, args);
+  });
+  operands.finish();
+}
+
+TORCH_LIBRARY(inplace_abn, m) {
+  m.def("statistics(Tensor x) -> (Tensor mean, Tensor var)");
+  m.def(
+      "combine(Tensor gathered, Tensor(a!)? running_mean, Tensor(b!)? running_var, float momentum, "
+      "Tensor? momentum_tensor) -> (Tensor mean, Tensor var, Tensor count)");
+  m.def(
+      "forward(Tensor(a!) x, Tensor mean, Tensor var, Tensor? weight, Tensor? bias, float eps, bool signed_weight, "
+      "int activation, float activation_param, bool invertible) -> ()");
+  m.def(
+      "local_forward(Tensor(a!) x, Tensor? weight, Tensor? bias, Tensor(b!)? running_mean, Tensor(c!)? running_var, "
+      "float momentum, Tensor? momentum_tensor, float eps, bool signed_weight, int activation, "
+      "float activation_param, bool invertible) -> (Tensor mean, Tensor var)");
+  m.def(
+      "backward_reduce(Tensor(a!) y_act, Tensor(b!) dy_act, Tensor? weight, Tensor? bias, float eps, "
+      "bool signed_weight, int activation, float activation_param) -> (Tensor sum_dy, Tensor sum_xhat_dy)");
+  m.def(
+      "backward_reduce.out(Tensor y_act, Tensor dy_act, Tensor? weight, Tensor? bias, float eps, bool signed_weight, "
+      "int activation, float activation_param, *, Tensor(a!) xhat, Tensor(b!) dy) "
+      "-> (Tensor sum_dy, Tensor sum_xhat_dy)");
+  m.def(
+      "backward(Tensor xhat, Tensor(a!) dy, Tensor var, Tensor? weight, float eps, bool signed_weight, "
+      "Tensor? mean_dy, Tensor? mean_xhat_dy) -> ()");
+  m.def(
+      "local_backward(Tensor y_act, Tensor dy_act, Tensor var, Tensor? weight, Tensor? bias, float eps, "
+      "bool signed_weight, int activation, float activation_param, bool training, *, Tensor(a!)? dx, "
+      "Tensor(b!)? dweight, Tensor(c!)? dbias) -> ()");
+}
+
+void register_ops(torch::Library& m) {
+  m.impl("statistics", &statistics);
+  m.impl("combine", &combine);
+  m.impl("forward", &forward);
+  m.impl("local_forward", &local_forward);
+  m.impl("backward_reduce", &backward_reduce);
+  m.impl("backward_reduce.out", &backward_reduce_out);
+  m.impl("backward", &backward);
+  m.impl("local_backward", &local_backward);
+}
+
+TORCH_LIBRARY_IMPL(inplace_abn, CPU, m) { register_ops(m); }
+#if defined(INPLACE_ABN_WITH_CUDA)
+TORCH_LIBRARY_IMPL(inplace_abn, CUDA, m) { register_ops(m); }
+#endif
+
+}  // namespace
+}  // namespace inplace_abn
