@@ -1,7 +1,8 @@
 """Builds the extension ``inplace_abn._backend``; see pyproject.toml for everything else.
 
-``INPLACE_ABN_FORCE_CPU=1`` leaves CUDA out, ``INPLACE_ABN_FORCE_CUDA=1`` insists on it (for instance to cross-compile on a
-machine without a GPU), ``TORCH_CUDA_ARCH_LIST`` selects the architectures and ``MAX_JOBS`` the parallel compilations.
+``INPLACE_ABN_FORCE_CPU=1`` leaves CUDA out, ``INPLACE_ABN_FORCE_CUDA=1`` insists on it (for instance to cross-compile
+on a machine without a GPU), ``TORCH_CUDA_ARCH_LIST`` selects the architectures, ``INPLACE_ABN_NVCC_FLAGS`` adds flags
+for nvcc and ``MAX_JOBS`` limits the parallel compilations.
 """
 
 import os

@@ -220,6 +220,4 @@ class InPlaceABNSync(InPlaceABN):
         self.group = group
 
     def forward(self, x: Tensor) -> Tensor:
-        return functions.inplace_abn_sync(
-            x, **self._arguments(), group=self.group, signed_weight=self.signed_weight
-        )
+        return functions.inplace_abn_sync(x, **self._arguments(), group=self.group, signed_weight=self.signed_weight)

@@ -11,7 +11,7 @@ import math
 import os
 import warnings
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from inplace_abn import _backend, ops, reference
+from inplace_abn import ops, reference
+from inplace_abn.ops import _backend
+
+# Whether the graph will be kept (retain_graph), inside backward; and the saved-tensor hooks in force.
+_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 _DISABLED = os.environ.get("INPLACE_ABN_DISABLE") == "1"
 
@@ -64,8 +69,8 @@ def check_hyperparameters(eps: float, momentum: float | Tensor | None) -> None:
 # --- Ownership: memory may be reused only by its sole holder ---------------------------------------------------------
 
 
-# References to a gradient, and to a saved output, that nobody but backward holds: from Python, from C++, and from C++ to
-# the storage. None: never reuse.
+# References to a gradient, and to a saved output, that nobody but backward holds: from Python, from C++, and from C++
+# to the storage. None: never reuse.
 _Holders = tuple[int, int, int]
 _sole_gradient: _Holders | None = None
 _sole_output: _Holders | None = None
@@ -74,9 +79,7 @@ _observations: list[tuple[_Holders, _Holders]] | None = None
 
 class _InPlaceABN(torch.autograd.Function):
     @staticmethod
-    def forward(
-        x: Tensor, weight: Tensor | None, bias: Tensor | None, var: Tensor, settings: _Settings
-    ) -> Tensor:
+    def forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, var: Tensor, settings: _Settings) -> Tensor:
         return x
 
     @staticmethod
@@ -86,7 +89,7 @@ class _InPlaceABN(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(output, weight, bias, var)
         ctx.settings = settings
-        ctx.hooked = torch.compiler.is_compiling() or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+        ctx.hooked = torch.compiler.is_compiling() or _top_hooks(False) is not None
 
     @staticmethod
     def backward(ctx: Any, dz: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -101,7 +104,7 @@ class _InPlaceABN(torch.autograd.Function):
         else:
             if _observations is not None:
                 _observations.append((_backend.holders(dz), _backend.holders(z)))
-            run_once = not (ctx.hooked or torch._C._autograd._get_current_graph_task_keep_graph())
+            run_once = not (ctx.hooked or _keeps_graph())
             xhat_buffer = z if run_once and _backend.is_sole_owner(z, _sole_output) else None
             dy_buffer = dz if z.stride() == dz.stride() and _backend.is_sole_owner(dz, _sole_gradient) else None
         if settings.group is not None and settings.training:
@@ -189,13 +192,9 @@ def _differentiable_backward(
             "use InPlaceABN, or set INPLACE_ABN_DISABLE=1 for plain out-of-place synchronised batch norm"
         )
     with torch.no_grad():
-        y = reference.invert(z, settings.activation, settings.activation_param)
-        if bias is not None:
-            y = y - reference.per_channel(bias, y)
-        std = torch.sqrt(var + settings.eps)
-        if weight is not None:
-            std = std / reference.gamma(weight, settings.eps, settings.signed_weight)
-        x = y * reference.per_channel(std, y)
+        xhat, dy = torch.empty_like(z), torch.empty_like(z)
+        ops.backward_reduce_out(z, dz, weight, bias, *settings.arithmetic(), xhat=xhat, dy=dy)
+        x = xhat * reference.per_channel(torch.sqrt(var + settings.eps), xhat).to(xhat.dtype)
     _backend.set_input_edge(x, z)
     frozen = {} if settings.training else {"mean": torch.zeros_like(var), "var": var}
     dx, dweight, dbias = reference.backward(
@@ -224,10 +223,9 @@ def _check_count(count: float, x: Tensor) -> None:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")
 
 
-def _check_inplace(x: Tensor, requires_grad: bool) -> None:
-    """Raises before anything is written if x must keep its values."""
-    _backend.check_inplace(x, requires_grad)
-    if requires_grad and hasattr(x.grad_fn, "_saved_result"):
+def _check_producer(x: Tensor) -> None:
+    """Raises if the node that made x saved x itself."""
+    if hasattr(x.grad_fn, "_saved_result"):
         assert x.grad_fn is not None
         raise RuntimeError(
             f"inplace_abn: x is the output of {x.grad_fn.name()}, which needs it for its own backward, so it cannot be "
@@ -334,22 +332,20 @@ def _forward(
     momentum: float | Tensor,
     settings: _Settings,
 ) -> Tensor:
-    if (running_mean is None) != (running_var is None):
-        raise ValueError("inplace_abn: expected running_mean and running_var both or neither")
-    if x.dim() < 2:
-        raise ValueError(f"inplace_abn: expected x of shape (batch, channel, *), got {tuple(x.shape)}")
     requires_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
     if not torch.compiler.is_compiling():
-        _check_inplace(x, requires_grad)
+        _backend.check_call(x, weight, bias, running_mean, running_var, requires_grad)
+        if requires_grad:
+            _check_producer(x)
+    if settings.training and settings.group is None:
+        _check_count(_values_per_channel(x), x)
     invertible = requires_grad
     with torch.no_grad():
         data = x.detach()
         if not settings.training:
-            assert running_mean is not None and running_var is not None
-            var = running_var
-            ops.forward(data, running_mean, var, weight, bias, *settings.arithmetic(), invertible)
+            mean, var = cast(Tensor, running_mean), cast(Tensor, running_var)
+            ops.forward(data, mean, var, weight, bias, *settings.arithmetic(), invertible)
         elif settings.group is None:
-            _check_count(_values_per_channel(x), x)
             _, var = ops.local_forward(
                 data,
                 weight,
@@ -361,8 +357,6 @@ def _forward(
                 invertible,
             )
         else:
-            if not torch.compiler.is_compiling():
-                _backend.check_arguments("inplace_abn_sync", data, weight, bias, running_mean, running_var)
             mean, var = _sync_statistics(data, running_mean, running_var, momentum, settings.group)
             ops.forward(data, mean, var, weight, bias, *settings.arithmetic(), invertible)
     if not requires_grad:
@@ -452,7 +446,9 @@ def _out_of_place(
     if settings.group is None:
         if isinstance(momentum, Tensor):
             momentum = momentum.item()
-        return abn(x, scale, bias, running_mean, running_var, settings.training, momentum, *settings[2:3], *settings[:2])
+        return abn(
+            x, scale, bias, running_mean, running_var, settings.training, momentum, *settings[2:3], *settings[:2]
+        )
     from torch.distributed.nn.functional import all_reduce
 
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32

@@ -54,25 +54,13 @@ def activate(y: Tensor, activation: str, param: float, inplace: bool = False) ->
 def activation_gradient(y: Tensor, activation: str, param: float) -> Tensor:
     """act'(y)."""
     one = torch.ones_like(y)
-    if activation == "relu":
+    if activation == "relu" or (activation == "leaky_relu" and param == 0):
         return torch.where(y > 0, one, 0.0)
     if activation == "leaky_relu":
         return torch.where(y > 0, one, param)
     if activation == "elu":
         return torch.where(y > 0, one, param * torch.exp(torch.clamp_max(y, 0)))
     return one
-
-
-def invert(z: Tensor, activation: str, param: float) -> Tensor:
-    """y with act(y) = z, for an activation that does not lose it."""
-    if activation == "leaky_relu" and param != 0:
-        return torch.where(torch.signbit(z), z / param, z)
-    if activation == "elu":
-        floor = -1 + torch.finfo(z.dtype).eps / 2
-        return torch.where(torch.signbit(z), torch.log1p(torch.clamp_min(z / param, floor)), z)
-    if activation in ("identity", "none"):
-        return z
-    raise ValueError(f"inplace_abn: {activation} cannot be inverted")
 
 
 def forward(

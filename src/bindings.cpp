@@ -65,6 +65,20 @@ void check_inplace(const Tensor& x, bool requires_grad) {
   }
 }
 
+// Everything a call expects of its tensors: what the ops check themselves, but before a collective or a first op, and
+// for tensors on whichever device.
+void check_call(const Tensor& x, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
+                const std::optional<Tensor>& running_mean, const std::optional<Tensor>& running_var,
+                bool requires_grad) {
+  constexpr auto op = "inplace_abn";
+  check_activations(op, "x", x);
+  check_written(op, "x", x);
+  check_channels(op, "weight", weight, x);
+  check_channels(op, "bias", bias, x);
+  check_running(op, running_mean, running_var, x);
+  check_inplace(x, requires_grad);
+}
+
 // Makes `t` a stand-in, for differentiation, of what the node that made `output` got as its first input.
 void set_input_edge(const Tensor& t, const Tensor& output) {
   TORCH_CHECK(output.grad_fn(), "inplace_abn: expected an output with a graph node");
@@ -83,9 +97,8 @@ PYBIND11_MODULE(_backend, m) {
       .value("relu", Activation::relu);
   m.def("holders", &inplace_abn::holders, pybind11::arg("tensor"));
   m.def("is_sole_owner", &inplace_abn::is_sole_owner, pybind11::arg("tensor"), pybind11::arg("sole"));
-  m.def("check_inplace", &inplace_abn::check_inplace, pybind11::arg("x"), pybind11::arg("requires_grad"));
-  m.def("check_arguments", &inplace_abn::check_arguments, pybind11::arg("op"), pybind11::arg("x"),
-        pybind11::arg("weight"), pybind11::arg("bias"), pybind11::arg("running_mean"), pybind11::arg("running_var"));
+  m.def("check_call", &inplace_abn::check_call, pybind11::arg("x"), pybind11::arg("weight"), pybind11::arg("bias"),
+        pybind11::arg("running_mean"), pybind11::arg("running_var"), pybind11::arg("requires_grad"));
   m.def("set_input_edge", &inplace_abn::set_input_edge, pybind11::arg("tensor"), pybind11::arg("output"));
   m.attr("torch_version") = TORCH_VERSION;
 #if defined(INPLACE_ABN_WITH_CUDA)

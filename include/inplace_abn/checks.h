@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <cmath>
 #include <optional>
-#include <string>
 #include <utility>
 #include <vector>
 
@@ -33,12 +32,12 @@ inline bool non_overlapping(const at::Tensor& t) {
 }
 
 inline void check_activations(const char* op, const char* name, const at::Tensor& t) {
+  TORCH_CHECK_VALUE(t.layout() == at::kStrided, op, ": expected a strided ", name, ", got layout ", t.layout());
   TORCH_CHECK_VALUE(t.dim() >= 2, op, ": expected ", name, " of shape (batch, channel, *), got ", t.dim(),
                     "-dimensional ", t.sizes());
   const auto type = t.scalar_type();
   TORCH_CHECK_TYPE(type == at::kDouble || type == at::kFloat || type == at::kBFloat16 || type == at::kHalf, op,
                    ": expected ", name, " of dtype float64, float32, bfloat16 or float16, got ", type);
-  TORCH_CHECK_VALUE(t.layout() == at::kStrided, op, ": expected a strided ", name, ", got layout ", t.layout());
 }
 
 inline void check_written(const char* op, const char* name, const at::Tensor& t) {
@@ -79,17 +78,6 @@ inline void check_running(const char* op, const std::optional<at::Tensor>& mean,
   TORCH_CHECK_TYPE(!mean.has_value() || mean->scalar_type() == var->scalar_type(), op,
                    ": expected running_mean and running_var of one dtype, got ", mean->scalar_type(), " and ",
                    var->scalar_type());
-}
-
-// What every forward expects of its tensors, for a caller that has something to do before the op that checks.
-inline void check_arguments(const std::string& op, const at::Tensor& x, const std::optional<at::Tensor>& weight,
-                            const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& running_mean,
-                            const std::optional<at::Tensor>& running_var) {
-  check_activations(op.c_str(), "x", x);
-  check_written(op.c_str(), "x", x);
-  check_channels(op.c_str(), "weight", weight, x);
-  check_channels(op.c_str(), "bias", bias, x);
-  check_running(op.c_str(), running_mean, running_var, x);
 }
 
 inline void check_eps(const char* op, double eps) {

@@ -1,0 +1,83 @@
+"""The axes of the tests, as data."""
+
+import torch
+
+from inplace_abn import reference
+
+# Relative error in the 2-norm that a result in this dtype may have against float64.
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+DTYPES = list(TOLERANCE)
+
+# name, activation_param
+ACTIVATIONS = [("identity", 0.0), ("leaky_relu", 0.2), ("leaky_relu", 0.0), ("elu", 1.3), ("relu", 0.0)]
+
+SHAPES = [
+    (4, 5),
+    (1000, 3),  # far more values than channels, one value wide
+    (4, 5, 7),
+    (3, 8, 6, 5),
+    (2, 70, 3, 3),  # channels: no multiple of a vector, more than one
+    (2, 300, 1, 1),  # more channels than values per channel
+    (2, 3, 75, 67),  # few channels, planes longer than a panel
+    (1, 1, 100, 50),
+    (3, 2, 4, 5, 6),
+]
+
+LAYOUTS = {
+    "contiguous": lambda shape: torch.empty(shape),
+    "channels_last": lambda shape: torch.empty([shape[0], *shape[2:], shape[1]]).movedim(-1, 1),
+    "channel slice": lambda shape: torch.empty([shape[0], shape[1] + 3, *shape[2:]])[:, 1:-2],
+    "channels_last slice": lambda shape: torch.empty([shape[0], *shape[2:], shape[1] + 3])[..., 1:-2].movedim(-1, 1),
+    "transposed": lambda shape: torch.empty(shape[::-1]).permute(*reversed(range(len(shape)))),
+    "strided": lambda shape: torch.empty([*shape[:-1], 2 * shape[-1]])[..., ::2],
+}
+
+
+def laid_out(values, layout):
+    """``values`` in memory of the named layout."""
+    result = LAYOUTS[layout](list(values.shape)).to(dtype=values.dtype, device=values.device)
+    if result.shape != values.shape:
+        raise AssertionError((result.shape, values.shape))
+    if layout in ("channel slice", "channels_last slice", "strided"):
+        result = torch.empty_strided(
+            values.shape, LAYOUTS[layout](list(values.shape)).stride(), dtype=values.dtype, device=values.device
+        )
+    return result.copy_(values)
+
+
+def relative_error(actual, expected):
+    """In the 2-norm, against a float64 tensor."""
+    if expected.numel() == 0:
+        return 0.0
+    difference = (actual.detach().double() - expected.detach()).norm()
+    return (difference / expected.detach().norm().clamp_min(1e-30)).item()
+
+
+def stats_dtype(dtype):
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def parameters(channels, dtype, device="cpu", affine="both"):
+    """weight (both signs, well away from zero), bias, running_mean, running_var."""
+    sign = torch.where(torch.rand(channels, device=device) < 0.5, -1.0, 1.0)
+    weight = ((0.5 + torch.rand(channels, device=device)) * sign).to(dtype)
+    bias = torch.randn(channels, device=device).to(dtype) * 0.5
+    running_mean = torch.randn(channels, device=device).to(dtype) * 0.1
+    running_var = (0.5 + torch.rand(channels, device=device)).to(dtype)
+    return (
+        weight if affine in ("both", "weight") else None,
+        bias if affine in ("both", "bias") else None,
+        running_mean,
+        running_var,
+    )
+
+
+def oracle(x, dz, weight, bias, running_mean, running_var, **settings):
+    """z, dx, dweight, dbias and the updated running statistics, in float64 through autograd of the reference."""
+    leaves = [None if t is None else t.detach().double().requires_grad_() for t in (x, weight, bias)]
+    running = [t.detach().double().clone() for t in (running_mean, running_var)]
+    z = reference.forward(*leaves, *running, **settings)
+    gradients = torch.autograd.grad(z, [t for t in leaves if t is not None], dz.double())
+    found = iter(gradients)
+    dx, dweight, dbias = [None if t is None else next(found) for t in leaves]
+    return {"z": z, "dx": dx, "dweight": dweight, "dbias": dbias, "running_mean": running[0], "running_var": running[1]}

@@ -1,0 +1,167 @@
+"""Runs tests on every rank of a gloo process group.
+
+Starting a process and importing torch takes seconds, so the processes stay for the whole session. Every test gets a new
+process group in them.
+"""
+
+import faulthandler
+import functools
+import importlib
+import inspect
+import itertools
+import multiprocessing
+import multiprocessing.connection
+import os
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+TIMEOUT = 120
+GRACE = 5
+
+_meeting_points = iter(())
+
+
+def on_each_rank(*world_sizes, **environment):
+    """Makes a test whose body every rank of a process group runs, once for each of ``world_sizes``.
+
+    It fails with the tracebacks of the ranks that failed, or with what every rank was doing when time ran out. The
+    processes have ``environment`` in their environment before anything but torch is imported.
+    """
+
+    def decorate(test):
+        @functools.wraps(test)
+        def run(request, world_size, **parameters):
+            ranks = _ranks(tuple(sorted(environment.items())))
+            if not ranks.processes:
+                request.session.addfinalizer(ranks.close)
+            ranks.run(world_size, test.__module__, test.__qualname__, parameters)
+
+        added = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in ("request", "world_size")]
+        own = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in inspect.signature(test).parameters.values()]
+        run.__signature__ = inspect.Signature([*added, *own])
+        return pytest.mark.parametrize("world_size", world_sizes)(run)
+
+    return decorate
+
+
+def new_process_group():
+    """Replaces this process's default group, as every rank must."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    dist.barrier()
+    dist.destroy_process_group()
+    _initialise(rank, world_size)
+
+
+def _initialise(rank, world_size):
+    dist.init_process_group("gloo", init_method=next(_meeting_points).as_uri(), rank=rank, world_size=world_size)
+
+
+class _Ranks:
+    """Processes that run what they are sent."""
+
+    def __init__(self, environment):
+        self.environment = environment
+        self.folder = tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True)
+        self.processes = []
+        self.connections = []
+        self.runs = 0
+
+    def run(self, world_size, module, name, parameters):
+        self._start(world_size)
+        self.runs += 1
+        folder = Path(self.folder.name) / str(self.runs)
+        folder.mkdir()
+        running = {}
+        for rank, connection in enumerate(self.connections[:world_size]):
+            connection.send((folder, rank, world_size, module, name, parameters))
+            running[connection] = rank
+        failures = []
+        deadline = time.monotonic() + TIMEOUT
+        while running and (left := deadline - time.monotonic()) > 0:
+            for connection in multiprocessing.connection.wait(list(running), left):
+                rank = running.pop(connection)
+                try:
+                    failure = connection.recv()
+                except EOFError:
+                    self.processes[rank].join(GRACE)
+                    failure = f"process ended with exit code {self.processes[rank].exitcode}\n"
+                if failure is not None:
+                    failures.append(f"rank {rank} of {world_size}: {failure}")
+                    deadline = min(deadline, time.monotonic() + GRACE)
+        if running and not failures:
+            time.sleep(GRACE)
+            failures = [
+                f"rank {rank} of {world_size} did not finish in {TIMEOUT} s:\n{(folder / f'stack-{rank}').read_text()}"
+                for rank in running.values()
+            ]
+        if running or any(not process.is_alive() for process in self.processes):
+            self._kill()
+        if failures:
+            pytest.fail("\n".join(failures), pytrace=False)
+
+    def _start(self, world_size):
+        context = multiprocessing.get_context("spawn")
+        while len(self.processes) < world_size:
+            here, there = context.Pipe()
+            process = context.Process(target=_work, args=(there, self.environment), daemon=True)
+            process.start()
+            there.close()
+            self.processes.append(process)
+            self.connections.append(here)
+
+    def _kill(self):
+        for process in self.processes:
+            process.kill()
+        self._forget()
+
+    def close(self):
+        for connection in self.connections:
+            connection.close()
+        self._forget()
+
+    def _forget(self):
+        for process in self.processes:
+            process.join(GRACE)
+        self.processes.clear()
+        self.connections.clear()
+
+
+_ranks = functools.cache(_Ranks)
+
+
+def _work(connection, environment):
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    while True:
+        try:
+            task = connection.recv()
+        except EOFError:
+            return
+        try:
+            _run(*task)
+            connection.send(None)
+        except BaseException:
+            connection.send(traceback.format_exc())
+
+
+def _run(folder, rank, world_size, module, name, parameters):
+    global _meeting_points
+    _meeting_points = (folder / f"store-{i}" for i in itertools.count())
+    test = getattr(importlib.import_module(module), name).__wrapped__
+    torch.manual_seed(0)
+    with open(folder / f"stack-{rank}", "w") as stack:
+        faulthandler.dump_traceback_later(TIMEOUT, file=stack)
+        try:
+            _initialise(rank, world_size)
+            test(**parameters)
+            dist.barrier()
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            faulthandler.cancel_dump_traceback_later()

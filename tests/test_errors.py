@@ -1,0 +1,127 @@
+"""Bad input is answered with a clear error before anything is modified."""
+
+import math
+
+import pytest
+import torch
+
+from inplace_abn import ABN, InPlaceABN, InPlaceABNSync, inplace_abn, inplace_abn_sync, ops
+
+
+def arguments(device="cpu", **changes):
+    values = {
+        "x": torch.randn(4, 3, 5, 5, device=device),
+        "weight": torch.ones(3, device=device),
+        "bias": torch.zeros(3, device=device),
+        "running_mean": torch.zeros(3, device=device),
+        "running_var": torch.ones(3, device=device),
+        "training": True,
+    }
+    return values | changes
+
+
+def leaf():
+    return torch.randn(4, 3, 5, 5, requires_grad=True)
+
+
+CASES = {
+    "integer x": ({"x": torch.ones(4, 3, 5, dtype=torch.int64)}, TypeError, "expected x of dtype .*got Long"),
+    "complex x": ({"x": torch.ones(4, 3, 5, dtype=torch.complex64)}, TypeError, "expected x of dtype"),
+    "0-d x": ({"x": torch.tensor(1.0)}, ValueError, r"expected x of shape \(batch, channel, \*\)"),
+    "1-d x": ({"x": torch.ones(3)}, ValueError, r"expected x of shape \(batch, channel, \*\)"),
+    "sparse x": ({"x": torch.eye(3).to_sparse()}, ValueError, "strided x"),
+    "wrong channel count": ({"x": torch.ones(4, 5, 2)}, ValueError, r"expected weight of shape \(5,\).*got \[3\]"),
+    "weight of two dimensions": ({"weight": torch.ones(3, 1)}, ValueError, "expected weight of shape"),
+    "bias too long": ({"bias": torch.ones(4)}, ValueError, "expected bias of shape"),
+    "running_mean too long": ({"running_mean": torch.ones(4)}, ValueError, "expected running_mean of shape"),
+    "weight on another device": ({"weight": torch.ones(3, device="meta")}, ValueError, "expected weight on cpu"),
+    "float64 weight": ({"weight": torch.ones(3).double()}, TypeError, "expected weight of dtype Float.*got Double"),
+    "bfloat16 bias": ({"bias": torch.ones(3).bfloat16()}, TypeError, "expected bias of dtype Float.*got BFloat16"),
+    "leaf": ({"x": leaf()}, ValueError, r"leaf that requires grad.*x\.clone\(\)"),
+    "view of a leaf": ({"x": leaf().view(4, 3, 25)}, ValueError, r"view of a leaf.*x\.clone\(\)"),
+    "several views": ({"x": (leaf() * 1).chunk(2)[0]}, ValueError, "several views"),
+    "overlap": ({"x": torch.ones(4, 3, 1).expand(4, 3, 5)}, ValueError, r"internal overlap.*x\.clone\(\)"),
+    "partial overlap": ({"x": torch.ones(40).as_strided((4, 3, 5), (3, 3, 1))}, ValueError, "internal overlap"),
+    "one value per channel": ({"x": torch.ones(1, 3, 1, 1)}, ValueError, "Expected more than 1 value per channel"),
+    "empty batch": ({"x": torch.ones(0, 3, 4)}, ValueError, "Expected more than 1 value per channel"),
+    "empty space": ({"x": torch.ones(2, 3, 0)}, ValueError, "Expected more than 1 value per channel"),
+    "running_mean alone": ({"running_var": None}, ValueError, "both or neither"),
+    "running_var alone": ({"running_mean": None}, ValueError, "both or neither"),
+    "eps of zero": ({"eps": 0.0}, ValueError, "eps > 0, got 0"),
+    "negative eps": ({"eps": -1e-5}, ValueError, "eps > 0"),
+    "NaN eps": ({"eps": math.nan}, ValueError, "eps > 0, got nan"),
+    "NaN momentum": ({"momentum": math.nan}, ValueError, "finite momentum, got nan"),
+    "unknown activation": ({"activation": "gelu"}, ValueError, "expected activation to be one of .*got 'gelu'"),
+    "negative slope": ({"activation_param": -0.1}, ValueError, "slope >= 0, got -0.1"),
+    "NaN slope": ({"activation_param": math.nan}, ValueError, "slope >= 0, got nan"),
+    "alpha of zero": ({"activation": "elu", "activation_param": 0.0}, ValueError, "alpha > 0, got 0"),
+    "producer that needs its output": (
+        {"x": torch.sigmoid(leaf())},
+        RuntimeError,
+        "inplace_abn.*SigmoidBackward.*clone",
+    ),
+}
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
+@pytest.mark.parametrize("function", [inplace_abn, inplace_abn_sync])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.filterwarnings("ignore:.*not initialised")
+def test_bad_input_raises_and_nothing_is_modified(case, function, training):
+    changes, error, message = CASES[case]
+    if not training and "Expected more than 1" in message:
+        pytest.skip("an error in training only: evaluation works on any number of values")
+    call = arguments(**changes, training=training)
+    tensors = {name: t for name, t in call.items() if isinstance(t, torch.Tensor) and t.device.type != "meta"}
+    before = {name: (t.detach().clone(), t._version) for name, t in tensors.items()}
+    with pytest.raises(error, match=message):
+        function(**call)
+    for name, t in tensors.items():
+        values, version = before[name]
+        assert t._version == version, name
+        assert torch.equal(t.detach().to_dense(), values.to_dense()), name
+
+
+@pytest.mark.parametrize("module", [ABN, InPlaceABN, InPlaceABNSync])
+def test_constructors_refuse_what_calls_would_refuse(module):
+    for options, message in [
+        ({"activation": "gelu"}, "activation"),
+        ({"activation": "leaky_relu", "activation_param": -1.0}, "slope"),
+        ({"activation": "elu", "activation_param": 0.0}, "alpha"),
+        ({"eps": 0.0}, "eps"),
+        ({"momentum": math.nan}, "momentum"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            module(4, **options)
+
+
+def test_ops_name_themselves_the_argument_and_both_sides():
+    z, dz, var = torch.randn(2, 3, 4), torch.randn(2, 3, 4), torch.ones(3)
+    tail = (1e-5, False, 1, 0.1)
+    with pytest.raises(ValueError, match=r"inplace_abn::backward_reduce: expected dy_act of shape \[2, 3, 4\], got"):
+        ops.backward_reduce(z, dz[:1], None, None, *tail)
+    with pytest.raises(TypeError, match=r"inplace_abn::backward_reduce: expected dy_act of dtype Float, got Double"):
+        ops.backward_reduce(z, dz.double(), None, None, *tail)
+    with pytest.raises(ValueError, match=r"inplace_abn::backward: expected mean_dy and mean_xhat_dy both or neither"):
+        ops.backward(z, dz, var, None, 1e-5, False, var, None)
+    with pytest.raises(ValueError, match=r"inplace_abn::backward: expected var of shape \(3,\)"):
+        ops.backward(z, dz, torch.ones(4), None, 1e-5, False, None, None)
+    with pytest.raises(ValueError, match="unknown activation 99"):
+        ops.backward_reduce(z, dz, None, None, 1e-5, False, 99, 0.1)
+    with pytest.raises(ValueError, match="without a weight"):
+        ops.local_backward(z, dz, var, None, None, *tail, True, dx=None, dweight=var, dbias=None)
+    with pytest.raises(ValueError, match="expected gathered of shape"):
+        ops.combine(torch.ones(2, 4), None, None, 0.1, None)
+    with pytest.raises(TypeError, match="expected momentum as one float64 value"):
+        ops.combine(torch.ones(2, 5), None, None, 0.1, torch.ones(1))
+
+
+def test_outputs_that_partly_overlap_inputs_are_refused():
+    memory = torch.randn(3 * 3 * 4 + 1)
+    z, shifted = memory[:-1].view(3, 3, 4), memory[1:].view(3, 3, 4)
+    with pytest.raises(RuntimeError, match="memory"):
+        ops.local_backward(
+            z, z.clone(), torch.ones(3), None, None, 1e-5, False, 0, 0.0, True, dx=shifted, dweight=None, dbias=None
+        )
+    with pytest.raises(RuntimeError, match="memory"):
+        ops.backward_reduce(z, z, None, None, 1e-5, False, 0, 0.0)

@@ -1,0 +1,199 @@
+"""The ops by themselves: the step-wise contract, what is written, and what torch is told about it."""
+
+import pytest
+import torch
+from cases import ACTIVATIONS, DTYPES, TOLERANCE, laid_out, oracle, parameters, relative_error, stats_dtype
+
+from inplace_abn import _backend, ops, reference
+
+LAYOUTS = ["contiguous", "channels_last", "channel slice", "transposed"]
+EPS = 1e-5
+
+
+def code(activation):
+    return int(_backend.Activation.__members__[activation])
+
+
+def forward_result(shape, dtype, layout, activation, param, device):
+    """x, z and the parameters it was made with."""
+    x = laid_out(torch.randn(shape, dtype=torch.float64, device=device).to(dtype), layout)
+    weight, bias, *_ = parameters(shape[1], stats_dtype(dtype), device)
+    z = laid_out(x, layout)
+    mean, var = ops.statistics(x)
+    ops.forward(z, mean, var, weight, bias, EPS, False, code(activation), param, True)
+    return x, z, weight, bias, mean, var
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(5, 3), (4, 19, 6, 7), (2, 3, 90, 71), (0, 4, 2), (3, 4, 0)], ids=str)
+def test_statistics_are_the_mean_and_biased_variance(shape, dtype, layout, device):
+    x = laid_out((3 + torch.randn(shape, device=device)).to(dtype), layout)
+    mean, var = ops.statistics(x)
+    assert mean.dtype == var.dtype == stats_dtype(dtype)
+    if x.numel() == 0:
+        assert torch.equal(mean, torch.zeros_like(mean))
+        assert torch.equal(var, torch.zeros_like(var))
+        return
+    tolerance = 1e-13 if dtype == torch.float64 else 1e-6
+    assert relative_error(mean, reference.channel_mean(x.double())) < tolerance
+    expected = x.double().transpose(0, 1).flatten(1).var(dim=1, unbiased=False)
+    assert relative_error(var, expected) < tolerance
+
+
+@pytest.mark.parametrize(("activation", "param"), ACTIVATIONS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_backward_reduce_overwrites_y_act_with_xhat_and_dy_act_with_dy(dtype, layout, activation, param, device):
+    shape = (4, 6, 9, 5)
+    x, z, weight, bias, mean, var = forward_result(shape, dtype, layout, activation, param, device)
+    dz = laid_out(torch.rand(shape, device=device).to(dtype), layout)
+    dz_before = dz.double().clone()
+    addresses, versions = (z.data_ptr(), dz.data_ptr()), (z._version, dz._version)
+
+    sum_dy, sum_xhat_dy = ops.backward_reduce(z, dz, weight, bias, EPS, False, code(activation), param)
+
+    centred = x.double() - reference.per_channel(mean, x)
+    xhat = centred * reference.per_channel(torch.rsqrt(var.double() + EPS), x)
+    y = xhat * reference.per_channel(weight.double().abs() + EPS, x) + reference.per_channel(bias.double(), x)
+    dy = dz_before * reference.activation_gradient(y, activation, param)
+    tolerance = 10 * TOLERANCE[dtype]
+    assert relative_error(z, xhat) < tolerance
+    assert relative_error(dz, dy) < tolerance
+    assert relative_error(sum_dy, reference.channel_sum(dy)) < tolerance
+    assert (sum_xhat_dy - reference.channel_sum(xhat * dy)).norm() < tolerance * sum_dy.norm()
+    assert addresses == (z.data_ptr(), dz.data_ptr())
+    assert z._version > versions[0]
+    assert dz._version > versions[1]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_out_of_place_reduce_writes_the_same_values_elsewhere(dtype, layout, device):
+    shape = (3, 5, 8, 7)
+    _, z, weight, bias, _, _ = forward_result(shape, dtype, layout, "leaky_relu", 0.2, device)
+    dz = laid_out(torch.randn(shape, device=device).to(dtype), layout)
+    arguments = (weight, bias, EPS, False, code("leaky_relu"), 0.2)
+    kept = z.clone(), dz.clone()
+    xhat, dy = torch.full_like(z, torch.nan), torch.full_like(dz, torch.nan)
+    sums = ops.backward_reduce_out(z, dz, *arguments, xhat=xhat, dy=dy)
+    assert torch.equal(z, kept[0])
+    assert torch.equal(dz, kept[1])
+    in_place = ops.backward_reduce(z, dz, *arguments)
+    assert torch.equal(z, xhat)
+    assert torch.equal(dz, dy)
+    for a, b in zip(sums, in_place, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(("activation", "param"), ACTIVATIONS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_step_by_step_backward_equals_the_local_one(layout, activation, param, training, device):
+    shape, dtype = (4, 6, 9, 5), torch.float64
+    x, z, weight, bias, _, var = forward_result(shape, dtype, layout, activation, param, device)
+    dz = laid_out(torch.randn(shape, dtype=dtype, device=device), layout)
+    arithmetic = (EPS, False, code(activation), param)
+    dx, dweight, dbias = torch.empty_like(dz), torch.empty_like(weight), torch.empty_like(bias)
+    ops.local_backward(z, dz, var, weight, bias, *arithmetic, training, dx=dx, dweight=dweight, dbias=dbias)
+
+    sum_dy, sum_xhat_dy = ops.backward_reduce(z, dz, weight, bias, *arithmetic)
+    count = x.numel() / x.shape[1]
+    means = (sum_dy / count, sum_xhat_dy / count) if training else (None, None)
+    ops.backward(z, dz, var, weight, EPS, False, *means)
+
+    assert relative_error(dz, dx) < 1e-10
+    assert relative_error(torch.where(weight < 0, -sum_xhat_dy, sum_xhat_dy), dweight) < 1e-10
+    assert relative_error(sum_dy, dbias) < 1e-12
+
+
+@pytest.mark.parametrize("output", ["dz", "z", "fresh"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_local_backward_may_write_dx_over_either_input(layout, output, device):
+    shape = (4, 6, 9, 5)
+    _, z, weight, bias, _, var = forward_result(shape, torch.float64, layout, "elu", 1.0, device)
+    dz = laid_out(torch.randn(shape, dtype=torch.float64, device=device), layout)
+    arguments = (var, weight, bias, EPS, False, code("elu"), 1.0, True)
+    expected = torch.empty_like(z)
+    ops.local_backward(z.clone(), dz.clone(), *arguments, dx=expected, dweight=None, dbias=None)
+    dx = {"dz": dz, "z": z, "fresh": torch.full_like(z, torch.nan)}[output]
+    ops.local_backward(z, dz, *arguments, dx=dx, dweight=None, dbias=None)
+    assert torch.allclose(dx, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_combined_statistics_are_those_of_the_whole_batch(dtype, device):
+    x = (5 + torch.randn(12, 7, 6, device=device)).to(dtype)
+    shares = [x[:3], x[3:3], x[3:4], x[4:]]
+    rows = [
+        torch.cat([*ops.statistics(s), torch.full((1,), float(s.shape[0] * 6), dtype=dtype, device=device)])
+        for s in shares
+    ]
+    running = torch.zeros(7, dtype=dtype, device=device), torch.ones(7, dtype=dtype, device=device)
+    mean, var, count = ops.combine(torch.stack(rows), *running, 0.25, None)
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-6
+    expected = x.double().transpose(0, 1).flatten(1)
+    assert count.item() == 72
+    assert relative_error(mean, expected.mean(1)) < tolerance
+    assert relative_error(var, expected.var(1, unbiased=False)) < tolerance
+    assert relative_error(running[0], 0.25 * expected.mean(1)) < tolerance
+    assert relative_error(running[1], 0.75 + 0.25 * expected.var(1)) < tolerance
+
+
+def test_every_write_is_noticed_by_autograd(device):
+    x = torch.randn(4, 3, 5, device=device, requires_grad=True)
+    y = torch.sigmoid(x)
+    ops.local_forward(y.detach(), None, None, None, None, 0.1, None, EPS, False, code("identity"), 0.0, True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def op_samples(dtype, device):
+    x, z, weight, bias, mean, var = forward_result((3, 4, 5, 2), dtype, "contiguous", "leaky_relu", 0.2, device)
+    dz, tail = torch.randn_like(z), (EPS, False, code("leaky_relu"), 0.2)
+    running = torch.zeros_like(mean), torch.ones_like(var)
+    outputs = {"dx": torch.empty_like(z), "dweight": torch.empty_like(weight), "dbias": torch.empty_like(bias)}
+    momentum = torch.tensor(0.5, dtype=torch.float64, device=device)
+    gathered = torch.rand(3, 9, dtype=mean.dtype, device=device)
+    return {
+        "statistics": ((x,), {}),
+        "combine": ((gathered, *running, 0.1, None), {}),
+        "forward": ((x, mean, var, weight, bias, *tail, True), {}),
+        "local_forward": ((x, weight, bias, *running, 0.1, None, *tail, True), {}),
+        "local_forward, cumulative": ((x, None, None, *running, 0.0, momentum, *tail, False), {}),
+        "local_forward, no statistics": ((x, weight, None, None, None, 0.1, None, *tail, True), {}),
+        "backward_reduce": ((z, dz, weight, bias, *tail), {}),
+        "backward_reduce_out": (
+            (z, dz, weight, bias, *tail),
+            {"xhat": torch.empty_like(z), "dy": torch.empty_like(z)},
+        ),
+        "backward": ((z, dz, var, weight, EPS, False, mean, var), {}),
+        "backward, frozen": ((z, dz, var, None, EPS, False, None, None), {}),
+        "local_backward": ((z, dz, var, weight, bias, *tail, True), outputs),
+        "local_backward, dx only": (
+            (z, dz, var, weight, bias, *tail, False),
+            {"dx": torch.empty_like(z), "dweight": None, "dbias": None},
+        ),
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", op_samples(torch.float32, "cpu"))
+def test_schemas_and_fakes_tell_the_truth(name, dtype, device):
+    args, kwargs = op_samples(dtype, device)[name]
+    torch.library.opcheck(getattr(ops, name.split(",")[0]), args, kwargs)
+
+
+def test_oracle_agrees_with_torch_batch_norm(device):
+    x, dz = torch.randn(2, 4, 3, 5, 6, dtype=torch.float64, device=device)
+    weight, bias, mean, var = parameters(3, torch.float64, device)
+    leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
+    running = mean.clone(), var.clone()
+    y = torch.nn.functional.batch_norm(leaves[0], *running, leaves[1].abs() + EPS, leaves[2], True, 0.1, EPS)
+    z = torch.nn.functional.leaky_relu(y, 0.3)
+    z.backward(dz)
+    expected = oracle(x, dz, weight, bias, mean, var, activation_param=0.3)
+    for actual, name in [(z, "z"), *zip([t.grad for t in leaves], ["dx", "dweight", "dbias"], strict=True)]:
+        assert relative_error(actual, expected[name]) < 1e-12, name
+    assert relative_error(running[0], expected["running_mean"]) < 1e-12
+    assert relative_error(running[1], expected["running_var"]) < 1e-12
