@@ -23,6 +23,7 @@ def check_call(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
+    residual: Tensor | None,
     running_mean: Tensor | None,
     running_var: Tensor | None,
     requires_grad: bool,

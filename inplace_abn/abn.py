@@ -9,13 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from inplace_abn import functions
+from inplace_abn import functions, plain
 
 
 class ABN(nn.Module):
     """Batch normalisation and activation, out of place: the twin that `InPlaceABN` is compared with.
 
-    Input and output have shape (batch, channel, \\*). The weight scales as it is, as in torch's BatchNorm.
+    Input and output have shape (batch, channel, \\*), and so has the optional residual, which is added before the
+    activation. The weight scales as it is, as in torch's BatchNorm.
 
     Args:
         num_features: number of channels.
@@ -35,6 +36,10 @@ class ABN(nn.Module):
     """
 
     _version = 2
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+    running_mean: Tensor | None
+    running_var: Tensor | None
     num_batches_tracked: Tensor | None
 
     def __init__(
@@ -71,9 +76,11 @@ class ABN(nn.Module):
         self.reset_parameters()
 
     def reset_running_stats(self) -> None:
-        if self.track_running_stats:
+        if self.running_mean is not None:
             self.running_mean.zero_()
+        if self.running_var is not None:
             self.running_var.fill_(1)
+        if self.num_batches_tracked is not None:
             self.num_batches_tracked.zero_()
 
     def reset_parameters(self) -> None:
@@ -108,11 +115,8 @@ class ABN(nn.Module):
             "activation_param": self.activation_param,
         }
 
-    def forward(self, x: Tensor) -> Tensor:
-        arguments = self._arguments()
-        if isinstance(arguments["momentum"], Tensor):
-            arguments["momentum"] = arguments["momentum"].item()
-        return functions.abn(x, **arguments)
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        return plain.abn(x, **self._arguments(), residual=residual)
 
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any
@@ -172,8 +176,8 @@ class InPlaceABN(ABN):
             dtype=dtype,
         )
 
-    def forward(self, x: Tensor) -> Tensor:
-        return functions.inplace_abn(x, **self._arguments(), signed_weight=self.signed_weight)
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        return functions.inplace_abn(x, **self._arguments(), signed_weight=self.signed_weight, residual=residual)
 
 
 class InPlaceABNSync(InPlaceABN):
@@ -219,5 +223,7 @@ class InPlaceABNSync(InPlaceABN):
     def set_group(self, group: ProcessGroup | None) -> None:
         self.group = group
 
-    def forward(self, x: Tensor) -> Tensor:
-        return functions.inplace_abn_sync(x, **self._arguments(), group=self.group, signed_weight=self.signed_weight)
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        return functions.inplace_abn_sync(
+            x, **self._arguments(), group=self.group, signed_weight=self.signed_weight, residual=residual
+        )

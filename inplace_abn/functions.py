@@ -3,28 +3,22 @@
 The forward pass writes z over x and keeps z alone; the backward pass recovers everything else from it
 ("In-Place Activated BatchNorm for Memory-Optimized Training of DNNs", arXiv 1712.02616). The op runs before autograd is
 told: `_InPlaceABN` only declares that x has become z, so that an op that fails leaves no trace in the graph.
+
+``INPLACE_ABN_DISABLE=1`` in the environment makes both functions work out of place, for debugging.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import warnings
-from functools import cache
 from typing import Any, NamedTuple, cast
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from inplace_abn import ops, reference
-from inplace_abn.ops import _backend
-
-# Whether the graph will be kept (retain_graph), inside backward; and the saved-tensor hooks in force.
-_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
-_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+from inplace_abn import collectives, ops, ownership, plain, reference
+from inplace_abn.ops import backend
 
 _DISABLED = os.environ.get("INPLACE_ABN_DISABLE") == "1"
 
@@ -40,11 +34,24 @@ class _Settings(NamedTuple):
     group: ProcessGroup | None
 
     def arithmetic(self) -> tuple[float, bool, int, float]:
-        """The arguments that every op ends with."""
+        """The arguments that every op has in common."""
         return self.eps, self.signed_weight, _ACTIVATIONS[self.activation], self.activation_param
 
 
-_ACTIVATIONS: dict[str, int] = {name: int(value) for name, value in _backend.Activation.__members__.items()}
+class _Saved(NamedTuple):
+    """What backward has of the forward pass."""
+
+    z: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    residual: Tensor | None
+    var: Tensor
+
+
+# Gradients of x, weight, bias and residual.
+_Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+_ACTIVATIONS: dict[str, int] = {name: int(value) for name, value in backend.Activation.__members__.items()}
 _ACTIVATIONS["none"] = _ACTIVATIONS["identity"]
 
 
@@ -66,152 +73,142 @@ def check_hyperparameters(eps: float, momentum: float | Tensor | None) -> None:
         raise ValueError(f"inplace_abn: expected a finite momentum, got {momentum}")
 
 
-# --- Ownership: memory may be reused only by its sole holder ---------------------------------------------------------
-
-
-# References to a gradient, and to a saved output, that nobody but backward holds: from Python, from C++, and from C++
-# to the storage. None: never reuse.
-_Holders = tuple[int, int, int]
-_sole_gradient: _Holders | None = None
-_sole_output: _Holders | None = None
-_observations: list[tuple[_Holders, _Holders]] | None = None
-
-
 class _InPlaceABN(torch.autograd.Function):
     @staticmethod
-    def forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, var: Tensor, settings: _Settings) -> Tensor:
+    def forward(
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        var: Tensor,
+        settings: _Settings,
+    ) -> Tensor:
         return x
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, weight, bias, var, settings = inputs
+        x, *others, ctx.settings = inputs
         ctx.mark_dirty(x)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(output, weight, bias, var)
-        ctx.settings = settings
-        ctx.hooked = torch.compiler.is_compiling() or _top_hooks(False) is not None
+        ctx.save_for_backward(output, *others)
+        ctx.reusable = not torch.compiler.is_compiling() and not ownership.may_be_unpacked_elsewhere()
 
     @staticmethod
     def backward(ctx: Any, dz: Tensor | None) -> tuple[Tensor | None, ...]:
         if dz is None:
-            return None, None, None, None, None
-        z, weight, bias, var = ctx.saved_tensors
-        settings: _Settings = ctx.settings
-        if torch.compiler.is_compiling():
-            xhat_buffer = dy_buffer = None
-        elif torch.is_grad_enabled():
-            return *_differentiable_backward(z, dz, weight, bias, var, settings), None, None
-        else:
-            if _observations is not None:
-                _observations.append((_backend.holders(dz), _backend.holders(z)))
-            run_once = not (ctx.hooked or _keeps_graph())
-            xhat_buffer = z if run_once and _backend.is_sole_owner(z, _sole_output) else None
-            dy_buffer = dz if z.stride() == dz.stride() and _backend.is_sole_owner(dz, _sole_gradient) else None
-        if settings.group is not None and settings.training:
-            gradients = _sync_backward(ctx, z, dz, weight, bias, var, settings, xhat_buffer, dy_buffer)
-        else:
-            gradients = _local_backward(ctx, z, dz, weight, bias, var, settings, dy_buffer, xhat_buffer)
-        return *gradients, None, None
+            return (None,) * 6
+        z, *others = ctx.saved_tensors
+        saved, settings = _Saved(z, *others), ctx.settings
+        own_z = own_dz = False
+        # Compiled code is functional: nothing is reused, the compiler does that.
+        if not torch.compiler.is_compiling():
+            if torch.is_grad_enabled():
+                return *_differentiable_backward(saved, dz, settings), None, None
+            own_dz = z.stride() == dz.stride() and ownership.owns_gradient(dz)
+            own_z = ctx.reusable and ownership.owns_output(z)
+        backward = _local_backward if settings.group is None else _sync_backward
+        return *backward(ctx.needs_input_grad, saved, dz, own_z, own_dz, settings), None, None
 
 
 def _local_backward(
-    ctx: Any,
-    z: Tensor,
-    dz: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    var: Tensor,
-    settings: _Settings,
-    *buffers: Tensor | None,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """dx goes to the first of ``buffers`` there is, or to fresh memory."""
-    need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
-    dx = next((b for b in buffers if b is not None), None)
-    if not need_x:
-        dx = None
-    elif dx is None:
-        dx = torch.empty_like(z)
-    dweight = torch.empty_like(weight) if need_weight and weight is not None else None
-    dbias = torch.empty_like(bias) if need_bias and bias is not None else None
+    need: tuple[bool, ...], saved: _Saved, dz: Tensor, own_z: bool, own_dz: bool, settings: _Settings
+) -> _Gradients:
+    """Writes dx, and the residual's gradient if there is one, over dz and z where these are backward's own."""
+    z, weight, bias, residual, var = saved
+    reusable = [t for t, own in ((z, own_z), (dz, own_dz)) if own]
+
+    def activation_sized(needed: bool) -> Tensor | None:
+        if not needed:
+            return None
+        return reusable.pop() if reusable else torch.empty_like(z)
+
+    dresidual = activation_sized(need[3])
+    dx = activation_sized(need[0])
+    dweight = torch.empty_like(weight) if weight is not None and need[1] else None
+    dbias = torch.empty_like(bias) if bias is not None and need[2] else None
     ops.local_backward(
-        z, dz, var, weight, bias, *settings.arithmetic(), settings.training, dx=dx, dweight=dweight, dbias=dbias
+        z,
+        dz,
+        var,
+        weight,
+        bias,
+        residual,
+        *settings.arithmetic(),
+        settings.training,
+        dx=dx,
+        dweight=dweight,
+        dbias=dbias,
+        dresidual=dresidual,
     )
-    return dx, dweight, dbias
+    return dx, dweight, dbias, dresidual
 
 
 def _sync_backward(
-    ctx: Any,
-    z: Tensor,
-    dz: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    var: Tensor,
-    settings: _Settings,
-    xhat_buffer: Tensor | None,
-    dy_buffer: Tensor | None,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Step by step, with one collective in between: the sums over all ranks' dy and xhat * dy, and the count."""
-    need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
-    xhat = torch.empty_like(z) if xhat_buffer is None else xhat_buffer
-    dy = torch.empty_like(z) if dy_buffer is None else dy_buffer
-    sum_dy, sum_xhat_dy = ops.backward_reduce_out(z, dz, weight, bias, *settings.arithmetic(), xhat=xhat, dy=dy)
-    dweight = dbias = None
-    if need_weight and weight is not None:
+    need: tuple[bool, ...], saved: _Saved, dz: Tensor, own_z: bool, own_dz: bool, settings: _Settings
+) -> _Gradients:
+    """Step by step, with one collective in between: the sums over all ranks' dy and xhat * dy, and their count.
+
+    dx is written over xhat if the residual takes dy, else over dy.
+    """
+    z, weight, bias, residual, var = saved
+    xhat = z if own_z else torch.empty_like(z)
+    dy = dz if own_dz else torch.empty_like(z)
+    sum_dy, sum_xhat_dy = ops.backward_reduce_out(
+        z, dz, weight, bias, residual, *settings.arithmetic(), xhat=xhat, dy=dy
+    )
+    dweight = dbias = dx = None
+    if weight is not None and need[1]:
         signed = sum_xhat_dy if settings.signed_weight else torch.where(weight < 0, -sum_xhat_dy, sum_xhat_dy)
         dweight = signed.to(weight.dtype)
-    if need_bias and bias is not None:
+    if bias is not None and need[2]:
         dbias = sum_dy.to(bias.dtype)
-    if not need_x:
-        return None, dweight, dbias
-    assert settings.group is not None
-    count = sum_dy.new_full((1,), _values_per_channel(z))
-    channels = z.shape[1]
-    sums = _all_reduce(torch.cat([sum_dy, sum_xhat_dy, count]), settings.group)
-    mean_dy, mean_xhat_dy = (sums[: 2 * channels] / sums[2 * channels]).view(2, channels).unbind()
-    ops.backward(xhat, dy, var, weight, settings.eps, settings.signed_weight, mean_dy, mean_xhat_dy)
-    return dy, dweight, dbias
+    if need[0]:
+        channels = z.shape[1]
+        count = sum_dy.new_full((1,), _values_per_channel(z))
+        sums = collectives.all_reduce(torch.cat([sum_dy, sum_xhat_dy, count]), cast(ProcessGroup, settings.group))
+        mean_dy, mean_xhat_dy = (sums[: 2 * channels] / sums[2 * channels]).view(2, channels).unbind()
+        dx = xhat if need[3] else dy
+        ops.backward_out(xhat, dy, var, weight, settings.eps, settings.signed_weight, mean_dy, mean_xhat_dy, dx=dx)
+    return dx, dweight, dbias, dy if need[3] else None
 
 
-def _differentiable_backward(
-    z: Tensor,
-    dz: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    var: Tensor,
-    settings: _Settings,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def _differentiable_backward(saved: _Saved, dz: Tensor, settings: _Settings) -> _Gradients:
     """For ``create_graph=True``, in plain torch.
 
     z alone does not do: var depends on x along xhat, a direction that z's own graph edge annihilates. So x is computed
     from z and given the graph edge that x had before it was overwritten; everything else is a function of that x. Its
     mean is arbitrary, because only x - mean matters.
     """
-    if settings.group is not None and settings.training:
+    z, weight, bias, residual, var = saved
+    if settings.group is not None:
         raise RuntimeError(
             "inplace_abn: create_graph=True is not supported by synchronised statistics; "
             "use InPlaceABN, or set INPLACE_ABN_DISABLE=1 for plain out-of-place synchronised batch norm"
         )
     with torch.no_grad():
         xhat, dy = torch.empty_like(z), torch.empty_like(z)
-        ops.backward_reduce_out(z, dz, weight, bias, *settings.arithmetic(), xhat=xhat, dy=dy)
+        ops.backward_reduce_out(z, dz, weight, bias, residual, *settings.arithmetic(), xhat=xhat, dy=dy)
         x = xhat * reference.per_channel(torch.sqrt(var + settings.eps), xhat).to(xhat.dtype)
-    _backend.set_input_edge(x, z)
-    frozen = {} if settings.training else {"mean": torch.zeros_like(var), "var": var}
-    dx, dweight, dbias = reference.backward(
+    backend.set_input_edge(x, z)
+    dx, dweight, dbias, dresidual = reference.backward(
         x,
         dz,
         weight,
         bias,
-        **frozen,
+        mean=None if settings.training else torch.zeros_like(var),
+        var=None if settings.training else var,
         eps=settings.eps,
         activation=settings.activation,
         activation_param=settings.activation_param,
         signed_weight=settings.signed_weight,
+        residual=residual,
     )
-    return dx, None if weight is None else dweight, None if bias is None else dbias
-
-
-# --- Forward ---------------------------------------------------------------------------------------------------------
+    return (
+        dx,
+        None if weight is None else dweight,
+        None if bias is None else dbias,
+        None if residual is None else dresidual,
+    )
 
 
 def _values_per_channel(x: Tensor) -> int:
@@ -250,8 +247,9 @@ def inplace_abn(
     activation_param: float = 0.01,
     *,
     signed_weight: bool = False,
+    residual: Tensor | None = None,
 ) -> Tensor:
-    """Batch normalisation and activation in one, written over ``x``.
+    """z = act(gamma * (x - mean) / sqrt(var + eps) + bias + residual), written over ``x``.
 
     Args:
         x: activations of shape (batch, channel, \\*), dtype float64, float32, bfloat16 or float16, in any strides
@@ -268,6 +266,8 @@ def inplace_abn(
         activation_param: slope of leaky_relu (>= 0; zero means relu), alpha of elu (> 0).
         signed_weight: scale by the weight itself, sign kept and at least ``eps`` in magnitude, as a standard
             BatchNorm's weight needs it, instead of by ``|weight| + eps``.
+        residual: of x's shape, dtype and device, in memory of its own; added before the activation. Saved beside the
+            result, because it is alive anyway: it is the input of the block it bridges.
 
     Returns:
         ``x``, which now holds the result.
@@ -283,9 +283,7 @@ def inplace_abn(
     check_activation(activation, activation_param)
     check_hyperparameters(eps, momentum)
     settings = _Settings(activation, activation_param, eps, signed_weight, training or running_mean is None, None)
-    if _DISABLED:
-        return _out_of_place(x, weight, bias, running_mean, running_var, momentum, settings)
-    return _forward(x, weight, bias, running_mean, running_var, momentum, settings)
+    return _forward(x, weight, bias, residual, running_mean, running_var, momentum, settings)
 
 
 def inplace_abn_sync(
@@ -302,6 +300,7 @@ def inplace_abn_sync(
     group: ProcessGroup | None = None,
     *,
     signed_weight: bool = False,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """`inplace_abn` with the statistics of all ranks of ``group`` (None: the default group).
 
@@ -316,40 +315,41 @@ def inplace_abn_sync(
     check_activation(activation, activation_param)
     check_hyperparameters(eps, momentum)
     training = training or running_mean is None
-    group = _participating_group(group) if training else None
+    group = collectives.participating_group(group) if training else None
     settings = _Settings(activation, activation_param, eps, signed_weight, training, group)
-    if _DISABLED:
-        return _out_of_place(x, weight, bias, running_mean, running_var, momentum, settings)
-    return _forward(x, weight, bias, running_mean, running_var, momentum, settings)
+    return _forward(x, weight, bias, residual, running_mean, running_var, momentum, settings)
 
 
 def _forward(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
+    residual: Tensor | None,
     running_mean: Tensor | None,
     running_var: Tensor | None,
     momentum: float | Tensor,
     settings: _Settings,
 ) -> Tensor:
-    requires_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
+    inputs = (x, weight, bias, residual)
+    requires_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
+    if _DISABLED:
+        return _out_of_place(x, weight, bias, residual, running_mean, running_var, momentum, settings)
     if not torch.compiler.is_compiling():
-        _backend.check_call(x, weight, bias, running_mean, running_var, requires_grad)
+        backend.check_call(x, weight, bias, residual, running_mean, running_var, requires_grad)
         if requires_grad:
             _check_producer(x)
     if settings.training and settings.group is None:
         _check_count(_values_per_channel(x), x)
+    # What makes z invertible is left out where no backward will follow.
     invertible = requires_grad
     with torch.no_grad():
         data = x.detach()
-        if not settings.training:
-            mean, var = cast(Tensor, running_mean), cast(Tensor, running_var)
-            ops.forward(data, mean, var, weight, bias, *settings.arithmetic(), invertible)
-        elif settings.group is None:
+        if settings.training and settings.group is None:
             _, var = ops.local_forward(
                 data,
                 weight,
                 bias,
+                residual,
                 running_mean,
                 running_var,
                 *_momentum_arguments(momentum),
@@ -357,155 +357,52 @@ def _forward(
                 invertible,
             )
         else:
-            mean, var = _sync_statistics(data, running_mean, running_var, momentum, settings.group)
-            ops.forward(data, mean, var, weight, bias, *settings.arithmetic(), invertible)
+            if settings.training:
+                mean, var = _sync_statistics(data, running_mean, running_var, momentum, settings.group)
+            else:
+                mean, var = cast(Tensor, running_mean), cast(Tensor, running_var)
+            ops.forward(data, mean, var, weight, bias, residual, *settings.arithmetic(), invertible)
     if not requires_grad:
         return x
-    result: Tensor = _InPlaceABN.apply(x, weight, bias, var, settings)
-    return result
-
-
-# --- Collectives -----------------------------------------------------------------------------------------------------
-
-
-@cache
-def _warn_no_process_group() -> None:
-    warnings.warn(
-        "inplace_abn_sync: torch.distributed is not initialised, so statistics are those of this process alone",
-        stacklevel=2,
-    )
-
-
-def _participating_group(group: ProcessGroup | None) -> ProcessGroup | None:
-    """The group to synchronise with, or None where statistics are local."""
-    if not dist.is_available() or not dist.is_initialized():
-        _warn_no_process_group()
-        return None
-    group = dist.group.WORLD if group is None else group
-    return group if dist.get_rank(group) >= 0 and dist.get_world_size(group) > 1 else None
-
-
-def _all_gather(t: Tensor, group: ProcessGroup) -> Tensor:
-    """(parts, n) from every rank's ``t`` of shape (n,)."""
-    from torch.distributed import _functional_collectives as collectives
-
-    return collectives.wait_tensor(collectives.all_gather_tensor(t.unsqueeze(0), 0, group))
-
-
-def _all_reduce(t: Tensor, group: ProcessGroup) -> Tensor:
-    from torch.distributed import _functional_collectives as collectives
-
-    return collectives.wait_tensor(collectives.all_reduce(t, "sum", group))
+    z: Tensor = _InPlaceABN.apply(x, weight, bias, residual, var, settings)
+    return z
 
 
 def _sync_statistics(
-    x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, momentum: float | Tensor, group: ProcessGroup
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    momentum: float | Tensor,
+    group: ProcessGroup | None,
 ) -> tuple[Tensor, Tensor]:
     """Mean and biased variance over all ranks. A rank with values enough knows that the whole batch has; only others
     look at the gathered counts (which waits for the device), so that all ranks raise together or none does."""
     count = _values_per_channel(x)
     mean, var = ops.statistics(x)
-    gathered = _all_gather(torch.cat([mean, var, mean.new_full((1,), count)]), group)
+    packed = torch.cat([mean, var, mean.new_full((1,), count)])
+    gathered = collectives.all_gather(packed, cast(ProcessGroup, group))
     if not torch.compiler.is_compiling() and count < 2:
         _check_count(gathered[:, -1].sum().item(), x)
     mean, var, _ = ops.combine(gathered, running_mean, running_var, *_momentum_arguments(momentum))
     return mean, var
 
 
-# --- Out of place, for debugging -------------------------------------------------------------------------------------
-
-
-def abn(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool = True,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-    activation: str = "leaky_relu",
-    activation_param: float = 0.01,
-) -> Tensor:
-    """torch's own batch norm (with the weight as it is) and activation, out of place; arguments as `inplace_abn`."""
-    y = F.batch_norm(x, running_mean, running_var, weight, bias, training or running_mean is None, momentum, eps)
-    return reference.activate(y, activation, activation_param, inplace=True)
-
-
 def _out_of_place(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
+    residual: Tensor | None,
     running_mean: Tensor | None,
     running_var: Tensor | None,
     momentum: float | Tensor,
     settings: _Settings,
 ) -> Tensor:
-    """What the in-place ops compute, by torch's own means (``INPLACE_ABN_DISABLE=1``)."""
     scale = None if weight is None else reference.gamma(weight, settings.eps, settings.signed_weight)
+    what = (settings.eps, settings.activation, settings.activation_param, residual)
     if settings.group is None:
-        if isinstance(momentum, Tensor):
-            momentum = momentum.item()
-        return abn(
-            x, scale, bias, running_mean, running_var, settings.training, momentum, *settings[2:3], *settings[:2]
-        )
-    from torch.distributed.nn.functional import all_reduce
-
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    values = x.to(dtype)
-    total = all_reduce(values.new_full((1,), _values_per_channel(x)), group=settings.group)
-    _check_count(total.item(), x)
-    mean = all_reduce(reference.channel_sum(values), group=settings.group) / total
-    centred = values - reference.per_channel(mean, x)
-    var = all_reduce(reference.channel_sum(centred.square()), group=settings.group) / total
-    if running_mean is not None and running_var is not None:
-        with torch.no_grad():
-            running_mean.lerp_(mean.to(running_mean), momentum)
-            running_var.lerp_((var * total / (total - 1)).to(running_var), momentum)
-    y = centred * reference.per_channel(torch.rsqrt(var + settings.eps) * (1 if scale is None else scale), x)
-    if bias is not None:
-        y = y + reference.per_channel(bias, x)
-    return reference.activate(y.to(x.dtype), settings.activation, settings.activation_param)
-
-
-# --- Calibration -----------------------------------------------------------------------------------------------------
-
-
-def _calibrate() -> None:
-    """Learns from graphs whose holders are known what sole ownership looks like under this torch and this Python.
-
-    Reuse stays off if the counts of a gradient that a hook keeps, or of an output that is kept, look the same.
-    """
-    global _observations, _sole_gradient, _sole_output
-
-    def observe(keep_gradient: bool, keep_output: bool) -> tuple[_Holders, _Holders]:
-        kept: list[Any] = []
-        with torch.enable_grad():
-            x = torch.ones(2, 1, requires_grad=True)
-            z = inplace_abn(x * 1.0, None, None, None, None)
-            if keep_gradient:
-                z.register_hook(kept.append)
-            if keep_output:
-                kept.append(z)
-            loss = (z * 2.0).sum()
-            del z
-            loss.backward()
-        assert _observations is not None
-        return _observations.pop()
-
-    _observations = []
-    try:
-        gradient, output = observe(False, False)
-        shared_gradient, _ = observe(True, False)
-        _, shared_output = observe(False, True)
-        again = observe(False, False)
-    finally:
-        _observations = None
-    if gradient == again[0] != shared_gradient and 0 not in gradient:
-        _sole_gradient = gradient
-    if output == again[1] != shared_output and 0 not in output:
-        _sole_output = output
+        return plain.abn(x, scale, bias, running_mean, running_var, settings.training, momentum, *what)
+    return plain.abn_sync(x, scale, bias, running_mean, running_var, momentum, *what, settings.group)
 
 
 if not _DISABLED:
-    _calibrate()
+    ownership.calibrate(inplace_abn)

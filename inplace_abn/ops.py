@@ -3,12 +3,14 @@
 ==================  ==========================================================================================
 ``statistics``      mean and biased variance of x per channel
 ``combine``         merges the statistics of several shares of a batch, updates the running statistics
-``forward``         z = act(gamma * (x - mean) / sqrt(var + eps) + beta), written over x
+``forward``         z = act(gamma * (x - mean) / sqrt(var + eps) + beta + residual), written over x
 ``local_forward``   ``statistics`` and ``forward`` in one
 ``backward_reduce`` **overwrites** y_act with xhat and dy_act with dy, returns the sums over dy and xhat * dy; its
                     overload ``out`` writes both to buffers of the caller's, which may be y_act and dy_act themselves
-``backward``        dx = gamma / sqrt(var + eps) * (dy - mean_dy - xhat * mean_xhat_dy), written over dy
-``local_backward``  ``backward_reduce`` and ``backward`` in one, writing dx, dweight and dbias only
+``backward``        dx = gamma / sqrt(var + eps) * (dy - mean_dy - xhat * mean_xhat_dy), written over dy; its overload
+                    ``out`` writes to a buffer of the caller's, which may be xhat or dy
+``local_backward``  ``backward_reduce`` and ``backward`` in one, writing dx, dweight, dbias and the residual's
+                    gradient (which is dy) to buffers of the caller's, those of them that are wanted
 ==================  ==========================================================================================
 
 Activations have shape (batch, channel, \\*) and dtype float64, float32, bfloat16 or float16, in any strides;
@@ -18,7 +20,9 @@ their dtype; parameters are of either. Ops raise ValueError or TypeError before 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,8 +30,21 @@ from torch import Tensor
 _REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps inplace-abn"
 _BUILD_SOURCE = "pip install --no-build-isolation -e ."
 
+__all__ = [
+    "backend",
+    "backward",
+    "backward_out",
+    "backward_reduce",
+    "backward_reduce_out",
+    "combine",
+    "forward",
+    "local_backward",
+    "local_forward",
+    "statistics",
+]
+
 try:
-    from inplace_abn import _backend
+    from inplace_abn import _backend as backend
 except ImportError as error:
     if any(Path(__file__).parent.glob("_backend*.so")) or any(Path(__file__).parent.glob("_backend*.pyd")):
         raise ImportError(
@@ -45,9 +62,9 @@ def _release(version: str) -> list[str]:
     return version.split("+")[0].split(".")[:2]
 
 
-if _release(_backend.torch_version) != _release(torch.__version__):
+if _release(backend.torch_version) != _release(torch.__version__):
     raise ImportError(
-        f"inplace_abn was built for torch {_backend.torch_version} but torch {torch.__version__} is installed. "
+        f"inplace_abn was built for torch {backend.torch_version} but torch {torch.__version__} is installed. "
         f"Build it again: `{_REBUILD}` (in a source tree: `{_BUILD_SOURCE}`)"
     )
 
@@ -58,6 +75,7 @@ local_forward = torch.ops.inplace_abn.local_forward.default
 backward_reduce = torch.ops.inplace_abn.backward_reduce.default
 backward_reduce_out = torch.ops.inplace_abn.backward_reduce.out
 backward = torch.ops.inplace_abn.backward.default
+backward_out = torch.ops.inplace_abn.backward.out
 local_backward = torch.ops.inplace_abn.local_backward.default
 
 
@@ -75,7 +93,7 @@ def _nothing(*_: object, **__: object) -> None:
     return None
 
 
-for _name, _fake in {
+_FAKES: dict[str, Callable[..., Any]] = {
     "statistics": _two_statistics,
     "combine": _combined,
     "forward": _nothing,
@@ -83,6 +101,9 @@ for _name, _fake in {
     "backward_reduce": _two_statistics,
     "backward_reduce.out": _two_statistics,
     "backward": _nothing,
+    "backward.out": _nothing,
     "local_backward": _nothing,
-}.items():
+}
+
+for _name, _fake in _FAKES.items():
     torch.library.register_fake(f"inplace_abn::{_name}", _fake)

@@ -75,6 +75,7 @@ def forward(
     activation: str = "leaky_relu",
     activation_param: float = 0.01,
     signed_weight: bool = False,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """z for x of shape (batch, channel, \\*); running statistics are updated in place."""
     if training or running_mean is None or running_var is None:
@@ -92,6 +93,8 @@ def forward(
         y = y * per_channel(gamma(weight, eps, signed_weight), x)
     if bias is not None:
         y = y + per_channel(bias, x)
+    if residual is not None:
+        y = y + residual
     return activate(y, activation, activation_param)
 
 
@@ -106,8 +109,9 @@ def backward(
     activation: str = "leaky_relu",
     activation_param: float = 0.01,
     signed_weight: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dx, dweight, dbias) by the formulas, not by autograd, so that they can be differentiated once more.
+    residual: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(dx, dweight, dbias, dresidual) by the formulas, not by autograd, so that they can be differentiated once more.
 
     Without ``mean`` and ``var`` the statistics are those of x (training), with them they are constants (evaluation).
     """
@@ -121,6 +125,8 @@ def backward(
     y = xhat * per_channel(scale, x)
     if bias is not None:
         y = y + per_channel(bias, x)
+    if residual is not None:
+        y = y + residual
     dy = dz * activation_gradient(y, activation, activation_param)
     dx = dy
     if not frozen:
@@ -129,4 +135,4 @@ def backward(
     dweight = channel_sum(xhat * dy)
     if weight is not None and not signed_weight:
         dweight = torch.where(weight < 0, -dweight, dweight)
-    return dx, dweight, channel_sum(dy)
+    return dx, dweight, channel_sum(dy), dy

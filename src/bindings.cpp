@@ -1,8 +1,8 @@
 // The Python module _backend. Importing it registers the ops; beside them it holds what only C++ can see of a tensor:
 // who shares its memory, whether autograd lets it be written, and the graph edge it had before it was.
 
-#include <c10/core/impl/COW.h>
 #include <c10/core/InferenceMode.h>
+#include <c10/core/impl/COW.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/extension.h>
 #include <torch/version.h>
@@ -22,9 +22,9 @@ using at::Tensor;
 using Holders = std::tuple<int64_t, int64_t, int64_t>;
 
 Holders holders(const pybind11::object& tensor) {
-  constexpr c10::DispatchKeySet opaque{c10::DispatchKey::Python,       c10::DispatchKey::FuncTorchBatched,
-                                       c10::DispatchKey::Conjugate,    c10::DispatchKey::FuncTorchGradWrapper,
-                                       c10::DispatchKey::Negative,     c10::DispatchKey::Functionalize,
+  constexpr c10::DispatchKeySet opaque{c10::DispatchKey::Python,    c10::DispatchKey::FuncTorchBatched,
+                                       c10::DispatchKey::Conjugate, c10::DispatchKey::FuncTorchGradWrapper,
+                                       c10::DispatchKey::Negative,  c10::DispatchKey::Functionalize,
                                        c10::DispatchKey::ZeroTensor};
   if (!THPVariable_CheckExact(tensor.ptr())) return {0, 0, 0};
   const Tensor& t = THPVariable_Unpack(tensor.ptr());
@@ -37,7 +37,8 @@ Holders holders(const pybind11::object& tensor) {
 
 // Whether the tensor is dense and its memory has no more holders than that of a tensor known to have one only.
 bool is_sole_owner(const pybind11::object& tensor, const std::optional<Holders>& sole) {
-  return sole.has_value() && holders(tensor) == *sole && THPVariable_Unpack(tensor.ptr()).is_non_overlapping_and_dense();
+  return sole.has_value() && holders(tensor) == *sole &&
+         THPVariable_Unpack(tensor.ptr()).is_non_overlapping_and_dense();
 }
 
 // Raises if x cannot be written in place, before anything is written. `requires_grad`: whether the result will.
@@ -47,7 +48,8 @@ void check_inplace(const Tensor& x, bool requires_grad) {
   TORCH_CHECK_VALUE(!x.key_set().has(c10::DispatchKey::FuncTorchBatched),
                     "inplace_abn: vmap is not supported: batch statistics mix the samples it separates", remedy);
   TORCH_CHECK_VALUE(!x.is_inference() || c10::InferenceMode::is_enabled(),
-                    "inplace_abn: x was made under torch.inference_mode() and cannot be overwritten outside it", remedy);
+                    "inplace_abn: x was made under torch.inference_mode() and cannot be overwritten outside it",
+                    remedy);
   switch (torch::autograd::can_mutate_inplace(x, requires_grad)) {
     case can_mutate_inplace_result::success:
       return;
@@ -68,13 +70,14 @@ void check_inplace(const Tensor& x, bool requires_grad) {
 // Everything a call expects of its tensors: what the ops check themselves, but before a collective or a first op, and
 // for tensors on whichever device.
 void check_call(const Tensor& x, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
-                const std::optional<Tensor>& running_mean, const std::optional<Tensor>& running_var,
-                bool requires_grad) {
+                const std::optional<Tensor>& residual, const std::optional<Tensor>& running_mean,
+                const std::optional<Tensor>& running_var, bool requires_grad) {
   constexpr auto op = "inplace_abn";
   check_activations(op, "x", x);
   check_written(op, "x", x);
   check_channels(op, "weight", weight, x);
   check_channels(op, "bias", bias, x);
+  check_residual(op, residual, x);
   check_running(op, running_mean, running_var, x);
   check_inplace(x, requires_grad);
 }
@@ -98,7 +101,8 @@ PYBIND11_MODULE(_backend, m) {
   m.def("holders", &inplace_abn::holders, pybind11::arg("tensor"));
   m.def("is_sole_owner", &inplace_abn::is_sole_owner, pybind11::arg("tensor"), pybind11::arg("sole"));
   m.def("check_call", &inplace_abn::check_call, pybind11::arg("x"), pybind11::arg("weight"), pybind11::arg("bias"),
-        pybind11::arg("running_mean"), pybind11::arg("running_var"), pybind11::arg("requires_grad"));
+        pybind11::arg("residual"), pybind11::arg("running_mean"), pybind11::arg("running_var"),
+        pybind11::arg("requires_grad"));
   m.def("set_input_edge", &inplace_abn::set_input_edge, pybind11::arg("tensor"), pybind11::arg("output"));
   m.attr("torch_version") = TORCH_VERSION;
 #if defined(INPLACE_ABN_WITH_CUDA)

@@ -63,6 +63,16 @@ class Operands {
   }
 
   template <typename scalar_t>
+  View<const scalar_t> optional_input(const OptTensor& t) {
+    return t.has_value() ? input<scalar_t>(*t) : View<const scalar_t>{};
+  }
+
+  template <typename scalar_t>
+  View<scalar_t> optional_output(const OptTensor& t) {
+    return t.has_value() ? output<scalar_t>(*t) : View<scalar_t>{};
+  }
+
+  template <typename scalar_t>
   ChannelVector<scalar_t> channels(const OptTensor& t) {
     if (!t.has_value()) return {nullptr, false};
     return vector<scalar_t>(held_.emplace_back(t->contiguous()));
@@ -105,9 +115,8 @@ class Operands {
     for (const auto& [original, stand_in] : stand_ins_) {
       if (original.is_same(t)) return stand_in;
     }
-    const Tensor dense = order_ == Order::planes
-                             ? t.clone(at::MemoryFormat::Contiguous)
-                             : t.movedim(1, -1).clone(at::MemoryFormat::Contiguous).movedim(-1, 1);
+    const Tensor dense = order_ == Order::planes ? t.clone(at::MemoryFormat::Contiguous)
+                                                 : t.movedim(1, -1).clone(at::MemoryFormat::Contiguous).movedim(-1, 1);
     return stand_ins_.emplace_back(t, dense).second;
   }
 
@@ -177,14 +186,13 @@ std::tuple<Tensor, Tensor, Tensor> combine(const Tensor& gathered, const OptTens
   Operands operands(like);
   DISPATCH_TYPES(type, op, [&] {
     using opmath_t = at::opmath_type<scalar_t>;
-    const CombineArgs<scalar_t> args{
-        dense.size(0),
-        channels,
-        dense.const_data_ptr<opmath_t>(),
-        statistic_ptr<scalar_t>(mean),
-        statistic_ptr<scalar_t>(var),
-        statistic_ptr<scalar_t>(count),
-        operands.running<scalar_t>(running_mean, running_var, momentum, momentum_tensor)};
+    const CombineArgs<scalar_t> args{dense.size(0),
+                                     channels,
+                                     dense.const_data_ptr<opmath_t>(),
+                                     statistic_ptr<scalar_t>(mean),
+                                     statistic_ptr<scalar_t>(var),
+                                     statistic_ptr<scalar_t>(count),
+                                     operands.running<scalar_t>(running_mean, running_var, momentum, momentum_tensor)};
     CALL_BACKEND(gathered, combine, args);
   });
   operands.finish();
@@ -192,12 +200,14 @@ std::tuple<Tensor, Tensor, Tensor> combine(const Tensor& gathered, const OptTens
 }
 
 void forward(const Tensor& x, const Tensor& mean, const Tensor& var, const OptTensor& weight, const OptTensor& bias,
-             double eps, bool signed_weight, int64_t activation, double activation_param, bool invertible) {
+             const OptTensor& residual, double eps, bool signed_weight, int64_t activation, double activation_param,
+             bool invertible) {
   constexpr auto op = "inplace_abn::forward";
   check_activations(op, "x", x);
   check_written(op, "x", x);
   check_channels(op, "mean", mean, x);
   check_channels(op, "var", var, x);
+  check_residual(op, residual, x);
   check_affine(op, x, weight, bias, eps, activation, activation_param);
 
   const c10::DeviceGuard guard(x.device());
@@ -210,19 +220,22 @@ void forward(const Tensor& x, const Tensor& mean, const Tensor& var, const OptTe
                                      operands.channels<scalar_t>(var),
                                      operands.affine<scalar_t>(weight, bias, eps, signed_weight),
                                      {static_cast<Activation>(activation), activation_param},
-                                     invertible};
+                                     invertible,
+                                     operands.optional_input<scalar_t>(residual)};
     CALL_BACKEND(x, forward, args);
   });
   operands.finish();
 }
 
 std::tuple<Tensor, Tensor> local_forward(const Tensor& x, const OptTensor& weight, const OptTensor& bias,
-                                         const OptTensor& running_mean, const OptTensor& running_var, double momentum,
+                                         const OptTensor& residual, const OptTensor& running_mean,
+                                         const OptTensor& running_var, double momentum,
                                          const OptTensor& momentum_tensor, double eps, bool signed_weight,
                                          int64_t activation, double activation_param, bool invertible) {
   constexpr auto op = "inplace_abn::local_forward";
   check_activations(op, "x", x);
   check_written(op, "x", x);
+  check_residual(op, residual, x);
   check_running(op, running_mean, running_var, x);
   check_momentum(op, momentum, momentum_tensor, x);
   check_affine(op, x, weight, bias, eps, activation, activation_param);
@@ -240,7 +253,8 @@ std::tuple<Tensor, Tensor> local_forward(const Tensor& x, const OptTensor& weigh
         operands.affine<scalar_t>(weight, bias, eps, signed_weight),
         {static_cast<Activation>(activation), activation_param},
         invertible,
-        operands.running<scalar_t>(running_mean, running_var, momentum, momentum_tensor)};
+        operands.running<scalar_t>(running_mean, running_var, momentum, momentum_tensor),
+        operands.optional_input<scalar_t>(residual)};
     CALL_BACKEND(x, local_forward, args);
   });
   operands.finish();
@@ -248,15 +262,16 @@ std::tuple<Tensor, Tensor> local_forward(const Tensor& x, const OptTensor& weigh
 }
 
 std::tuple<Tensor, Tensor> backward_reduce_out(const Tensor& y_act, const Tensor& dy_act, const OptTensor& weight,
-                                               const OptTensor& bias, double eps, bool signed_weight,
-                                               int64_t activation, double activation_param, const Tensor& xhat,
-                                               const Tensor& dy) {
+                                               const OptTensor& bias, const OptTensor& residual, double eps,
+                                               bool signed_weight, int64_t activation, double activation_param,
+                                               const Tensor& xhat, const Tensor& dy) {
   constexpr auto op = "inplace_abn::backward_reduce";
   check_activations(op, "y_act", y_act);
   check_like(op, "dy_act", dy_act, y_act);
   check_output(op, xhat.is_same(y_act) ? "y_act" : "xhat", xhat, y_act, {&y_act, &dy_act});
   check_output(op, dy.is_same(dy_act) ? "dy_act" : "dy", dy, y_act, {&y_act, &dy_act});
   at::assert_no_overlap(xhat, dy);
+  if (residual.has_value()) check_like(op, "residual", *residual, y_act);
   check_affine(op, y_act, weight, bias, eps, activation, activation_param);
 
   const c10::DeviceGuard guard(y_act.device());
@@ -271,7 +286,8 @@ std::tuple<Tensor, Tensor> backward_reduce_out(const Tensor& y_act, const Tensor
                                             operands.affine<scalar_t>(weight, bias, eps, signed_weight),
                                             {static_cast<Activation>(activation), activation_param},
                                             statistic_ptr<scalar_t>(sum_dy),
-                                            statistic_ptr<scalar_t>(sum_xhat_dy)};
+                                            statistic_ptr<scalar_t>(sum_xhat_dy),
+                                            operands.optional_input<scalar_t>(residual)};
     CALL_BACKEND(y_act, backward_reduce, args);
   });
   operands.finish();
@@ -279,17 +295,18 @@ std::tuple<Tensor, Tensor> backward_reduce_out(const Tensor& y_act, const Tensor
 }
 
 std::tuple<Tensor, Tensor> backward_reduce(const Tensor& y_act, const Tensor& dy_act, const OptTensor& weight,
-                                           const OptTensor& bias, double eps, bool signed_weight, int64_t activation,
-                                           double activation_param) {
-  return backward_reduce_out(y_act, dy_act, weight, bias, eps, signed_weight, activation, activation_param, y_act,
-                             dy_act);
+                                           const OptTensor& bias, const OptTensor& residual, double eps,
+                                           bool signed_weight, int64_t activation, double activation_param) {
+  return backward_reduce_out(y_act, dy_act, weight, bias, residual, eps, signed_weight, activation, activation_param,
+                             y_act, dy_act);
 }
 
-void backward(const Tensor& xhat, const Tensor& dy, const Tensor& var, const OptTensor& weight, double eps,
-              bool signed_weight, const OptTensor& mean_dy, const OptTensor& mean_xhat_dy) {
+void backward_out(const Tensor& xhat, const Tensor& dy, const Tensor& var, const OptTensor& weight, double eps,
+                  bool signed_weight, const OptTensor& mean_dy, const OptTensor& mean_xhat_dy, const Tensor& dx) {
   constexpr auto op = "inplace_abn::backward";
   check_activations(op, "xhat", xhat);
-  check_output(op, "dy", dy, xhat, {&xhat});
+  check_like(op, "dy", dy, xhat);
+  check_output(op, dx.is_same(dy) ? "dy" : "dx", dx, xhat, {&xhat, &dy});
   check_channels(op, "var", var, xhat);
   check_channels(op, "weight", weight, xhat);
   check_eps(op, eps);
@@ -312,7 +329,7 @@ void backward(const Tensor& xhat, const Tensor& dy, const Tensor& var, const Opt
     const BackwardArgs<scalar_t> args{operands.extent(),
                                       operands.input<scalar_t>(xhat),
                                       operands.input<scalar_t>(dy),
-                                      operands.output<scalar_t>(dy),
+                                      operands.output<scalar_t>(dx),
                                       operands.channels<scalar_t>(var),
                                       operands.affine<scalar_t>(weight, std::nullopt, eps, signed_weight),
                                       mean_data(mean_dy),
@@ -322,15 +339,26 @@ void backward(const Tensor& xhat, const Tensor& dy, const Tensor& var, const Opt
   operands.finish();
 }
 
+void backward(const Tensor& xhat, const Tensor& dy, const Tensor& var, const OptTensor& weight, double eps,
+              bool signed_weight, const OptTensor& mean_dy, const OptTensor& mean_xhat_dy) {
+  backward_out(xhat, dy, var, weight, eps, signed_weight, mean_dy, mean_xhat_dy, dy);
+}
+
 void local_backward(const Tensor& y_act, const Tensor& dy_act, const Tensor& var, const OptTensor& weight,
-                    const OptTensor& bias, double eps, bool signed_weight, int64_t activation, double activation_param,
-                    bool training, const OptTensor& dx, const OptTensor& dweight, const OptTensor& dbias) {
+                    const OptTensor& bias, const OptTensor& residual, double eps, bool signed_weight,
+                    int64_t activation, double activation_param, bool training, const OptTensor& dx,
+                    const OptTensor& dweight, const OptTensor& dbias, const OptTensor& dresidual) {
   constexpr auto op = "inplace_abn::local_backward";
   check_activations(op, "y_act", y_act);
   check_like(op, "dy_act", dy_act, y_act);
   check_channels(op, "var", var, y_act);
   check_affine(op, y_act, weight, bias, eps, activation, activation_param);
   if (dx.has_value()) check_output(op, dx->is_same(dy_act) ? "dy_act" : "dx", *dx, y_act, {&y_act, &dy_act});
+  if (residual.has_value()) check_like(op, "residual", *residual, y_act);
+  if (dresidual.has_value()) {
+    check_output(op, dresidual->is_same(dy_act) ? "dy_act" : "dresidual", *dresidual, y_act, {&y_act, &dy_act});
+    if (dx.has_value()) at::assert_no_overlap(*dx, *dresidual);
+  }
   TORCH_CHECK_VALUE(!dweight.has_value() || weight.has_value(), op, ": dweight was asked for without a weight");
   check_channels(op, "dweight", dweight, y_act);
   check_channels(op, "dbias", dbias, y_act);
@@ -338,17 +366,18 @@ void local_backward(const Tensor& y_act, const Tensor& dy_act, const Tensor& var
   const c10::DeviceGuard guard(y_act.device());
   Operands operands(y_act);
   DISPATCH_TYPES(y_act.scalar_type(), op, [&] {
-    const LocalBackwardArgs<scalar_t> args{
-        operands.extent(),
-        operands.input<scalar_t>(y_act),
-        operands.input<scalar_t>(dy_act),
-        dx.has_value() ? operands.output<scalar_t>(*dx) : View<scalar_t>{nullptr, 0, 0},
-        operands.channels<scalar_t>(var),
-        operands.affine<scalar_t>(weight, bias, eps, signed_weight),
-        {static_cast<Activation>(activation), activation_param},
-        training,
-        operands.written_channels<scalar_t>(dweight),
-        operands.written_channels<scalar_t>(dbias)};
+    const LocalBackwardArgs<scalar_t> args{operands.extent(),
+                                           operands.input<scalar_t>(y_act),
+                                           operands.input<scalar_t>(dy_act),
+                                           operands.optional_output<scalar_t>(dx),
+                                           operands.channels<scalar_t>(var),
+                                           operands.affine<scalar_t>(weight, bias, eps, signed_weight),
+                                           {static_cast<Activation>(activation), activation_param},
+                                           training,
+                                           operands.written_channels<scalar_t>(dweight),
+                                           operands.written_channels<scalar_t>(dbias),
+                                           operands.optional_input<scalar_t>(residual),
+                                           operands.optional_output<scalar_t>(dresidual)};
     CALL_BACKEND(y_act, local_backward, args);
   });
   operands.finish();
@@ -360,26 +389,33 @@ TORCH_LIBRARY(inplace_abn, m) {
       "combine(Tensor gathered, Tensor(a!)? running_mean, Tensor(b!)? running_var, float momentum, "
       "Tensor? momentum_tensor) -> (Tensor mean, Tensor var, Tensor count)");
   m.def(
-      "forward(Tensor(a!) x, Tensor mean, Tensor var, Tensor? weight, Tensor? bias, float eps, bool signed_weight, "
+      "forward(Tensor(a!) x, Tensor mean, Tensor var, Tensor? weight, Tensor? bias, Tensor? residual, float eps, bool "
+      "signed_weight, "
       "int activation, float activation_param, bool invertible) -> ()");
   m.def(
-      "local_forward(Tensor(a!) x, Tensor? weight, Tensor? bias, Tensor(b!)? running_mean, Tensor(c!)? running_var, "
+      "local_forward(Tensor(a!) x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor(b!)? running_mean, "
+      "Tensor(c!)? running_var, "
       "float momentum, Tensor? momentum_tensor, float eps, bool signed_weight, int activation, "
       "float activation_param, bool invertible) -> (Tensor mean, Tensor var)");
   m.def(
-      "backward_reduce(Tensor(a!) y_act, Tensor(b!) dy_act, Tensor? weight, Tensor? bias, float eps, "
+      "backward_reduce(Tensor(a!) y_act, Tensor(b!) dy_act, Tensor? weight, Tensor? bias, Tensor? residual, float eps, "
       "bool signed_weight, int activation, float activation_param) -> (Tensor sum_dy, Tensor sum_xhat_dy)");
   m.def(
-      "backward_reduce.out(Tensor y_act, Tensor dy_act, Tensor? weight, Tensor? bias, float eps, bool signed_weight, "
+      "backward_reduce.out(Tensor y_act, Tensor dy_act, Tensor? weight, Tensor? bias, Tensor? residual, float eps, "
+      "bool signed_weight, "
       "int activation, float activation_param, *, Tensor(a!) xhat, Tensor(b!) dy) "
       "-> (Tensor sum_dy, Tensor sum_xhat_dy)");
   m.def(
       "backward(Tensor xhat, Tensor(a!) dy, Tensor var, Tensor? weight, float eps, bool signed_weight, "
       "Tensor? mean_dy, Tensor? mean_xhat_dy) -> ()");
   m.def(
-      "local_backward(Tensor y_act, Tensor dy_act, Tensor var, Tensor? weight, Tensor? bias, float eps, "
-      "bool signed_weight, int activation, float activation_param, bool training, *, Tensor(a!)? dx, "
-      "Tensor(b!)? dweight, Tensor(c!)? dbias) -> ()");
+      "backward.out(Tensor xhat, Tensor dy, Tensor var, Tensor? weight, float eps, bool signed_weight, "
+      "Tensor? mean_dy, Tensor? mean_xhat_dy, *, Tensor(a!) dx) -> ()");
+  m.def(
+      "local_backward(Tensor y_act, Tensor dy_act, Tensor var, Tensor? weight, Tensor? bias, Tensor? residual, float "
+      "eps, "
+      "bool signed_weight, int activation, float activation_param, bool training, *, Tensor(a!)? dx=None, "
+      "Tensor(b!)? dweight=None, Tensor(c!)? dbias=None, Tensor(d!)? dresidual=None) -> ()");
 }
 
 void register_ops(torch::Library& m) {
@@ -390,12 +426,17 @@ void register_ops(torch::Library& m) {
   m.impl("backward_reduce", &backward_reduce);
   m.impl("backward_reduce.out", &backward_reduce_out);
   m.impl("backward", &backward);
+  m.impl("backward.out", &backward_out);
   m.impl("local_backward", &local_backward);
 }
 
-TORCH_LIBRARY_IMPL(inplace_abn, CPU, m) { register_ops(m); }
+TORCH_LIBRARY_IMPL(inplace_abn, CPU, m) {
+  register_ops(m);
+}
 #if defined(INPLACE_ABN_WITH_CUDA)
-TORCH_LIBRARY_IMPL(inplace_abn, CUDA, m) { register_ops(m); }
+TORCH_LIBRARY_IMPL(inplace_abn, CUDA, m) {
+  register_ops(m);
+}
 #endif
 
 }  // namespace

@@ -99,17 +99,17 @@ def test_ops_name_themselves_the_argument_and_both_sides():
     z, dz, var = torch.randn(2, 3, 4), torch.randn(2, 3, 4), torch.ones(3)
     tail = (1e-5, False, 1, 0.1)
     with pytest.raises(ValueError, match=r"inplace_abn::backward_reduce: expected dy_act of shape \[2, 3, 4\], got"):
-        ops.backward_reduce(z, dz[:1], None, None, *tail)
+        ops.backward_reduce(z, dz[:1], None, None, None, *tail)
     with pytest.raises(TypeError, match=r"inplace_abn::backward_reduce: expected dy_act of dtype Float, got Double"):
-        ops.backward_reduce(z, dz.double(), None, None, *tail)
+        ops.backward_reduce(z, dz.double(), None, None, None, *tail)
     with pytest.raises(ValueError, match=r"inplace_abn::backward: expected mean_dy and mean_xhat_dy both or neither"):
         ops.backward(z, dz, var, None, 1e-5, False, var, None)
     with pytest.raises(ValueError, match=r"inplace_abn::backward: expected var of shape \(3,\)"):
         ops.backward(z, dz, torch.ones(4), None, 1e-5, False, None, None)
     with pytest.raises(ValueError, match="unknown activation 99"):
-        ops.backward_reduce(z, dz, None, None, 1e-5, False, 99, 0.1)
+        ops.backward_reduce(z, dz, None, None, None, 1e-5, False, 99, 0.1)
     with pytest.raises(ValueError, match="without a weight"):
-        ops.local_backward(z, dz, var, None, None, *tail, True, dx=None, dweight=var, dbias=None)
+        ops.local_backward(z, dz, var, None, None, None, *tail, True, dweight=var)
     with pytest.raises(ValueError, match="expected gathered of shape"):
         ops.combine(torch.ones(2, 4), None, None, 0.1, None)
     with pytest.raises(TypeError, match="expected momentum as one float64 value"):
@@ -120,8 +120,6 @@ def test_outputs_that_partly_overlap_inputs_are_refused():
     memory = torch.randn(3 * 3 * 4 + 1)
     z, shifted = memory[:-1].view(3, 3, 4), memory[1:].view(3, 3, 4)
     with pytest.raises(RuntimeError, match="memory"):
-        ops.local_backward(
-            z, z.clone(), torch.ones(3), None, None, 1e-5, False, 0, 0.0, True, dx=shifted, dweight=None, dbias=None
-        )
+        ops.local_backward(z, z.clone(), torch.ones(3), None, None, None, 1e-5, False, 0, 0.0, True, dx=shifted)
     with pytest.raises(RuntimeError, match="memory"):
-        ops.backward_reduce(z, z, None, None, 1e-5, False, 0, 0.0)
+        ops.backward_reduce(z, z, None, None, None, 1e-5, False, 0, 0.0)

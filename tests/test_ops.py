@@ -20,7 +20,7 @@ def forward_result(shape, dtype, layout, activation, param, device):
     weight, bias, *_ = parameters(shape[1], stats_dtype(dtype), device)
     z = laid_out(x, layout)
     mean, var = ops.statistics(x)
-    ops.forward(z, mean, var, weight, bias, EPS, False, code(activation), param, True)
+    ops.forward(z, mean, var, weight, bias, None, EPS, False, code(activation), param, True)
     return x, z, weight, bias, mean, var
 
 
@@ -51,7 +51,7 @@ def test_backward_reduce_overwrites_y_act_with_xhat_and_dy_act_with_dy(dtype, la
     dz_before = dz.double().clone()
     addresses, versions = (z.data_ptr(), dz.data_ptr()), (z._version, dz._version)
 
-    sum_dy, sum_xhat_dy = ops.backward_reduce(z, dz, weight, bias, EPS, False, code(activation), param)
+    sum_dy, sum_xhat_dy = ops.backward_reduce(z, dz, weight, bias, None, EPS, False, code(activation), param)
 
     centred = x.double() - reference.per_channel(mean, x)
     xhat = centred * reference.per_channel(torch.rsqrt(var.double() + EPS), x)
@@ -73,7 +73,7 @@ def test_out_of_place_reduce_writes_the_same_values_elsewhere(dtype, layout, dev
     shape = (3, 5, 8, 7)
     _, z, weight, bias, _, _ = forward_result(shape, dtype, layout, "leaky_relu", 0.2, device)
     dz = laid_out(torch.randn(shape, device=device).to(dtype), layout)
-    arguments = (weight, bias, EPS, False, code("leaky_relu"), 0.2)
+    arguments = (weight, bias, None, EPS, False, code("leaky_relu"), 0.2)
     kept = z.clone(), dz.clone()
     xhat, dy = torch.full_like(z, torch.nan), torch.full_like(dz, torch.nan)
     sums = ops.backward_reduce_out(z, dz, *arguments, xhat=xhat, dy=dy)
@@ -95,9 +95,9 @@ def test_step_by_step_backward_equals_the_local_one(layout, activation, param, t
     dz = laid_out(torch.randn(shape, dtype=dtype, device=device), layout)
     arithmetic = (EPS, False, code(activation), param)
     dx, dweight, dbias = torch.empty_like(dz), torch.empty_like(weight), torch.empty_like(bias)
-    ops.local_backward(z, dz, var, weight, bias, *arithmetic, training, dx=dx, dweight=dweight, dbias=dbias)
+    ops.local_backward(z, dz, var, weight, bias, None, *arithmetic, training, dx=dx, dweight=dweight, dbias=dbias)
 
-    sum_dy, sum_xhat_dy = ops.backward_reduce(z, dz, weight, bias, *arithmetic)
+    sum_dy, sum_xhat_dy = ops.backward_reduce(z, dz, weight, bias, None, *arithmetic)
     count = x.numel() / x.shape[1]
     means = (sum_dy / count, sum_xhat_dy / count) if training else (None, None)
     ops.backward(z, dz, var, weight, EPS, False, *means)
@@ -113,11 +113,11 @@ def test_local_backward_may_write_dx_over_either_input(layout, output, device):
     shape = (4, 6, 9, 5)
     _, z, weight, bias, _, var = forward_result(shape, torch.float64, layout, "elu", 1.0, device)
     dz = laid_out(torch.randn(shape, dtype=torch.float64, device=device), layout)
-    arguments = (var, weight, bias, EPS, False, code("elu"), 1.0, True)
+    arguments = (var, weight, bias, None, EPS, False, code("elu"), 1.0, True)
     expected = torch.empty_like(z)
-    ops.local_backward(z.clone(), dz.clone(), *arguments, dx=expected, dweight=None, dbias=None)
+    ops.local_backward(z.clone(), dz.clone(), *arguments, dx=expected)
     dx = {"dz": dz, "z": z, "fresh": torch.full_like(z, torch.nan)}[output]
-    ops.local_backward(z, dz, *arguments, dx=dx, dweight=None, dbias=None)
+    ops.local_backward(z, dz, *arguments, dx=dx)
     assert torch.allclose(dx, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -143,7 +143,7 @@ def test_combined_statistics_are_those_of_the_whole_batch(dtype, device):
 def test_every_write_is_noticed_by_autograd(device):
     x = torch.randn(4, 3, 5, device=device, requires_grad=True)
     y = torch.sigmoid(x)
-    ops.local_forward(y.detach(), None, None, None, None, 0.1, None, EPS, False, code("identity"), 0.0, True)
+    ops.local_forward(y.detach(), None, None, None, None, None, 0.1, None, EPS, False, code("identity"), 0.0, True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
 
@@ -158,21 +158,26 @@ def op_samples(dtype, device):
     return {
         "statistics": ((x,), {}),
         "combine": ((gathered, *running, 0.1, None), {}),
-        "forward": ((x, mean, var, weight, bias, *tail, True), {}),
-        "local_forward": ((x, weight, bias, *running, 0.1, None, *tail, True), {}),
-        "local_forward, cumulative": ((x, None, None, *running, 0.0, momentum, *tail, False), {}),
-        "local_forward, no statistics": ((x, weight, None, None, None, 0.1, None, *tail, True), {}),
-        "backward_reduce": ((z, dz, weight, bias, *tail), {}),
+        "forward": ((x, mean, var, weight, bias, None, *tail, True), {}),
+        "local_forward": ((x, weight, bias, dz, *running, 0.1, None, *tail, True), {}),
+        "local_forward, cumulative": ((x, None, None, None, *running, 0.0, momentum, *tail, False), {}),
+        "local_forward, no statistics": ((x, weight, None, None, None, None, 0.1, None, *tail, True), {}),
+        "backward_reduce": ((z, dz, weight, bias, None, *tail), {}),
         "backward_reduce_out": (
-            (z, dz, weight, bias, *tail),
+            (z, dz, weight, bias, None, *tail),
             {"xhat": torch.empty_like(z), "dy": torch.empty_like(z)},
         ),
         "backward": ((z, dz, var, weight, EPS, False, mean, var), {}),
+        "backward_out": ((z, dz, var, weight, EPS, False, mean, var), {"dx": torch.empty_like(z)}),
         "backward, frozen": ((z, dz, var, None, EPS, False, None, None), {}),
-        "local_backward": ((z, dz, var, weight, bias, *tail, True), outputs),
+        "local_backward": ((z, dz, var, weight, bias, None, *tail, True), outputs),
+        "local_backward, residual": (
+            (z, dz, var, weight, bias, x, *tail, True),
+            outputs | {"dresidual": torch.empty_like(z)},
+        ),
         "local_backward, dx only": (
-            (z, dz, var, weight, bias, *tail, False),
-            {"dx": torch.empty_like(z), "dweight": None, "dbias": None},
+            (z, dz, var, weight, bias, None, *tail, False),
+            {"dx": torch.empty_like(z)},
         ),
     }
 

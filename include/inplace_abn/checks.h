@@ -14,7 +14,9 @@
 
 namespace inplace_abn {
 
-inline c10::ScalarType stats_type(c10::ScalarType type) { return at::toOpMathType(type); }
+inline c10::ScalarType stats_type(c10::ScalarType type) {
+  return at::toOpMathType(type);
+}
 
 // Dimensions sorted by stride, each stepping over the whole extent of the smaller ones: no two indices share memory.
 inline bool non_overlapping(const at::Tensor& t) {
@@ -52,8 +54,8 @@ inline void check_channels(const char* op, const char* name, const at::Tensor& t
                     ",) for x of shape ", x.sizes(), ", got ", t.sizes());
   TORCH_CHECK_VALUE(t.device() == x.device(), op, ": expected ", name, " on ", x.device(), " like x, got ", t.device());
   TORCH_CHECK_TYPE(t.scalar_type() == x.scalar_type() || t.scalar_type() == stats_type(x.scalar_type()), op,
-                   ": expected ", name, " of dtype ", stats_type(x.scalar_type()), " or of x's dtype ",
-                   x.scalar_type(), ", got ", t.scalar_type());
+                   ": expected ", name, " of dtype ", stats_type(x.scalar_type()), " or of x's dtype ", x.scalar_type(),
+                   ", got ", t.scalar_type());
 }
 
 inline void check_channels(const char* op, const char* name, const std::optional<at::Tensor>& t, const at::Tensor& x) {
@@ -62,10 +64,29 @@ inline void check_channels(const char* op, const char* name, const std::optional
 
 inline void check_like(const char* op, const char* name, const at::Tensor& t, const at::Tensor& x) {
   TORCH_CHECK_VALUE(t.sizes() == x.sizes(), op, ": expected ", name, " of shape ", x.sizes(), ", got ", t.sizes());
-  TORCH_CHECK_TYPE(t.scalar_type() == x.scalar_type(), op, ": expected ", name, " of dtype ", x.scalar_type(),
-                   ", got ", t.scalar_type());
+  TORCH_CHECK_TYPE(t.scalar_type() == x.scalar_type(), op, ": expected ", name, " of dtype ", x.scalar_type(), ", got ",
+                   t.scalar_type());
   TORCH_CHECK_VALUE(t.device() == x.device(), op, ": expected ", name, " on ", x.device(), ", got ", t.device());
   TORCH_CHECK_VALUE(t.layout() == at::kStrided, op, ": expected a strided ", name, ", got layout ", t.layout());
+}
+
+// From a tensor's first byte to behind its last one, wherever its elements lie in between.
+inline std::pair<const char*, const char*> memory_range(const at::Tensor& t) {
+  const auto* first = static_cast<const char*>(t.const_data_ptr());
+  int64_t last = 0;
+  for (int64_t d = 0; d < t.dim(); ++d) last += (t.size(d) - 1) * t.stride(d);
+  return {first, first + (last + 1) * t.element_size()};
+}
+
+inline void check_residual(const char* op, const std::optional<at::Tensor>& residual, const at::Tensor& x) {
+  if (!residual.has_value()) return;
+  check_like(op, "residual", *residual, x);
+  if (x.numel() == 0 || !x.is_alias_of(*residual)) return;
+  const auto [x_begin, x_end] = memory_range(x);
+  const auto [begin, end] = memory_range(*residual);
+  TORCH_CHECK_VALUE(end <= x_begin || x_end <= begin, op,
+                    ": expected residual in memory of its own, because x is written in place; it shares x's. Pass "
+                    "residual.clone() instead");
 }
 
 inline void check_running(const char* op, const std::optional<at::Tensor>& mean, const std::optional<at::Tensor>& var,

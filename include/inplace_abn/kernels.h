@@ -22,7 +22,8 @@ struct ChannelVector {
 
   INPLACE_ABN_INLINE explicit operator bool() const { return data != nullptr; }
   INPLACE_ABN_INLINE opmath_t load(int64_t c) const {
-    return narrow ? static_cast<opmath_t>(static_cast<const scalar_t*>(data)[c]) : static_cast<const opmath_t*>(data)[c];
+    return narrow ? static_cast<opmath_t>(static_cast<const scalar_t*>(data)[c])
+                  : static_cast<const opmath_t*>(data)[c];
   }
   INPLACE_ABN_INLINE void store(int64_t c, double value) const {
     if (narrow) {
@@ -53,9 +54,7 @@ struct Affine {
     return !signed_weight && weight.load(c) < 0 ? opmath_t(-1) : opmath_t(1);
   }
   INPLACE_ABN_INLINE opmath_t beta(int64_t c) const { return bias ? bias.load(c) : opmath_t(0); }
-  INPLACE_ABN_INLINE opmath_t inv_std(opmath_t var) const {
-    return 1 / std::sqrt(var + static_cast<opmath_t>(eps));
-  }
+  INPLACE_ABN_INLINE opmath_t inv_std(opmath_t var) const { return 1 / std::sqrt(var + static_cast<opmath_t>(eps)); }
 };
 
 struct ActivationArgs {

@@ -3,6 +3,7 @@
 #include "inplace_abn/kernels.h"
 #include "moments.h"
 #include "parallel.h"
+#include "residual.h"
 
 namespace inplace_abn::cpu {
 namespace {
@@ -43,16 +44,16 @@ struct ChannelValues {
   opmath_t beta, inverse_gamma;
 };
 
-template <typename scalar_t, typename opmath_t, typename Act, typename Store>
+template <typename scalar_t, typename opmath_t, typename Res, typename Act, typename Store>
 INPLACE_ABN_CLONES Sums reduce_panel(const scalar_t* z, int64_t z_stride, const scalar_t* dz, int64_t dz_stride,
-                                     int64_t runs, int64_t length, ChannelValues<opmath_t> values, Act act,
-                                     Store store) {
+                                     int64_t runs, int64_t length, ChannelValues<opmath_t> values, Res residual,
+                                     Act act, Store store) {
   constexpr int64_t width = lanes<opmath_t>;
   opmath_t sum_dy[width] = {}, sum_dy_centred[width] = {};
   const auto step = [&](int64_t r, int64_t i, int64_t l) __attribute__((always_inline)) {
     opmath_t y, dy;
     act.inverse(z[r * z_stride + i], static_cast<opmath_t>(dz[r * dz_stride + i]), y, dy);
-    const opmath_t centred = y - values.beta;
+    const opmath_t centred = residual.subtract(y, r, i) - values.beta;
     sum_dy[l] += dy;
     sum_dy_centred[l] += dy * centred;
     store(r, i, centred, dy, values.inverse_gamma);
@@ -69,15 +70,15 @@ INPLACE_ABN_CLONES Sums reduce_panel(const scalar_t* z, int64_t z_stride, const 
   return {total(sum_dy), total(sum_dy_centred)};
 }
 
-template <typename scalar_t, typename opmath_t, typename Act, typename Store>
+template <typename scalar_t, typename opmath_t, typename Res, typename Act, typename Store>
 INPLACE_ABN_CLONES void reduce_row_chunk(const scalar_t* z, int64_t z_stride, const scalar_t* dz, int64_t dz_stride,
                                          int64_t rows, int64_t channels, const opmath_t* beta,
                                          const opmath_t* inverse_gamma, opmath_t* sum_dy, opmath_t* sum_dy_centred,
-                                         Act act, Store store) {
+                                         Res residual, Act act, Store store) {
   const auto step = [&](int64_t r, int64_t c, opmath_t& dy, opmath_t& dy_centred) __attribute__((always_inline)) {
     opmath_t y;
     act.inverse(z[r * z_stride + c], static_cast<opmath_t>(dz[r * dz_stride + c]), y, dy);
-    const opmath_t centred = y - beta[c];
+    const opmath_t centred = residual.subtract(y, r, c) - beta[c];
     dy_centred = dy * centred;
     store(r, c, centred, dy, inverse_gamma[c]);
   };
@@ -104,9 +105,10 @@ INPLACE_ABN_CLONES void reduce_row_chunk(const scalar_t* z, int64_t z_stride, co
 }
 
 // Row order: all chunks reduced into one Sums per channel, handed to finish.
-template <typename scalar_t, typename Act, typename MakeStore, typename Finish>
+template <typename scalar_t, typename Res, typename Act, typename MakeStore, typename Finish>
 void reduce_all_rows(const Extent& extent, const View<const scalar_t>& z, const View<const scalar_t>& dz,
-                     const Affine<scalar_t>& affine, Act act, const MakeStore& make_store, const Finish& finish) {
+                     const Affine<scalar_t>& affine, Res residual, Act act, const MakeStore& make_store,
+                     const Finish& finish) {
   using opmath_t = at::opmath_type<scalar_t>;
   const int64_t channels = extent.channels;
   std::vector<opmath_t> values(2 * channels);
@@ -121,8 +123,8 @@ void reduce_all_rows(const Extent& extent, const View<const scalar_t>& z, const 
         std::vector<opmath_t> scratch(2 * channels, opmath_t(0));
         opmath_t *sum_dy = scratch.data(), *sum_dy_centred = sum_dy + channels;
         reduce_row_chunk(z.data + first * z.batch_stride, z.batch_stride, dz.data + first * dz.batch_stride,
-                         dz.batch_stride, rows, channels, beta, inverse_gamma, sum_dy, sum_dy_centred, act,
-                         make_store(first));
+                         dz.batch_stride, rows, channels, beta, inverse_gamma, sum_dy, sum_dy_centred,
+                         residual.rows(first), act, make_store(first));
         for (int64_t c = 0; c < channels; ++c) {
           sums[c] = {static_cast<double>(sum_dy[c]), static_cast<double>(sum_dy_centred[c])};
         }
@@ -143,9 +145,9 @@ INPLACE_ABN_CLONES void combine_panel(const scalar_t* xhat, int64_t xhat_stride,
   for (int64_t r = 0; r < runs; ++r) {
     INPLACE_ABN_INDEPENDENT
     for (int64_t i = 0; i < length; ++i) {
-      dx[r * dx_stride + i] = static_cast<scalar_t>(k.from_dy * static_cast<opmath_t>(dy[r * dy_stride + i]) +
-                                                    k.from_xhat * static_cast<opmath_t>(xhat[r * xhat_stride + i]) +
-                                                    k.constant);
+      dx[r * dx_stride + i] =
+          static_cast<scalar_t>(k.from_dy * static_cast<opmath_t>(dy[r * dy_stride + i]) +
+                                k.from_xhat * static_cast<opmath_t>(xhat[r * xhat_stride + i]) + k.constant);
     }
   }
 }
@@ -157,38 +159,42 @@ INPLACE_ABN_CLONES void combine_rows(const scalar_t* xhat, int64_t xhat_stride, 
   for (int64_t r = 0; r < rows; ++r) {
     INPLACE_ABN_INDEPENDENT
     for (int64_t c = 0; c < channels; ++c) {
-      dx[r * dx_stride + c] = static_cast<scalar_t>(from_dy[c] * static_cast<opmath_t>(dy[r * dy_stride + c]) +
-                                                    from_xhat[c] * static_cast<opmath_t>(xhat[r * xhat_stride + c]) +
-                                                    constant[c]);
+      dx[r * dx_stride + c] =
+          static_cast<scalar_t>(from_dy[c] * static_cast<opmath_t>(dy[r * dy_stride + c]) +
+                                from_xhat[c] * static_cast<opmath_t>(xhat[r * xhat_stride + c]) + constant[c]);
     }
   }
 }
 
 // The same from z and dz, inverted once more: cheaper than writing xhat and dy out and reading them back.
-template <typename scalar_t, typename opmath_t, typename Act>
+template <typename scalar_t, typename opmath_t, typename Res, typename Act>
 INPLACE_ABN_CLONES void invert_and_combine_panel(const scalar_t* z, int64_t z_stride, const scalar_t* dz,
                                                  int64_t dz_stride, scalar_t* dx, int64_t dx_stride, int64_t runs,
-                                                 int64_t length, Combination<opmath_t> k, Act act) {
+                                                 int64_t length, Combination<opmath_t> k, Res residual, Act act) {
   for (int64_t r = 0; r < runs; ++r) {
     INPLACE_ABN_INDEPENDENT
     for (int64_t i = 0; i < length; ++i) {
       opmath_t y, dy;
       act.inverse(z[r * z_stride + i], static_cast<opmath_t>(dz[r * dz_stride + i]), y, dy);
+      y = residual.subtract(y, r, i);
+      residual.store_gradient(dy, r, i);
       dx[r * dx_stride + i] = static_cast<scalar_t>(k.from_dy * dy + k.from_xhat * y + k.constant);
     }
   }
 }
 
-template <typename scalar_t, typename opmath_t, typename Act>
+template <typename scalar_t, typename opmath_t, typename Res, typename Act>
 INPLACE_ABN_CLONES void invert_and_combine_rows(const scalar_t* z, int64_t z_stride, const scalar_t* dz,
                                                 int64_t dz_stride, scalar_t* dx, int64_t dx_stride, int64_t rows,
                                                 int64_t channels, const opmath_t* from_dy, const opmath_t* from_xhat,
-                                                const opmath_t* constant, Act act) {
+                                                const opmath_t* constant, Res residual, Act act) {
   for (int64_t r = 0; r < rows; ++r) {
     INPLACE_ABN_INDEPENDENT
     for (int64_t c = 0; c < channels; ++c) {
       opmath_t y, dy;
       act.inverse(z[r * z_stride + c], static_cast<opmath_t>(dz[r * dz_stride + c]), y, dy);
+      y = residual.subtract(y, r, c);
+      residual.store_gradient(dy, r, c);
       dx[r * dx_stride + c] = static_cast<scalar_t>(from_dy[c] * dy + from_xhat[c] * y + constant[c]);
     }
   }
@@ -197,10 +203,7 @@ INPLACE_ABN_CLONES void invert_and_combine_rows(const scalar_t* z, int64_t z_str
 template <typename opmath_t>
 struct CombinationArrays {
   explicit CombinationArrays(int64_t channels)
-      : values(3 * channels),
-        from_dy(values.data()),
-        from_xhat(from_dy + channels),
-        constant(from_xhat + channels) {}
+      : values(3 * channels), from_dy(values.data()), from_xhat(from_dy + channels), constant(from_xhat + channels) {}
 
   void set(int64_t c, const Combination<opmath_t>& k) {
     from_dy[c] = k.from_dy;
@@ -216,21 +219,28 @@ struct NoPartial {
   void merge(NoPartial) {}
 };
 
+// The functors for one call: the residual and the activation.
+template <typename scalar_t, typename Args, typename F>
+void visit(const Args& args, const View<scalar_t>& dresidual, const F& f) {
+  visit_residual<scalar_t>(args.residual, dresidual, [&](auto residual) {
+    visit_activation<scalar_t>(args.activation.kind, args.activation.param, [&](auto act) { f(residual, act); });
+  });
+}
+
 }  // namespace
 
 template <typename scalar_t>
 void backward_reduce(const BackwardReduceArgs<scalar_t>& args) {
   using opmath_t = at::opmath_type<scalar_t>;
-  const auto& affine = args.affine;
-  const auto finish = [&](int64_t c, const Sums& sums) {
+  const auto finish = [&args](int64_t c, const Sums& sums) {
     args.sum_dy[c] = static_cast<opmath_t>(sums.dy);
-    args.sum_xhat_dy[c] = static_cast<opmath_t>(sums.dy_centred / static_cast<double>(affine.gamma(c)));
+    args.sum_xhat_dy[c] = static_cast<opmath_t>(sums.dy_centred / static_cast<double>(args.affine.gamma(c)));
     return 0;
   };
-  visit_activation<scalar_t>(args.activation.kind, args.activation.param, [&](auto act) {
+  visit<scalar_t>(args, View<scalar_t>{}, [&](auto residual, auto act) {
     if (args.extent.order == Order::rows) {
       reduce_all_rows(
-          args.extent, args.z, args.dz, affine, act,
+          args.extent, args.z, args.dz, args.affine, residual, act,
           [&](int64_t first) {
             return StoreXhatAndDy<scalar_t>{args.xhat.data + first * args.xhat.batch_stride,
                                             args.dy.data + first * args.dy.batch_stride, args.xhat.batch_stride,
@@ -242,11 +252,11 @@ void backward_reduce(const BackwardReduceArgs<scalar_t>& args) {
     reduce_and_apply_planes<Sums>(
         args.extent,
         [&](int64_t c, const Panel& panel) {
+          const ChannelValues<opmath_t> values{args.affine.beta(c), 1 / args.affine.gamma(c)};
+          const StoreXhatAndDy<scalar_t> store{panel.of(args.xhat, c), panel.of(args.dy, c), args.xhat.batch_stride,
+                                               args.dy.batch_stride};
           return reduce_panel(panel.of(args.z, c), args.z.batch_stride, panel.of(args.dz, c), args.dz.batch_stride,
-                              panel.runs, panel.length, ChannelValues<opmath_t>{affine.beta(c), 1 / affine.gamma(c)},
-                              act,
-                              StoreXhatAndDy<scalar_t>{panel.of(args.xhat, c), panel.of(args.dy, c),
-                                                       args.xhat.batch_stride, args.dy.batch_stride});
+                              panel.runs, panel.length, values, residual.panel(panel, c), act, store);
         },
         finish, [](int64_t, const Panel&, int) {});
   });
@@ -286,6 +296,10 @@ void local_backward(const LocalBackwardArgs<scalar_t>& args) {
   const auto& affine = args.affine;
   const bool reduce = args.training || args.dweight || args.dbias;
   const auto count = static_cast<double>(args.extent.batch * args.extent.space);
+  // An output that is not wanted falls on the one that is: dx is written last, and where it is not wanted it is dy.
+  const bool want_dx = args.dx.data != nullptr;
+  const View<scalar_t> dx = want_dx ? args.dx : args.dresidual;
+  const View<scalar_t> dresidual = args.dresidual.data != nullptr ? args.dresidual : args.dx;
   // Stores the parameters' gradients, and returns dx as a combination of dy and y.
   const auto finish = [&](int64_t c, const Sums& sums) {
     const auto gamma = static_cast<double>(affine.gamma(c)), beta = static_cast<double>(affine.beta(c));
@@ -293,27 +307,28 @@ void local_backward(const LocalBackwardArgs<scalar_t>& args) {
     const double sum_xhat_dy = sums.dy_centred / gamma;
     if (args.dweight) args.dweight.store(c, sum_xhat_dy * static_cast<double>(affine.dgamma(c)));
     if (args.dbias) args.dbias.store(c, sums.dy);
+    if (!want_dx) return Combination<opmath_t>{1, 0, 0};
     if (!args.training) return Combination<opmath_t>{static_cast<opmath_t>(gamma * inv_std), 0, 0};
     const double from_y = -inv_std * sum_xhat_dy / count;
     return Combination<opmath_t>{static_cast<opmath_t>(gamma * inv_std), static_cast<opmath_t>(from_y),
                                  static_cast<opmath_t>(-gamma * inv_std * sums.dy / count - from_y * beta)};
   };
-  visit_activation<scalar_t>(args.activation.kind, args.activation.param, [&](auto act) {
+  visit<scalar_t>(args, dresidual, [&](auto residual, auto act) {
     if (args.extent.order == Order::rows) {
       CombinationArrays<opmath_t> k(args.extent.channels);
       if (reduce) {
         reduce_all_rows(
-            args.extent, args.z, args.dz, affine, act, [](int64_t) { return DoNotStore<scalar_t>{}; },
+            args.extent, args.z, args.dz, affine, residual, act, [](int64_t) { return DoNotStore<scalar_t>{}; },
             [&](int64_t c, const Sums& sums) { k.set(c, finish(c, sums)); });
       } else {
         for (int64_t c = 0; c < args.extent.channels; ++c) k.set(c, finish(c, Sums{}));
       }
-      if (args.dx.data == nullptr) return;
+      if (dx.data == nullptr) return;
       apply_rows(args.extent, [&](int64_t first, int64_t rows) {
         invert_and_combine_rows(args.z.data + first * args.z.batch_stride, args.z.batch_stride,
                                 args.dz.data + first * args.dz.batch_stride, args.dz.batch_stride,
-                                args.dx.data + first * args.dx.batch_stride, args.dx.batch_stride, rows,
-                                args.extent.channels, k.from_dy, k.from_xhat, k.constant, act);
+                                dx.data + first * dx.batch_stride, dx.batch_stride, rows, args.extent.channels,
+                                k.from_dy, k.from_xhat, k.constant, residual.rows(first), act);
       });
       return;
     }
@@ -322,15 +337,15 @@ void local_backward(const LocalBackwardArgs<scalar_t>& args) {
         [&](int64_t c, const Panel& panel) {
           if (!reduce) return Sums{};
           return reduce_panel(panel.of(args.z, c), args.z.batch_stride, panel.of(args.dz, c), args.dz.batch_stride,
-                              panel.runs, panel.length, ChannelValues<opmath_t>{affine.beta(c), opmath_t(0)}, act,
-                              DoNotStore<scalar_t>{});
+                              panel.runs, panel.length, ChannelValues<opmath_t>{affine.beta(c), opmath_t(0)},
+                              residual.panel(panel, c), act, DoNotStore<scalar_t>{});
         },
         finish,
         [&](int64_t c, const Panel& panel, const Combination<opmath_t>& k) {
-          if (args.dx.data == nullptr) return;
-          invert_and_combine_panel(panel.of(args.z, c), args.z.batch_stride, panel.of(args.dz, c),
-                                   args.dz.batch_stride, panel.of(args.dx, c), args.dx.batch_stride, panel.runs,
-                                   panel.length, k, act);
+          if (dx.data == nullptr) return;
+          invert_and_combine_panel(panel.of(args.z, c), args.z.batch_stride, panel.of(args.dz, c), args.dz.batch_stride,
+                                   panel.of(dx, c), dx.batch_stride, panel.runs, panel.length, k,
+                                   residual.panel(panel, c), act);
         });
   });
 }

@@ -3,6 +3,7 @@
 #include "inplace_abn/kernels.h"
 #include "moments.h"
 #include "parallel.h"
+#include "residual.h"
 
 namespace inplace_abn::cpu {
 namespace {
@@ -19,37 +20,37 @@ Transform<at::opmath_type<scalar_t>> make_transform(const Affine<scalar_t>& affi
   return {mean, affine.gamma(c) * affine.inv_std(var), affine.beta(c)};
 }
 
-template <typename scalar_t, typename opmath_t, typename Act>
+template <typename scalar_t, typename opmath_t, typename Res, typename Act>
 INPLACE_ABN_CLONES void transform_panel(const scalar_t* x, int64_t x_stride, scalar_t* z, int64_t z_stride,
-                                        int64_t runs, int64_t length, Transform<opmath_t> t, Act act) {
+                                        int64_t runs, int64_t length, Transform<opmath_t> t, Res residual, Act act) {
   for (int64_t r = 0; r < runs; ++r) {
     const scalar_t* from = x + r * x_stride;
     scalar_t* to = z + r * z_stride;
     INPLACE_ABN_INDEPENDENT
     for (int64_t i = 0; i < length; ++i) {
-      to[i] = act.forward((static_cast<opmath_t>(from[i]) - t.mean) * t.scale + t.beta);
+      to[i] = act.forward(residual.add((static_cast<opmath_t>(from[i]) - t.mean) * t.scale + t.beta, r, i));
     }
   }
 }
 
-template <typename scalar_t, typename opmath_t, typename Act>
+template <typename scalar_t, typename opmath_t, typename Res, typename Act>
 INPLACE_ABN_CLONES void transform_rows(const scalar_t* x, int64_t x_stride, scalar_t* z, int64_t z_stride, int64_t rows,
                                        int64_t channels, const opmath_t* mean, const opmath_t* scale,
-                                       const opmath_t* beta, Act act) {
+                                       const opmath_t* beta, Res residual, Act act) {
   for (int64_t r = 0; r < rows; ++r) {
     const scalar_t* from = x + r * x_stride;
     scalar_t* to = z + r * z_stride;
     INPLACE_ABN_INDEPENDENT
     for (int64_t c = 0; c < channels; ++c) {
-      to[c] = act.forward((static_cast<opmath_t>(from[c]) - mean[c]) * scale[c] + beta[c]);
+      to[c] = act.forward(residual.add((static_cast<opmath_t>(from[c]) - mean[c]) * scale[c] + beta[c], r, c));
     }
   }
 }
 
 // Row order: the per-channel values as arrays, one after the other.
-template <typename scalar_t, typename Act, typename Load>
+template <typename scalar_t, typename Res, typename Act, typename Load>
 void transform_all_rows(const Extent& extent, const View<const scalar_t>& x, const View<scalar_t>& z,
-                        const Affine<scalar_t>& affine, const Load& load, Act act) {
+                        const Affine<scalar_t>& affine, const Load& load, Res residual, Act act) {
   using opmath_t = at::opmath_type<scalar_t>;
   const int64_t channels = extent.channels;
   std::vector<opmath_t> values(3 * channels);
@@ -63,16 +64,17 @@ void transform_all_rows(const Extent& extent, const View<const scalar_t>& x, con
   }
   apply_rows(extent, [&](int64_t first, int64_t rows) {
     transform_rows(x.data + first * x.batch_stride, x.batch_stride, z.data + first * z.batch_stride, z.batch_stride,
-                   rows, channels, mean, scale, beta, act);
+                   rows, channels, mean, scale, beta, residual.rows(first), act);
   });
 }
 
 // Applies a transform to one panel; shared by the step-wise and the local forward.
-template <typename scalar_t, typename Act>
-auto panel_transformer(const View<const scalar_t>& x, const View<scalar_t>& z, Act act) {
+template <typename scalar_t, typename Res, typename Act>
+auto panel_transformer(const View<const scalar_t>& x, const View<scalar_t>& z, Res residual, Act act) {
   using opmath_t = at::opmath_type<scalar_t>;
   return [=](int64_t c, const Panel& panel, const Transform<opmath_t>& t) {
-    transform_panel(panel.of(x, c), x.batch_stride, panel.of(z, c), z.batch_stride, panel.runs, panel.length, t, act);
+    transform_panel(panel.of(x, c), x.batch_stride, panel.of(z, c), z.batch_stride, panel.runs, panel.length, t,
+                    residual.panel(panel, c), act);
   };
 }
 
@@ -80,22 +82,31 @@ struct NoPartial {
   void merge(NoPartial) {}
 };
 
+// The functors for one call: the activation and the residual.
+template <typename scalar_t, typename Args, typename F>
+void visit(const Args& args, const F& f) {
+  visit_residual<scalar_t>(args.residual, View<scalar_t>{}, [&](auto residual) {
+    visit_forward<scalar_t>(args.activation.kind, args.activation.param, args.invertible,
+                            [&](auto act) { f(residual, act); });
+  });
+}
+
 }  // namespace
 
 template <typename scalar_t>
 void forward(const ForwardArgs<scalar_t>& args) {
   using opmath_t = at::opmath_type<scalar_t>;
-  visit_forward<scalar_t>(args.activation.kind, args.activation.param, args.invertible, [&](auto act) {
+  visit<scalar_t>(args, [&](auto residual, auto act) {
     if (args.extent.order == Order::rows) {
       transform_all_rows(
           args.extent, args.x, args.z, args.affine,
-          [&](int64_t c) { return std::pair<opmath_t, opmath_t>(args.mean.load(c), args.var.load(c)); }, act);
+          [&](int64_t c) { return std::pair<opmath_t, opmath_t>(args.mean.load(c), args.var.load(c)); }, residual, act);
       return;
     }
     reduce_and_apply_planes<NoPartial>(
         args.extent, [](int64_t, const Panel&) { return NoPartial{}; },
         [&](int64_t c, NoPartial) { return make_transform(args.affine, c, args.mean.load(c), args.var.load(c)); },
-        panel_transformer(args.x, args.z, act));
+        panel_transformer(args.x, args.z, residual, act));
   });
 }
 
@@ -107,7 +118,7 @@ void local_forward(const LocalForwardArgs<scalar_t>& args) {
     args.var[c] = static_cast<opmath_t>(moments.var());
     args.running.apply(c, moments.mean, moments.var(), moments.count);
   };
-  visit_forward<scalar_t>(args.activation.kind, args.activation.param, args.invertible, [&](auto act) {
+  visit<scalar_t>(args, [&](auto residual, auto act) {
     if (args.extent.order == Order::rows) {
       reduce_rows<Moments>(
           args.extent, sizeof(scalar_t),
@@ -117,7 +128,7 @@ void local_forward(const LocalForwardArgs<scalar_t>& args) {
           store);
       transform_all_rows(
           args.extent, args.x, args.z, args.affine,
-          [&](int64_t c) { return std::pair<opmath_t, opmath_t>(args.mean[c], args.var[c]); }, act);
+          [&](int64_t c) { return std::pair<opmath_t, opmath_t>(args.mean[c], args.var[c]); }, residual, act);
       return;
     }
     reduce_and_apply_planes<Moments>(
@@ -129,7 +140,7 @@ void local_forward(const LocalForwardArgs<scalar_t>& args) {
           store(c, moments);
           return make_transform(args.affine, c, args.mean[c], args.var[c]);
         },
-        panel_transformer(args.x, args.z, act));
+        panel_transformer(args.x, args.z, residual, act));
   });
 }
 

@@ -1,6 +1,6 @@
 // How the CPU kernels walk a tensor. Every op has the shape "reduce each channel, finish each channel, apply to each
-// element"; the work is cut into pieces whose number depends on the tensor's extent alone, so that results do not depend
-// on the number of threads.
+// element"; the work is cut into pieces whose number depends on the tensor's extent alone, so that results do not
+// depend on the number of threads.
 #pragma once
 
 #include <ATen/Parallel.h>

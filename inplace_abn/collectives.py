@@ -1,0 +1,43 @@
+"""What synchronised batch norm says to the other ranks. The functional collectives, which torch.compile can trace."""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+
+@cache
+def warn_not_initialised() -> None:
+    warnings.warn(
+        "inplace_abn_sync: torch.distributed is not initialised, so statistics are those of this process alone",
+        stacklevel=2,
+    )
+
+
+def participating_group(group: ProcessGroup | None) -> ProcessGroup | None:
+    """The group to synchronise with (``group``, or the default one), or None where statistics are local."""
+    if not dist.is_available() or not dist.is_initialized():
+        warn_not_initialised()
+        return None
+    group = dist.group.WORLD if group is None else group
+    return group if dist.get_rank(group) >= 0 and dist.get_world_size(group) > 1 else None
+
+
+def all_gather(t: Tensor, group: ProcessGroup) -> Tensor:
+    """(ranks, n) from every rank's ``t`` of shape (n,)."""
+    from torch.distributed import _functional_collectives as functional
+
+    gathered: Tensor = functional.wait_tensor(functional.all_gather_tensor(t.unsqueeze(0), 0, group))
+    return gathered
+
+
+def all_reduce(t: Tensor, group: ProcessGroup) -> Tensor:
+    """The sum of every rank's ``t``."""
+    from torch.distributed import _functional_collectives as functional
+
+    reduced: Tensor = functional.wait_tensor(functional.all_reduce(t, "sum", group))
+    return reduced

@@ -1,0 +1,69 @@
+"""Out of place, by torch's own means: what `ABN` is, and what the in-place modules become for debugging."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from inplace_abn import reference
+
+
+def abn(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool = True,
+    momentum: float | Tensor = 0.1,
+    eps: float = 1e-5,
+    activation: str = "leaky_relu",
+    activation_param: float = 0.01,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """torch's batch norm, its weight as it is, and activation. Arguments as for `inplace_abn.functions.inplace_abn`."""
+    if isinstance(momentum, Tensor):
+        momentum = momentum.item()
+    y = F.batch_norm(x, running_mean, running_var, weight, bias, training or running_mean is None, momentum, eps)
+    if residual is not None:
+        y = y + residual
+    return reference.activate(y, activation, activation_param, inplace=True)
+
+
+def abn_sync(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    momentum: float | Tensor,
+    eps: float,
+    activation: str,
+    activation_param: float,
+    residual: Tensor | None,
+    group: ProcessGroup,
+) -> Tensor:
+    """`abn` in training, with the statistics of all ranks of ``group``, by collectives that autograd follows."""
+    from torch.distributed.nn.functional import all_reduce
+
+    values = x.to(torch.promote_types(x.dtype, torch.float32))
+    count = all_reduce(values.new_full((1,), x.numel() // x.shape[1]), group=group)
+    if count.item() < 2:
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")
+    mean = all_reduce(reference.channel_sum(values), group=group) / count
+    centred = values - reference.per_channel(mean, x)
+    var = all_reduce(reference.channel_sum(centred.square()), group=group) / count
+    if running_mean is not None and running_var is not None:
+        with torch.no_grad():
+            running_mean.lerp_(mean.to(running_mean), momentum)
+            running_var.lerp_((var * count / (count - 1)).to(running_var), momentum)
+    y = centred * reference.per_channel(torch.rsqrt(var + eps), x)
+    if weight is not None:
+        y = y * reference.per_channel(weight, x)
+    if bias is not None:
+        y = y + reference.per_channel(bias, x)
+    if residual is not None:
+        y = y + residual
+    return reference.activate(y.to(x.dtype), activation, activation_param)

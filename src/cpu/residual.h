@@ -1,0 +1,59 @@
+// The optional residual, as a compile-time choice: added to y on the way forward, subtracted on the way back, where it
+// also takes dy as its gradient.
+#pragma once
+
+#include <ATen/OpMathType.h>
+
+#include "inplace_abn/activation.h"
+#include "parallel.h"
+
+namespace inplace_abn::cpu {
+
+template <typename scalar_t>
+struct NoResidual {
+  using opmath_t = at::opmath_type<scalar_t>;
+
+  NoResidual panel(const Panel&, int64_t) const { return {}; }
+  NoResidual rows(int64_t) const { return {}; }
+
+  INPLACE_ABN_INLINE opmath_t add(opmath_t y, int64_t, int64_t) const { return y; }
+  INPLACE_ABN_INLINE opmath_t subtract(opmath_t y, int64_t, int64_t) const { return y; }
+  INPLACE_ABN_INLINE void store_gradient(opmath_t, int64_t, int64_t) const {}
+};
+
+template <typename scalar_t>
+struct Residual {
+  using opmath_t = at::opmath_type<scalar_t>;
+  View<const scalar_t> value;
+  View<scalar_t> gradient;
+
+  Residual panel(const Panel& panel, int64_t channel) const {
+    return {{panel.of(value, channel), value.batch_stride, 0}, {panel.of(gradient, channel), gradient.batch_stride, 0}};
+  }
+  Residual rows(int64_t first) const {
+    return {{value.data + first * value.batch_stride, value.batch_stride, 0},
+            {gradient.data + first * gradient.batch_stride, gradient.batch_stride, 0}};
+  }
+
+  INPLACE_ABN_INLINE opmath_t at(int64_t run, int64_t i) const {
+    return static_cast<opmath_t>(value.data[run * value.batch_stride + i]);
+  }
+  INPLACE_ABN_INLINE opmath_t add(opmath_t y, int64_t run, int64_t i) const { return y + at(run, i); }
+  INPLACE_ABN_INLINE opmath_t subtract(opmath_t y, int64_t run, int64_t i) const { return y - at(run, i); }
+  INPLACE_ABN_INLINE void store_gradient(opmath_t dy, int64_t run, int64_t i) const {
+    gradient.data[run * gradient.batch_stride + i] = static_cast<scalar_t>(dy);
+  }
+};
+
+// Calls f with the one or the other. `gradient` is written by passes that call store_gradient, and may be left out
+// elsewhere.
+template <typename scalar_t, typename F>
+void visit_residual(const View<const scalar_t>& value, const View<scalar_t>& gradient, const F& f) {
+  if (value.data == nullptr) {
+    f(NoResidual<scalar_t>{});
+  } else {
+    f(Residual<scalar_t>{value, gradient});
+  }
+}
+
+}  // namespace inplace_abn::cpu

@@ -1,0 +1,157 @@
+// How the blocks of a launch share a tensor. Plain arithmetic on extents, strides and two properties of the device;
+// what a block computes, and so every result, depends on nothing else.
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <cstdint>
+
+#include "inplace_abn/activation.h"
+#include "inplace_abn/layout.h"
+
+namespace inplace_abn::cuda {
+
+// A block has at most so many threads, and a multiprocessor holds at least so many blocks (at most 64 registers each).
+constexpr int block_threads = 256;
+constexpr int resident_blocks = 4;
+
+// Blocks of a large tensor come in so many waves, for balance, and take at least so many tiles each, to be worth their
+// start and the partial result they leave.
+constexpr int64_t plane_waves = 8;
+constexpr int64_t row_waves = 2;
+constexpr int64_t least_tiles = 8;
+
+struct Device {
+  int64_t multiprocessors, l2_bytes;
+};
+
+INPLACE_ABN_INLINE int64_t ceil_div(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
+}
+
+// 64-bit division is slow on the device, and operands are nearly always small.
+INPLACE_ABN_INLINE int64_t quotient(int64_t a, int64_t b) {
+  if (((a | b) >> 32) == 0) return static_cast<uint32_t>(a) / static_cast<uint32_t>(b);
+  return a / b;
+}
+
+// The number of blocks that share the `tiles` of one line; all `lines` are alike.
+inline int64_t share_tiles(int64_t tiles, int64_t lines, int64_t waves, const Device& device) {
+  const int64_t resident = device.multiprocessors * resident_blocks;
+  const int64_t wanted = std::min(ceil_div(tiles, least_tiles), ceil_div(waves * resident, lines));
+  return std::min(tiles, std::max(wanted, ceil_div(resident, lines)));
+}
+
+// --- Plane order -----------------------------------------------------------------------------------------------------
+//
+// A plane, the run of one (batch, channel) pair, is cut at the multiples of 16 bytes in memory into slots of `width`
+// elements. The first and the last slot may be partly outside the plane, so that a plane may start and end anywhere.
+// The slots of all planes of a channel, one plane after the other, are its items; `tile` consecutive items are a tile,
+// of which a thread takes every `threads`-th; part p of `parts` blocks takes tiles p, p + parts, ...
+
+struct Step {
+  int64_t planes, slots;
+};
+
+// Walks the items of a channel in steps known beforehand, without dividing.
+struct Cursor {
+  int64_t plane, slot;
+
+  INPLACE_ABN_INLINE void advance(const Step& step, int64_t slots) {
+    plane += step.planes;
+    slot += step.slots;
+    if (slot >= slots) {
+      slot -= slots;
+      ++plane;
+    }
+  }
+};
+
+struct PlanePartition {
+  int64_t channels, batch, space;
+  int64_t slots, items, tile, parts;
+  Step next_item, next_tile;
+  // Elements by which the tensors' first element is past a multiple of 16 bytes; not `vectors` where they disagree,
+  // here or in a stride. Slots then start with the plane and nothing is accessed as a vector.
+  int64_t phase;
+  bool vectors;
+  int threads;
+
+  INPLACE_ABN_INLINE Cursor at(int64_t item) const {
+    const int64_t plane = quotient(item, slots);
+    return {plane, item - plane * slots};
+  }
+  // The index in its plane of a slot's first element; negative, or less than `width` before the end, at a ragged slot.
+  template <int width>
+  INPLACE_ABN_INLINE int64_t first_element(const Cursor& cursor, int64_t plane_offset) const {
+    return cursor.slot * width - (vectors ? (phase + plane_offset) & (width - 1) : 0);
+  }
+};
+
+inline Step make_step(int64_t items, int64_t slots) {
+  return {items / slots, items % slots};
+}
+
+// `phase` is negative where the tensors disagree; `even` says that all planes start at multiples of 16 bytes.
+inline PlanePartition partition_planes(const Extent& extent, int width, int unroll, int64_t phase, bool even,
+                                       const Device& device) {
+  PlanePartition p{};
+  p.channels = extent.channels;
+  p.batch = extent.batch;
+  p.space = extent.space;
+  p.vectors = phase >= 0;
+  p.phase = p.vectors ? phase : 0;
+  p.slots = ceil_div(extent.space + (even || !p.vectors ? 0 : width - 1), width);
+  p.items = p.batch * p.slots;
+  p.threads = static_cast<int>(std::min<int64_t>(block_threads, ceil_div(p.items, 32) * 32));
+  p.tile = static_cast<int64_t>(p.threads) * unroll;
+  p.parts = share_tiles(ceil_div(p.items, p.tile), p.channels, plane_waves, device);
+  p.next_item = make_step(p.threads, p.slots);
+  p.next_tile = make_step((p.parts - 1) * p.tile, p.slots);
+  return p;
+}
+
+// --- Row order -------------------------------------------------------------------------------------------------------
+//
+// A block covers a column of `width` vectors of channels and, `height` rows at a time, `unroll` times, a group of rows.
+// Slab s of `slabs` takes groups s, s + slabs, ... Columns are as equal as can be, so that few threads idle.
+
+struct RowPartition {
+  int64_t channels, rows;
+  int64_t columns, groups, slabs;
+  int width, height;
+  int first_half;  // where the reduction over the block's rows starts: a power of two, at least half of `height`
+  bool vectors;    // all rows of all tensors start at multiples of 16 bytes
+
+  int threads() const { return width * height; }
+};
+
+inline RowPartition partition_rows(const Extent& extent, int vector_width, int unroll, bool vectors,
+                                   const Device& device) {
+  RowPartition p{};
+  p.channels = extent.channels;
+  p.rows = extent.batch;
+  p.vectors = vectors;
+  const int64_t across = ceil_div(extent.channels, vector_width);
+  p.width = static_cast<int>(ceil_div(across, ceil_div(across, 32)));
+  p.columns = ceil_div(across, p.width);
+  p.height = static_cast<int>(std::min<int64_t>(block_threads / p.width, p.rows));
+  p.first_half = static_cast<int>(std::bit_ceil(static_cast<unsigned>(p.height)) / 2);
+  p.groups = ceil_div(p.rows, static_cast<int64_t>(p.height) * unroll);
+  p.slabs = share_tiles(p.groups, p.columns, row_waves, device);
+  return p;
+}
+
+// --- Channel groups --------------------------------------------------------------------------------------------------
+
+// Channels to reduce and apply before the next ones, so that what the first pass read is still in the second-level
+// cache for the second pass. Half of it is left to what is written and to the rest of the machine. All channels where
+// the tensor fits, where a single channel does not, and in row order, where channels share cache lines.
+inline int64_t channels_per_group(const Extent& extent, int64_t bytes_per_element, const Device& device) {
+  const int64_t channel_bytes = extent.batch * extent.space * bytes_per_element;
+  const int64_t fitting = channel_bytes == 0 ? extent.channels : device.l2_bytes / 2 / channel_bytes;
+  if (extent.order == Order::rows || fitting < 1 || fitting >= extent.channels) return extent.channels;
+  return ceil_div(extent.channels, ceil_div(extent.channels, fitting));
+}
+
+}  // namespace inplace_abn::cuda
