@@ -46,6 +46,10 @@ def activate(y: Tensor, activation: str, param: float, inplace: bool = False) ->
         return F.leaky_relu(y, param, inplace)
     if activation == "elu":
         return F.elu(y, param, inplace)
+    if activation == "silu":
+        return F.silu(y, inplace)
+    if activation == "hardswish":
+        return F.hardswish(y, inplace)
     if activation in ("identity", "none"):
         return y
     raise ValueError(f"inplace_abn: unknown activation {activation!r}")
@@ -60,6 +64,11 @@ def activation_gradient(y: Tensor, activation: str, param: float) -> Tensor:
         return torch.where(y > 0, one, param)
     if activation == "elu":
         return torch.where(y > 0, one, param * torch.exp(torch.clamp_max(y, 0)))
+    if activation == "silu":
+        sigmoid = torch.sigmoid(y)
+        return sigmoid * (1 + y * (1 - sigmoid))
+    if activation == "hardswish":
+        return torch.where(y <= -3, 0.0, torch.where(y < 3, (2 * y + 3) / 6, one))
     return one
 
 

@@ -29,8 +29,10 @@ from tqdm import tqdm
 WARM_UP_STEPS = 5
 PICTURED = 6
 # A checkpoint continues exactly only under the settings that it was made with.
-RESUME_SETTINGS = ("norm", "activation", "activation_param", "amp", "channels_last", "classes", "size")
-RESUME_SETTINGS += ("steps", "batch_size", "lr", "seed")
+RESUME_SETTINGS = (
+    *("norm", "activation", "activation_param", "amp", "channels_last"),
+    *("classes", "size", "steps", "batch_size", "lr", "seed"),
+)
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -50,9 +52,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--data", type=Path, metavar="DIR", help="a folder with images/ and masks/ of equal stems")
     add("--classes", type=count, help="number of classes in --data, background included (255 in a mask is ignored)")
     add("--size", type=count, default=96, help=f"side of the training images, a multiple of {STRIDE} (default 96)")
-    add("--steps", type=count, default=600, help="default 600")
-    add("--batch-size", type=count, default=16, help="images per step, over all ranks (default 16)")
-    add("--lr", type=float, default=2e-3)
+    add("--steps", type=count, default=1100, help="default 1100")
+    add("--batch-size", type=count, default=8, help="images per step, over all ranks (default 8)")
+    add("--lr", type=float, default=1e-3, help="highest learning rate of the one-cycle schedule (default 1e-3)")
     add("--seed", type=int, default=0)
     add("--out", type=Path, metavar="DIR", help="default: runs/<norm>-<activation>")
     add("--checkpoint-every", type=count, default=100, metavar="STEPS")

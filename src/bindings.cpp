@@ -97,7 +97,9 @@ PYBIND11_MODULE(_backend, m) {
       .value("identity", Activation::identity)
       .value("leaky_relu", Activation::leaky_relu)
       .value("elu", Activation::elu)
-      .value("relu", Activation::relu);
+      .value("relu", Activation::relu)
+      .value("silu", Activation::silu)
+      .value("hardswish", Activation::hardswish);
   m.def("holders", &inplace_abn::holders, pybind11::arg("tensor"));
   m.def("is_sole_owner", &inplace_abn::is_sole_owner, pybind11::arg("tensor"), pybind11::arg("sole"));
   m.def("check_call", &inplace_abn::check_call, pybind11::arg("x"), pybind11::arg("weight"), pybind11::arg("bias"),

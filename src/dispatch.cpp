@@ -6,8 +6,10 @@
 
 #include <ATen/Dispatch_v2.h>
 #include <ATen/MemoryOverlap.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/silu.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
@@ -150,6 +152,21 @@ void check_output(const char* op, const char* name, const Tensor& output, const 
   for (const Tensor* input : inputs) at::assert_no_partial_overlap(output, *input);
 }
 
+// silu without its stolen bit is torch's own, bit for bit, so it is left to torch: the kernel stops at y.
+struct KernelActivation {
+  KernelActivation(int64_t activation, double param, bool invertible)
+      : then_silu(!invertible && static_cast<Activation>(activation) == Activation::silu),
+        args{then_silu ? Activation::identity : static_cast<Activation>(activation), param} {}
+
+  void finish(Tensor x) const {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    if (then_silu) at::silu_(x);
+  }
+
+  bool then_silu;
+  ActivationArgs args;
+};
+
 std::tuple<Tensor, Tensor> statistics(const Tensor& x) {
   check_activations("inplace_abn::statistics", "x", x);
   const c10::DeviceGuard guard(x.device());
@@ -212,6 +229,7 @@ void forward(const Tensor& x, const Tensor& mean, const Tensor& var, const OptTe
 
   const c10::DeviceGuard guard(x.device());
   Operands operands(x);
+  const KernelActivation kernel_activation(activation, activation_param, invertible);
   DISPATCH_TYPES(x.scalar_type(), op, [&] {
     const ForwardArgs<scalar_t> args{operands.extent(),
                                      operands.input<scalar_t>(x),
@@ -219,12 +237,13 @@ void forward(const Tensor& x, const Tensor& mean, const Tensor& var, const OptTe
                                      operands.channels<scalar_t>(mean),
                                      operands.channels<scalar_t>(var),
                                      operands.affine<scalar_t>(weight, bias, eps, signed_weight),
-                                     {static_cast<Activation>(activation), activation_param},
+                                     kernel_activation.args,
                                      invertible,
                                      operands.optional_input<scalar_t>(residual)};
     CALL_BACKEND(x, forward, args);
   });
   operands.finish();
+  kernel_activation.finish(x);
 }
 
 std::tuple<Tensor, Tensor> local_forward(const Tensor& x, const OptTensor& weight, const OptTensor& bias,
@@ -243,6 +262,7 @@ std::tuple<Tensor, Tensor> local_forward(const Tensor& x, const OptTensor& weigh
   const c10::DeviceGuard guard(x.device());
   const Tensor mean = empty_statistic(x), var = empty_statistic(x);
   Operands operands(x);
+  const KernelActivation kernel_activation(activation, activation_param, invertible);
   DISPATCH_TYPES(x.scalar_type(), op, [&] {
     const LocalForwardArgs<scalar_t> args{
         operands.extent(),
@@ -251,13 +271,14 @@ std::tuple<Tensor, Tensor> local_forward(const Tensor& x, const OptTensor& weigh
         statistic_ptr<scalar_t>(mean),
         statistic_ptr<scalar_t>(var),
         operands.affine<scalar_t>(weight, bias, eps, signed_weight),
-        {static_cast<Activation>(activation), activation_param},
+        kernel_activation.args,
         invertible,
         operands.running<scalar_t>(running_mean, running_var, momentum, momentum_tensor),
         operands.optional_input<scalar_t>(residual)};
     CALL_BACKEND(x, local_forward, args);
   });
   operands.finish();
+  kernel_activation.finish(x);
   return {mean, var};
 }
 

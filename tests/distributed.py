@@ -6,6 +6,7 @@ process group in them.
 
 import faulthandler
 import functools
+import gc
 import importlib
 import inspect
 import itertools
@@ -15,6 +16,7 @@ import os
 import tempfile
 import time
 import traceback
+import warnings
 from pathlib import Path
 
 import pytest
@@ -56,6 +58,13 @@ def new_process_group():
     dist.barrier()
     dist.destroy_process_group()
     _initialise(rank, world_size)
+
+
+def check_same_on_all_ranks(*tensors):
+    for t in tensors:
+        copies = [torch.empty_like(t) for _ in range(dist.get_world_size())]
+        dist.all_gather(copies, t)
+        assert all(torch.equal(t, copy) for copy in copies)
 
 
 def _initialise(rank, world_size):
@@ -137,11 +146,13 @@ _ranks = functools.cache(_Ranks)
 
 def _work(connection, environment):
     os.environ.update(environment)
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     torch.set_num_threads(1)
     while True:
         try:
             task = connection.recv()
         except EOFError:
+            gc.freeze()  # leaves the interpreter nothing to collect, so that it ends at once
             return
         try:
             _run(*task)
@@ -155,12 +166,14 @@ def _run(folder, rank, world_size, module, name, parameters):
     _meeting_points = (folder / f"store-{i}" for i in itertools.count())
     test = getattr(importlib.import_module(module), name).__wrapped__
     torch.manual_seed(0)
+    warnings.filterwarnings("error", module="inplace_abn")
     with open(folder / f"stack-{rank}", "w") as stack:
         faulthandler.dump_traceback_later(TIMEOUT, file=stack)
         try:
             _initialise(rank, world_size)
             test(**parameters)
-            dist.barrier()
+            if dist.is_initialized():
+                dist.barrier()
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()

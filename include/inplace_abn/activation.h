@@ -15,32 +15,16 @@
 
 #include <cmath>
 #include <cstdint>
-#include <cstring>
 #include <limits>
 #include <type_traits>
+#include <utility>
 
-#if defined(__CUDACC__)
-#define INPLACE_ABN_INLINE __host__ __device__ __forceinline__
-#else
-#define INPLACE_ABN_INLINE inline __attribute__((always_inline))
-#endif
+#include "inplace_abn/math.h"
 
 namespace inplace_abn {
 
-enum class Activation : int64_t { identity = 0, leaky_relu = 1, elu = 2, relu = 3 };
-constexpr int64_t activation_count = 4;
-
-INPLACE_ABN_INLINE bool sign_bit(float v) {
-  int32_t bits;
-  memcpy(&bits, &v, sizeof(bits));
-  return bits < 0;
-}
-
-INPLACE_ABN_INLINE bool sign_bit(double v) {
-  int64_t bits;
-  memcpy(&bits, &v, sizeof(bits));
-  return bits < 0;
-}
+enum class Activation : int64_t { identity = 0, leaky_relu = 1, elu = 2, relu = 3, silu = 4, hardswish = 5 };
+constexpr int64_t activation_count = 6;
 
 template <typename scalar_t>
 struct Identity {
@@ -100,17 +84,156 @@ struct Elu {
       : alpha(static_cast<opmath_t>(alpha_)), inverse_alpha(static_cast<opmath_t>(1 / alpha_)) {}
 
   INPLACE_ABN_INLINE scalar_t forward(opmath_t y) const {
-    return static_cast<scalar_t>(y > 0 ? y : -std::abs(alpha * std::expm1(y)));
+    return static_cast<scalar_t>(y > 0 ? y : -std::abs(alpha * expm1_nonpositive(y > 0 ? opmath_t(0) : y)));
   }
   INPLACE_ABN_INLINE void inverse(scalar_t z, opmath_t dz, opmath_t& y, opmath_t& dy) const {
     // A saturated z rounds to -alpha, where log1p is infinite and the derivative zero: stay half an ulp away from it.
     constexpr opmath_t floor = -1 + std::numeric_limits<opmath_t>::epsilon() / 2;
     const auto value = static_cast<opmath_t>(z);
     const bool negative = sign_bit(value);
-    const opmath_t ratio = value * inverse_alpha;
-    y = negative ? std::log1p(ratio < floor ? floor : ratio) : value;
+    const opmath_t ratio = negative ? value * inverse_alpha : opmath_t(0);
+    y = negative ? log1p_nonpositive(ratio < floor ? floor : ratio) : value;
     const opmath_t slope = value + alpha;
     dy = negative ? dz * (slope < 0 ? opmath_t(0) : slope) : dz;
+  }
+};
+
+// A bit that says on which side of its minimum a z was, stolen from the lowest bit of the mantissa.
+INPLACE_ABN_INLINE double with_low_bit(double v, bool bit) {
+  return bits_to<double>((bits_to<uint64_t>(v) & ~uint64_t(1)) | uint64_t(bit));
+}
+INPLACE_ABN_INLINE float with_low_bit(float v, bool bit) {
+  return bits_to<float>((bits_to<uint32_t>(v) & ~uint32_t(1)) | uint32_t(bit));
+}
+template <typename scalar_t>
+INPLACE_ABN_INLINE scalar_t with_low_bit(scalar_t v, bool bit) {
+  return bits_to<scalar_t>(static_cast<uint16_t>((bits_to<uint16_t>(v) & ~1u) | unsigned(bit)));
+}
+INPLACE_ABN_INLINE bool low_bit(double v) {
+  return (bits_to<uint64_t>(v) & 1) != 0;
+}
+INPLACE_ABN_INLINE bool low_bit(float v) {
+  return (bits_to<uint32_t>(v) & 1) != 0;
+}
+template <typename scalar_t>
+INPLACE_ABN_INLINE bool low_bit(scalar_t v) {
+  return (bits_to<uint16_t>(v) & 1) != 0;
+}
+
+// y * sigmoid(y), whose minimum divides it into two invertible branches. The bit is stolen from negative values only.
+template <typename scalar_t>
+struct Silu {
+  using opmath_t = at::opmath_type<scalar_t>;
+  static constexpr opmath_t y_min = opmath_t(-1.278464542761073795109), z_min = opmath_t(-0.278464542761073795109);
+  // z above which y = z is a start as good as the rational ones.
+  static constexpr opmath_t linear = 16;
+
+  struct Sigmoid {
+    opmath_t value, complement;
+  };
+  INPLACE_ABN_INLINE static Sigmoid sigmoid(opmath_t y, opmath_t least) {
+    opmath_t e = exp_nonpositive(-std::abs(y));
+    e = e < least ? least : e;
+    const opmath_t larger = 1 / (1 + e), smaller = e * larger;
+    return y < 0 ? Sigmoid{smaller, larger} : Sigmoid{larger, smaller};
+  }
+
+  INPLACE_ABN_INLINE scalar_t forward(opmath_t y) const {
+    const auto z = static_cast<scalar_t>(y * sigmoid(y, 0).value);
+    return y < 0 ? with_low_bit(z, y < y_min) : z;
+  }
+
+  // Within 1.3e-3 of y and, next to the minimum, of (y - y_min) relatively. Fitted for y in [-750, 16].
+  INPLACE_ABN_INLINE static opmath_t start(opmath_t z, bool left) {
+    constexpr opmath_t least = std::numeric_limits<opmath_t>::min();
+    const opmath_t magnitude = -z < least ? least : -z, above = z - z_min;
+    const opmath_t logarithm = log_positive(left ? -z_min / magnitude : opmath_t(1));
+    const opmath_t square = left ? logarithm : above;
+    const opmath_t t = std::sqrt(square < 0 ? opmath_t(0) : square);
+    const auto pick = [left](double on_left, double on_right) {
+      return left ? static_cast<opmath_t>(on_left) : static_cast<opmath_t>(on_right);
+    };
+    opmath_t p = pick(0.08258354, 0.18930333);
+    p = p * t + pick(0.34932313, -0.4476746);
+    p = p * t + pick(0.71622422, 1.12416877);
+    p = p * t + pick(0.92456139, -1.77698621);
+    p = p * t + pick(1.60232411, 3.0249414);
+    opmath_t q = pick(0.08264584, 0.18018519);
+    q = q * t + pick(0.34228677, -0.30038901);
+    q = q * t + pick(0.2285177, 0.05185126);
+    q = q * t + 1;
+    const opmath_t distance = p * t / q;
+    return left ? y_min - distance : (z > linear ? z : y_min + distance);
+  }
+
+  INPLACE_ABN_INLINE void inverse(scalar_t stored, opmath_t dz, opmath_t& y, opmath_t& dy) const {
+    // Halley's method on y * sigmoid(y) - z, divided by sigmoid: the error's cube, so one step does for float. Next to
+    // the minimum the slope vanishes and the start is better than a step.
+    constexpr int steps = std::is_same_v<opmath_t, double> ? 2 : 1;
+    constexpr opmath_t least_slope = std::is_same_v<opmath_t, double> ? 1e-6 : 4e-3;
+    const auto z = static_cast<opmath_t>(stored);
+    y = start(z, sign_bit(z) && low_bit(stored));
+    opmath_t derivative = 1;
+    for (int step = 0; step < steps; ++step) {
+      const Sigmoid sigma = sigmoid(y, std::numeric_limits<opmath_t>::min());
+      const opmath_t slope = 1 + y * sigma.complement;
+      const opmath_t newton = (y - z / sigma.value) / slope;
+      const opmath_t bend = sigma.complement * (2 + y * (sigma.complement - sigma.value)) / slope;
+      const opmath_t change = std::abs(slope) < least_slope ? opmath_t(0) : -newton / (1 - newton * bend / 2);
+      y += change;
+      // sigmoid at the new y, by its series: the change is small.
+      const opmath_t product = sigma.value * sigma.complement;
+      const opmath_t moved = change * product * (1 + change * (sigma.complement - sigma.value) / 2);
+      derivative = (sigma.value + moved) * (1 + y * (sigma.complement - moved));
+    }
+    dy = dz * derivative;
+  }
+};
+
+// y * relu6(y + 3) / 6: a parabola between -3 and 3, whose minimum at -1.5 divides it, and zero below -3. Negative
+// values say by their low bit on which side of -1.5 they were; what is zero to the next layer is stored as a positive
+// value much smaller than |y|, which its low bit tells from the parabola's own.
+template <typename scalar_t>
+struct Hardswish {
+  using opmath_t = at::opmath_type<scalar_t>;
+  static constexpr opmath_t scale = static_cast<opmath_t>(relu_slope<scalar_t>());
+  // Positive values below this carry the bit.
+  static constexpr opmath_t tagged = std::is_same_v<scalar_t, c10::Half> ? opmath_t(0.5) : opmath_t(0x1p-8);
+
+  INPLACE_ABN_INLINE scalar_t forward(opmath_t y) const {
+    const bool flat = y <= -3;
+    const opmath_t magnitude = -y * scale, largest = tagged / 2;
+    const opmath_t value = flat ? (magnitude < largest ? magnitude : largest) : y * (y < 3 ? (y + 3) / 6 : opmath_t(1));
+    const auto z = static_cast<scalar_t>(value);
+    const bool carries = y < 0 || static_cast<opmath_t>(z) < tagged;
+    return carries ? with_low_bit(z, flat || y < opmath_t(-1.5)) : z;
+  }
+
+  INPLACE_ABN_INLINE void inverse(scalar_t stored, opmath_t dz, opmath_t& y, opmath_t& dy) const {
+    const auto z = static_cast<opmath_t>(stored);
+    const bool bit = low_bit(stored), negative = sign_bit(z);
+    const bool flat = !negative && bit && z < tagged;
+    const opmath_t on_range = z < opmath_t(-0.375) ? opmath_t(-0.375) : (z > 3 ? opmath_t(3) : z);
+    const opmath_t root = std::sqrt(9 + 24 * on_range);
+    // The two solutions add up to -3; the upper one in a form that keeps its digits near zero.
+    const opmath_t upper = 12 * on_range / (3 + root);
+    const opmath_t on_parabola = negative && bit ? -3 - upper : upper;
+    y = flat ? -z / scale : (z > 3 ? z : on_parabola);
+    const opmath_t slope = negative && bit ? -root / 6 : root / 6;
+    dy = flat ? opmath_t(0) : (z > 3 ? dz : dz * slope);
+  }
+};
+
+// hardswish as torch computes it, from y as it would have been stored.
+template <typename scalar_t>
+struct PlainHardswish {
+  using opmath_t = at::opmath_type<scalar_t>;
+
+  INPLACE_ABN_INLINE scalar_t forward(opmath_t unrounded) const {
+    const auto y = static_cast<opmath_t>(static_cast<scalar_t>(unrounded));
+    const opmath_t shifted = y + 3;
+    const opmath_t clamped = shifted < 0 ? opmath_t(0) : (shifted > 6 ? opmath_t(6) : shifted);
+    return static_cast<scalar_t>(y * clamped / 6);
   }
 };
 
@@ -126,6 +249,10 @@ decltype(auto) visit_activation(Activation activation, double param, F&& f) {
       return f(LeakyRelu<scalar_t>(relu_slope<scalar_t>()));
     case Activation::elu:
       return f(Elu<scalar_t>(param));
+    case Activation::silu:
+      return f(Silu<scalar_t>{});
+    case Activation::hardswish:
+      return f(Hardswish<scalar_t>{});
   }
   TORCH_CHECK_VALUE(false, "inplace_abn: unknown activation ", static_cast<int64_t>(activation));
 }
@@ -135,6 +262,7 @@ template <typename scalar_t, typename F>
 decltype(auto) visit_forward(Activation activation, double param, bool invertible, F&& f) {
   const bool relu = activation == Activation::relu || (activation == Activation::leaky_relu && param == 0);
   if (relu && !invertible) return f(PlainRelu<scalar_t>{});
+  if (activation == Activation::hardswish && !invertible) return f(PlainHardswish<scalar_t>{});
   return visit_activation<scalar_t>(activation, param, std::forward<F>(f));
 }
 

@@ -1,9 +1,11 @@
-"""Training data of the segmentation demo: handwritten digits on photographs, or a folder of the user's own."""
+"""Training data of the segmentation demo: handwritten digits on photographs, or a folder of the user's own.
+
+Both give batches of normalised fp32 images [N, 3, H, W] and int64 labels [N, H, W], with `IGNORE` where there is no
+label; H and W are multiples of `STRIDE`. Their `class_weights`, fp32 [classes], are for the loss.
+"""
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,27 +21,12 @@ MEAN, STD = 0.5, 0.25
 VAL_BATCHES, VAL_BATCH_SIZE = 8, 16
 VAL_DIGITS = 297
 DIGIT_PIXELS = (28.0, 44.0)
-MAX_ROTATION = math.radians(25)
+MAX_ROTATION = math.radians(20)
 INK_THRESHOLD = 0.4
 
 
 class DataError(ValueError):
     """Input that cannot be used; the message is one line and names the file or folder."""
-
-
-class SegmentationData(Protocol):
-    """What training needs: images are normalised fp32 [N, 3, H, W], labels int64 [N, H, W] with `IGNORE` for no label.
-
-    H and W are multiples of `STRIDE`. `class_weights` (fp32 [classes]) is what the loss gives each class.
-    """
-
-    class_names: Sequence[str]
-    class_weights: Tensor
-    val_batches: int
-
-    def train_batch(self, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]: ...
-
-    def val_batch(self, index: int) -> tuple[Tensor, Tensor]: ...
 
 
 def seeded_generator(*key: int) -> torch.Generator:
@@ -61,7 +48,7 @@ def denormalise(images: Tensor) -> Tensor:
 class DigitScenes:
     """Scikit-learn's scanned digits pasted over crops of its photographs; digit d has label d + 1, background 0.
 
-    The last `VAL_DIGITS` scans, which other people wrote, appear in validation scenes only.
+    The last `VAL_DIGITS` scans appear in validation scenes only.
     """
 
     class_names = ("background", *map(str, range(10)))
@@ -132,7 +119,7 @@ class FolderData:
     def __init__(self, root: Path, size: int, classes: int) -> None:
         self._size = size
         self._classes = classes
-        self.class_names = [str(c) for c in range(classes)]
+        self.class_names = tuple(str(c) for c in range(classes))
         self.class_weights = torch.ones(classes)
         pairs = find_pairs(root)
         for image, mask in pairs:
@@ -161,6 +148,9 @@ class FolderData:
         if torch.rand((), generator=gen) < 0.5:
             image, label = image.flip(-1), label.flip(-1)
         return image, label
+
+
+SegmentationData = DigitScenes | FolderData
 
 
 def find_pairs(root: Path) -> list[tuple[Path, Path]]:

@@ -21,13 +21,16 @@ inline Device current_device() {
   return {properties->multiProcessorCount, properties->l2CacheSize};
 }
 
-// Kernels walk `units` of work with a grid-stride loop over blocks, in x alone, where 2^31 - 1 blocks are allowed.
+// Starts `blocks` blocks, all in x, where a grid may have 2^31 - 1; a kernel's first parameter is the number of its
+// first block.
 template <typename... Parameters, typename... Arguments>
-void launch(void (*kernel)(Parameters...), int64_t units, int threads, const Arguments&... arguments) {
-  if (units == 0) return;
-  const auto blocks = static_cast<unsigned>(std::min<int64_t>(units, std::numeric_limits<int32_t>::max()));
-  kernel<<<blocks, threads, 0, c10::cuda::getCurrentCUDAStream()>>>(arguments...);
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+void launch(void (*kernel)(int64_t, Parameters...), int64_t blocks, int threads, const Arguments&... arguments) {
+  constexpr int64_t most = std::numeric_limits<int32_t>::max();
+  for (int64_t first = 0; first < blocks; first += most) {
+    const auto grid = static_cast<unsigned>(std::min(most, blocks - first));
+    kernel<<<grid, threads, 0, c10::cuda::getCurrentCUDAStream()>>>(first, arguments...);
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+  }
 }
 
 // Device memory for the launches of one call: given back in stream order, so it may go out of scope once they are

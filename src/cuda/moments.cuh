@@ -82,13 +82,12 @@ constexpr int finish_lanes = block_threads / finish_channels;
 // Merges the partial results of each channel, laid out [parts][channels], and calls `finish(channel, partial)`.
 template <template <typename> class Value, typename opmath_t, typename Finish>
 __global__ void __launch_bounds__(block_threads)
-    finish_kernel(const Partial<Value, opmath_t>* const partials, const int64_t parts, const int64_t channels,
-                  const Finish finish) {
+    finish_kernel(const int64_t first_block, const Partial<Value, opmath_t>* const partials, const int64_t parts,
+                  const int64_t channels, const Finish finish) {
   __shared__ Partial<Value, double> shared[block_threads];
   const int x = threadIdx.x % finish_channels, lane = threadIdx.x / finish_channels;
-  for (int64_t first = int64_t(blockIdx.x) * finish_channels; first < channels;
-       first += int64_t(gridDim.x) * finish_channels) {
-    const int64_t channel = first + x;
+  {
+    const int64_t channel = (first_block + blockIdx.x) * finish_channels + x;
     Partial<Value, double> merged{};
     if (channel < channels) {
 #pragma unroll 4
@@ -105,7 +104,6 @@ __global__ void __launch_bounds__(block_threads)
       }
     }
     if (lane == 0 && channel < channels) finish(channel, merged);
-    __syncthreads();
   }
 }
 

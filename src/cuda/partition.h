@@ -116,6 +116,8 @@ inline PlanePartition partition_planes(const Extent& extent, int width, int unro
 // A block covers a column of `width` vectors of channels and, `height` rows at a time, `unroll` times, a group of rows.
 // Slab s of `slabs` takes groups s, s + slabs, ... Columns are as equal as can be, so that few threads idle.
 
+constexpr int most_columns = 32;  // vectors across: a warp reads 512 consecutive bytes
+
 struct RowPartition {
   int64_t channels, rows;
   int64_t columns, groups, slabs;
@@ -133,7 +135,7 @@ inline RowPartition partition_rows(const Extent& extent, int vector_width, int u
   p.rows = extent.batch;
   p.vectors = vectors;
   const int64_t across = ceil_div(extent.channels, vector_width);
-  p.width = static_cast<int>(ceil_div(across, ceil_div(across, 32)));
+  p.width = static_cast<int>(ceil_div(across, ceil_div(across, most_columns)));
   p.columns = ceil_div(across, p.width);
   p.height = static_cast<int>(std::min<int64_t>(block_threads / p.width, p.rows));
   p.first_half = static_cast<int>(std::bit_ceil(static_cast<unsigned>(p.height)) / 2);

@@ -64,15 +64,16 @@ struct StoreMoments {
 };
 
 template <typename scalar_t>
-__global__ void __launch_bounds__(block_threads) combine_kernel(const CombineArgs<scalar_t> args) {
+__global__ void __launch_bounds__(block_threads)
+    combine_kernel(const int64_t first_block, const CombineArgs<scalar_t> args) {
   using opmath_t = at::opmath_type<scalar_t>;
-  const int64_t row = 2 * args.channels + 1, start = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (start == 0) {
+  const int64_t row = 2 * args.channels + 1, c = (first_block + blockIdx.x) * blockDim.x + threadIdx.x;
+  if (c == 0) {
     double count = 0;
     for (int64_t i = 0; i < args.parts; ++i) count += static_cast<double>(args.gathered[i * row + row - 1]);
     *args.count = static_cast<opmath_t>(count);
   }
-  for (int64_t c = start; c < args.channels; c += int64_t(gridDim.x) * blockDim.x) {
+  if (c < args.channels) {
     Partial<Moments, double> merged{};
     for (int64_t i = 0; i < args.parts; ++i) {
       const opmath_t* part = args.gathered + i * row;

@@ -107,67 +107,95 @@ INPLACE_ABN_INLINE scalar_t* locate(const View<scalar_t>& view, int64_t batch, i
   return view.data + batch * view.batch_stride + channel * view.channel_stride + element;
 }
 
-// Loads `width` elements of every input, of which the first `valid` exist where `vector` is false. Others are left.
-template <int width, typename Op, int elements>
+// 16 bytes of elements. They stay packed, four registers, from the load to their use.
+template <typename scalar_t>
+struct alignas(16) Vector {
+  static constexpr int width = vector_width<scalar_t>;
+  uint32_t words[4];
+
+  __device__ __forceinline__ scalar_t get(int i) const {
+    scalar_t value;
+    if constexpr (sizeof(scalar_t) == 2) {
+      const auto bits = static_cast<uint16_t>(words[i / 2] >> (i % 2 * 16));
+      memcpy(&value, &bits, sizeof(value));
+    } else {
+      memcpy(&value, words + i * (sizeof(scalar_t) / 4), sizeof(value));
+    }
+    return value;
+  }
+  __device__ __forceinline__ void set(int i, scalar_t value) {
+    if constexpr (sizeof(scalar_t) == 2) {
+      uint16_t bits;
+      memcpy(&bits, &value, sizeof(value));
+      const int shift = i % 2 * 16;
+      words[i / 2] = (words[i / 2] & ~(0xffffu << shift)) | (static_cast<uint32_t>(bits) << shift);
+    } else {
+      memcpy(words + i * (sizeof(scalar_t) / 4), &value, sizeof(value));
+    }
+  }
+};
+
+// An item: one vector per stream.
+template <typename scalar_t, int streams>
+using Item = Vector<scalar_t>[streams == 0 ? 1 : streams];
+
+template <typename Op>
 __device__ __forceinline__ void load(const Streams<typename Op::scalar_t>& io, int64_t batch, int64_t channel,
-                                     int64_t element, bool vector, int valid,
-                                     Elements<typename Op::scalar_t, Op::inputs, elements>& in, int at) {
+                                     int64_t element, Item<typename Op::scalar_t, Op::inputs>& in) {
 #pragma unroll
   for (int k = 0; k < Op::inputs; ++k) {
-    const auto* from = locate(io.in[k], batch, channel, element);
-    if (vector) {
-      const uint4 raw = *reinterpret_cast<const uint4*>(from);
-      memcpy(&in[k][at], &raw, sizeof(raw));
-    } else {
-#pragma unroll
-      for (int i = 0; i < width; ++i) {
-        if (i < valid) in[k][at + i] = from[i];
-      }
-    }
+    const uint4 raw = *reinterpret_cast<const uint4*>(locate(io.in[k], batch, channel, element));
+    in[k] = {{raw.x, raw.y, raw.z, raw.w}};
   }
 }
 
-template <int width, typename Op, int elements>
+template <typename Op>
 __device__ __forceinline__ void store(const Streams<typename Op::scalar_t>& io, int64_t batch, int64_t channel,
-                                      int64_t element, bool vector, int valid,
-                                      const Elements<typename Op::scalar_t, Op::outputs, elements>& out, int at) {
+                                      int64_t element, const Item<typename Op::scalar_t, Op::outputs>& out) {
 #pragma unroll
   for (int k = 0; k < Op::outputs; ++k) {
     if (k >= Op::needed_outputs && io.out[k].data == nullptr) continue;
-    auto* to = locate(io.out[k], batch, channel, element);
-    if (vector) {
-      uint4 raw;
-      memcpy(&raw, &out[k][at], sizeof(raw));
-      *reinterpret_cast<uint4*>(to) = raw;
-    } else {
-#pragma unroll
-      for (int i = 0; i < width; ++i) {
-        if (i < valid) to[i] = out[k][at + i];
-      }
-    }
+    const auto& words = out[k].words;
+    *reinterpret_cast<uint4*>(locate(io.out[k], batch, channel, element)) = {words[0], words[1], words[2], words[3]};
   }
 }
 
-// Hands `width` elements of each of `items` items to the op; `first` is the first of them in `in` and `out`, whose
-// items are `step` elements apart.
-template <int items, int width, int step, typename Op, int elements>
+// Hands elements `at ... at + width - 1` of each of `items` items to the op.
+template <int items, int width, typename Op>
 __device__ __forceinline__ void take(const Op& op, const typename Op::Channel& channel,
-                                     const Elements<typename Op::scalar_t, Op::inputs, elements>& in,
-                                     Elements<typename Op::scalar_t, Op::outputs, elements>& out, int first,
+                                     const Item<typename Op::scalar_t, Op::inputs>* in,
+                                     Item<typename Op::scalar_t, Op::outputs>* out, int at,
                                      typename Op::template Value<typename Op::opmath_t>& value,
                                      const Taken<typename Op::opmath_t, items>& taken) {
-  Elements<typename Op::scalar_t, Op::inputs, items * width> part_in;
-  Elements<typename Op::scalar_t, Op::outputs, items * width> part_out;
+  Elements<typename Op::scalar_t, Op::inputs, items * width> elements_in;
+  Elements<typename Op::scalar_t, Op::outputs, items * width> elements_out;
 #pragma unroll
   for (int e = 0; e < items * width; ++e) {
 #pragma unroll
-    for (int k = 0; k < Op::inputs; ++k) part_in[k][e] = in[k][first + e / width * step + e % width];
+    for (int k = 0; k < Op::inputs; ++k) elements_in[k][e] = in[e / width][k].get(at + e % width);
   }
-  op.template tile<items, width>(channel, part_in, part_out, value, taken);
+  op.template tile<items, width>(channel, elements_in, elements_out, value, taken);
 #pragma unroll
   for (int e = 0; e < items * width; ++e) {
 #pragma unroll
-    for (int k = 0; k < Op::outputs; ++k) out[k][first + e / width * step + e % width] = part_out[k][e];
+    for (int k = 0; k < Op::outputs; ++k) out[e / width][k].set(at + e % width, elements_out[k][e]);
+  }
+}
+
+// Loads, hands over and stores one element.
+template <typename Op>
+__device__ __forceinline__ void take_element(const Op& op, const Streams<typename Op::scalar_t>& io, int64_t batch,
+                                             int64_t channel, int64_t element, const typename Op::Channel& values,
+                                             typename Op::template Value<typename Op::opmath_t>& value,
+                                             const Taken<typename Op::opmath_t, 1>& taken) {
+  Elements<typename Op::scalar_t, Op::inputs, 1> in;
+  Elements<typename Op::scalar_t, Op::outputs, 1> out;
+#pragma unroll
+  for (int k = 0; k < Op::inputs; ++k) in[k][0] = *locate(io.in[k], batch, channel, element);
+  op.template tile<1, 1>(values, in, out, value, taken);
+#pragma unroll
+  for (int k = 0; k < Op::outputs; ++k) {
+    if (k < Op::needed_outputs || io.out[k].data != nullptr) *locate(io.out[k], batch, channel, element) = out[k][0];
   }
 }
 
@@ -190,18 +218,18 @@ __device__ P merge_block(P partial) {
 
 // The least number of resident blocks, which bounds a kernel's registers.
 template <typename Op>
-constexpr int resident = sizeof(typename Op::opmath_t) == sizeof(double) ? resident_blocks / 2 : resident_blocks;
+constexpr int resident = sizeof(typename Op::opmath_t) == sizeof(double) ? 2 : 4;
 
 template <typename Op>
 __global__ void __launch_bounds__(block_threads, resident<Op>)
-    planes_kernel(const Op op, const Streams<typename Op::scalar_t> io, const PlanePartition p,
-                  ChannelPartial<Op>* const partials) {
+    planes_kernel(const int64_t first_block, const Op op, const Streams<typename Op::scalar_t> io,
+                  const PlanePartition p, ChannelPartial<Op>* const partials) {
   using scalar_t = typename Op::scalar_t;
   using opmath_t = typename Op::opmath_t;
   constexpr int width = vector_width<scalar_t>, unroll = Op::unroll, together = Op::together;
-  const int64_t units = p.channels * p.parts;
-  for (int64_t work = blockIdx.x; work < units; work += gridDim.x) {
-    const int64_t unit = Op::reduces ? work : units - 1 - work;
+  {
+    const int64_t work = first_block + blockIdx.x;
+    const int64_t unit = Op::reduces ? work : p.channels * p.parts - 1 - work;
     const int64_t c = quotient(unit, p.parts), part = unit - c * p.parts;
     const auto channel = op.channel(c);
     const auto plane_offset = [&](int64_t plane) {
@@ -212,8 +240,8 @@ __global__ void __launch_bounds__(block_threads, resident<Op>)
     int64_t item = part * p.tile + threadIdx.x;
     Cursor cursor = p.at(item);
     for (; item < p.items; item += p.parts * p.tile) {
-      Elements<scalar_t, Op::inputs, unroll * width> in;
-      Elements<scalar_t, Op::outputs, unroll * width> out;
+      Item<scalar_t, Op::inputs> in[unroll];
+      Item<scalar_t, Op::outputs> out[together] = {};
       const Cursor start = cursor;
       bool whole[unroll], ragged = false;
 #pragma unroll
@@ -222,7 +250,7 @@ __global__ void __launch_bounds__(block_threads, resident<Op>)
         const bool exists = item + u * p.threads < p.items;
         whole[u] = exists && p.vectors && begin >= 0 && begin + width <= p.space;
         ragged |= exists && !whole[u];
-        if (whole[u]) load<width, Op, unroll * width>(io, cursor.plane, c, begin, true, width, in, u * width);
+        if (whole[u]) load<Op>(io, cursor.plane, c, begin, in[u]);
         cursor.advance(p.next_item, p.slots);
       }
       cursor = start;
@@ -230,14 +258,12 @@ __global__ void __launch_bounds__(block_threads, resident<Op>)
       for (int u = 0; u < unroll; u += together) {
         if (Taken<opmath_t, together>::how_many(whole, u) > 0) {
           const Taken<opmath_t, together> taken(whole, u, width, count);
-          take<together, width, width, Op, unroll * width>(op, channel, in, out, u * width, value, taken);
+          take<together, width>(op, channel, in + u, out, 0, value, taken);
         }
 #pragma unroll
         for (int i = 0; i < together; ++i) {
           const int64_t begin = p.first_element<width>(cursor, plane_offset(cursor.plane));
-          if (whole[u + i]) {
-            store<width, Op, unroll * width>(io, cursor.plane, c, begin, true, width, out, (u + i) * width);
-          }
+          if (whole[u + i]) store<Op>(io, cursor.plane, c, begin, out[i]);
           cursor.advance(p.next_item, p.slots);
         }
       }
@@ -251,12 +277,8 @@ __global__ void __launch_bounds__(block_threads, resident<Op>)
         if (item + u * p.threads < p.items && !done) {
 #pragma unroll 1
           for (int64_t i = begin < 0 ? 0 : begin; i < (end < p.space ? end : p.space); ++i) {
-            Elements<scalar_t, Op::inputs, 1> one_in;
-            Elements<scalar_t, Op::outputs, 1> one_out;
-            load<1, Op, 1>(io, cursor.plane, c, i, false, 1, one_in, 0);
             const Taken<opmath_t, 1> taken({true}, 0, 1, count);
-            op.template tile<1, 1>(channel, one_in, one_out, value, taken);
-            store<1, Op, 1>(io, cursor.plane, c, i, false, 1, one_out, 0);
+            take_element(op, io, cursor.plane, c, i, channel, value, taken);
           }
         }
         cursor.advance(p.next_item, p.slots);
@@ -266,7 +288,6 @@ __global__ void __launch_bounds__(block_threads, resident<Op>)
     if constexpr (Op::reduces) {
       const ChannelPartial<Op> merged = merge_block(ChannelPartial<Op>{count, value});
       if (threadIdx.x == 0) partials[part * p.channels + c] = merged;
-      __syncthreads();
     }
   }
 }
@@ -274,49 +295,65 @@ __global__ void __launch_bounds__(block_threads, resident<Op>)
 // --- Row order -------------------------------------------------------------------------------------------------------
 
 template <typename Op>
-__global__ void __launch_bounds__(block_threads, resident<Op>)
-    rows_kernel(const Op op, const Streams<typename Op::scalar_t> io, const RowPartition p,
+__global__ void __launch_bounds__(block_threads, 3)
+    rows_kernel(const int64_t first_block, const Op op, const Streams<typename Op::scalar_t> io, const RowPartition p,
                 ChannelPartial<Op>* const partials) {
   using scalar_t = typename Op::scalar_t;
   using opmath_t = typename Op::opmath_t;
   using Value = typename Op::template Value<opmath_t>;
   constexpr int width = vector_width<scalar_t>, unroll = Op::unroll, together = Op::together;
   const int x = threadIdx.x % p.width, y = threadIdx.x / p.width;
-  const int64_t units = p.columns * p.slabs;
-  for (int64_t work = blockIdx.x; work < units; work += gridDim.x) {
+  {
+    const int64_t work = first_block + blockIdx.x;
     const int64_t slab = quotient(work, p.columns), column = work - slab * p.columns;
     const int64_t c = (column * p.width + x) * width, left = p.channels - c;
     const int valid = left >= width ? width : left > 0 ? static_cast<int>(left) : 0;
-    const bool vector = p.vectors && valid == width;
+    // Worked out once per channel, not once per thread.
+    __shared__ typename Op::Channel shared_channels[most_columns * width];
+    const int64_t column_start = column * p.width * width;
+    for (int i = threadIdx.x; i < p.width * width; i += blockDim.x) {
+      if (column_start + i < p.channels) shared_channels[i] = op.channel(column_start + i);
+    }
+    __syncthreads();
     typename Op::Channel channel[width];
+#pragma unroll
+    for (int v = 0; v < width; ++v) channel[v] = shared_channels[x * width + v];
     Value value[width] = {};
     opmath_t count = 0;
-#pragma unroll
-    for (int v = 0; v < width; ++v) channel[v] = v < valid ? op.channel(c + v) : typename Op::Channel{};
-    for (int64_t g = slab; g < p.groups && valid > 0; g += p.slabs) {
-      const int64_t group = Op::reduces ? g : p.groups - 1 - g;
-      const int64_t row = group * unroll * p.height + y;
-      Elements<scalar_t, Op::inputs, unroll * width> in;
-      Elements<scalar_t, Op::outputs, unroll * width> out;
+    // Threads past the last channel only take part in the synchronisation.
+    const bool whole = p.vectors && valid == width;
+    const int64_t rows_per_group = static_cast<int64_t>(p.height) * unroll;
+    const auto first_row = [&](int64_t g) { return (Op::reduces ? g : p.groups - 1 - g) * rows_per_group + y; };
+    for (int64_t g = slab; g < p.groups && whole; g += p.slabs) {
+      const int64_t row = first_row(g);
+      Item<scalar_t, Op::inputs> in[unroll];
+      Item<scalar_t, Op::outputs> out[together] = {};
       bool exists[unroll];
 #pragma unroll
       for (int u = 0; u < unroll; ++u) {
         exists[u] = row + u * p.height < p.rows;
-        if (exists[u]) {
-          load<width, Op, unroll * width>(io, row + u * p.height, c, 0, vector, valid, in, u * width);
-        }
+        if (exists[u]) load<Op>(io, row + u * p.height, c, 0, in[u]);
       }
 #pragma unroll
       for (int u = 0; u < unroll; u += together) {
         if (Taken<opmath_t, together>::how_many(exists, u) == 0) continue;
         const Taken<opmath_t, together> taken(exists, u, 1, count);
 #pragma unroll
-        for (int v = 0; v < width; ++v) {
-          take<together, 1, width, Op, unroll * width>(op, channel[v], in, out, u * width + v, value[v], taken);
-        }
+        for (int v = 0; v < width; ++v) take<together, 1>(op, channel[v], in + u, out, v, value[v], taken);
 #pragma unroll
-        for (int i = u; i < u + together; ++i) {
-          if (exists[i]) store<width, Op, unroll * width>(io, row + i * p.height, c, 0, vector, valid, out, i * width);
+        for (int i = 0; i < together; ++i) {
+          if (exists[u + i]) store<Op>(io, row + (u + i) * p.height, c, 0, out[i]);
+        }
+      }
+    }
+    for (int64_t g = slab; g < p.groups && !whole && valid > 0; g += p.slabs) {
+      const int64_t end = first_row(g) + rows_per_group;
+#pragma unroll 1
+      for (int64_t row = first_row(g); row < end && row < p.rows; row += p.height) {
+        const Taken<opmath_t, 1> taken({true}, 0, 1, count);
+#pragma unroll
+        for (int v = 0; v < width; ++v) {
+          if (v < valid) take_element(op, io, row, c + v, 0, channel[v], value[v], taken);
         }
       }
     }
@@ -345,7 +382,6 @@ __global__ void __launch_bounds__(block_threads, resident<Op>)
           if (v < valid) partials[slab * p.channels + c + v] = {count, value[v]};
         }
       }
-      __syncthreads();
     }
   }
 }

@@ -1,0 +1,12 @@
+# Sourced by the other scripts: enters .venv, made if there is none, with the package built in it. TORCH names the torch
+# to install where .venv has none, PYTHON the interpreter to make it with.
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+if [ ! -d .venv ]; then
+  "${PYTHON:-python3}" -m venv .venv
+fi
+source .venv/bin/activate
+export PIP_DISABLE_PIP_VERSION_CHECK=1
+python -c "import torch" 2>/dev/null || pip install --quiet "${TORCH:-torch==2.13.0}"
+pip install --quiet "setuptools>=77" wheel ninja pybind11 numpy
+pip install --no-build-isolation --quiet --editable ".[demo,test,lint]"
+python -c "import inplace_abn, torch; print('inplace_abn', inplace_abn.__version__, 'on torch', torch.__version__)"

@@ -1,0 +1,142 @@
+"""Activations and their inverses, element by element, over every value they may meet."""
+
+import pytest
+import torch
+from cases import ACTIVATIONS, DTYPES, stats_dtype
+
+from inplace_abn import _backend, inplace_abn, ops, reference
+
+NAMES = {f"{name}({param})": (name, param) for name, param in ACTIVATIONS}
+# Of y, in float64: near the extrema and kinks, near zero, saturated, and between.
+INTERESTING = torch.cat(
+    [
+        torch.linspace(-12, 12, 4001, dtype=torch.float64),
+        torch.linspace(-1.30, -1.26, 4001, dtype=torch.float64),
+        torch.linspace(-1.51, -1.49, 401, dtype=torch.float64),
+        torch.linspace(-3.01, -2.99, 401, dtype=torch.float64),
+        torch.linspace(-1e-3, 1e-3, 401, dtype=torch.float64),
+        torch.logspace(-40, 2, 400, dtype=torch.float64),
+        -torch.logspace(-40, 1.3, 400, dtype=torch.float64),
+    ]
+)
+
+
+def code(name):
+    return int(_backend.Activation.__members__[name])
+
+
+def act(y, name, param, invertible):
+    """act(y), by the op with statistics that leave y as it is."""
+    z = y.clone().view(-1, 1)
+    zero = torch.zeros(1, dtype=stats_dtype(y.dtype), device=y.device)
+    # var + eps is exactly one.
+    ops.forward(z, zero, zero + 0.5, None, None, None, 0.5, False, code(name), param, invertible)
+    return z.view(-1)
+
+
+def invert(z, dz, name, param):
+    """(y, dy) from z."""
+    y, dy = z.clone().view(-1, 1), dz.clone().view(-1, 1)
+    ops.backward_reduce(y, dy, None, None, None, 0.5, False, code(name), param)
+    return y.view(-1), dy.view(-1)
+
+
+@pytest.mark.parametrize("case", NAMES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_inverse_gives_back_y_and_the_derivative(dtype, case, device):
+    name, param = NAMES[case]
+    y = INTERESTING.to(device).to(dtype)
+    z = act(y, name, param, invertible=True)
+    recovered, derivative = (t.double() for t in invert(z, torch.ones_like(z), name, param))
+    y, z = y.double(), z.double()
+    slope = reference.activation_gradient(y, name, param)
+    info = torch.finfo(dtype)
+    eps = info.eps
+
+    # The recovered y has the same image. Where the image is zero to the next layer it is y itself.
+    dropped = (slope == 0) & (y < 0)
+    image = reference.activate(recovered, name, param)
+    allowed = 4 * eps * (z.abs() + y.abs() * slope.abs()) + 2 * info.smallest_normal * (1 if eps < 1e-3 else eps)
+    assert ((image - reference.activate(y, name, param)).abs() <= allowed)[~dropped].all()
+    precision = 2.0**-7 if dtype == torch.float16 else 4 * eps  # in fp16 the trace of y is a subnormal number
+    assert ((recovered - y).abs() <= precision * y.abs())[dropped & (y.abs() > 2**-7)].all()
+
+    # And it has the same derivative. At an extremum, where rounding z moves y by its square root, only just so; where the
+    # derivative jumps, either value.
+    jumps = {"hardswish": (-3.0, 3.0)}.get(name, (0.0,) if name in ("relu", "leaky_relu", "elu") else ())
+    at_jump = torch.zeros_like(dropped)
+    for kink in jumps:
+        at_jump |= (y - kink).abs() <= 4 * eps * max(abs(kink), 1.0)
+    error = (derivative - slope).abs()
+    assert (error <= 8 * eps**0.5)[~at_jump].all()
+    assert (error <= 60 * eps)[~at_jump & (slope > 0.2)].all()
+
+
+@pytest.mark.parametrize("case", NAMES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_16_bit_pattern_inverts_to_finite_values(dtype, case, device):
+    name, param = NAMES[case]
+    z = torch.arange(-(2**15), 2**15, dtype=torch.int32, device=device).to(torch.int16).view(dtype)
+    z = z[z.isfinite()]
+    if name in ("relu", "leaky_relu"):
+        # Only what a finite y leaves: a large negative z is not a value of theirs.
+        z = z[z >= -1e-4]
+    y, dy = invert(z, torch.ones_like(z), name, param)
+    assert y.isfinite().all()
+    assert dy.isfinite().all()
+
+
+@pytest.mark.parametrize("case", ["silu(0.0)", "hardswish(0.0)", "elu(1.3)"])
+def test_float32_values_anywhere_invert_to_finite_values(case, device):
+    name, param = NAMES[case]
+    patterns = torch.arange(-(2**31), 2**31, 2**12 + 1, dtype=torch.int64, device=device).to(torch.int32)
+    edges = torch.tensor([-0.27846456, -0.27846453, -0.375, 0.0, -0.0, 1e-45, -1e-45, 3.4e38, -3.4e38], device=device)
+    near = torch.nextafter(edges, torch.zeros_like(edges))
+    z = torch.cat([patterns.view(torch.float32), edges, near])
+    z = z[z.isfinite()]
+    y, dy = invert(z, torch.ones_like(z), name, param)
+    assert y.isfinite().all()
+    assert dy.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["relu", "silu", "hardswish"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("mode", ["no_grad", "eval"])
+def test_without_backward_the_result_is_torchs_activation_bit_for_bit(mode, dtype, name, device):
+    x = 3 * torch.randn(50, 7, 9, 3, device=device).to(dtype)
+    running = torch.zeros(7, device=device), torch.ones(7, device=device)
+    running = tuple(t.to(stats_dtype(dtype)) for t in running)
+
+    def call(activation):
+        return inplace_abn(x.clone(), None, None, *running, mode == "no_grad", 0.0, activation=activation)
+
+    with torch.no_grad():
+        y = call("identity")
+        assert torch.equal(call(name), reference.activate(y, name, 0.0))
+    if name == "relu":
+        assert (call(name) >= 0).all()
+
+
+@pytest.mark.parametrize("name", ["relu", "hardswish"])
+def test_zeros_in_training_are_zero_to_the_next_layer(name, device):
+    y = -torch.logspace(0.5, 3, 100, dtype=torch.float64, device=device)
+    for dtype, bound in [
+        (torch.float64, 1e-80),
+        (torch.float32, 1e-14),
+        (torch.bfloat16, 1e-14),
+        (torch.float16, 1e-4),
+    ]:
+        z = act(y.to(dtype), name, 0.0, invertible=True).double()
+        assert (z.abs() <= bound * y.abs()).all()
+        assert (z != 0).all()
+
+
+@pytest.mark.parametrize("case", NAMES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_nan_stays_nan_and_infinity_does_not_hide(dtype, case, device):
+    name, param = NAMES[case]
+    y = torch.tensor([float("nan"), float("inf")], dtype=dtype, device=device)
+    for invertible in (True, False):
+        z = act(y, name, param, invertible)
+        assert z[0].isnan()
+        assert z[1] == float("inf")
