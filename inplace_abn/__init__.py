@@ -1,6 +1,7 @@
 """In-place activated batch normalisation: batch norm and activation in one, in half the memory."""
 
 from inplace_abn.abn import ABN, InPlaceABN, InPlaceABNSync
+from inplace_abn.conditioning import check_conditioning
 from inplace_abn.functions import inplace_abn, inplace_abn_sync
 from inplace_abn.group import active_group, set_active_group
 
@@ -11,6 +12,7 @@ __all__ = [
     "InPlaceABN",
     "InPlaceABNSync",
     "active_group",
+    "check_conditioning",
     "inplace_abn",
     "inplace_abn_sync",
     "set_active_group",

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from segmentation.data import IGNORE, STRIDE, DataError, DigitScenes, FolderData, SegmentationData, seeded_generator
 from segmentation.measure import class_iou, confusion_matrix, mean_iou, peak_memory
-from segmentation.net import ACTIVATION_PARAMS, NORMS, build_net
+from segmentation.net import ACTIVATION_PARAMS, NORMS, build_net, make_norm
 from segmentation.report import run_summary, save_predictions
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -70,6 +70,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--classes {args.classes} exceeds {IGNORE}")
     if args.activation_param is None:
         args.activation_param = ACTIVATION_PARAMS[args.activation]
+    try:
+        make_norm("inplace", 1, args.activation, args.activation_param)
+    except ValueError as error:
+        parser.error(f"--activation-param: {error}")
     args.out = args.out or Path("runs", f"{args.norm}-{args.activation}")
     args.device = args.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return args

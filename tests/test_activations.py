@@ -50,16 +50,15 @@ def test_inverse_gives_back_y_and_the_derivative(dtype, case, device):
     recovered, derivative = (t.double() for t in invert(z, torch.ones_like(z), name, param))
     y, z = y.double(), z.double()
     slope = reference.activation_gradient(y, name, param)
-    info = torch.finfo(dtype)
-    eps = info.eps
+    eps = torch.finfo(dtype).eps
 
     # The recovered y has the same image. Where the image is zero to the next layer it is y itself.
     dropped = (slope == 0) & (y < 0)
     image = reference.activate(recovered, name, param)
-    allowed = 4 * eps * (z.abs() + y.abs() * slope.abs()) + 2 * info.smallest_normal * (1 if eps < 1e-3 else eps)
+    allowed = 4 * eps * (z.abs() + y.abs() * slope.abs()) + eps / 64
     assert ((image - reference.activate(y, name, param)).abs() <= allowed)[~dropped].all()
-    precision = 2.0**-7 if dtype == torch.float16 else 4 * eps  # in fp16 the trace of y is a subnormal number
-    assert ((recovered - y).abs() <= precision * y.abs())[dropped & (y.abs() > 2**-7)].all()
+    subnormal = 2.0**-9 if dtype == torch.float16 else eps / 64  # in fp16 the trace of y is a subnormal number
+    assert ((recovered - y).abs() <= 4 * eps * y.abs() + subnormal)[dropped].all()
 
     # And it has the same derivative. At an extremum, where rounding z moves y by its square root, only just so; where the
     # derivative jumps, either value.

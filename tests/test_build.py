@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -46,3 +47,24 @@ def test_a_build_for_another_torch_names_both_versions(copy_of_sources):
     result = import_in(copy_of_sources)
     assert "ImportError" in result.stderr
     assert "built for torch 1.4.2 but torch" in result.stderr
+
+
+def test_source_distribution_holds_all_that_a_build_needs(tmp_path):
+    root = PACKAGE.parent
+    if not (root / "setup.py").exists():
+        pytest.skip("not in a source tree")
+    command = [sys.executable, "setup.py", "-q", "egg_info", "-e", str(tmp_path), "sdist", "-d", str(tmp_path)]
+    subprocess.run(command, cwd=root, check=True, capture_output=True)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as tar:
+        names = {name.split("/", 1)[1] for name in tar.getnames() if "/" in name}
+    needed = {"setup.py", "pyproject.toml", "README.md", "LICENSE", "inplace_abn/py.typed", "inplace_abn/_backend.pyi"}
+    for folder, pattern in [
+        ("include", "*.h"),
+        ("src", "*.cpp"),
+        ("src", "*.h"),
+        ("src", "*.cu*"),
+        ("inplace_abn", "*.py"),
+    ]:
+        needed |= {str(path.relative_to(root)) for path in (root / folder).rglob(pattern)}
+    assert needed <= names

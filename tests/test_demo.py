@@ -20,7 +20,7 @@ import train_segmentation
 from PIL import Image
 from segmentation.data import IGNORE, DigitScenes, FolderData, seeded_generator
 from segmentation.measure import class_iou, confusion_matrix, mean_iou, peak_memory
-from segmentation.net import NORMS, build_net
+from segmentation.net import ACTIVATION_PARAMS, NORMS, build_net
 
 TINY = ["--device", "cpu", "--steps", "4", "--batch-size", "2", "--size", "48", "--checkpoint-every", "2"]
 
@@ -161,7 +161,15 @@ def test_bad_data_is_an_error_that_names_the_file(folder, tmp_path, spoil):
 
 
 @pytest.mark.parametrize(
-    "options", [["--size", "50"], ["--data", "somewhere"], ["--classes", "3"], ["--steps", "0"], ["--norm", "other"]]
+    "options",
+    [
+        ["--size", "50"],
+        ["--data", "somewhere"],
+        ["--classes", "3"],
+        ["--steps", "0"],
+        ["--norm", "other"],
+        ["--activation-param", "-1"],
+    ],
 )
 def test_bad_options(options, tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
@@ -227,11 +235,14 @@ def test_bad_checkpoint(tmp_path, content):
         run(tmp_path / "run", "--norm", "native", "--resume", str(path))
 
 
+@pytest.mark.filterwarnings("ignore:inplace_abn_sync")
+@pytest.mark.parametrize("activation", ACTIVATION_PARAMS)
 @pytest.mark.parametrize("norm", NORMS[1:])
-def test_net_computes_the_same_with_every_norm(norm):
+def test_net_computes_the_same_with_every_norm(norm, activation):
+    param = ACTIVATION_PARAMS[activation]
     images, labels = DigitScenes(64).train_batch(4, seeded_generator(0))
-    native = build_net(11, "native", "leaky_relu", 0.01)
-    other = build_net(11, norm, "leaky_relu", 0.01)
+    native = build_net(11, "native", activation, param)
+    other = build_net(11, norm, activation, param)
     other.load_state_dict(native.state_dict())
     gradients = []
     for net in (native, other):

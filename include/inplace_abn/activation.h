@@ -117,7 +117,8 @@ INPLACE_ABN_INLINE bool low_bit(float v) {
 }
 template <typename scalar_t>
 INPLACE_ABN_INLINE bool low_bit(scalar_t v) {
-  return (bits_to<uint16_t>(v) & 1) != 0;
+  // A float comparison, because compilers vectorise conditions of one width only, and the others are of opmath's.
+  return static_cast<float>(static_cast<int32_t>(v.x & 1)) > 0.5f;
 }
 
 // y * sigmoid(y), whose minimum divides it into two invertible branches. The bit is stolen from negative values only.
@@ -135,7 +136,7 @@ struct Silu {
     opmath_t e = exp_nonpositive(-std::abs(y));
     e = e < least ? least : e;
     const opmath_t larger = 1 / (1 + e), smaller = e * larger;
-    return y < 0 ? Sigmoid{smaller, larger} : Sigmoid{larger, smaller};
+    return {y < 0 ? smaller : larger, y < 0 ? larger : smaller};
   }
 
   INPLACE_ABN_INLINE scalar_t forward(opmath_t y) const {
@@ -172,7 +173,7 @@ struct Silu {
     constexpr int steps = std::is_same_v<opmath_t, double> ? 2 : 1;
     constexpr opmath_t least_slope = std::is_same_v<opmath_t, double> ? 1e-6 : 4e-3;
     const auto z = static_cast<opmath_t>(stored);
-    y = start(z, sign_bit(z) && low_bit(stored));
+    y = start(z, sign_bit(z) & low_bit(stored));
     opmath_t derivative = 1;
     for (int step = 0; step < steps; ++step) {
       const Sigmoid sigma = sigmoid(y, std::numeric_limits<opmath_t>::min());
@@ -205,22 +206,25 @@ struct Hardswish {
     const opmath_t magnitude = -y * scale, largest = tagged / 2;
     const opmath_t value = flat ? (magnitude < largest ? magnitude : largest) : y * (y < 3 ? (y + 3) / 6 : opmath_t(1));
     const auto z = static_cast<scalar_t>(value);
-    const bool carries = y < 0 || static_cast<opmath_t>(z) < tagged;
-    return carries ? with_low_bit(z, flat || y < opmath_t(-1.5)) : z;
+    const scalar_t upper = value < tagged ? with_low_bit(z, false) : z;
+    return y < 0 ? with_low_bit(z, y < opmath_t(-1.5)) : upper;
   }
 
   INPLACE_ABN_INLINE void inverse(scalar_t stored, opmath_t dz, opmath_t& y, opmath_t& dy) const {
     const auto z = static_cast<opmath_t>(stored);
     const bool bit = low_bit(stored), negative = sign_bit(z);
-    const bool flat = !negative && bit && z < tagged;
+    const bool flat = !negative & bit & (z < tagged);
+    const bool left = negative & bit;
     const opmath_t on_range = z < opmath_t(-0.375) ? opmath_t(-0.375) : (z > 3 ? opmath_t(3) : z);
     const opmath_t root = std::sqrt(9 + 24 * on_range);
     // The two solutions add up to -3; the upper one in a form that keeps its digits near zero.
     const opmath_t upper = 12 * on_range / (3 + root);
-    const opmath_t on_parabola = negative && bit ? -3 - upper : upper;
-    y = flat ? -z / scale : (z > 3 ? z : on_parabola);
-    const opmath_t slope = negative && bit ? -root / 6 : root / 6;
-    dy = flat ? opmath_t(0) : (z > 3 ? dz : dz * slope);
+    const opmath_t on_parabola = left ? -3 - upper : upper;
+    const opmath_t slope = left ? -root / 6 : root / 6, dropped = z * (-1 / scale);
+    const bool linear = z > 3;
+    const opmath_t unbounded = linear ? z : on_parabola, steepness = linear ? opmath_t(1) : slope;
+    y = flat ? dropped : unbounded;
+    dy = dz * (flat ? opmath_t(0) : steepness);
   }
 };
 

@@ -9,17 +9,20 @@ from torch import Tensor, nn
 import inplace_abn
 
 NORMS = ("native", "inplace", "inplace-sync")
-ACTIVATION_PARAMS = {"leaky_relu": 0.01, "elu": 1.0, "identity": 0.0}
+ACTIVATION_PARAMS = {"leaky_relu": 0.01, "elu": 1.0, "relu": 0.0, "silu": 0.0, "hardswish": 0.0, "identity": 0.0}
 """The activations to choose from, with the default of `--activation-param` for each."""
 
 NormFactory = Callable[[int], nn.Module]
 
 
 def make_activation(name: str, param: float) -> nn.Module:
-    """The PyTorch module, in place where there is one, of an activation in `ACTIVATION_PARAMS`."""
+    """The PyTorch module of an activation in `ACTIVATION_PARAMS`, in place where that saves memory."""
     makers: dict[str, Callable[[], nn.Module]] = {
         "leaky_relu": lambda: nn.LeakyReLU(param, inplace=True),
         "elu": lambda: nn.ELU(param, inplace=True),
+        "relu": lambda: nn.ReLU(inplace=True),
+        "silu": nn.SiLU,
+        "hardswish": nn.Hardswish,
         "identity": nn.Identity,
     }
     return makers[name]()
