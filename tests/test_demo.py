@@ -13,7 +13,6 @@ import torch
 pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 pytest.importorskip("tqdm")
-sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 
 import compare_runs
 import train_segmentation

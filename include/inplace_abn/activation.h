@@ -148,8 +148,7 @@ struct Silu {
   INPLACE_ABN_INLINE static opmath_t start(opmath_t z, bool left) {
     constexpr opmath_t least = std::numeric_limits<opmath_t>::min();
     const opmath_t magnitude = -z < least ? least : -z, above = z - z_min;
-    const opmath_t logarithm = log_positive(left ? -z_min / magnitude : opmath_t(1));
-    const opmath_t square = left ? logarithm : above;
+    const opmath_t square = left ? log_positive(magnitude * (1 / -z_min)) * -1 : above;
     const opmath_t t = std::sqrt(square < 0 ? opmath_t(0) : square);
     const auto pick = [left](double on_left, double on_right) {
       return left ? static_cast<opmath_t>(on_left) : static_cast<opmath_t>(on_right);
@@ -168,8 +167,8 @@ struct Silu {
   }
 
   INPLACE_ABN_INLINE void inverse(scalar_t stored, opmath_t dz, opmath_t& y, opmath_t& dy) const {
-    // Halley's method on y * sigmoid(y) - z, divided by sigmoid: the error's cube, so one step does for float. Next to
-    // the minimum the slope vanishes and the start is better than a step.
+    // Halley's method on f(y) = y * sigmoid(y) - z: the error's cube, so one step does for float. Next to the minimum
+    // the slope vanishes and the start is better than a step.
     constexpr int steps = std::is_same_v<opmath_t, double> ? 2 : 1;
     constexpr opmath_t least_slope = std::is_same_v<opmath_t, double> ? 1e-6 : 4e-3;
     const auto z = static_cast<opmath_t>(stored);
@@ -177,14 +176,15 @@ struct Silu {
     opmath_t derivative = 1;
     for (int step = 0; step < steps; ++step) {
       const Sigmoid sigma = sigmoid(y, std::numeric_limits<opmath_t>::min());
-      const opmath_t slope = 1 + y * sigma.complement;
-      const opmath_t newton = (y - z / sigma.value) / slope;
-      const opmath_t bend = sigma.complement * (2 + y * (sigma.complement - sigma.value)) / slope;
-      const opmath_t change = std::abs(slope) < least_slope ? opmath_t(0) : -newton / (1 - newton * bend / 2);
-      y += change;
+      // f' = sigma * slope, f'' = sigma * bend; the step is -2 f f' / (2 f'^2 - f f''), reduced by sigma.
+      const opmath_t f = y * sigma.value - z, slope = 1 + y * sigma.complement;
+      const opmath_t bend = sigma.complement * (2 + y * (sigma.complement - sigma.value));
+      const opmath_t change = f * slope / (f * bend / 2 - sigma.value * slope * slope);
+      const opmath_t taken = std::abs(slope) < least_slope ? opmath_t(0) : change;
+      y += taken;
       // sigmoid at the new y, by its series: the change is small.
       const opmath_t product = sigma.value * sigma.complement;
-      const opmath_t moved = change * product * (1 + change * (sigma.complement - sigma.value) / 2);
+      const opmath_t moved = taken * product * (1 + taken * (sigma.complement - sigma.value) / 2);
       derivative = (sigma.value + moved) * (1 + y * (sigma.complement - moved));
     }
     dy = dz * derivative;

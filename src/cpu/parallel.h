@@ -11,9 +11,11 @@
 
 #include "inplace_abn/layout.h"
 
-// One build holds the hot loops for several instruction sets; the loader picks by the machine it runs on.
-#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
-#define INPLACE_ABN_CLONES __attribute__((target_clones("default", "arch=haswell", "arch=skylake-avx512"), noinline))
+// One build holds the hot loops for several instruction sets; the loader picks by the features of the machine it runs
+// on (the names of processors, such as arch=haswell, would pick by vendor and model). GCC knows the levels from
+// release 12.
+#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
+#define INPLACE_ABN_CLONES __attribute__((target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4"), noinline))
 #else
 #define INPLACE_ABN_CLONES
 #endif
