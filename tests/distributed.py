@@ -4,6 +4,7 @@ Starting a process and importing torch takes seconds, so the processes stay for 
 process group in them.
 """
 
+import contextlib
 import faulthandler
 import functools
 import gc
@@ -23,7 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-TIMEOUT = 120
+TIMEOUT = 180
 GRACE = 5
 
 _meeting_points = iter(())
@@ -32,8 +33,8 @@ _meeting_points = iter(())
 def on_each_rank(*world_sizes, **environment):
     """Makes a test whose body every rank of a process group runs, once for each of ``world_sizes``.
 
-    It fails with the tracebacks of the ranks that failed, or with what every rank was doing when time ran out. The
-    processes have ``environment`` in their environment before anything but torch is imported.
+    It fails with the tracebacks of the ranks that failed, first failure first, or with what every rank was doing when
+    time ran out. The processes have ``environment`` in their environment before anything but torch is imported.
     """
 
     def decorate(test):
@@ -99,20 +100,21 @@ class _Ranks:
                     failure = connection.recv()
                 except EOFError:
                     self.processes[rank].join(GRACE)
-                    failure = f"process ended with exit code {self.processes[rank].exitcode}\n"
+                    failure = 0, f"ended with exit code {self.processes[rank].exitcode}\n"
                 if failure is not None:
-                    failures.append(f"rank {rank} of {world_size}: {failure}")
+                    when, what = failure
+                    failures.append((when, f"rank {rank} of {world_size}: {what}"))
                     deadline = min(deadline, time.monotonic() + GRACE)
         if running and not failures:
             time.sleep(GRACE)
             failures = [
-                f"rank {rank} of {world_size} did not finish in {TIMEOUT} s:\n{(folder / f'stack-{rank}').read_text()}"
+                (0, f"rank {rank} of {world_size} was still here: {(folder / f'stack-{rank}').read_text()}")
                 for rank in running.values()
             ]
-        if running or any(not process.is_alive() for process in self.processes):
+        if running or not all(process.is_alive() for process in self.processes):
             self._kill()
         if failures:
-            pytest.fail("\n".join(failures), pytrace=False)
+            pytest.fail("\n".join(what for _, what in sorted(failures)), pytrace=False)
 
     def _start(self, world_size):
         context = multiprocessing.get_context("spawn")
@@ -148,33 +150,31 @@ def _work(connection, environment):
     os.environ.update(environment)
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     torch.set_num_threads(1)
-    while True:
-        try:
-            task = connection.recv()
-        except EOFError:
-            gc.freeze()  # leaves the interpreter nothing to collect, so that it ends at once
-            return
-        try:
-            _run(*task)
-            connection.send(None)
-        except BaseException:
-            connection.send(traceback.format_exc())
+    with contextlib.suppress(EOFError):
+        while True:
+            connection.send(_run(*connection.recv()))
+    gc.freeze()  # leaves the interpreter nothing to collect, so that it ends at once
 
 
 def _run(folder, rank, world_size, module, name, parameters):
+    """None, or the time of the first failure and its traceback.
+
+    The process group of the run before is destroyed only now, when all its ranks have ended that run.
+    """
     global _meeting_points
     _meeting_points = (folder / f"store-{i}" for i in itertools.count())
-    test = getattr(importlib.import_module(module), name).__wrapped__
     torch.manual_seed(0)
     warnings.filterwarnings("error", module="inplace_abn")
     with open(folder / f"stack-{rank}", "w") as stack:
         faulthandler.dump_traceback_later(TIMEOUT, file=stack)
         try:
-            _initialise(rank, world_size)
-            test(**parameters)
-            if dist.is_initialized():
-                dist.barrier()
-        finally:
+            test = getattr(importlib.import_module(module), name).__wrapped__
             if dist.is_initialized():
                 dist.destroy_process_group()
+            _initialise(rank, world_size)
+            test(**parameters)
+        except BaseException:
+            return time.monotonic(), traceback.format_exc()
+        finally:
             faulthandler.cancel_dump_traceback_later()
+    return None

@@ -83,7 +83,7 @@ def train(model, data, use_branch=lambda step: True, micro_batches=1):
             last = part == micro_batches - 1
             x, target = data(step * micro_batches + part)
             with contextlib.nullcontext() if last or not hasattr(model, "no_sync") else model.no_sync():
-                F.mse_loss(model(x, use_branch(step)), target).backward()
+                F.mse_loss(model(x, use_branch(step)).to(target), target).backward()
         optimizer.step()
         optimizer.zero_grad()
     return model

@@ -15,7 +15,7 @@ from inplace_abn import ABN, InPlaceABN, InPlaceABNSync, active_group, reference
 from inplace_abn import inplace_abn_sync as abn_sync
 
 CHANNELS = 5
-ACTIVATIONS = {"identity": 0.0, "leaky_relu": 0.01, "elu": 1.3, "relu": 0.0}
+ACTIVATIONS = {"identity": 0.0, "leaky_relu": 0.01, "elu": 1.3, "relu": 0.0, "silu": 0.0, "hardswish": 0.0}
 SHAPES = {
     "equal": [(3, CHANNELS, 4, 6)] * 3,
     "batch sizes differ": [(3, CHANNELS, 4, 6), (1, CHANNELS, 4, 6), (5, CHANNELS, 4, 6)],
@@ -523,6 +523,16 @@ def test_compiled_with_fullgraph_equals_eager(backend):
     check([p.grad for p in module.parameters()], [p.grad for p in eager.parameters()])
     check(module.buffers(), eager.buffers())
     check_same_on_all_ranks(module.running_mean, module.running_var)
+
+
+@on_each_rank(2)
+def test_compiled_without_a_process_group_keeps_local_statistics():
+    dist.destroy_process_group()
+    torch.compiler.reset()
+    module = InPlaceABNSync(CHANNELS, dtype=torch.float64)
+    x = torch.randn(4, CHANNELS, 3, 3, dtype=torch.float64)
+    z = torch.compile(lambda x: module(1 * x), backend="aot_eager", fullgraph=True)(x)
+    check((z.detach(),), (reference.forward(x, module.weight, module.bias, None, None).detach(),))
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

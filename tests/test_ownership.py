@@ -3,6 +3,7 @@ hold keeps its content, and what cannot be right is an error."""
 
 import gc
 import itertools
+import re
 import threading
 from contextlib import nullcontext
 from typing import NamedTuple
@@ -15,6 +16,16 @@ from torch.autograd.graph import register_multi_grad_hook, save_on_cpu, saved_te
 from torch.utils.checkpoint import checkpoint
 
 from inplace_abn import InPlaceABN, InPlaceABNSync, inplace_abn, reference
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Tensors this small only lose by more."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
 
 C = 4
 SHAPE = (4, C, 5, 6)
@@ -900,11 +911,11 @@ def evaluate(row, inplace, device):
 def values(held):
     if isinstance(held, Retained):
         return values([held.of, held.of.grad])
-    if isinstance(held, Unchanged):
-        torch.testing.assert_close(held.now, held.then, rtol=0, atol=0)
-        return None
     if isinstance(held, (list, tuple)):
-        return [values(h) for h in held]
+        for h in held:
+            if isinstance(h, Unchanged):
+                torch.testing.assert_close(h.now, h.then, rtol=0, atol=0)
+        return [values(h) for h in held if not isinstance(h, Unchanged)]
     return None if held is None else torch.as_tensor(held).detach().clone().cpu()
 
 
@@ -913,3 +924,537 @@ def test_wiring_equals_the_out_of_place_oracle(row, device):
     expected = evaluate(row, False, device)
     actual = evaluate(row, True, device)
     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
+
+
+# --- Modules and their hooks -----------------------------------------------------------------------------------------
+
+
+class Twin(InPlaceABN):
+    """Out of place, with the weight's scale of the in-place module."""
+
+    def forward(self, x):
+        return reference.forward(
+            x,
+            self.weight,
+            self.bias,
+            self.running_mean,
+            self.running_var,
+            self.training,
+            self.momentum,
+            self.eps,
+            self.activation,
+            self.activation_param,
+        )
+
+
+def conv_net(norm, device):
+    torch.manual_seed(2)
+    layers = [nn.Conv2d(C, C, 3), norm(C), nn.Conv2d(C, C, 3), nn.Conv2d(C, C, 1), norm(C, activation="elu")]
+    return nn.Sequential(*layers).to(device, torch.float64)
+
+
+def keep_output(net, kept):
+    net[1].register_forward_hook(lambda module, args, output: kept.append(output))
+
+
+def keep_detached_output(net, kept):
+    net[1].register_forward_hook(lambda module, args, output: kept.append(output.detach()))
+
+
+def replace_output(net, kept):
+    net[1].register_forward_hook(lambda module, args, output: output * 2)
+
+
+def clone_input(net, kept):
+    net[1].register_forward_pre_hook(lambda module, args: (args[0].clone(),))
+
+
+def full_backward_hook_around(net, kept):
+    net.register_full_backward_hook(lambda module, grad_input, grad_output: kept.extend([*grad_input, *grad_output]))
+
+
+def full_backward_pre_hook_around(net, kept):
+    net.register_full_backward_pre_hook(lambda module, grad_output: kept.extend(grad_output))
+
+
+def full_backward_hook_on_conv(net, kept):
+    net[2].register_full_backward_hook(lambda module, grad_input, grad_output: kept.extend([*grad_input, *grad_output]))
+
+
+def full_backward_hook_on_conv_replaces(net, kept):
+    net[2].register_full_backward_hook(lambda module, grad_input, grad_output: tuple(g * 2 for g in grad_input))
+
+
+def post_accumulate_hook(net, kept):
+    net[1].weight.register_post_accumulate_grad_hook(lambda p: kept.append(p.grad.clone()))
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        keep_output,
+        keep_detached_output,
+        replace_output,
+        clone_input,
+        full_backward_hook_around,
+        full_backward_pre_hook_around,
+        full_backward_hook_on_conv,
+        full_backward_hook_on_conv_replaces,
+        post_accumulate_hook,
+    ],
+)
+def test_module_hooks_see_and_keep_what_they_would_out_of_place(hook, device):
+    a = torch.randn(SHAPE, dtype=torch.float64, device=device)
+
+    def run(norm):
+        net, kept = conv_net(norm, device), []
+        hook(net, kept)
+        x = a.clone().requires_grad_()
+        for _ in range(2):
+            weighted(net(x)).backward()
+        return {
+            "x": values(x.grad),
+            "parameters": {name: values(p.grad) for name, p in net.named_parameters()},
+            "kept": values(kept),
+            "buffers": {name: values(b) for name, b in net.named_buffers() if not name.endswith("tracked")},
+        }
+
+    torch.testing.assert_close(run(InPlaceABN), run(Twin), rtol=1e-9, atol=1e-9)
+
+
+# --- Threads and exceptions ------------------------------------------------------------------------------------------
+
+
+def in_threads(functions):
+    errors = []
+
+    def guarded(function):
+        try:
+            function()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(f,)) for f in functions]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    if errors:
+        raise errors[0]
+
+
+@pytest.mark.parametrize("wiring", ["deep chain", "residual block", "conv(abn(x)) + x", "same module twice"])
+def test_graphs_in_several_threads_do_not_disturb_each_other(wiring, device):
+    row = Row(wiring)
+    expected = evaluate(row, False, device)["gradients"]
+    nets = [Net(row, True, device) for _ in range(8)]
+
+    def step(n):
+        for _ in range(10):
+            for leaf in n.leaves.values():
+                leaf.grad = None
+            weighted(WIRINGS[wiring](n)).backward()
+
+    in_threads([lambda n=n: step(n) for n in nets])
+    for n in nets:
+        actual = {name: values(leaf.grad) for name, leaf in n.leaves.items()}
+        torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_threads_may_run_backward_through_one_retained_graph(device):
+    def losses(n):
+        z = n.unit(1, n.unit(0))
+        return [weighted(n.conv(z, i) * (i + 1)) for i in range(4) for _ in range(2)]
+
+    expected, actual = Net(Row("chain"), False, device), Net(Row("chain"), True, device)
+    for loss in losses(expected):
+        loss.backward(retain_graph=True)
+    in_threads([lambda loss=loss: loss.backward(retain_graph=True) for loss in losses(actual)])
+    for name, leaf in expected.leaves.items():
+        torch.testing.assert_close(actual.leaves[name].grad, leaf.grad, rtol=1e-9, atol=1e-9)
+
+
+class Interruption(Exception):
+    pass
+
+
+def raise_once(armed, *_):
+    if armed:
+        armed.pop()
+        raise Interruption
+
+
+PLACES = {
+    "gradient of z": lambda x, z, hook: z.register_hook(hook),
+    "gradient of x": lambda x, z, hook: x.register_hook(hook),
+    "before the node": lambda x, z, hook: z.grad_fn.register_prehook(hook),
+    "after the node": lambda x, z, hook: z.grad_fn.register_hook(hook),
+}
+
+
+@pytest.mark.parametrize("consumer", [lambda n, z: z.sum(), lambda n, z: -z, lambda n, z: n.conv(z, 1)])
+@pytest.mark.parametrize("place", PLACES)
+def test_after_an_exception_in_backward_the_graph_is_right_or_refuses(place, consumer, device):
+    def forward(n, armed):
+        x = n.stem()
+        late = PLACES[place] is not PLACES["gradient of x"]
+        if not late:
+            PLACES[place](x, None, lambda *a: raise_once(armed))
+        z = n.abn(x)
+        if late:
+            PLACES[place](x, z, lambda *a: raise_once(armed))
+        return weighted(consumer(n, z))
+
+    expected, actual = (Net(Row("chain"), inplace, device) for inplace in (False, True))
+    forward(expected, []).backward()
+    loss = forward(actual, [True])
+    with pytest.raises(Interruption):
+        loss.backward()
+    assert actual.a.grad is None
+    for leaf in actual.leaves.values():
+        leaf.grad = None
+    try:
+        loss.backward()
+    except RuntimeError:
+        for leaf in actual.leaves.values():
+            leaf.grad = None
+        forward(actual, []).backward()
+    for name, leaf in expected.leaves.items():
+        torch.testing.assert_close(actual.leaves[name].grad, leaf.grad, rtol=1e-9, atol=1e-9)
+
+
+# --- Loud: what cannot be right is an error, and nothing has been modified before it ---------------------------------
+
+
+def parameters(device, requires_grad=True):
+    return (
+        torch.linspace(0.5, 1.5, C, dtype=torch.float64, device=device).requires_grad_(requires_grad),
+        torch.linspace(-1, 1, C, dtype=torch.float64, device=device).requires_grad_(requires_grad),
+    )
+
+
+def leaf_input(device):
+    torch.manual_seed(4)
+    return torch.randn(SHAPE, dtype=torch.float64, device=device).requires_grad_()
+
+
+CHANGES = {
+    "mul_": lambda z: z.mul_(2),
+    "+=": lambda z: z.__iadd__(1),
+    "relu_": lambda z: F.relu_(z),
+    "one value": lambda z: z.__setitem__((0, 0, 0, 0), 5.0),
+    "zero_ of detach": lambda z: z.detach().zero_(),
+    "through a view": lambda z: z[1:].mul_(3),
+    "through a view of detach": lambda z: z.detach().flatten()[3:5].fill_(7),
+    "out=": lambda z: torch.mul(z.detach(), 2, out=z.detach()),
+    "copy_": lambda z: z.copy_(torch.ones_like(z)),
+    "dropout in place": lambda z: F.dropout(z, 0.5, inplace=True),
+    "another ABN": lambda z: inplace_abn(z.detach(), None, None, None, None),
+}
+
+
+HOOKED = ["identity hooks", "hooks that keep", "save_on_cpu", "checkpoint", "nested checkpoint"]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("context", ["plain", "reentrant checkpoint", *HOOKED])
+@pytest.mark.parametrize("consumer", ["nothing saved", "conv", "exp"])
+def test_output_modified_afterwards_is_an_error_unless_hooks_saved_it_in_time(change, context, consumer, device):
+    def wiring(n):
+        z = n.unit()
+        y = {"nothing saved": torch.neg, "conv": lambda z: n.conv(z, 1), "exp": torch.exp}[consumer](z)
+        changed = z if n.inplace else z.clone()
+        torch.manual_seed(5)
+        CHANGES[change](changed)
+        return y + changed.neg()
+
+    expected, actual = (Net(Row("chain"), inplace, device) for inplace in (False, True))
+    weighted(CONTEXTS[context](expected, wiring)()).backward()
+    loss = weighted(CONTEXTS[context](actual, wiring)())
+    with pytest.raises(RuntimeError, match=MODIFIED) if context not in HOOKED else nullcontext():
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            if context in HOOKED and re.search(MODIFIED, str(error)):
+                return
+            raise
+        for name, leaf in expected.leaves.items():
+            torch.testing.assert_close(actual.leaves[name].grad, leaf.grad, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "context", ["plain", "identity hooks", "hooks that keep", "checkpoint", "reentrant checkpoint"]
+)
+def test_message_about_a_modified_output_names_the_package_and_the_remedy(context, device):
+    n = Net(Row("chain"), True, device)
+
+    def wiring(n):
+        r = n.unit(0)
+        y = n.unit(1, r)
+        y += r
+        return n.abn(n.stem(2, y), 2)
+
+    loss = weighted(CONTEXTS[context](n, wiring)())
+    with pytest.raises(RuntimeError, match=r"inplace_abn.*modified in place.*z = z \+ y"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("which", ["weight", "bias", "running_var", "residual"])
+def test_operands_modified_between_forward_and_backward_are_an_error(which, device):
+    weight, bias = parameters(device)
+    mean, var = parameters(device, requires_grad=False)
+    residual = leaf_input(device) * 2
+    x = leaf_input(device) * 1
+    z = inplace_abn(x, weight, bias, mean, var, training=which != "running_var", residual=residual)
+    with torch.no_grad():
+        {"weight": weight, "bias": bias, "running_var": var, "residual": residual}[which].add_(0.1)
+    with pytest.raises(RuntimeError, match=MODIFIED):
+        z.sum().backward()
+
+
+def test_running_statistics_of_training_may_change_between_forward_and_backward(device):
+    weight, bias = parameters(device)
+    mean, var = parameters(device, requires_grad=False)
+    a = leaf_input(device)
+    losses = [inplace_abn(a * k, weight, bias, mean, var).square().sum() for k in (1, 2)]
+    sum(losses).backward()
+    b = a.detach().clone().requires_grad_()
+    sum(reference.forward(b * k, weight, bias, None, None).square().sum() for k in (1, 2)).backward()
+    torch.testing.assert_close(a.grad, b.grad, rtol=1e-9, atol=1e-9)
+
+
+def test_other_memory_put_under_the_output_leaves_backward_right(device):
+    weight, bias = parameters(device)
+    a, b = leaf_input(device), leaf_input(device)
+    z = inplace_abn(a * 1, weight, bias, None, None)
+    loss = (z * ramp(z)).sum()
+    z.data = torch.zeros_like(z)
+    loss.backward()
+    weighted(reference.forward(b, weight, bias, None, None)).backward()
+    torch.testing.assert_close(a.grad, b.grad, rtol=1e-9, atol=1e-9)
+
+
+def test_a_second_backward_without_retain_graph_is_an_error(device):
+    n = Net(Row("chain"), True, device)
+    loss = weighted(chain(n))
+    loss.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+NEEDS_OUTPUT = {
+    "sigmoid": torch.sigmoid,
+    "relu": F.relu,
+    "relu_": lambda a: F.relu_(a * 1),
+    "leaky_relu_": lambda a: F.leaky_relu_(a * 1),
+    "elu_": lambda a: F.elu_(a * 1),
+    "exp": torch.exp,
+    "tanh": torch.tanh,
+    "sqrt": lambda a: (a * a + 1).sqrt(),
+    "rsqrt": lambda a: (a * a + 1).rsqrt(),
+    "reciprocal": lambda a: (a * a + 1).reciprocal(),
+    "softmax": lambda a: a.softmax(1),
+    "log_softmax": lambda a: a.log_softmax(1),
+    "cumprod": lambda a: a.cumprod(2),
+    "tan": torch.tan,
+    "norm": lambda a: a.norm(dim=3),
+    "view of sigmoid": lambda a: torch.sigmoid(a).view(SHAPE[0], C, -1),
+    "part of sigmoid": lambda a: torch.sigmoid(a)[1:],
+    "ABN": lambda a: inplace_abn(a * 1, None, None, None, None),
+    "view of ABN": lambda a: inplace_abn(a * 1, None, None, None, None).flatten(2),
+}
+
+NEEDS_OUTPUT_LATE = {
+    "attention": lambda a: F.scaled_dot_product_attention(a, a, a),
+    "inverse": lambda a: torch.linalg.inv(a @ a.transpose(2, 3) + torch.eye(5, dtype=a.dtype, device=a.device)),
+    "cholesky": lambda a: torch.linalg.cholesky(a @ a.mT + torch.eye(5, dtype=a.dtype, device=a.device)),
+    "another operation that saved x": lambda a: saved_elsewhere(a),
+}
+
+
+def saved_elsewhere(a):
+    x = a * 1
+    x.other = x * x
+    return x
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("producer", NEEDS_OUTPUT)
+def test_a_producer_that_needs_its_output_is_an_error_before_anything_is_modified(producer, context, device):
+    n = Net(Row("chain"), True, device)
+    inputs = []
+
+    def wiring(n):
+        x = NEEDS_OUTPUT[producer](n.a)
+        inputs.append((x, x.detach().clone(), x._version))
+        return n.abn(x)
+
+    if context == "after a run without grad":
+        context = "plain"
+    with pytest.raises(RuntimeError, match=r"inplace_abn: x is the output of .*x\.clone\(\)"):
+        CONTEXTS[context](n, wiring)().sum().backward()
+    # A reentrant checkpoint overwrites its first x without grad, where that is allowed.
+    x, before, version = inputs[-1]
+    assert torch.equal(x.detach(), before)
+    assert x._version == version
+
+
+@pytest.mark.parametrize("producer", NEEDS_OUTPUT_LATE)
+def test_whatever_else_saved_x_is_an_error_in_backward(producer, device):
+    a = leaf_input(device)
+    x = NEEDS_OUTPUT_LATE[producer](a)
+    z = inplace_abn(x, None, None, None, None)
+    with pytest.raises(RuntimeError, match=MODIFIED):
+        (z.sum() + getattr(x, "other", z).sum()).backward()
+
+
+def test_x_overwritten_without_grad_is_noticed_by_what_saved_it(device):
+    a = leaf_input(device)
+    x = torch.sigmoid(a)
+    with torch.no_grad():
+        inplace_abn(x, None, None, None, None)
+    with pytest.raises(RuntimeError, match=MODIFIED):
+        x.sum().backward()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoint_of_a_function_that_overwrites_its_argument_is_an_error(reentrant, device):
+    n = Net(Row("chain"), True, device)
+    loss = checkpoint(lambda x: n.conv(n.abn(x), 1), n.stem(), use_reentrant=reentrant).sum()
+    with pytest.raises((RuntimeError, ValueError), match=f"{MODIFIED}|overwritten"):
+        loss.backward()
+
+
+def test_parts_of_one_tensor_that_know_of_each_other_are_an_error(device):
+    n = Net(Row("chain"), True, device)
+    x = n.stem()
+    z = n.abn(x[:2]) + n.abn(x[2:])
+    with pytest.raises(RuntimeError, match=MODIFIED):
+        z.sum().backward()
+
+
+def dual(function):
+    def call(module, device):
+        with torch.autograd.forward_ad.dual_level():
+            x = torch.autograd.forward_ad.make_dual(leaf_input(device).detach(), torch.ones(SHAPE).to(device).double())
+            return function(module, x)
+
+    return call
+
+
+def plain_x(make):
+    return lambda module, device: module(make(leaf_input(device)))
+
+
+def no_grad_view(a):
+    x = a * 1
+    with torch.no_grad():
+        return x[1:]
+
+
+def inference_tensor(a):
+    with torch.inference_mode():
+        return a * 1
+
+
+def hooked(module, device):
+    module.register_full_backward_hook(lambda *a: None)
+    return module(leaf_input(device) * 1)
+
+
+def before_hooked(module, device):
+    module.register_full_backward_pre_hook(lambda *a: None)
+    return module(leaf_input(device) * 1)
+
+
+def after_hooked(module, device):
+    before = nn.Identity()
+    before.register_full_backward_hook(lambda *a: None)
+    return module(before(leaf_input(device) * 1))
+
+
+def with_residual(make):
+    def call(module, device):
+        x = leaf_input(device) * 1
+        return module(x, make(x))
+
+    return call
+
+
+def batched_weight(module, device):
+    weights = torch.ones(3, C, dtype=torch.float64, device=device)
+    x = leaf_input(device) * 1
+    return torch.func.vmap(lambda w: inplace_abn(x, w, None, None, None))(weights)
+
+
+def functional(transform, *more):
+    return lambda module, device: transform(lambda x: module(x * 1).square().sum(), *more)(leaf_input(device).detach())
+
+
+def jvp(module, device):
+    a = leaf_input(device).detach()
+    return torch.func.jvp(lambda x: module(x * 1), (a,), (torch.ones_like(a),))
+
+
+OVERWRITE = "cannot be overwritten|let x be overwritten"
+REFUSED = {
+    "leaf": (plain_x(lambda a: a), ValueError, OVERWRITE),
+    "view of a leaf": (plain_x(lambda a: a.flatten(2)), ValueError, OVERWRITE),
+    "chunk": (plain_x(lambda a: (a * 1).chunk(2)[0]), ValueError, "several views"),
+    "split of channels": (plain_x(lambda a: torch.cat([a, a], 1).split(C, 1)[0]), ValueError, "several views"),
+    "unbind": (plain_x(lambda a: torch.stack([a, a]).unbind(0)[0]), ValueError, "several views"),
+    "view without grad": (plain_x(no_grad_view), ValueError, OVERWRITE),
+    "expanded": (plain_x(lambda a: (a[:1] * 1).expand(SHAPE)), ValueError, "overlap"),
+    "windows": (plain_x(lambda a: (a * 1).flatten().unfold(0, C, 1).T[None]), ValueError, "overlap"),
+    "inference tensor": (plain_x(inference_tensor), ValueError, "inference_mode"),
+    "module's full backward hook": (hooked, ValueError, "module's backward hook"),
+    "module's full backward pre-hook": (before_hooked, ValueError, "module's backward hook"),
+    "full backward hook of the module before": (after_hooked, ValueError, "module's backward hook"),
+    "sigmoid": (plain_x(torch.sigmoid), RuntimeError, "SigmoidBackward"),
+    "one value per channel": (plain_x(lambda a: a[:1, :, :1, :1] * 1), ValueError, "more than 1 value"),
+    "wrong channels": (plain_x(lambda a: a[:, 1:] * 1), ValueError, "of shape"),
+    "wrong dtype": (plain_x(lambda a: a.bfloat16()), TypeError, "dtype"),
+    "residual is x": (with_residual(lambda x: x), (ValueError, RuntimeError), "overlap|memory"),
+    "residual is a view of x": (with_residual(lambda x: x.detach()), (ValueError, RuntimeError), "overlap|memory"),
+    "residual of another shape": (with_residual(lambda x: x[:1] * 1), ValueError, "residual"),
+    "dual number": (dual(lambda module, x: module(x * 1)), ValueError, "forward-mode"),
+    "dual number without grad": (dual(lambda m, x: torch.no_grad()(m)(x * 1)), ValueError, "forward-mode"),
+    "jvp": (jvp, ValueError, "forward-mode"),
+    "jacfwd": (functional(torch.func.jacfwd), ValueError, "forward-mode"),
+    "hessian": (functional(torch.func.hessian), ValueError, "forward-mode"),
+    "vmap": (functional(torch.func.vmap), ValueError, "vmap is not supported"),
+    "vmap of grad": (lambda m, d: functional(lambda f: torch.func.vmap(torch.func.grad(f)))(m, d), ValueError, "vmap"),
+    "vmap over weights": (batched_weight, ValueError, "vmap is not supported"),
+}
+
+
+@pytest.mark.parametrize("module", [InPlaceABN, InPlaceABNSync])
+@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.filterwarnings("ignore:.*not initialised")
+def test_refused_with_a_message_and_nothing_modified(case, module, device):
+    call, error, message = REFUSED[case]
+    norm = module(C).to(device, torch.float64)
+    seen = []
+    norm.register_forward_pre_hook(
+        lambda _, args: seen.extend((x, x.detach().clone(), x._version) for x in unwrap(args))
+    )
+    state = {name: (t, t.detach().clone(), t._version) for name, t in norm.state_dict(keep_vars=True).items()}
+    with pytest.raises(error, match=message):
+        call(norm, device)
+    for t, before, version in [*state.values(), *seen]:
+        assert torch.equal(t.detach(), before)
+        assert t._version == version
+
+
+def unwrap(args):
+    return [x for x in args if not torch._C._functorch.is_functorch_wrapped_tensor(x) and not x.is_inference()]
+
+
+def test_gradients_in_batches_are_an_error(device):
+    weight, bias = parameters(device)
+    a = leaf_input(device)
+    z = inplace_abn(a * 1, weight, bias, None, None) * 1
+    with pytest.raises(RuntimeError, match="inplace_abn"):
+        torch.autograd.grad(z, [a], torch.ones(2, *SHAPE).to(z), is_grads_batched=True)
+    with pytest.raises(RuntimeError, match="inplace_abn"):
+        torch.func.jacrev(lambda x: inplace_abn(x * 1, None, None, None, None))(a.detach())

@@ -10,8 +10,8 @@ struct Reduce {
   using scalar_t = scalar_type;
   using opmath_t = at::opmath_type<scalar_t>;
   static constexpr int inputs = with_residual ? 3 : 2, outputs = stores ? 2 : 0, needed_outputs = outputs;
-  static constexpr int unroll = 2, together = 1;
-  static constexpr bool reduces = true;
+  static constexpr int unroll = stores && heavy<Act> ? 1 : 2;
+  static constexpr bool at_once = false, reduces = true, much_arithmetic = heavy<Act>;
   template <typename T>
   using Value = Sums<T>;
   struct Channel {
@@ -64,8 +64,8 @@ template <typename scalar_type>
 struct Combine {
   using scalar_t = scalar_type;
   using opmath_t = at::opmath_type<scalar_t>;
-  static constexpr int inputs = 2, outputs = 1, needed_outputs = 1, unroll = 2, together = 1;
-  static constexpr bool reduces = false;
+  static constexpr int inputs = 2, outputs = 1, needed_outputs = 1, unroll = 2;
+  static constexpr bool at_once = false, reduces = false, much_arithmetic = false;
   template <typename T>
   using Value = NoValue<T>;
   using Channel = Combination<opmath_t>;
@@ -101,8 +101,8 @@ struct InvertAndCombine {
   using scalar_t = scalar_type;
   using opmath_t = at::opmath_type<scalar_t>;
   static constexpr int inputs = with_residual ? 3 : 2, outputs = inputs - 1;
-  static constexpr int needed_outputs = with_residual ? 0 : 1, unroll = 2, together = 1;
-  static constexpr bool reduces = false;
+  static constexpr int needed_outputs = with_residual ? 0 : 1, unroll = 2;
+  static constexpr bool at_once = false, reduces = false, much_arithmetic = heavy<Act>;
   template <typename T>
   using Value = NoValue<T>;
   using Channel = Combination<opmath_t>;

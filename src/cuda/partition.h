@@ -11,9 +11,9 @@
 
 namespace inplace_abn::cuda {
 
-// A block has at most so many threads, and a multiprocessor holds at least so many blocks (at most 64 registers each).
+// A block has at most so many threads, and a multiprocessor holds about so many blocks.
 constexpr int block_threads = 256;
-constexpr int resident_blocks = 4;
+constexpr int resident_blocks = 3;
 
 // Blocks of a large tensor come in so many waves, for balance, and take at least so many tiles each, to be worth their
 // start and the partial result they leave.
@@ -44,10 +44,10 @@ inline int64_t share_tiles(int64_t tiles, int64_t lines, int64_t waves, const De
 
 // --- Plane order -----------------------------------------------------------------------------------------------------
 //
-// A plane, the run of one (batch, channel) pair, is cut at the multiples of 16 bytes in memory into slots of `width`
-// elements. The first and the last slot may be partly outside the plane, so that a plane may start and end anywhere.
-// The slots of all planes of a channel, one plane after the other, are its items; `tile` consecutive items are a tile,
-// of which a thread takes every `threads`-th; part p of `parts` blocks takes tiles p, p + parts, ...
+// A plane, the run of one (batch, channel) pair, is cut at the multiples of `width` elements in memory into slots. The
+// first and the last slot may be partly outside the plane, so that a plane may start and end anywhere. The slots of all
+// planes of a channel, one plane after the other, are its items; `tile` consecutive items are a tile, of which a thread
+// takes every `threads`-th; part p of `parts` blocks takes tiles p, p + parts, ...
 
 struct Step {
   int64_t planes, slots;
@@ -68,23 +68,21 @@ struct Cursor {
 };
 
 struct PlanePartition {
-  int64_t channels, batch, space;
+  int64_t channels, space;
   int64_t slots, items, tile, parts;
   Step next_item, next_tile;
-  // Elements by which the tensors' first element is past a multiple of 16 bytes; not `vectors` where they disagree,
-  // here or in a stride. Slots then start with the plane and nothing is accessed as a vector.
-  int64_t phase;
-  bool vectors;
+  int64_t phase;  // elements by which the tensors' first one is past a multiple of the width
   int threads;
 
+  int64_t blocks() const { return channels * parts; }
   INPLACE_ABN_INLINE Cursor at(int64_t item) const {
     const int64_t plane = quotient(item, slots);
     return {plane, item - plane * slots};
   }
-  // The index in its plane of a slot's first element; negative, or less than `width` before the end, at a ragged slot.
+  // The index in its plane of a slot's first element: negative, or less than `width` before the end, in a ragged slot.
   template <int width>
   INPLACE_ABN_INLINE int64_t first_element(const Cursor& cursor, int64_t plane_offset) const {
-    return cursor.slot * width - (vectors ? (phase + plane_offset) & (width - 1) : 0);
+    return cursor.slot * width - ((phase + plane_offset) & (width - 1));
   }
 };
 
@@ -92,17 +90,15 @@ inline Step make_step(int64_t items, int64_t slots) {
   return {items / slots, items % slots};
 }
 
-// `phase` is negative where the tensors disagree; `even` says that all planes start at multiples of 16 bytes.
+// `even`: all planes start at multiples of the width.
 inline PlanePartition partition_planes(const Extent& extent, int width, int unroll, int64_t phase, bool even,
                                        const Device& device) {
   PlanePartition p{};
   p.channels = extent.channels;
-  p.batch = extent.batch;
   p.space = extent.space;
-  p.vectors = phase >= 0;
-  p.phase = p.vectors ? phase : 0;
-  p.slots = ceil_div(extent.space + (even || !p.vectors ? 0 : width - 1), width);
-  p.items = p.batch * p.slots;
+  p.phase = phase;
+  p.slots = ceil_div(extent.space + (even ? 0 : width - 1), width);
+  p.items = extent.batch * p.slots;
   p.threads = static_cast<int>(std::min<int64_t>(block_threads, ceil_div(p.items, 32) * 32));
   p.tile = static_cast<int64_t>(p.threads) * unroll;
   p.parts = share_tiles(ceil_div(p.items, p.tile), p.channels, plane_waves, device);
@@ -113,34 +109,36 @@ inline PlanePartition partition_planes(const Extent& extent, int width, int unro
 
 // --- Row order -------------------------------------------------------------------------------------------------------
 //
-// A block covers a column of `width` vectors of channels and, `height` rows at a time, `unroll` times, a group of rows.
-// Slab s of `slabs` takes groups s, s + slabs, ... Columns are as equal as can be, so that few threads idle.
+// A block covers a column of channels, `width` vectors across, and, `height` rows at a time, `unroll` times, a group of
+// rows. Part p of `parts` blocks takes groups p, p + parts, ... Columns are as equal as can be, so that few threads
+// idle.
 
-constexpr int most_columns = 32;  // vectors across: a warp reads 512 consecutive bytes
+// The most vectors across: a warp, or where a vector is one element, several, reads consecutive memory.
+INPLACE_ABN_INLINE constexpr int most_across(int vector_width) {
+  return vector_width == 1 ? 128 : 32;
+}
 
 struct RowPartition {
   int64_t channels, rows;
-  int64_t columns, groups, slabs;
-  int width, height;
+  int64_t columns, groups, parts;
+  int width, height, threads;
   int first_half;  // where the reduction over the block's rows starts: a power of two, at least half of `height`
-  bool vectors;    // all rows of all tensors start at multiples of 16 bytes
 
-  int threads() const { return width * height; }
+  int64_t blocks() const { return columns * parts; }
 };
 
-inline RowPartition partition_rows(const Extent& extent, int vector_width, int unroll, bool vectors,
-                                   const Device& device) {
+inline RowPartition partition_rows(const Extent& extent, int vector_width, int unroll, const Device& device) {
   RowPartition p{};
   p.channels = extent.channels;
   p.rows = extent.batch;
-  p.vectors = vectors;
   const int64_t across = ceil_div(extent.channels, vector_width);
-  p.width = static_cast<int>(ceil_div(across, ceil_div(across, most_columns)));
+  p.width = static_cast<int>(ceil_div(across, ceil_div(across, most_across(vector_width))));
   p.columns = ceil_div(across, p.width);
   p.height = static_cast<int>(std::min<int64_t>(block_threads / p.width, p.rows));
+  p.threads = p.width * p.height;
   p.first_half = static_cast<int>(std::bit_ceil(static_cast<unsigned>(p.height)) / 2);
   p.groups = ceil_div(p.rows, static_cast<int64_t>(p.height) * unroll);
-  p.slabs = share_tiles(p.groups, p.columns, row_waves, device);
+  p.parts = share_tiles(p.groups, p.columns, row_waves, device);
   return p;
 }
 

@@ -11,8 +11,8 @@ struct Statistics {
   using scalar_t = scalar_type;
   using opmath_t = at::opmath_type<scalar_t>;
   static constexpr int inputs = 1, outputs = 0, needed_outputs = 0;
-  static constexpr int unroll = 4, together = unroll;
-  static constexpr bool reduces = true;
+  static constexpr int unroll = 4;
+  static constexpr bool at_once = true, reduces = true, much_arithmetic = false;
   template <typename T>
   using Value = Moments<T>;
   struct Channel {};

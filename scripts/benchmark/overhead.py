@@ -1,0 +1,51 @@
+"""What one call costs beside the work: a tensor so small that there is none, forward and backward."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from torch.utils.benchmark import Timer
+
+from benchmark.timing import no_garbage_collection, quartiles
+
+SHAPE = (2, 8, 4, 4)
+SETUP = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+from inplace_abn import InPlaceABN
+
+leaf = torch.randn({shape}, device="{device}", requires_grad=True)
+dz = torch.randn({shape}, device="{device}")
+in_place = InPlaceABN({channels}).to("{device}")
+native = nn.BatchNorm2d({channels}).to("{device}")
+"""
+STATEMENTS = {
+    "in-place": "in_place(leaf.clone()).backward(dz)",
+    "eager": "F.leaky_relu_(native(leaf.clone()), 0.01).backward(dz)",
+    "neither": "leaf.clone().backward(dz)",
+}
+"""The copy of the leaf, without which nothing may be overwritten, is in all; "neither" is that alone."""
+
+
+def call_overhead(device: str, threads: int, rounds: int, callgrind: bool) -> dict[str, Any]:
+    """Quartiles of the microseconds per call, in turns, and with ``callgrind`` instructions per call."""
+    setup = SETUP.format(shape=SHAPE, channels=SHAPE[1], device=device)
+    timers = {name: Timer(stmt, setup, num_threads=threads) for name, stmt in STATEMENTS.items()}
+    microseconds: dict[str, list[float]] = {name: [] for name in timers}
+    with no_garbage_collection():
+        for i in range(-1, rounds):
+            for name, timer in timers.items():
+                measured = 1e6 * timer.timeit(200).median
+                if i >= 0:
+                    microseconds[name].append(measured)
+    result: dict[str, Any] = {name: {"us": quartiles(values)} for name, values in microseconds.items()}
+    if callgrind:
+        # torch starts "python", whichever that is.
+        os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+        for name, timer in timers.items():
+            result[name]["instructions"] = timer.collect_callgrind(number=100).counts(denoise=True) / 100
+    return {"shape": list(SHAPE), "calls": result}

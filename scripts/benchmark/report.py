@@ -1,0 +1,242 @@
+"""Tables in Markdown and the chart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+from benchmark.contenders import CHECKPOINT, COMPILE, CONTENDERS, EAGER, FLOOR, NO_CUDNN, OURS, PEER
+from benchmark.summary import bars, by_setting, middle
+from benchmark.timing import PHASES
+
+# Before pyplot, which would look for a display.
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+LABELS = {PEER: "peer (separate process)"}
+COLOURS = {
+    OURS: "tab:blue",
+    EAGER: "tab:orange",
+    NO_CUDNN: "tab:brown",
+    COMPILE: "tab:green",
+    CHECKPOINT: "tab:purple",
+    PEER: "tab:gray",
+}
+HEADROOM = 1.25
+"""Of the highest bar in this process; bars of other processes are cut off there."""
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Markdown."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def number(value: float | None, suffix: str = "") -> str:
+    """Three significant digits, never in exponents."""
+    if value is None:
+        return "-"
+    digits = 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0
+    return f"{value:.{3 if abs(value) < 1 else digits}f}{suffix}"
+
+
+def spread(quartiles: Sequence[float], suffix: str = "") -> str:
+    """The median, and the quartiles around it if they are known."""
+    if len(quartiles) == 1:
+        return number(quartiles[0], suffix)
+    return f"{number(quartiles[1], suffix)} ({number(quartiles[0])}-{number(quartiles[2])})"
+
+
+def dimensions(shape: Sequence[int]) -> str:
+    return "x".join(str(size) for size in shape)
+
+
+def heading(run: dict[str, Any]) -> str:
+    """What was measured on, and with which malloc."""
+    machine = run["machine"]
+    lines = [
+        f"{machine['cpu']}, {machine['cores']} cores ({machine['capability']}), {machine['threads']} threads, "
+        f"torch {machine['torch']}, inplace_abn {machine['inplace_abn']}, Python {machine['python']}"
+    ]
+    if "gpu" in machine:
+        lines.append(
+            f"{machine['gpu']}, {machine['gpu_memory'] / 2**30:.0f} GiB, CUDA {machine['cuda']}, "
+            f"cuDNN {machine['cudnn']}; the floor moves its bytes at a copy's {run['copy_bandwidth'] / 1e12:.2f} TB/s"
+        )
+    else:
+        lines.append(f"malloc {run['malloc']['setting']} ({run['malloc']['page_faults_64MiB']} page faults per 64 MiB)")
+    lines.append(f"load average {run['load_before']} before, {run['load_after']} after")
+    if "peer" in run:
+        lines.append(f"peer: {run['peer']['package']}, torch {run['peer']['torch']}, in a separate process")
+    lines += [f"left out: {what}" for what in run["skipped"]]
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def ops_table(run: dict[str, Any]) -> str:
+    """Each contender of each case: medians and quartiles of milliseconds, and of the ratios of the sums."""
+    rows = []
+    notes = []
+    for record in run["ops"]:
+        what = [record["group"], dimensions(record["shape"]), record["dtype"], record["layout"], record["activation"]]
+        for name, timing in record["timings"].items():
+            ratios = [timing.get(ratio, {}).get("both") for ratio in ("speedup", "of_floor")]
+            rows.append(
+                [
+                    *what,
+                    LABELS.get(name, name),
+                    *(spread(timing["ms"][phase]) for phase in PHASES),
+                    *("-" if ratio is None else spread(ratio, "x") for ratio in ratios),
+                ]
+            )
+        notes += [f"- {' '.join(what)}: {note}" for note in record["notes"]]
+    header = ["group", "shape", "dtype", "layout", "activation", "contender"]
+    header += [f"{phase} ms" for phase in PHASES] + ["faster than eager", "of the floor"]
+    return "\n".join([table(header, rows), *([""] if notes else []), *notes])
+
+
+def replays_table(run: dict[str, Any]) -> str:
+    """Forward and backward as a CUDA graph, in microseconds; two copies are in each."""
+    records = [record for record in run["ops"] if "replay_ms" in record]
+    if not records:
+        return ""
+    names = list(dict.fromkeys(name for record in records for name in record["replay_ms"]))
+    rows = []
+    for record in records:
+        cells = [record["replay_ms"].get(name) for name in names]
+        rows.append(
+            [
+                dimensions(record["shape"]),
+                record["dtype"],
+                record["layout"],
+                record["activation"],
+                *("-" if cell is None else spread([1e3 * ms for ms in cell]) for cell in cells),
+            ]
+        )
+    return table(["shape", "dtype", "layout", "activation", *(f"{name} µs" for name in names)], rows)
+
+
+def means_table(run: dict[str, Any]) -> str:
+    """`by_setting` in words."""
+    rows = by_setting(run)
+    names = [name for name in CONTENDERS if any(row["faster_than"].get(name) is not None for row in rows)]
+    header = ["group", "dtype", "layout", "activation", "shapes"]
+    header += [f"{phase} / floor" for phase in PHASES] + [f"{LABELS.get(name, name)} / in-place" for name in names]
+    cells = [
+        [
+            row["group"],
+            row["dtype"],
+            row["layout"],
+            row["activation"],
+            str(row["shapes"]),
+            *(number(row["of_floor"][phase]) for phase in PHASES),
+            *(number(row["faster_than"][name]) for name in names),
+        ]
+        for row in rows
+    ]
+    return table(header, cells)
+
+
+def scaling_table(run: dict[str, Any]) -> str:
+    if not run["scaling"]:
+        return ""
+    few, many = run["scaling"][0]["threads"]
+    rows = []
+    for record in run["scaling"]:
+        speedups = [spread(record["speedup"][name][phase], "x") for name in (OURS, FLOOR) for phase in PHASES]
+        rows.append([dimensions(record["shape"]), record["dtype"], record["layout"], *speedups])
+    header = ["shape", "dtype", "layout", *(f"{name} {phase}" for name in (OURS, FLOOR) for phase in PHASES)]
+    return f"{few} to {many} threads:\n\n" + table(header, rows)
+
+
+def overhead_table(run: dict[str, Any]) -> str:
+    if "overhead" not in run:
+        return ""
+    calls = run["overhead"]["calls"]
+    rows = [[name, spread(call["us"]), number(call.get("instructions"))] for name, call in calls.items()]
+    shape = dimensions(run["overhead"]["shape"])
+    return table([f"forward and backward on {shape}", "µs", "instructions"], rows)
+
+
+def nets_table(run: dict[str, Any]) -> str:
+    """Training steps; memory in MB, also relative to eager."""
+    rows = []
+    for net in run["nets"]:
+        eager = net["norms"][EAGER]
+        for name, norm in net["norms"].items():
+            rows.append(
+                [
+                    net["net"],
+                    net["dtype"],
+                    net["layout"],
+                    f"{net['batch']}x{net['size']}x{net['size']}",
+                    name,
+                    spread(norm["ms"]),
+                    number(norm["images_per_s"]),
+                    number(middle(eager["ms"]) / middle(norm["ms"]), "x"),
+                    *(f"{norm[k] / 1e6:.1f} ({norm[k] / eager[k]:.0%})" for k in ("held", "peak")),
+                    str(norm.get("largest_batch", "-")),
+                ]
+            )
+    if not rows:
+        return ""
+    header = ["net", "dtype", "layout", "images", "norm", "ms per step", "images/s", "faster than eager"]
+    header += ["MB held after forward", "MB at peak", "largest batch"]
+    budgets = {net["budget"] for net in run["nets"] if net["budget"] is not None}
+    told = [f"\nLargest batch within {budget / 2**30:g} GiB." for budget in budgets]
+    return "\n".join([table(header, rows), *told])
+
+
+def summary_table(rows: Sequence[dict[str, Any]]) -> str:
+    cells = [[r["name"], r["malloc"], number(r["value"]), str(r["cases"]), r["target"] or "-"] for r in rows]
+    return table(["geometric mean", "malloc", "measured", "cases", "target"], cells)
+
+
+def full_report(result: dict[str, Any]) -> str:
+    """Everything, as printed."""
+    parts = []
+    for run in result["runs"]:
+        parts.append(f"## malloc {run['malloc']['mode']}" if "gpu" not in run["machine"] else "## CUDA")
+        parts.append(heading(run))
+        sections = (ops_table, means_table, replays_table, scaling_table, overhead_table, nets_table)
+        parts += [text for text in (section(run) for section in sections) if text]
+    parts += ["## Summary", summary_table(result["summary"])]
+    return "\n\n".join(parts)
+
+
+def save_chart(path: Path, runs: Sequence[dict[str, Any]]) -> bool:
+    """Writes a PNG: per run and phase a panel of bars, time over the floor's by setting and contender, and the floor
+    as a line. False if no case has a floor."""
+    drawn = [(run, settings) for run in runs if (settings := bars(run))]
+    if not drawn:
+        return False
+    figure, axes = plt.subplots(
+        len(drawn), len(PHASES), figsize=(15, 4 * len(drawn)), squeeze=False, layout="constrained", sharey="row"
+    )
+    for row, (run, settings) in zip(axes, drawn, strict=True):
+        names = [name for name in COLOURS if any(name in contenders for contenders in settings.values())]
+        own = [t[p] for c in settings.values() for name, t in c.items() if name != PEER for p in PHASES]
+        top = HEADROOM * max(own)
+        width = 0.8 / len(names)
+        for axis, phase in zip(row, PHASES, strict=True):
+            for i, name in enumerate(names):
+                offsets = [j + (i - (len(names) - 1) / 2) * width for j in range(len(settings))]
+                heights = [contenders.get(name, {}).get(phase, 0.0) for contenders in settings.values()]
+                axis.bar(
+                    offsets, [min(h, top) for h in heights], width, label=LABELS.get(name, name), color=COLOURS[name]
+                )
+                for x, height in zip(offsets, heights, strict=True):
+                    if height:
+                        axis.text(x, min(height, top), number(height), ha="center", va="bottom", fontsize=7)
+            axis.axhline(1, color="black", linewidth=1.2, label="floor")
+            axis.set_xticks(range(len(settings)), list(settings))
+            where = "CUDA" if "gpu" in run["machine"] else f"malloc {run['malloc']['mode']}"
+            axis.set_title("forward + backward" if phase == "both" else phase)
+            axis.set_ylim(0, 1.08 * top)
+        row[0].set_ylabel(f"{where}\ntime / floor")
+    axes[0][0].legend(fontsize=8)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    return True

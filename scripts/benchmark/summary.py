@@ -1,0 +1,194 @@
+"""Geometric means over groups of cases, from what the workers measured."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from benchmark.cases import CORE
+from benchmark.contenders import CHECKPOINT, COMPILE, EAGER, NO_CUDNN, OURS, PEER
+from benchmark.timing import PHASES
+
+LARGE = 64 << 20
+SPEEDUP_ROWS = (COMPILE, CHECKPOINT, PEER, NO_CUDNN)
+
+Record = dict[str, Any]
+Row = dict[str, Any]
+Where = Callable[[Record], bool]
+
+
+def middle(quartiles: Sequence[float]) -> float:
+    """The median of three quartiles, or the one number there is."""
+    return quartiles[len(quartiles) // 2]
+
+
+def geometric_mean(values: Iterable[float]) -> float | None:
+    """None of nothing."""
+    logarithms = [math.log(value) for value in values]
+    return math.exp(statistics.fmean(logarithms)) if logarithms else None
+
+
+def pick(records: Iterable[Record], contender: str, ratio: str, phase: str, where: Where) -> list[float]:
+    """The medians of a contender's ``ratio``, "speedup" or "of_floor", in the cases that have it."""
+    timings = [record["timings"].get(contender, {}) for record in records if where(record)]
+    return [middle(timing[ratio][phase]) for timing in timings if ratio in timing]
+
+
+def times_faster(records: Iterable[Record], than: str, where: Where) -> list[float]:
+    """How many times the time of ours ``than`` takes, forward and backward, by medians."""
+    both = [r["timings"] for r in records if where(r) and OURS in r["timings"] and than in r["timings"]]
+    return [middle(t[than]["ms"]["both"]) / middle(t[OURS]["ms"]["both"]) for t in both]
+
+
+def bf16_of_fp32(records: Sequence[Record]) -> list[float]:
+    """Our time in bf16 over our time in fp32, forward and backward, for each tensor timed in both."""
+
+    def key(record: Record) -> tuple[object, ...]:
+        return tuple(record["shape"]), record["layout"], record["activation"]
+
+    def ours(dtype: str) -> dict[tuple[object, ...], float]:
+        chosen = [r for r in records if r["group"] == CORE and r["dtype"] == dtype and OURS in r["timings"]]
+        return {key(r): middle(r["timings"][OURS]["ms"]["both"]) for r in chosen}
+
+    full, half = ours("fp32"), ours("bf16")
+    return [half[k] / full[k] for k in full if k in half]
+
+
+def _row(name: str, values: Sequence[float], target: str = "", value: float | None = None) -> Row:
+    return {
+        "name": name,
+        "value": geometric_mean(values) if value is None else value,
+        "cases": len(values),
+        "target": target,
+    }
+
+
+def cpu_rows(run: Record) -> list[Row]:
+    ops = run["ops"]
+    warmed = run["malloc"]["mode"] == "warmed"
+
+    def core(record: Record) -> bool:
+        return record["group"] == CORE and record["dtype"] == "fp32" and record["activation"] != "silu"
+
+    def silu(record: Record) -> bool:
+        return record["group"] == CORE and record["dtype"] == "fp32" and record["activation"] == "silu"
+
+    speedups = pick(ops, OURS, "speedup", "both", lambda _: True)
+    slowest = min(speedups, default=None)
+    scaling = [middle(record["speedup"][OURS]["both"]) for record in run["scaling"]]
+    threads = run["machine"]["threads"]
+    rows = [
+        _row("forward / floor, fp32", pick(ops, OURS, "of_floor", "forward", core), "≤ 1.1"),
+        _row("backward / floor, fp32", pick(ops, OURS, "of_floor", "backward", core), "≤ 1.2"),
+        _row("bf16 / fp32, forward + backward", bf16_of_fp32(ops), "≤ 0.75"),
+        _row("eager / in-place, fp32", pick(ops, OURS, "speedup", "both", core), "≥ 2.5" if warmed else "≥ 5"),
+        _row("eager / in-place, silu, fp32", pick(ops, OURS, "speedup", "both", silu), "≥ 3"),
+        _row("least eager / in-place of all cases", speedups, "≥ 1", slowest),
+    ]
+    for name in SPEEDUP_ROWS:
+        values = times_faster(ops, name, core)
+        if values or name == PEER:
+            rows.append(_row(f"{name} / in-place, fp32", values, "≥ 8" if name == PEER else ""))
+    if scaling:
+        rows.append(_row(f"1 thread / {threads} threads", scaling, "≥ 1.8" if threads == 2 else ""))
+    return rows
+
+
+def cuda_rows(run: Record) -> list[Row]:
+    ops, nets = run["ops"], run["nets"]
+    rows = []
+    for dtype, layout in dict.fromkeys((record["dtype"], record["layout"]) for record in ops):
+
+        def here(record: Record, dtype: str = dtype, layout: str = layout) -> bool:
+            return (record["dtype"], record["layout"]) == (dtype, layout)
+
+        def relu(record: Record, here: Where = here) -> bool:
+            return here(record) and record["activation"] == "relu"
+
+        def large(record: Record, here: Where = here) -> bool:
+            return here(record) and record["nbytes"] >= LARGE
+
+        setting = f"{dtype} {layout}"
+        target = "≥ 2" if (dtype, layout) in (("bf16", "channels_last"), ("fp32", "contiguous")) else ""
+        rows.append(_row(f"eager / in-place, relu, {setting}", pick(ops, OURS, "speedup", "both", relu), target))
+        for name in SPEEDUP_ROWS:
+            values = times_faster(ops, name, here)
+            if values:
+                rows.append(_row(f"{name} / in-place, {setting}", values, "> 1" if name == COMPILE else ""))
+        for phase in PHASES:
+            share = [1 / ratio for ratio in pick(ops, OURS, "of_floor", phase, large)]
+            rows.append(_row(f"share of copy bandwidth, ≥ 64 MiB, {phase}, {setting}", share, "≥ 0.85"))
+    for net in nets:
+        ours, eager = net["norms"][OURS], net["norms"][EAGER]
+        name = f"{net['net']} {net['dtype']} {net['layout']}"
+        resnet = net["net"] == "resnet50"
+        rows.append(_row(f"step of {name}, eager / in-place", [middle(eager["ms"]) / middle(ours["ms"])]))
+        rows.append(_row(f"activations of {name}, in-place / eager", [ours["held"] / eager["held"]]))
+        if resnet:
+            rows[-2]["target"], rows[-1]["target"] = "≥ 1", "≤ 0.6"
+    return rows
+
+
+def overhead_rows(run: Record) -> list[Row]:
+    calls = run.get("overhead", {}).get("calls")
+    if not calls:
+        return []
+    shape = "x".join(str(size) for size in run["overhead"]["shape"])
+    rows = [
+        _row(f"time of a call on {shape}, in-place / eager", [middle(calls[OURS]["us"]) / middle(calls[EAGER]["us"])])
+    ]
+    if "instructions" in calls[OURS]:
+        counted = calls[OURS]["instructions"] / calls[EAGER]["instructions"]
+        rows.append(_row(f"instructions of a call on {shape}, in-place / eager", [counted]))
+    for row in rows:
+        row["target"] = "≤ 1"
+    return rows
+
+
+def summarise(runs: Sequence[Record]) -> list[Row]:
+    """One row per mean, with the malloc of its run."""
+    rows = []
+    for run in runs:
+        chosen = cuda_rows(run) if "gpu" in run["machine"] else cpu_rows(run)
+        rows += [row | {"malloc": run["malloc"]["mode"]} for row in chosen + overhead_rows(run)]
+    return rows
+
+
+def by_setting(run: Record) -> list[Row]:
+    """For each group, dtype, layout and activation geometric means over the shapes: of the floor, and speed-ups."""
+    rows = []
+    ops = run["ops"]
+    for key in dict.fromkeys(tuple(r[k] for k in ("group", "dtype", "layout", "activation")) for r in ops):
+
+        def here(record: Record, key: tuple[str, ...] = key) -> bool:
+            return tuple(record[k] for k in ("group", "dtype", "layout", "activation")) == key
+
+        rows.append(
+            dict(zip(("group", "dtype", "layout", "activation"), key, strict=True))
+            | {
+                "shapes": sum(map(here, ops)),
+                "of_floor": {p: geometric_mean(pick(ops, OURS, "of_floor", p, here)) for p in PHASES},
+                "faster_than": {name: geometric_mean(times_faster(ops, name, here)) for name in (EAGER, *SPEEDUP_ROWS)},
+            }
+        )
+    return rows
+
+
+def bars(run: Record) -> dict[str, dict[str, dict[str, float]]]:
+    """Setting, then contender, then phase: the geometric mean of the time over the floor's, over those cases that all
+    the contenders of the setting took part in."""
+    result: dict[str, dict[str, dict[str, float]]] = {}
+    ops = [r for r in run["ops"] if all("of_floor" in t for t in r["timings"].values())]
+    for dtype, layout in dict.fromkeys((r["dtype"], r["layout"]) for r in ops):
+        cases = [r for r in ops if (r["dtype"], r["layout"]) == (dtype, layout)]
+        names = list(dict.fromkeys(name for r in cases for name in r["timings"]))
+        cases = [r for r in cases if len(r["timings"]) == len(names)]
+        if not cases:
+            continue
+        result[f"{dtype}\n{layout}"] = {
+            name: {p: geometric_mean(pick(cases, name, "of_floor", p, lambda _: True)) or 0.0 for p in PHASES}
+            for name in names
+        }
+    return result

@@ -1,0 +1,197 @@
+// What the kernels of both memory orders share: the interface of an op, and how elements get in and out.
+//
+// An op declares
+//   scalar_t, opmath_t
+//   inputs                    tensors read
+//   outputs, needed_outputs   tensors written; those past the needed ones may be null and then are not
+//   unroll, at_once           items a thread has in flight; whether it takes them up all at once or one by one
+//   much_arithmetic           whether it needs many registers for intermediate results
+//   reduces, Value            whether, and to what, a channel is reduced
+//   Channel, channel(c)       what an element needs to know of its channel
+//   tile<items, width>(channel, in, out, value, taken)
+//                             the work: `width` elements of one channel from each of `items` items, of which those
+//                             `taken` exist. `value` takes them up.
+//
+// Outputs may be the memory of inputs (kernels.h). A thread loads its elements from all inputs before it stores any of
+// their outputs, and no other thread touches these elements. Pointers are not `__restrict__`, and loads are plain,
+// never through the read-only path (`__ldg`), which may not see stores of the same kernel.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "moments.cuh"
+#include "partition.h"
+
+namespace inplace_abn::cuda {
+
+template <typename scalar_t>
+struct Streams {
+  View<const scalar_t> in[3];
+  View<scalar_t> out[2];
+};
+
+template <typename scalar_t, int streams, int elements>
+using Elements = scalar_t[streams == 0 ? 1 : streams][elements];
+
+// Which items exist, at least one, and how they weigh against the `count` values seen so far, which is advanced.
+template <typename opmath_t, int items>
+struct Taken {
+  bool item[items];
+  opmath_t inverse_count;
+  Shares<opmath_t> shares;
+
+  // Items `at, at + 1, ...` of those that `exist`, `each` values per item.
+  template <int all>
+  INPLACE_ABN_INLINE Taken(const bool (&exist)[all], int at, int each, opmath_t& count)
+      : Taken(exist, at, static_cast<opmath_t>(each * how_many(exist, at)), count) {}
+
+  template <int all>
+  INPLACE_ABN_INLINE static int how_many(const bool (&exist)[all], int at) {
+    int sum = 0;
+    for (int i = 0; i < items; ++i) sum += exist[at + i] ? 1 : 0;
+    return sum;
+  }
+
+ private:
+  template <int all>
+  INPLACE_ABN_INLINE Taken(const bool (&exist)[all], int at, opmath_t values, opmath_t& count)
+      : inverse_count(1 / values), shares(count, values) {
+    for (int i = 0; i < items; ++i) item[i] = exist[at + i];
+    count += values;
+  }
+};
+
+template <typename opmath_t>
+struct NoValue {};
+
+template <typename Op>
+using ChannelPartial = Partial<Op::template Value, typename Op::opmath_t>;
+
+// Activations that take more than a multiplication. They are bound by arithmetic rather than by memory.
+template <typename Act>
+constexpr bool heavy = true;
+template <typename scalar_t>
+constexpr bool heavy<Identity<scalar_t>> = false;
+template <typename scalar_t>
+constexpr bool heavy<LeakyRelu<scalar_t>> = false;
+template <typename scalar_t>
+constexpr bool heavy<PlainRelu<scalar_t>> = false;
+
+// Blocks that a multiprocessor holds at least, which bounds the registers of a thread: 3 blocks to 80, 2 to 128, which
+// is what doubles need, and the values of several channels together with many streams or much arithmetic.
+template <typename Op, int channels>
+constexpr bool wide = channels > 4   ? Op::inputs > 2 || Op::outputs > 1 || Op::much_arithmetic
+                      : channels > 1 ? Op::inputs + Op::outputs > 4
+                                     : false;
+template <typename Op, int channels>
+constexpr int resident = sizeof(typename Op::opmath_t) == sizeof(double) || wide<Op, channels> ? 2 : resident_blocks;
+
+template <typename scalar_t>
+constexpr int vector_width = 16 / sizeof(scalar_t);
+
+// `width` elements: one, or 16 bytes, which stay packed in four registers from the load to their use.
+template <typename scalar_t, int width>
+struct alignas(16) Vector {
+  uint32_t words[4];
+
+  __device__ __forceinline__ scalar_t get(int i) const {
+    scalar_t value;
+    if constexpr (sizeof(scalar_t) == 2) {
+      const auto bits = static_cast<uint16_t>(words[i / 2] >> (i % 2 * 16));
+      memcpy(&value, &bits, sizeof(value));
+    } else {
+      memcpy(&value, words + i * (sizeof(scalar_t) / 4), sizeof(value));
+    }
+    return value;
+  }
+  __device__ __forceinline__ void set(int i, scalar_t value) {
+    if constexpr (sizeof(scalar_t) == 2) {
+      uint16_t bits;
+      memcpy(&bits, &value, sizeof(value));
+      const int shift = i % 2 * 16;
+      words[i / 2] = (words[i / 2] & ~(0xffffu << shift)) | (static_cast<uint32_t>(bits) << shift);
+    } else {
+      memcpy(words + i * (sizeof(scalar_t) / 4), &value, sizeof(value));
+    }
+  }
+  __device__ __forceinline__ void load(const scalar_t* from) {
+    const uint4 raw = *reinterpret_cast<const uint4*>(from);
+    memcpy(words, &raw, sizeof(raw));
+  }
+  __device__ __forceinline__ void store(scalar_t* to) const {
+    uint4 raw;
+    memcpy(&raw, words, sizeof(raw));
+    *reinterpret_cast<uint4*>(to) = raw;
+  }
+};
+
+template <typename scalar_t>
+struct Vector<scalar_t, 1> {
+  scalar_t value;
+
+  __device__ __forceinline__ scalar_t get(int) const { return value; }
+  __device__ __forceinline__ void set(int, scalar_t to) { value = to; }
+  __device__ __forceinline__ void load(const scalar_t* from) { value = *from; }
+  __device__ __forceinline__ void store(scalar_t* to) const { *to = value; }
+};
+
+// An item: a vector per stream.
+template <typename scalar_t, int width, int streams>
+using Item = Vector<scalar_t, width>[streams == 0 ? 1 : streams];
+
+template <typename scalar_t>
+INPLACE_ABN_INLINE scalar_t* locate(const View<scalar_t>& view, int64_t batch, int64_t channel, int64_t element) {
+  return view.data + batch * view.batch_stride + channel * view.channel_stride + element;
+}
+
+template <typename Op, int width>
+__device__ __forceinline__ void load(const Streams<typename Op::scalar_t>& io, int64_t batch, int64_t channel,
+                                     int64_t element, Item<typename Op::scalar_t, width, Op::inputs>& in) {
+#pragma unroll
+  for (int k = 0; k < Op::inputs; ++k) in[k].load(locate(io.in[k], batch, channel, element));
+}
+
+template <typename Op, int width>
+__device__ __forceinline__ void store(const Streams<typename Op::scalar_t>& io, int64_t batch, int64_t channel,
+                                      int64_t element, const Item<typename Op::scalar_t, width, Op::outputs>& out) {
+#pragma unroll
+  for (int k = 0; k < Op::outputs; ++k) {
+    if (k < Op::needed_outputs || io.out[k].data != nullptr) out[k].store(locate(io.out[k], batch, channel, element));
+  }
+}
+
+// Hands elements `at ... at + elements - 1` of each of `items` items to the op.
+template <int items, int elements, int width, typename Op>
+__device__ __forceinline__ void take(const Op& op, const typename Op::Channel& channel,
+                                     const Item<typename Op::scalar_t, width, Op::inputs>* in,
+                                     Item<typename Op::scalar_t, width, Op::outputs>* out, int at,
+                                     typename Op::template Value<typename Op::opmath_t>& value,
+                                     const Taken<typename Op::opmath_t, items>& taken) {
+  Elements<typename Op::scalar_t, Op::inputs, items * elements> all_in;
+  Elements<typename Op::scalar_t, Op::outputs, items * elements> all_out;
+#pragma unroll
+  for (int e = 0; e < items * elements; ++e) {
+#pragma unroll
+    for (int k = 0; k < Op::inputs; ++k) all_in[k][e] = in[e / elements][k].get(at + e % elements);
+  }
+  op.template tile<items, elements>(channel, all_in, all_out, value, taken);
+#pragma unroll
+  for (int e = 0; e < items * elements; ++e) {
+#pragma unroll
+    for (int k = 0; k < Op::outputs; ++k) out[e / elements][k].set(at + e % elements, all_out[k][e]);
+  }
+}
+
+// Calls f(view) for all tensors of a call that exist.
+template <typename scalar_t, typename F>
+void for_each_view(const Streams<scalar_t>& io, const F& f) {
+  for (const auto& view : io.in) {
+    if (view.data != nullptr) f(view);
+  }
+  for (const auto& view : io.out) {
+    if (view.data != nullptr) f(view);
+  }
+}
+
+}  // namespace inplace_abn::cuda
