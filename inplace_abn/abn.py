@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -90,33 +90,32 @@ class ABN(nn.Module):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def _arguments(self) -> dict[str, Any]:
-        """What the functional forms are called with, after this batch has been counted."""
+    def _call(self, function: Callable[..., Tensor], x: Tensor, **options: Any) -> Tensor:
+        """``function`` of x with this module's tensors and settings. A batch that is an error is not counted."""
         running_mean = getattr(self, "running_mean", None)
-        running_var = getattr(self, "running_var", None)
-        momentum: float | Tensor = 0.0
-        if self.training and running_mean is not None:
-            batches = getattr(self, "num_batches_tracked", None)
-            if batches is not None:
-                batches.add_(1)
-            if self.momentum is not None:
-                momentum = self.momentum
-            elif batches is not None:
-                momentum = batches.double().reciprocal()
-        return {
-            "weight": self.weight,
-            "bias": self.bias,
-            "running_mean": running_mean,
-            "running_var": running_var,
-            "training": self.training or running_mean is None,
-            "momentum": momentum,
-            "eps": self.eps,
-            "activation": self.activation,
-            "activation_param": self.activation_param,
-        }
+        batches = getattr(self, "num_batches_tracked", None) if self.training and running_mean is not None else None
+        momentum: float | Tensor = 0.0 if self.momentum is None else self.momentum
+        if self.momentum is None and batches is not None:
+            momentum = (batches + 1).double().reciprocal()
+        z = function(
+            x,
+            weight=self.weight,
+            bias=self.bias,
+            running_mean=running_mean,
+            running_var=getattr(self, "running_var", None),
+            training=self.training or running_mean is None,
+            momentum=momentum,
+            eps=self.eps,
+            activation=self.activation,
+            activation_param=self.activation_param,
+            **options,
+        )
+        if batches is not None:
+            batches.add_(1)
+        return z
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        return plain.abn(x, **self._arguments(), residual=residual)
+        return self._call(plain.abn, x, residual=residual)
 
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any
@@ -177,7 +176,7 @@ class InPlaceABN(ABN):
         )
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        return functions.inplace_abn(x, **self._arguments(), signed_weight=self.signed_weight, residual=residual)
+        return self._call(functions.inplace_abn, x, signed_weight=self.signed_weight, residual=residual)
 
 
 class InPlaceABNSync(InPlaceABN):
@@ -224,6 +223,6 @@ class InPlaceABNSync(InPlaceABN):
         self.group = group
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        return functions.inplace_abn_sync(
-            x, **self._arguments(), group=self.group, signed_weight=self.signed_weight, residual=residual
+        return self._call(
+            functions.inplace_abn_sync, x, group=self.group, signed_weight=self.signed_weight, residual=residual
         )

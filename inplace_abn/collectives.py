@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import warnings
 from functools import cache
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -21,7 +23,8 @@ def warn_not_initialised() -> None:
 def participating_group(group: ProcessGroup | None) -> ProcessGroup | None:
     """The group to synchronise with (``group``, or the default one), or None where statistics are local."""
     if not dist.is_available() or not dist.is_initialized():
-        warn_not_initialised()
+        if not torch.compiler.is_compiling():
+            warn_not_initialised()
         return None
     group = dist.group.WORLD if group is None else group
     return group if dist.get_rank(group) >= 0 and dist.get_world_size(group) > 1 else None
@@ -31,7 +34,9 @@ def all_gather(t: Tensor, group: ProcessGroup) -> Tensor:
     """(ranks, n) from every rank's ``t`` of shape (n,)."""
     from torch.distributed import _functional_collectives as functional
 
-    gathered: Tensor = functional.wait_tensor(functional.all_gather_tensor(t.unsqueeze(0), 0, group))
+    # Its name since torch 2.13, which warns of the other one.
+    gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
+    gathered: Tensor = functional.wait_tensor(gather(t.unsqueeze(0), 0, group))
     return gathered
 
 
@@ -41,3 +46,16 @@ def all_reduce(t: Tensor, group: ProcessGroup) -> Tensor:
 
     reduced: Tensor = functional.wait_tensor(functional.all_reduce(t, "sum", group))
     return reduced
+
+
+class AllReduce(torch.autograd.Function):
+    """`all_reduce` that autograd follows, to any order."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return all_reduce(t, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return AllReduce.apply(gradient, ctx.group), None

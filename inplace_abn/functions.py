@@ -69,7 +69,7 @@ def check_hyperparameters(eps: float, momentum: float | Tensor | None) -> None:
     """Raises ValueError for an eps that is not positive or a momentum that is not finite."""
     if not 0 < eps < math.inf:
         raise ValueError(f"inplace_abn: expected a finite eps > 0, got {eps}")
-    if not isinstance(momentum, Tensor) and momentum is not None and not math.isfinite(momentum):
+    if not isinstance(momentum, Tensor) and momentum is not None and not -math.inf < momentum < math.inf:
         raise ValueError(f"inplace_abn: expected a finite momentum, got {momentum}")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
@@ -34,7 +36,8 @@ def active_group(active: bool) -> ProcessGroup:
     dist.all_gather_object(answers, bool(active))
     ranks = frozenset(rank for rank, answer in enumerate(answers) if answer)
     if ranks not in _groups:
-        _groups[ranks] = dist.new_group(ranks=sorted(ranks))
+        group = dist.new_group(ranks=sorted(ranks)) if ranks else dist.GroupMember.NON_GROUP_MEMBER
+        _groups[ranks] = cast(ProcessGroup, group)
     return _groups[ranks]
 
 

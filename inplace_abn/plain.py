@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from inplace_abn import reference
+from inplace_abn.collectives import AllReduce
 
 
 def abn(
@@ -46,15 +47,13 @@ def abn_sync(
     group: ProcessGroup,
 ) -> Tensor:
     """`abn` in training, with the statistics of all ranks of ``group``, by collectives that autograd follows."""
-    from torch.distributed.nn.functional import all_reduce
-
     values = x.to(torch.promote_types(x.dtype, torch.float32))
-    count = all_reduce(values.new_full((1,), x.numel() // x.shape[1]), group=group)
+    count = AllReduce.apply(values.new_full((1,), x.numel() // x.shape[1]), group)
     if count.item() < 2:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")
-    mean = all_reduce(reference.channel_sum(values), group=group) / count
+    mean = AllReduce.apply(reference.channel_sum(values), group) / count
     centred = values - reference.per_channel(mean, x)
-    var = all_reduce(reference.channel_sum(centred.square()), group=group) / count
+    var = AllReduce.apply(reference.channel_sum(centred.square()), group) / count
     if running_mean is not None and running_var is not None:
         with torch.no_grad():
             running_mean.lerp_(mean.to(running_mean), momentum)

@@ -57,7 +57,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--peer-python", metavar="PATH", help="an interpreter that has the public inplace_abn package")
     parser.add_argument("--scaling", action="store_true", help="also time one thread against --threads")
     parser.add_argument("--overhead", type=int, metavar="ROUNDS", help="of the call overhead's timing, 0 for none")
-    parser.add_argument("--callgrind", action="store_true", help="also count the instructions of a call (valgrind)")
+    parser.add_argument(
+        "--callgrind", action="store_true", help="also count the instructions of a call; needs valgrind, takes minutes"
+    )
     parser.add_argument("--nets", nargs="*", choices=NETS, metavar="NAME", help=f"training steps of {', '.join(NETS)}")
     parser.add_argument("--net-batch", type=int, help="instead of the nets' own")
     parser.add_argument("--net-size", type=int, help="of an image, instead of the nets' own; a multiple of 32")

@@ -60,8 +60,8 @@ def test_inverse_gives_back_y_and_the_derivative(dtype, case, device):
     subnormal = 2.0**-9 if dtype == torch.float16 else eps / 64  # in fp16 the trace of y is a subnormal number
     assert ((recovered - y).abs() <= 4 * eps * y.abs() + subnormal)[dropped].all()
 
-    # And it has the same derivative. At an extremum, where rounding z moves y by its square root, only just so; where the
-    # derivative jumps, either value.
+    # And it has the same derivative. At an extremum, where rounding z moves y by its square root, only just so; where
+    # the derivative jumps, either value.
     jumps = {"hardswish": (-3.0, 3.0)}.get(name, (0.0,) if name in ("relu", "leaky_relu", "elu") else ())
     at_jump = torch.zeros_like(dropped)
     for kink in jumps:

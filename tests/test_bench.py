@@ -4,7 +4,9 @@ import contextlib
 import io
 import json
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -97,6 +99,38 @@ def test_contenders_take_turns():
     collected = timing.interleaved(iterations, case.random(CPU), case.random(CPU), 0.0, min_rounds=3)
     assert {name: len(got) for name, got in collected.items()} == {OURS: 3, EAGER: 3}
     assert timing.ratio_quartiles(collected[OURS], collected[OURS])["both"] == [1, 1, 1]
+
+
+def test_turns_on_a_device(monkeypatch):
+    """Which the host plays: how events, the cold pool and the head start go together."""
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.time = time.perf_counter()
+
+        def synchronize(self):
+            pass
+
+        def elapsed_time(self, end):
+            return 1e3 * (end.time - self.time)
+
+    slept = []
+    properties = SimpleNamespace(L2_cache_size=10 * 400)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", slept.append)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    case = Case(CORE, (1, 4, 5, 5), FP32, "relu")
+    iterations, _ = make_iterations([OURS, EAGER], case, CPU)
+    tensor, dz = case.random(CPU), case.random(CPU)
+    x = SimpleNamespace(device=torch.device("cuda", 0), nbytes=tensor.nbytes, clone=tensor.clone)
+    collected = timing.interleaved(iterations, x, dz, 0.0, min_rounds=2)
+    assert {name: len(got) for name, got in collected.items()} == {OURS: 2 * 21, EAGER: 2 * 21}
+    # Two to learn how long it takes, then one in each turn.
+    assert len(slept) == 2 + 4
+    assert all(milliseconds > 0 for sample in collected[OURS] for milliseconds in sample)
 
 
 def test_failing_compiler_is_a_note(monkeypatch):

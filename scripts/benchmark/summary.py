@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from benchmark.cases import CORE
+from benchmark.cases import CORE, SMALL
 from benchmark.contenders import CHECKPOINT, COMPILE, EAGER, NO_CUDNN, OURS, PEER
 from benchmark.timing import PHASES
 
@@ -178,9 +178,9 @@ def by_setting(run: Record) -> list[Row]:
 
 def bars(run: Record) -> dict[str, dict[str, dict[str, float]]]:
     """Setting, then contender, then phase: the geometric mean of the time over the floor's, over those cases that all
-    the contenders of the setting took part in."""
+    the contenders of the setting took part in. Without small tensors, whose time is that of a call."""
     result: dict[str, dict[str, dict[str, float]]] = {}
-    ops = [r for r in run["ops"] if all("of_floor" in t for t in r["timings"].values())]
+    ops = [r for r in run["ops"] if r["group"] != SMALL and all("of_floor" in t for t in r["timings"].values())]
     for dtype, layout in dict.fromkeys((r["dtype"], r["layout"]) for r in ops):
         cases = [r for r in ops if (r["dtype"], r["layout"]) == (dtype, layout)]
         names = list(dict.fromkeys(name for r in cases for name in r["timings"]))
