@@ -117,7 +117,8 @@ def run_in_fresh_process(arguments: Sequence[str], mode: str, time_limit: float 
         done = subprocess.run(command, env=environment)
         if done.returncode != 0:
             raise SystemExit(f"the run with malloc {mode} failed")
-        return json.loads(answer.read_text())
+        measured: dict[str, Any] = json.loads(answer.read_text())
+        return measured
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from benchmark.timing import FLOOR_TRANSFERS, DeviceClock, Iteration, Sample, Silent, quartiles
+from benchmark.timing import FLOOR_TRANSFERS, DeviceClock, Iteration, Sample, Silent, quartiles, run
 
 COPY_BYTES = 1 << 30
 REPLAYS = 20
@@ -74,7 +74,7 @@ def replays(iterations: dict[str, Iteration], x: Tensor, dz: Tensor) -> tuple[di
 
     bodies: dict[str, Callable[[], None]] = {"copies": copies}
     for name, iteration in iterations.items():
-        bodies[name] = lambda iteration=iteration: iteration(x.clone, dz.clone, Silent())
+        bodies[name] = lambda iteration=iteration: run(iteration(x.clone, dz.clone, Silent()))
     milliseconds: dict[str, list[float]] = {}
     notes = []
     for name, body in bodies.items():

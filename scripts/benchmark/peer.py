@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -39,8 +40,10 @@ def ask(
             "min_rounds": min_rounds,
             "answer": str(answer),
         }
+        # Absolute, for the working directory is another; not resolved, for a virtual environment is a link.
+        interpreter = str(Path(shutil.which(python) or python).absolute())
         done = subprocess.run(
-            [python, "-m", "benchmark.peer"],
+            [interpreter, "-m", "benchmark.peer"],
             input=json.dumps(question),
             capture_output=True,
             text=True,

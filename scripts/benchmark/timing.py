@@ -12,13 +12,14 @@ An iteration builds a graph of three nodes, ``source -> operation -> sink``, and
   of its parameters, what it allocates, and what it frees because it is no longer needed. The engine's own cost of
   going from one node to the next is in everybody's time.
 
-Parameter gradients are None at the start of each iteration. All contenders of a case take turns, in an order drawn
+Parameter gradients are None at the start of each backward. All contenders of a case take turns, in an order drawn
 anew for each round, so that what the machine does at the same time meets all of them, and ratios are taken round by
 round.
 
-On CUDA the marks are events, the x of one turn are prepared together and exceed twice the L2 cache (unless they are so
-small that this would take more than `MAX_POOL` of them), and the device is kept busy while the host queues the turn, so
-that events measure the device and not the host.
+On CUDA the marks are events. A turn has so many iterations that their x exceed twice the L2 cache (unless they are so
+small that this would take more than `MAX_POOL`): all x and all gradients are prepared, then all forwards run, then all
+backwards, each finding the cache full of the others' tensors. The device is kept busy while the host queues the turn,
+so that events measure the device and not the host.
 
 Needs torch alone, for it is also imported by other interpreters.
 """
@@ -43,7 +44,7 @@ PHASES = ("forward", "backward", "both")
 WARM_UP_ROUNDS = 2
 MAX_POOL = 32
 COLD_CACHES = 2
-"""How many times the L2 cache the tensors of one turn are, on CUDA."""
+"""How many times the L2 cache the x of one turn are, on CUDA."""
 
 Make = Callable[[], Tensor]
 
@@ -87,8 +88,9 @@ class DeviceClock:
 
 
 Clock = Silent | HostClock | DeviceClock
-Iteration = Callable[[Make, Make, Clock], None]
-"""Called with what makes x, what makes the gradient, and a clock, on which it leaves four marks."""
+Iteration = Callable[[Make, Make, Clock], Iterator[None]]
+"""Called with what makes x, what makes the gradient, and a clock, on which it leaves two marks in forward and, after it
+has yielded, two in backward."""
 
 
 class Sample(NamedTuple):
@@ -137,9 +139,7 @@ def module_iteration(module: nn.Module, call: Callable[[Tensor], Tensor] | None 
     parameters = list(module.parameters())
     device = parameters[0].device
 
-    def iterate(make_x: Make, make_dz: Make, clock: Clock) -> None:
-        for parameter in parameters:
-            parameter.grad = None
+    def iterate(make_x: Make, make_dz: Make, clock: Clock) -> Iterator[None]:
         x = _Source.apply(_one(device, torch.float32, True), make_x, clock)
         clock.mark()
         z = call(x)
@@ -147,12 +147,15 @@ def module_iteration(module: nn.Module, call: Callable[[Tensor], Tensor] | None 
         loss = _Sink.apply(z, make_dz, clock)
         dtype = z.dtype
         del x, z
+        yield
+        for parameter in parameters:
+            parameter.grad = None
         loss.backward(_one(device, dtype, False))
 
     return iterate
 
 
-def floor_iteration(make_x: Make, make_dz: Make, clock: Clock) -> None:
+def floor_iteration(make_x: Make, make_dz: Make, clock: Clock) -> Iterator[None]:
     """The bytes that any algorithm of two passes moves: forward reads x twice and writes once, backward reads x and dz
     twice and writes once."""
     x = make_x()
@@ -160,6 +163,7 @@ def floor_iteration(make_x: Make, make_dz: Make, clock: Clock) -> None:
     x.sum()
     x.mul_(0.999)
     clock.mark()
+    yield
     dz = make_dz()
     clock.mark()
     x.sum()
@@ -175,11 +179,11 @@ FLOOR_TRANSFERS = Sample(3, 5)
 def with_threads(iteration: Iteration, threads: int) -> Iteration:
     """``iteration`` on so many threads."""
 
-    def iterate(make_x: Make, make_dz: Make, clock: Clock) -> None:
+    def iterate(make_x: Make, make_dz: Make, clock: Clock) -> Iterator[None]:
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
         try:
-            iteration(make_x, make_dz, clock)
+            yield from iteration(make_x, make_dz, clock)
         finally:
             torch.set_num_threads(before)
 
@@ -198,16 +202,25 @@ def turn(iteration: Iteration, x: Tensor, dz: Tensor, lead_ms: float = 0.0) -> l
     """
     if x.device.type != "cuda":
         clock = HostClock()
-        iteration(x.clone, dz.clone, clock)
+        run(iteration(x.clone, dz.clone, clock))
         return samples(clock)
-    properties = torch.cuda.get_device_properties(x.device)
-    pool = deque(x.clone() for _ in range(pool_size(x.nbytes, properties.L2_cache_size)))
-    device_clock = DeviceClock()
+    size = pool_size(x.nbytes, torch.cuda.get_device_properties(x.device).L2_cache_size)
+    xs, gradients = deque(x.clone() for _ in range(size)), deque(dz.clone() for _ in range(size))
     if lead_ms:
         torch.cuda._sleep(int(lead_ms * _cycles_per_ms(x.device)))
-    while pool:
-        iteration(pool.popleft, dz.clone, device_clock)
+    device_clock = DeviceClock()
+    iterations = [iteration(xs.popleft, gradients.popleft, device_clock) for _ in range(size)]
+    for started in iterations:
+        next(started)
+    for started in iterations:
+        run(started)
     return samples(device_clock)
+
+
+def run(iteration: Iterator[None]) -> None:
+    """What is left of it."""
+    for _ in iteration:
+        pass
 
 
 @functools.cache
@@ -223,8 +236,10 @@ def _cycles_per_ms(device: torch.device) -> float:
 
 
 def samples(clock: HostClock | DeviceClock) -> list[Sample]:
+    """Of a clock that was marked by all forwards and then by all backwards, in the same order."""
     durations = clock.durations()
-    return [Sample(*pair) for pair in zip(durations[::2], durations[1::2], strict=True)]
+    half = len(durations) // 2
+    return [Sample(*pair) for pair in zip(durations[:half], durations[half:], strict=True)]
 
 
 @contextmanager

@@ -194,7 +194,11 @@ class Worker:
             for setting in self.settings[:1] if self.args.quick else self.settings:
                 if not self.has_time(f"net {name} {setting}"):
                     continue
-                measured = measure_net(recipe, setting, batch, size, self.device, self.args.steps, budget)
+                try:
+                    measured = measure_net(recipe, setting, batch, size, self.device, self.args.steps, budget)
+                except torch.cuda.OutOfMemoryError:
+                    self.skipped.append(f"net {name} {setting}: {batch} images of {size} do not fit")
+                    continue
                 yield {
                     "net": name,
                     "dtype": setting.dtype,

@@ -28,6 +28,7 @@ __global__ void __launch_bounds__(block_threads, resident<Op, 1>)
   using scalar_t = typename Op::scalar_t;
   using opmath_t = typename Op::opmath_t;
   constexpr int unroll = Op::unroll, together = Op::at_once ? unroll : 1;
+  static_assert(together == 1 || Op::outputs == 0);
   // A second pass goes backward: what the first pass read last is still in the cache.
   const int64_t block = first_block + blockIdx.x, unit = Op::reduces ? block : p.channels * p.parts - 1 - block;
   const int64_t c = quotient(unit, p.parts), part = unit - c * p.parts;
@@ -56,16 +57,14 @@ __global__ void __launch_bounds__(block_threads, resident<Op, 1>)
     cursor = start;
 #pragma unroll
     for (int u = 0; u < unroll; u += together) {
-      Item<scalar_t, width, Op::outputs> out[together] = {};
       if (Taken<opmath_t, together>::how_many(whole, u) > 0) {
         const Taken<opmath_t, together> taken(whole, u, width, count);
+        Item<scalar_t, width, Op::outputs> out[together] = {};
         take<together, width, width>(op, channel, in + u, out, 0, value, taken);
+        store<Op, width>(io, cursor.plane, c, first_element(cursor), out[0]);
       }
 #pragma unroll
-      for (int i = 0; i < together; ++i) {
-        if (whole[u + i]) store<Op, width>(io, cursor.plane, c, first_element(cursor), out[i]);
-        cursor.advance(p.next_item, p.slots);
-      }
+      for (int i = 0; i < together; ++i) cursor.advance(p.next_item, p.slots);
     }
     cursor.advance(p.next_tile, p.slots);
     if (!ragged) continue;

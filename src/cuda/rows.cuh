@@ -14,6 +14,7 @@ __global__ void __launch_bounds__(block_threads, resident<Op, width>)
   using opmath_t = typename Op::opmath_t;
   using Value = typename Op::template Value<opmath_t>;
   constexpr int unroll = Op::unroll, together = Op::at_once ? unroll : 1;
+  static_assert(together == 1 || Op::outputs == 0);
   const int x = threadIdx.x % p.width, y = threadIdx.x / p.width;
   const int64_t block = first_block + blockIdx.x, part = quotient(block, p.columns), column = block - part * p.columns;
   const int64_t column_start = column * p.width * width, c = column_start + x * width;
@@ -48,10 +49,7 @@ __global__ void __launch_bounds__(block_threads, resident<Op, width>)
       Item<scalar_t, width, Op::outputs> out[together] = {};
 #pragma unroll
       for (int v = 0; v < width; ++v) take<together, 1, width>(op, channel[v], in + u, out, v, value[v], taken);
-#pragma unroll
-      for (int i = 0; i < together; ++i) {
-        if (exists[u + i]) store<Op, width>(io, row + (u + i) * p.height, c, 0, out[i]);
-      }
+      store<Op, width>(io, row + u * p.height, c, 0, out[0]);
     }
   }
 
