@@ -90,8 +90,11 @@ class _InPlaceABN(torch.autograd.Function):
         x, *others, ctx.settings = inputs
         ctx.mark_dirty(x)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(output, *others)
-        ctx.reusable = not torch.compiler.is_compiling() and not ownership.may_be_unpacked_elsewhere()
+        compiling = torch.compiler.is_compiling()
+        # A traced graph has no version counters that would tell backward of an output modified later, so there it is a
+        # copy that is saved; the compiler leaves it out where nothing is modified.
+        ctx.save_for_backward(output.clone() if compiling else output, *others)
+        ctx.reusable = not compiling and not ownership.may_be_unpacked_elsewhere()
 
     @staticmethod
     def backward(ctx: Any, dz: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -122,7 +122,8 @@ struct alignas(16) Vector {
   __device__ __forceinline__ void store(scalar_t* to) const {
     uint4 raw;
     memcpy(&raw, words, sizeof(raw));
-    *reinterpret_cast<uint4*>(to) = raw;
+    // Says what a plain store (write back) says, and is sure to be one access.
+    __stwb(reinterpret_cast<uint4*>(to), raw);
   }
 };
 
