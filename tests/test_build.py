@@ -14,11 +14,17 @@ from inplace_abn import _backend
 PACKAGE = Path(inplace_abn.__file__).parent
 
 
+# Without the finders that an editable installation puts before the path.
+IMPORT = """
+import sys
+sys.meta_path = [finder for finder in sys.meta_path if "editable" not in repr(finder).lower()]
+sys.path.insert(0, ".")
+import inplace_abn
+"""
+
+
 def import_in(folder):
-    command = [sys.executable, "-c", "import inplace_abn"]
-    return subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, env={"PYTHONPATH": str(folder)}, check=False
-    )
+    return subprocess.run([sys.executable, "-c", IMPORT], cwd=folder, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture

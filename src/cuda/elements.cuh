@@ -120,10 +120,11 @@ struct alignas(16) Vector {
     memcpy(words, &raw, sizeof(raw));
   }
   __device__ __forceinline__ void store(scalar_t* to) const {
-    uint4 raw;
-    memcpy(&raw, words, sizeof(raw));
-    // Says what a plain store (write back) says, and is sure to be one access.
-    __stwb(reinterpret_cast<uint4*>(to), raw);
+    // A plain store; compilers do not always see that these four words are one access.
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};"
+                 :
+                 : "l"(to), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+                 : "memory");
   }
 };
 

@@ -17,7 +17,8 @@
 //   grid        x only, one-dimensional: parts of a channel times channels, or parts of the rows times columns of
 //               channels, see partition.h. Few channels are cut into many parts, so that all multiprocessors work; many
 //               channels are a block each.
-//   block       up to 256 threads of at most 80 registers, which 3 blocks on a multiprocessor can have, 3/8 of the threads
+//   block       up to 256 threads of at most 80 registers, which 3 blocks on a multiprocessor can have, 3/8 of the
+//   threads
 //               it could hold; fewer registers would spill. (128 registers and 2 blocks for doubles and a few others.)
 //   loads       each thread first issues all loads of its `unroll` items: 4 for ops with one input, 2 for ops with two,
 //               that is 64 bytes a thread or 48 KB a multiprocessor in flight, where a Hopper's bandwidth times latency
