@@ -13,6 +13,17 @@ class Activation:
     __members__: ClassVar[dict[str, Activation]]
     def __int__(self) -> int: ...
 
+class Version:
+    """The state of a tensor's content."""
+
+    def __init__(self, tensor: Tensor) -> None: ...
+    then: int
+    def changed(self) -> bool:
+        """Whether the tensor has been written to since."""
+
+def check_transforms(tensor: Tensor | None) -> None:
+    """Raises ValueError for a tensor under vmap or forward-mode differentiation."""
+
 def holders(tensor: Tensor) -> tuple[int, int, int]:
     """References to ``tensor`` from Python, from C++, and from C++ to its storage; zeros where they mean nothing."""
 

@@ -73,6 +73,20 @@ def check_hyperparameters(eps: float, momentum: float | Tensor | None) -> None:
         raise ValueError(f"inplace_abn: expected a finite momentum, got {momentum}")
 
 
+class _Output:
+    """Of z, nothing but whether it still is what backward will need."""
+
+    version: backend.Version
+
+    def check_unmodified(self, unpacked: Tensor | None = None) -> None:
+        """``unpacked``: what saved-tensor hooks made of z, which may be a copy made in time, or z itself."""
+        if self.version.changed() and (unpacked is None or unpacked._version > self.version.then):
+            raise RuntimeError(
+                "inplace_abn: the output of an in-place ABN has been modified in place, but its backward needs it. "
+                "Replace that operation by one out of place (z = z + y for z += y), or use ABN"
+            )
+
+
 class _InPlaceABN(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -82,35 +96,71 @@ class _InPlaceABN(torch.autograd.Function):
         residual: Tensor | None,
         var: Tensor,
         settings: _Settings,
+        output: _Output,
     ) -> Tensor:
         return x
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, *others, ctx.settings = inputs
+        x, *others, ctx.settings, ctx.output = inputs
         ctx.mark_dirty(x)
         ctx.set_materialize_grads(False)
-        compiling = torch.compiler.is_compiling()
-        # A traced graph has no version counters that would tell backward of an output modified later, so there it is a
-        # copy that is saved; the compiler leaves it out where nothing is modified.
-        ctx.save_for_backward(output.clone() if compiling else output, *others)
-        ctx.reusable = not compiling and not ownership.may_be_unpacked_elsewhere()
+        ctx.save_for_backward(output, *others)
 
     @staticmethod
     def backward(ctx: Any, dz: Tensor | None) -> tuple[Tensor | None, ...]:
         if dz is None:
-            return (None,) * 6
-        z, *others = ctx.saved_tensors
-        saved, settings = _Saved(z, *others), ctx.settings
-        own_z = own_dz = False
-        # Compiled code is functional: nothing is reused, the compiler does that.
-        if not torch.compiler.is_compiling():
-            if torch.is_grad_enabled():
-                return *_differentiable_backward(saved, dz, settings), None, None
-            own_dz = z.stride() == dz.stride() and ownership.owns_gradient(dz)
-            own_z = ctx.reusable and ownership.owns_output(z)
+            return (None,) * 7
+        settings: _Settings = ctx.settings
         backward = _local_backward if settings.group is None else _sync_backward
-        return *backward(ctx.needs_input_grad, saved, dz, own_z, own_dz, settings), None, None
+        # Compiled code is functional: nothing is reused, the compiler does that.
+        if torch.compiler.is_compiling():
+            saved = _Saved(*ctx.saved_tensors)
+            return *backward(ctx.needs_input_grad, saved, dz, False, False, settings), None, None, None
+        hooked = ownership.is_hooked(ctx)
+        if not hooked:
+            ctx.output.check_unmodified()
+        saved = _Saved(*ctx.saved_tensors)
+        z = saved.z
+        if hooked:
+            ctx.output.check_unmodified(z)
+        if torch.is_grad_enabled():
+            return *_differentiable_backward(saved, dz, settings), None, None, None
+        own_dz = z.stride() == dz.stride() and ownership.owns_gradient(dz)
+        own_z = not hooked and ownership.owns_output(z)
+        # z itself is part of the graph, its memory as a gradient must not be.
+        saved = saved._replace(z=z.detach())
+        return *backward(ctx.needs_input_grad, saved, dz, own_z, own_dz, settings), None, None, None
+
+
+class _TracedABN(torch.autograd.Function):
+    """For compilers: out of place. What `_InPlaceABN` does is beyond them: what is written under no_grad loses its
+    gradient if x comes from outside of the compiled region, and later writes to z change what was saved."""
+
+    @staticmethod
+    def forward(
+        x: Tensor,
+        z: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        var: Tensor,
+        settings: _Settings,
+    ) -> Tensor:
+        return z.view_as(z)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, _, *others, ctx.settings = inputs
+        ctx.save_for_backward(output, *others)
+
+    @staticmethod
+    def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
+        saved, settings = _Saved(*ctx.saved_tensors), ctx.settings
+        backward = _local_backward if settings.group is None else _sync_backward
+        need_x, _, *need = ctx.needs_input_grad
+        dx, *others = backward((need_x, *need), saved, dz, False, False, settings)
+        return dx, None, *others, None, None
 
 
 def _local_backward(
@@ -192,7 +242,7 @@ def _differentiable_backward(saved: _Saved, dz: Tensor, settings: _Settings) -> 
         xhat, dy = torch.empty_like(z), torch.empty_like(z)
         ops.backward_reduce_out(z, dz, weight, bias, residual, *settings.arithmetic(), xhat=xhat, dy=dy)
         x = xhat * reference.per_channel(torch.sqrt(var + settings.eps), xhat).to(xhat.dtype)
-    backend.set_input_edge(x, z)
+    _set_input_edges(x, z)
     dx, dweight, dbias, dresidual = reference.backward(
         x,
         dz,
@@ -214,6 +264,17 @@ def _differentiable_backward(saved: _Saved, dz: Tensor, settings: _Settings) -> 
     )
 
 
+def _set_input_edges(x: Tensor, z: Tensor) -> None:
+    """Gives x the edge that z's input had, at each level of torch.func's transforms that is still open."""
+    functorch = torch._C._functorch
+    while functorch.is_gradtrackingtensor(z) and functorch.maybe_get_level(z) < 0:
+        z = functorch.get_unwrapped(z)
+    if z.grad_fn is not None:
+        backend.set_input_edge(x, z)
+    if functorch.is_gradtrackingtensor(z):
+        _set_input_edges(functorch.get_unwrapped(x), functorch.get_unwrapped(z))
+
+
 def _values_per_channel(x: Tensor) -> int:
     return x.shape[0] * math.prod(x.shape[2:])
 
@@ -223,14 +284,26 @@ def _check_count(count: float, x: Tensor) -> None:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")
 
 
+def _check_inner_transforms(inputs: tuple[Tensor | None, ...]) -> None:
+    functorch = torch._C._functorch
+    if functorch.peek_interpreter_stack() is None:
+        return
+    for t in inputs:
+        while t is not None and functorch.is_functorch_wrapped_tensor(t):
+            backend.check_transforms(t)
+            t = functorch.get_unwrapped(t)
+        backend.check_transforms(t)
+
+
 def _check_producer(x: Tensor) -> None:
-    """Raises if the node that made x saved x itself."""
-    if hasattr(x.grad_fn, "_saved_result"):
-        assert x.grad_fn is not None
-        raise RuntimeError(
-            f"inplace_abn: x is the output of {x.grad_fn.name()}, which needs it for its own backward, so it cannot be "
-            "overwritten. Pass x.clone(), or use ABN, which works out of place"
-        )
+    """Raises if the node that made x, or what x is a view of, saved its result."""
+    for node in (x.grad_fn, x._base.grad_fn if x._base is not None else None):
+        # Asked of the type: the node itself would unpack what it saved.
+        if node is not None and (hasattr(type(node), "_saved_result") or isinstance(node, _InPlaceABN._backward_cls)):
+            raise RuntimeError(
+                f"inplace_abn: x is the output of {node.name()}, which needs it for its own backward, so it cannot be "
+                "overwritten. Pass x.clone(), or use ABN, which works out of place"
+            )
 
 
 def _momentum_arguments(momentum: float | Tensor) -> tuple[float, Tensor | None]:
@@ -338,6 +411,7 @@ def _forward(
     if _DISABLED:
         return _out_of_place(x, weight, bias, residual, running_mean, running_var, momentum, settings)
     if not torch.compiler.is_compiling():
+        _check_inner_transforms(inputs)
         backend.check_call(x, weight, bias, residual, running_mean, running_var, requires_grad)
         if requires_grad:
             _check_producer(x)
@@ -346,7 +420,8 @@ def _forward(
     # What makes z invertible is left out where no backward will follow.
     invertible = requires_grad
     with torch.no_grad():
-        data = x.detach()
+        traced = requires_grad and torch.compiler.is_compiling()
+        data = x.clone() if traced else x.detach()
         if settings.training and settings.group is None:
             _, var = ops.local_forward(
                 data,
@@ -367,7 +442,12 @@ def _forward(
             ops.forward(data, mean, var, weight, bias, residual, *settings.arithmetic(), invertible)
     if not requires_grad:
         return x
-    z: Tensor = _InPlaceABN.apply(x, weight, bias, residual, var, settings)
+    if traced:
+        # The compiler makes one buffer of x, its clone and the copy.
+        return x.copy_(_TracedABN.apply(x, data, weight, bias, residual, var, settings))
+    output = _Output()
+    z: Tensor = _InPlaceABN.apply(x, weight, bias, residual, var, settings, output)
+    output.version = backend.Version(z)
     return z
 
 

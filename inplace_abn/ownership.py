@@ -7,6 +7,8 @@ are known, instead of being written down here. In any doubt nothing is reused.
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -15,9 +17,8 @@ from torch import Tensor
 
 from inplace_abn.ops import backend
 
-# Whether the graph will be kept (retain_graph), inside backward; and the saved-tensor hooks in force, if any.
+# Whether the graph will be kept (retain_graph), inside backward.
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
-_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 _Holders = tuple[int, int, int]
 _sole_gradient: _Holders | None = None
@@ -25,9 +26,9 @@ _sole_output: _Holders | None = None
 _observed: dict[str, _Holders] | None = None
 
 
-def may_be_unpacked_elsewhere() -> bool:
-    """Whether what is saved now goes through hooks, which may keep it or hand it out again."""
-    return _top_hooks(False) is not None
+def is_hooked(ctx: Any) -> bool:
+    """Whether the output that was saved goes through hooks, which may keep it or hand it out again."""
+    return ctx._raw_saved_tensors[0].unpack_hook is not None
 
 
 def owns_gradient(dz: Tensor) -> bool:
@@ -48,12 +49,19 @@ def calibrate(inplace_abn: Callable[..., Tensor]) -> None:
     """Observes the holders of gradients and outputs in known graphs.
 
     Reuse stays off where a gradient that a hook keeps, or an output that is kept, looks like one that nobody keeps.
+    It is done in a thread of its own, where no mode, hook or transform is in force under which this was imported.
     """
+    thread = threading.Thread(target=_calibrate, args=(inplace_abn,))
+    thread.start()
+    thread.join()
+
+
+def _calibrate(inplace_abn: Callable[..., Tensor]) -> None:
     global _observed, _sole_gradient, _sole_output
 
     def holders(keep_gradient: bool, keep_output: bool) -> tuple[_Holders, _Holders]:
         kept: list[Any] = []
-        x = torch.ones(2, 1, requires_grad=True)
+        x = torch.ones(2, 1, device="cpu", requires_grad=True)
         z = inplace_abn(x * 1.0, None, None, None, None)
         if keep_gradient:
             z.register_hook(kept.append)
@@ -64,14 +72,15 @@ def calibrate(inplace_abn: Callable[..., Tensor]) -> None:
         loss.backward()
         return observed["gradient"], observed["output"]
 
+    # A debugger that looks at a frame's locals holds them.
+    sys.settrace(None)
     observed: dict[str, _Holders] = {}
     _observed = observed
     try:
-        with torch.enable_grad():
-            gradient, output = holders(False, False)
-            kept_gradient, _ = holders(True, False)
-            _, kept_output = holders(False, True)
-            again = holders(False, False)
+        gradient, output = holders(False, False)
+        kept_gradient, _ = holders(True, False)
+        _, kept_output = holders(False, True)
+        again = holders(False, False)
     finally:
         _observed = None
     if gradient == again[0] != kept_gradient and 0 not in gradient:

@@ -56,7 +56,7 @@ if step build 200 bash -c build; then
     for tool in memcheck racecheck; do
       # Without the caching allocator, so that a tensor's end is the end of its memory.
       PYTORCH_NO_CUDA_MEMORY_CACHING=1 step "$tool" 75 compute-sanitizer --tool "$tool" --error-exitcode 1 \
-        --kernel-regex kernel_substring=inplace_abn "$python" -m pytest -q -p no:cacheprovider tests/test_cuda.py -k "$checked"
+        --kernel-name kns=inplace_abn "$python" -m pytest -q -p no:cacheprovider tests/test_cuda.py -k "$checked"
     done
   fi
   if [ -e scripts/bench.py ]; then

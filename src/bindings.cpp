@@ -41,12 +41,34 @@ bool is_sole_owner(const pybind11::object& tensor, const std::optional<Holders>&
          THPVariable_Unpack(tensor.ptr()).is_non_overlapping_and_dense();
 }
 
+// Notices every later write to a tensor, also where saved-tensor hooks keep autograd from noticing it.
+class Version {
+ public:
+  explicit Version(const Tensor& t)
+      : counter_(torch::autograd::impl::version_counter(t)), then_(counter_.current_version()) {}
+
+  uint32_t then() const { return then_; }
+  bool changed() const { return counter_.current_version() != then_; }
+
+ private:
+  c10::VariableVersion counter_;
+  uint32_t then_;
+};
+
+// Raises for transforms that the ops do not take part in, at the outermost level of torch.func's.
+void check_transforms(const std::optional<Tensor>& t) {
+  if (!t.has_value()) return;
+  TORCH_CHECK_VALUE(!t->key_set().has(c10::DispatchKey::FuncTorchBatched),
+                    "inplace_abn: vmap is not supported: batch statistics mix the samples it separates. Use ABN, "
+                    "which works out of place");
+  TORCH_CHECK_VALUE(!t->_fw_grad(0).defined(),
+                    "inplace_abn: forward-mode differentiation is not supported. Use ABN, which works out of place");
+}
+
 // Raises if x cannot be written in place, before anything is written. `requires_grad`: whether the result will.
 void check_inplace(const Tensor& x, bool requires_grad) {
   using torch::autograd::can_mutate_inplace_result;
   constexpr auto remedy = ". Pass x.clone(), or use ABN, which works out of place";
-  TORCH_CHECK_VALUE(!x.key_set().has(c10::DispatchKey::FuncTorchBatched),
-                    "inplace_abn: vmap is not supported: batch statistics mix the samples it separates", remedy);
   TORCH_CHECK_VALUE(!x.is_inference() || c10::InferenceMode::is_enabled(),
                     "inplace_abn: x was made under torch.inference_mode() and cannot be overwritten outside it",
                     remedy);
@@ -73,6 +95,7 @@ void check_call(const Tensor& x, const std::optional<Tensor>& weight, const std:
                 const std::optional<Tensor>& residual, const std::optional<Tensor>& running_mean,
                 const std::optional<Tensor>& running_var, bool requires_grad) {
   constexpr auto op = "inplace_abn";
+  for (const auto& t : {std::optional<Tensor>(x), weight, bias, residual}) check_transforms(t);
   check_activations(op, "x", x);
   check_written(op, "x", x);
   check_channels(op, "weight", weight, x);
@@ -100,11 +123,16 @@ PYBIND11_MODULE(_backend, m) {
       .value("relu", Activation::relu)
       .value("silu", Activation::silu)
       .value("hardswish", Activation::hardswish);
+  pybind11::class_<inplace_abn::Version>(m, "Version")
+      .def(pybind11::init<const at::Tensor&>())
+      .def_property_readonly("then", &inplace_abn::Version::then)
+      .def("changed", &inplace_abn::Version::changed);
   m.def("holders", &inplace_abn::holders, pybind11::arg("tensor"));
   m.def("is_sole_owner", &inplace_abn::is_sole_owner, pybind11::arg("tensor"), pybind11::arg("sole"));
   m.def("check_call", &inplace_abn::check_call, pybind11::arg("x"), pybind11::arg("weight"), pybind11::arg("bias"),
         pybind11::arg("residual"), pybind11::arg("running_mean"), pybind11::arg("running_var"),
         pybind11::arg("requires_grad"));
+  m.def("check_transforms", &inplace_abn::check_transforms, pybind11::arg("tensor"));
   m.def("set_input_edge", &inplace_abn::set_input_edge, pybind11::arg("tensor"), pybind11::arg("output"));
   m.attr("torch_version") = TORCH_VERSION;
 #if defined(INPLACE_ABN_WITH_CUDA)

@@ -333,6 +333,26 @@ def test_a_graph_break_around_the_layer(device):
 # --- torch.func ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("wiring", WIRINGS)
+def test_wirings_under_grad_transforms_are_right_or_refused(wiring, device):
+    leaves = drawn(device)
+
+    def loss(abn):
+        def f(*leaves):
+            y = WIRINGS[wiring](abn, *leaves)
+            return (y * y.detach().cos()).sum()
+
+        return torch.func.grad(f, argnums=(0, 1, 2))
+
+    try:
+        actual = loss(abn)(*leaves)
+    except (RuntimeError, ValueError) as error:
+        assert wiring not in ("used_after_being_overwritten", "part", "with_residual")
+        assert "inplace" in str(error)
+    else:
+        assert_same(actual, loss(expected_abn)(*leaves))
+
+
 def test_functional_call_and_grad(device):
     module = net(device).eval()
     x = torch.randn(SHAPE, dtype=torch.float64, device=device)

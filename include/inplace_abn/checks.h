@@ -81,7 +81,8 @@ inline std::pair<const char*, const char*> memory_range(const at::Tensor& t) {
 inline void check_residual(const char* op, const std::optional<at::Tensor>& residual, const at::Tensor& x) {
   if (!residual.has_value()) return;
   check_like(op, "residual", *residual, x);
-  if (x.numel() == 0 || !x.is_alias_of(*residual)) return;
+  // Tensors that transforms wrap have no storage; the op meets the ones within.
+  if (x.numel() == 0 || !x.has_storage() || !residual->has_storage() || !x.is_alias_of(*residual)) return;
   const auto [x_begin, x_end] = memory_range(x);
   const auto [begin, end] = memory_range(*residual);
   TORCH_CHECK_VALUE(end <= x_begin || x_end <= begin, op,
