@@ -342,6 +342,7 @@ def hold_saved_output(z, out, hold):
     ids=lambda f: f.__name__,
 )
 @pytest.mark.parametrize("origin", ORIGINS)
+@pytest.mark.filterwarnings("ignore:TypedStorage")
 def test_what_is_held_keeps_its_content(origin, where, device):
     holders = HOLDERS | (CPU_HOLDERS if device.type == "cpu" else {})
     for name, (take, read) in holders.items():
