@@ -13,22 +13,26 @@ class Activation:
     __members__: ClassVar[dict[str, Activation]]
     def __int__(self) -> int: ...
 
-class Version:
-    """The state of a tensor's content."""
+class Watch:
+    """Watches an output of the in-place op: later writes to it, and the holders of the gradient that comes back."""
 
-    def __init__(self, tensor: Tensor) -> None: ...
-    then: int
-    def changed(self) -> bool:
-        """Whether the tensor has been written to since."""
+    def __init__(self) -> None: ...
+    def start(self, output: Tensor) -> None:
+        """To be called once ``output`` is in the graph, before anyone else can hook it."""
+    def is_modified(self) -> bool:
+        """Whether the output has been written to since."""
+    version: int
+    """The output's version at the start."""
+
+def holders(tensor: Tensor) -> tuple[int, int, int] | None:
+    """References to ``tensor`` from Python (0: it has never been there, 1: none is left, 2: there are some), from C++,
+    and to its storage. None where the memory cannot have one owner."""
+
+def gradient_holders(gradient: Tensor) -> tuple[int, int, int] | None:
+    """The `holders` that ``gradient`` had just before the calling backward was given it."""
 
 def check_transforms(tensor: Tensor | None) -> None:
     """Raises ValueError for a tensor under vmap or forward-mode differentiation."""
-
-def holders(tensor: Tensor) -> tuple[int, int, int]:
-    """References to ``tensor`` from Python, from C++, and from C++ to its storage; zeros where they mean nothing."""
-
-def is_sole_owner(tensor: Tensor, sole: tuple[int, int, int] | None) -> bool:
-    """Whether ``tensor`` is dense and has just the holders ``sole``, as observed on a tensor nobody else held."""
 
 def check_call(
     x: Tensor,

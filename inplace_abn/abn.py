@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from inplace_abn import functions, plain
+from inplace_abn.settings import check_activation, check_hyperparameters
 
 
 class ABN(nn.Module):
@@ -56,8 +57,8 @@ class ABN(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        functions.check_activation(activation, activation_param)
-        functions.check_hyperparameters(eps, momentum)
+        check_activation(activation, activation_param)
+        check_hyperparameters(eps, momentum)
         self.num_features = num_features
         self.eps = eps
         self.momentum = momentum

@@ -1,13 +1,13 @@
 """Whose memory it is: backward may overwrite a tensor only if nobody else can see it.
 
-Looked at are the references to the tensor from Python, from C++, and from C++ to its storage. What they amount to for a
-tensor that only backward holds depends on torch's and Python's release, so it is observed once, on graphs whose holders
-are known, instead of being written down here. In any doubt nothing is reused.
+Looked at are the references to the tensor from Python and from C++, and those to its storage: of a gradient just before
+the engine hands it to backward, so that no interpreter's frames count among them, of the saved output when backward
+has unpacked it. What they amount to where nobody else holds the memory depends on torch's release, so it is observed
+once, on graphs whose holders are known, instead of being written down here. In any doubt nothing is reused.
 """
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -21,9 +21,9 @@ from inplace_abn.ops import backend
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 
 _Holders = tuple[int, int, int]
-_sole_gradient: _Holders | None = None
-_sole_output: _Holders | None = None
-_observed: dict[str, _Holders] | None = None
+_sole_gradients: frozenset[_Holders] = frozenset()
+_sole_output: int | None = None
+_observed: dict[str, Any] | None = None
 
 
 def is_hooked(ctx: Any) -> bool:
@@ -33,16 +33,22 @@ def is_hooked(ctx: Any) -> bool:
 
 def owns_gradient(dz: Tensor) -> bool:
     """Whether only the calling backward holds the gradient it was given."""
+    holders = backend.gradient_holders(dz)
     if _observed is not None:
-        _observed["gradient"] = backend.holders(dz)
-    return backend.is_sole_owner(dz, _sole_gradient)
+        _observed["gradient"] = holders
+    return holders in _sole_gradients
 
 
 def owns_output(z: Tensor) -> bool:
-    """Whether only the calling backward holds the output that it saved, and will not need it again."""
+    """Whether only the calling backward holds the output that it saved, and will not need it again.
+
+    Unpacking makes a tensor of its own, so it is the storage that others could hold.
+    """
+    holders = backend.holders(z)
+    storage = None if holders is None else holders[2]
     if _observed is not None:
-        _observed["output"] = backend.holders(z)
-    return backend.is_sole_owner(z, _sole_output) and not _keeps_graph()
+        _observed["output"] = storage
+    return storage is not None and storage == _sole_output and not _keeps_graph()
 
 
 def calibrate(inplace_abn: Callable[..., Tensor]) -> None:
@@ -57,33 +63,29 @@ def calibrate(inplace_abn: Callable[..., Tensor]) -> None:
 
 
 def _calibrate(inplace_abn: Callable[..., Tensor]) -> None:
-    global _observed, _sole_gradient, _sole_output
+    global _observed, _sole_gradients, _sole_output
 
-    def holders(keep_gradient: bool, keep_output: bool) -> tuple[_Holders, _Holders]:
-        kept: list[Any] = []
+    def holders(hook: Callable[[Tensor], None] | None = None, keep_output: bool = False) -> tuple[Any, Any]:
         x = torch.ones(2, 1, device="cpu", requires_grad=True)
         z = inplace_abn(x * 1.0, None, None, None, None)
-        if keep_gradient:
-            z.register_hook(kept.append)
-        if keep_output:
-            kept.append(z)
+        if hook is not None:
+            z.register_hook(hook)
+        kept = z if keep_output else None
         loss = (z * 2.0).sum()
         del z
         loss.backward()
+        del kept
         return observed["gradient"], observed["output"]
 
-    # A debugger that looks at a frame's locals holds them.
-    sys.settrace(None)
-    observed: dict[str, _Holders] = {}
+    observed: dict[str, Any] = {}
     _observed = observed
+    kept: list[Tensor] = []
     try:
-        gradient, output = holders(False, False)
-        kept_gradient, _ = holders(True, False)
-        _, kept_output = holders(False, True)
-        again = holders(False, False)
+        unseen, output = holders()
+        seen, _ = holders(hook=lambda gradient: None)
+        kept_gradient, _ = holders(hook=kept.append)
+        _, kept_output = holders(keep_output=True)
     finally:
         _observed = None
-    if gradient == again[0] != kept_gradient and 0 not in gradient:
-        _sole_gradient = gradient
-    if output == again[1] != kept_output and 0 not in output:
-        _sole_output = output
+    _sole_gradients = frozenset({unseen, seen} - {kept_gradient, None})
+    _sole_output = None if output == kept_output else output

@@ -29,7 +29,7 @@ from benchmark.contenders import (
     make_iterations,
 )
 
-from inplace_abn import functions
+from inplace_abn import ops
 
 CPU = torch.device("cpu")
 FP32 = Setting("fp32", "contiguous")
@@ -71,13 +71,13 @@ def test_contenders_compute_the_same(activation):
 
 def test_an_iteration_owns_its_gradient_and_leaves_four_marks(monkeypatch):
     reused = []
-    plain = functions.ops.local_backward
+    plain = ops.local_backward
 
     def spy(z, dz, *args, dx, **kwargs):
         reused.append(dx.data_ptr() == dz.data_ptr())
         return plain(z, dz, *args, dx=dx, **kwargs)
 
-    monkeypatch.setattr(functions.ops, "local_backward", spy)
+    monkeypatch.setattr(ops, "local_backward", spy)
     case = Case(CORE, (2, 4, 5, 5), FP32, "relu")
     iterations, notes = make_iterations([OURS, EAGER, CHECKPOINT, FLOOR], case, CPU)
     assert notes == []

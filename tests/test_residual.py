@@ -5,7 +5,7 @@ import torch
 from cases import ACTIVATIONS, DTYPES, laid_out, parameters, relative_error, stats_dtype, tolerance
 from torch.autograd import gradcheck, gradgradcheck
 
-from inplace_abn import ABN, InPlaceABN, functions, inplace_abn, ops, reference
+from inplace_abn import ABN, InPlaceABN, inplace_abn, ops, reference
 
 SHAPE = (4, 6, 7, 5)
 
@@ -100,7 +100,7 @@ def test_both_gradients_are_written_over_backwards_own_memory_and_nobody_elses(k
         calls.append([z.data_ptr(), dz.data_ptr(), kwargs["dx"].data_ptr(), kwargs["dresidual"].data_ptr()])
         return original(z, dz, *args, **kwargs)
 
-    monkeypatch.setattr(functions.ops, "local_backward", record)
+    monkeypatch.setattr(ops, "local_backward", record)
     z = inplace_abn(x * 1, None, None, None, None, residual=residual)
     kept = []
     if keep == "gradient":
