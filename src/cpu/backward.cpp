@@ -4,6 +4,7 @@
 #include "moments.h"
 #include "parallel.h"
 #include "residual.h"
+#include "rows.h"
 
 namespace inplace_abn::cpu {
 namespace {
@@ -59,13 +60,12 @@ INPLACE_ABN_CLONES Sums reduce_panel(const scalar_t* z, int64_t z_stride, const 
     store(r, i, centred, dy, values.inverse_gamma);
   };
   for (int64_t r = 0; r < runs; ++r) {
-    int64_t i = 0;
-    for (; i + width <= length; i += width) {
-      INPLACE_ABN_INDEPENDENT
-      for (int64_t l = 0; l < width; ++l) step(r, i + l, l);
-    }
-    INPLACE_ABN_INDEPENDENT
-    for (int64_t l = 0; l < length - i; ++l) step(r, i + l, l);
+    for_lanes<opmath_t>(
+        length, [&](int64_t i, int64_t l) __attribute__((always_inline)) { step(r, i, l); },
+        [&](int64_t i, int64_t n) {
+          prefetch_ahead(z + r * z_stride + i, n);
+          prefetch_ahead(dz + r * dz_stride + i, n);
+        });
   }
   return {total(sum_dy), total(sum_dy_centred)};
 }
@@ -84,6 +84,8 @@ INPLACE_ABN_CLONES void reduce_row_chunk(const scalar_t* z, int64_t z_stride, co
   };
   int64_t r = 0;
   for (; r + 2 <= rows; r += 2) {
+    prefetch_ahead(z + r * z_stride, 2 * channels);
+    prefetch_ahead(dz + r * dz_stride, 2 * channels);
     INPLACE_ABN_INDEPENDENT
     for (int64_t c = 0; c < channels; ++c) {
       opmath_t dy0, dy1, dy_centred0, dy_centred1;
@@ -106,30 +108,30 @@ INPLACE_ABN_CLONES void reduce_row_chunk(const scalar_t* z, int64_t z_stride, co
 
 // Row order: all chunks reduced into one Sums per channel, handed to finish.
 template <typename scalar_t, typename Res, typename Act, typename MakeStore, typename Finish>
-void reduce_all_rows(const Extent& extent, const View<const scalar_t>& z, const View<const scalar_t>& dz,
-                     const Affine<scalar_t>& affine, Res residual, Act act, const MakeStore& make_store,
-                     const Finish& finish) {
+void reduce_all_rows(const Extent& extent, const RowGrid& grid, const View<const scalar_t>& z,
+                     const View<const scalar_t>& dz, const Affine<scalar_t>& affine, Res residual, Act act,
+                     const MakeStore& make_store, const Finish& finish) {
   using opmath_t = at::opmath_type<scalar_t>;
-  const int64_t channels = extent.channels;
-  std::vector<opmath_t> values(2 * channels);
-  opmath_t *beta = values.data(), *inverse_gamma = beta + channels;
-  for (int64_t c = 0; c < channels; ++c) {
-    beta[c] = affine.beta(c);
-    inverse_gamma[c] = 1 / affine.gamma(c);
+  const ChannelArrays<opmath_t, 2> values(grid);
+  for (int64_t c = 0; c < grid.channels; ++c) {
+    values.set(0, c, affine.beta(c));
+    values.set(1, c, 1 / affine.gamma(c));
   }
-  reduce_rows<Sums>(
+  reduce_rows<MergeSums>(
       extent, 2 * sizeof(scalar_t),
-      [&](int64_t first, int64_t rows, Sums* sums) {
-        std::vector<opmath_t> scratch(2 * channels, opmath_t(0));
-        opmath_t *sum_dy = scratch.data(), *sum_dy_centred = sum_dy + channels;
-        reduce_row_chunk(z.data + first * z.batch_stride, z.batch_stride, dz.data + first * dz.batch_stride,
-                         dz.batch_stride, rows, channels, beta, inverse_gamma, sum_dy, sum_dy_centred,
-                         residual.rows(first), act, make_store(first));
-        for (int64_t c = 0; c < channels; ++c) {
-          sums[c] = {static_cast<double>(sum_dy[c]), static_cast<double>(sum_dy_centred[c])};
-        }
+      [&](int64_t first, int64_t rows, double* dy, double* dy_centred) {
+        const ChannelArrays<opmath_t, 2> sums(grid);
+        grid.for_each(first, rows, [&](int64_t row, int64_t count, int64_t fold, int64_t width) {
+          reduce_row_chunk(z.data + row * z.batch_stride, z.batch_stride * fold, dz.data + row * dz.batch_stride,
+                           dz.batch_stride * fold, count, width, values[0], values[1], sums[0], sums[1],
+                           residual.rows(row, fold), act, make_store(row, fold));
+        });
+        sums.unfold(0);
+        sums.unfold(1);
+        std::copy_n(sums[0], grid.channels, dy);
+        std::copy_n(sums[1], grid.channels, dy_centred);
       },
-      finish);
+      [&](int64_t c, double dy, double dy_centred) { finish(c, Sums{dy, dy_centred}); });
 }
 
 // dx = from_dy * dy + from_xhat * xhat + constant, where xhat may stand for any affine image of it.
@@ -157,6 +159,8 @@ INPLACE_ABN_CLONES void combine_rows(const scalar_t* xhat, int64_t xhat_stride, 
                                      scalar_t* dx, int64_t dx_stride, int64_t rows, int64_t channels,
                                      const opmath_t* from_dy, const opmath_t* from_xhat, const opmath_t* constant) {
   for (int64_t r = 0; r < rows; ++r) {
+    prefetch_ahead(xhat + r * xhat_stride, channels);
+    prefetch_ahead(dy + r * dy_stride, channels);
     INPLACE_ABN_INDEPENDENT
     for (int64_t c = 0; c < channels; ++c) {
       dx[r * dx_stride + c] =
@@ -189,6 +193,8 @@ INPLACE_ABN_CLONES void invert_and_combine_rows(const scalar_t* z, int64_t z_str
                                                 int64_t channels, const opmath_t* from_dy, const opmath_t* from_xhat,
                                                 const opmath_t* constant, Res residual, Act act) {
   for (int64_t r = 0; r < rows; ++r) {
+    prefetch_ahead(z + r * z_stride, channels);
+    prefetch_ahead(dz + r * dz_stride, channels);
     INPLACE_ABN_INDEPENDENT
     for (int64_t c = 0; c < channels; ++c) {
       opmath_t y, dy;
@@ -201,19 +207,11 @@ INPLACE_ABN_CLONES void invert_and_combine_rows(const scalar_t* z, int64_t z_str
 }
 
 template <typename opmath_t>
-struct CombinationArrays {
-  explicit CombinationArrays(int64_t channels)
-      : values(3 * channels), from_dy(values.data()), from_xhat(from_dy + channels), constant(from_xhat + channels) {}
-
-  void set(int64_t c, const Combination<opmath_t>& k) {
-    from_dy[c] = k.from_dy;
-    from_xhat[c] = k.from_xhat;
-    constant[c] = k.constant;
-  }
-
-  std::vector<opmath_t> values;
-  opmath_t *from_dy, *from_xhat, *constant;
-};
+void set(const ChannelArrays<opmath_t, 3>& arrays, int64_t c, const Combination<opmath_t>& k) {
+  arrays.set(0, c, k.from_dy);
+  arrays.set(1, c, k.from_xhat);
+  arrays.set(2, c, k.constant);
+}
 
 struct NoPartial {
   void merge(NoPartial) {}
@@ -239,12 +237,14 @@ void backward_reduce(const BackwardReduceArgs<scalar_t>& args) {
   };
   visit<scalar_t>(args, View<scalar_t>{}, [&](auto residual, auto act) {
     if (args.extent.order == Order::rows) {
+      const RowGrid grid(args.extent, {args.z.batch_stride, args.dz.batch_stride, args.xhat.batch_stride,
+                                       args.dy.batch_stride, residual.row_stride(args.z)});
       reduce_all_rows(
-          args.extent, args.z, args.dz, args.affine, residual, act,
-          [&](int64_t first) {
+          args.extent, grid, args.z, args.dz, args.affine, residual, act,
+          [&](int64_t first, int64_t fold) {
             return StoreXhatAndDy<scalar_t>{args.xhat.data + first * args.xhat.batch_stride,
-                                            args.dy.data + first * args.dy.batch_stride, args.xhat.batch_stride,
-                                            args.dy.batch_stride};
+                                            args.dy.data + first * args.dy.batch_stride, args.xhat.batch_stride * fold,
+                                            args.dy.batch_stride * fold};
           },
           finish);
       return;
@@ -271,13 +271,14 @@ void backward(const BackwardArgs<scalar_t>& args) {
     return Combination<opmath_t>{scale, -scale * args.mean_xhat_dy[c], -scale * args.mean_dy[c]};
   };
   if (args.extent.order == Order::rows) {
-    CombinationArrays<opmath_t> k(args.extent.channels);
-    for (int64_t c = 0; c < args.extent.channels; ++c) k.set(c, combination(c));
-    apply_rows(args.extent, [&](int64_t first, int64_t rows) {
-      combine_rows(args.xhat.data + first * args.xhat.batch_stride, args.xhat.batch_stride,
-                   args.dy.data + first * args.dy.batch_stride, args.dy.batch_stride,
-                   args.dx.data + first * args.dx.batch_stride, args.dx.batch_stride, rows, args.extent.channels,
-                   k.from_dy, k.from_xhat, k.constant);
+    const RowGrid grid(args.extent, {args.xhat.batch_stride, args.dy.batch_stride, args.dx.batch_stride});
+    const ChannelArrays<opmath_t, 3> k(grid);
+    for (int64_t c = 0; c < grid.channels; ++c) set(k, c, combination(c));
+    apply_rows(grid, [&](int64_t first, int64_t rows, int64_t fold, int64_t width) {
+      combine_rows(args.xhat.data + first * args.xhat.batch_stride, args.xhat.batch_stride * fold,
+                   args.dy.data + first * args.dy.batch_stride, args.dy.batch_stride * fold,
+                   args.dx.data + first * args.dx.batch_stride, args.dx.batch_stride * fold, rows, width, k[0], k[1],
+                   k[2]);
     });
     return;
   }
@@ -315,20 +316,24 @@ void local_backward(const LocalBackwardArgs<scalar_t>& args) {
   };
   visit<scalar_t>(args, dresidual, [&](auto residual, auto act) {
     if (args.extent.order == Order::rows) {
-      CombinationArrays<opmath_t> k(args.extent.channels);
+      const int64_t dx_stride = dx.data == nullptr ? args.z.batch_stride : dx.batch_stride;
+      const RowGrid grid(args.extent,
+                         {args.z.batch_stride, args.dz.batch_stride, dx_stride, residual.row_stride(args.z)});
+      const ChannelArrays<opmath_t, 3> k(grid);
       if (reduce) {
         reduce_all_rows(
-            args.extent, args.z, args.dz, affine, residual, act, [](int64_t) { return DoNotStore<scalar_t>{}; },
-            [&](int64_t c, const Sums& sums) { k.set(c, finish(c, sums)); });
+            args.extent, grid, args.z, args.dz, affine, residual, act,
+            [](int64_t, int64_t) { return DoNotStore<scalar_t>{}; },
+            [&](int64_t c, const Sums& sums) { set(k, c, finish(c, sums)); });
       } else {
-        for (int64_t c = 0; c < args.extent.channels; ++c) k.set(c, finish(c, Sums{}));
+        for (int64_t c = 0; c < grid.channels; ++c) set(k, c, finish(c, Sums{}));
       }
       if (dx.data == nullptr) return;
-      apply_rows(args.extent, [&](int64_t first, int64_t rows) {
-        invert_and_combine_rows(args.z.data + first * args.z.batch_stride, args.z.batch_stride,
-                                args.dz.data + first * args.dz.batch_stride, args.dz.batch_stride,
-                                dx.data + first * dx.batch_stride, dx.batch_stride, rows, args.extent.channels,
-                                k.from_dy, k.from_xhat, k.constant, residual.rows(first), act);
+      apply_rows(grid, [&](int64_t first, int64_t rows, int64_t fold, int64_t width) {
+        invert_and_combine_rows(args.z.data + first * args.z.batch_stride, args.z.batch_stride * fold,
+                                args.dz.data + first * args.dz.batch_stride, args.dz.batch_stride * fold,
+                                dx.data + first * dx.batch_stride, dx.batch_stride * fold, rows, width, k[0], k[1],
+                                k[2], residual.rows(first, fold), act);
       });
       return;
     }

@@ -4,6 +4,7 @@
 #include "moments.h"
 #include "parallel.h"
 #include "residual.h"
+#include "rows.h"
 
 namespace inplace_abn::cpu {
 namespace {
@@ -40,6 +41,7 @@ INPLACE_ABN_CLONES void transform_rows(const scalar_t* x, int64_t x_stride, scal
   for (int64_t r = 0; r < rows; ++r) {
     const scalar_t* from = x + r * x_stride;
     scalar_t* to = z + r * z_stride;
+    prefetch_ahead(from, channels);
     INPLACE_ABN_INDEPENDENT
     for (int64_t c = 0; c < channels; ++c) {
       to[c] = act.forward(residual.add((static_cast<opmath_t>(from[c]) - mean[c]) * scale[c] + beta[c], r, c));
@@ -47,24 +49,22 @@ INPLACE_ABN_CLONES void transform_rows(const scalar_t* x, int64_t x_stride, scal
   }
 }
 
-// Row order: the per-channel values as arrays, one after the other.
+// Row order: `load(channel)` returns its mean and variance.
 template <typename scalar_t, typename Res, typename Act, typename Load>
-void transform_all_rows(const Extent& extent, const View<const scalar_t>& x, const View<scalar_t>& z,
+void transform_all_rows(const RowGrid& grid, const View<const scalar_t>& x, const View<scalar_t>& z,
                         const Affine<scalar_t>& affine, const Load& load, Res residual, Act act) {
-  using opmath_t = at::opmath_type<scalar_t>;
-  const int64_t channels = extent.channels;
-  std::vector<opmath_t> values(3 * channels);
-  opmath_t *mean = values.data(), *scale = mean + channels, *beta = scale + channels;
-  for (int64_t c = 0; c < channels; ++c) {
-    const auto [m, v] = load(c);
-    const auto t = make_transform(affine, c, m, v);
-    mean[c] = t.mean;
-    scale[c] = t.scale;
-    beta[c] = t.beta;
+  const ChannelArrays<at::opmath_type<scalar_t>, 3> arrays(grid);
+  for (int64_t c = 0; c < grid.channels; ++c) {
+    const auto [mean, var] = load(c);
+    const auto t = make_transform(affine, c, mean, var);
+    arrays.set(0, c, t.mean);
+    arrays.set(1, c, t.scale);
+    arrays.set(2, c, t.beta);
   }
-  apply_rows(extent, [&](int64_t first, int64_t rows) {
-    transform_rows(x.data + first * x.batch_stride, x.batch_stride, z.data + first * z.batch_stride, z.batch_stride,
-                   rows, channels, mean, scale, beta, residual.rows(first), act);
+  apply_rows(grid, [&](int64_t first, int64_t rows, int64_t fold, int64_t width) {
+    transform_rows(x.data + first * x.batch_stride, x.batch_stride * fold, z.data + first * z.batch_stride,
+                   z.batch_stride * fold, rows, width, arrays[0], arrays[1], arrays[2], residual.rows(first, fold),
+                   act);
   });
 }
 
@@ -99,8 +99,9 @@ void forward(const ForwardArgs<scalar_t>& args) {
   visit<scalar_t>(args, [&](auto residual, auto act) {
     if (args.extent.order == Order::rows) {
       transform_all_rows(
-          args.extent, args.x, args.z, args.affine,
-          [&](int64_t c) { return std::pair<opmath_t, opmath_t>(args.mean.load(c), args.var.load(c)); }, residual, act);
+          RowGrid(args.extent, {args.x.batch_stride, args.z.batch_stride, residual.row_stride(args.x)}), args.x, args.z,
+          args.affine, [&](int64_t c) { return std::pair<opmath_t, opmath_t>(args.mean.load(c), args.var.load(c)); },
+          residual, act);
       return;
     }
     reduce_and_apply_planes<NoPartial>(
@@ -120,14 +121,17 @@ void local_forward(const LocalForwardArgs<scalar_t>& args) {
   };
   visit<scalar_t>(args, [&](auto residual, auto act) {
     if (args.extent.order == Order::rows) {
-      reduce_rows<Moments>(
+      const RowGrid grid(args.extent, {args.x.batch_stride, args.z.batch_stride, residual.row_stride(args.x)});
+      reduce_rows<MergeMoments>(
           args.extent, sizeof(scalar_t),
-          [&](int64_t first, int64_t rows, Moments* moments) {
-            row_moments(args.x, first, rows, args.extent.channels, moments);
+          [&](int64_t first, int64_t rows, double* mean, double* m2) {
+            row_moments(grid, args.x, first, rows, mean, m2);
           },
-          store);
+          [&](int64_t c, double mean, double m2) {
+            store(c, Moments{static_cast<double>(args.extent.batch), mean, m2});
+          });
       transform_all_rows(
-          args.extent, args.x, args.z, args.affine,
+          grid, args.x, args.z, args.affine,
           [&](int64_t c) { return std::pair<opmath_t, opmath_t>(args.mean[c], args.var[c]); }, residual, act);
       return;
     }

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "inplace_abn/layout.h"
+#include "inplace_abn/math.h"
 
 // One build holds the hot loops for several instruction sets; the loader picks by the features of the machine it runs
 // on (the names of processors, such as arch=haswell, would pick by vendor and model). GCC knows the levels from
@@ -29,18 +30,28 @@
 
 namespace inplace_abn::cpu {
 
-// Enough independent accumulators to keep the floating-point units busy at any vector width.
+// Enough independent accumulators to keep the floating-point units busy at any vector width, and those of one vector.
 template <typename opmath_t>
 constexpr int64_t lanes = 256 / sizeof(opmath_t);
+template <typename opmath_t>
+constexpr int64_t narrow_lanes = lanes<opmath_t> / 4;
 
-// Elements that are read twice in quick succession: they fit the first-level cache.
+// Elements of a channel that are reduced at a time, their sums in the precision of x.
 constexpr int64_t panel_elements = 4096;
-// Bytes that one task of a row-ordered tensor reads twice: they fit the second-level cache.
-constexpr int64_t row_chunk_bytes = 256 * 1024;
 // Channels from which on a channel is one task; with fewer, a channel is cut into parts.
 constexpr int64_t min_tasks = 16;
 // Elements below which a task is not worth a thread.
 constexpr int64_t grain_elements = 16 * 1024;
+
+// Asks for `count` elements that a pass will reach a page later. Hardware follows one long stream well, but not several
+// at a time, nor one that is interrupted by reads of per-channel values.
+template <typename scalar_t>
+INPLACE_ABN_INLINE void prefetch_ahead(const scalar_t* p, int64_t count) {
+  constexpr int64_t ahead = 4096 / sizeof(scalar_t), line = 64 / sizeof(scalar_t);
+#if defined(__GNUC__)
+  for (int64_t i = 0; i < count; i += line) __builtin_prefetch(p + ahead + i);
+#endif
+}
 
 inline int64_t grain(int64_t elements_per_task) {
   return std::max<int64_t>(1, grain_elements / std::max<int64_t>(1, elements_per_task));
@@ -123,35 +134,6 @@ void reduce_and_apply_planes(const Extent& extent, const Reduce& reduce, const F
       grid.for_each(i % parts, [&](const Panel& panel) { apply(i / parts, panel, finished[i / parts]); });
     }
   });
-}
-
-// Row order, reduction: `reduce(first_row, rows, partials)` fills one Partial per channel for a chunk of rows;
-// `finish(channel, partial)` gets the merged ones.
-template <typename Partial, typename Reduce, typename Finish>
-void reduce_rows(const Extent& extent, int64_t element_size, const Reduce& reduce, const Finish& finish) {
-  const int64_t channels = extent.channels, rows = extent.batch;
-  const int64_t chunk = std::max<int64_t>(16, row_chunk_bytes / (std::max<int64_t>(1, channels) * element_size));
-  const int64_t chunks = std::max<int64_t>(1, (rows + chunk - 1) / chunk);
-  std::vector<Partial> partials(chunks * channels);
-  at::parallel_for(0, chunks, grain(chunk * channels), [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      const int64_t first = i * chunk, count = std::min(chunk, rows - first);
-      if (count > 0) reduce(first, count, partials.data() + i * channels);
-    }
-  });
-  at::parallel_for(0, channels, grain(chunks), [&](int64_t begin, int64_t end) {
-    for (int64_t i = 1; i < chunks; ++i) {
-      for (int64_t c = begin; c < end; ++c) partials[c].merge(partials[i * channels + c]);
-    }
-    for (int64_t c = begin; c < end; ++c) finish(c, partials[c]);
-  });
-}
-
-// Row order, element-wise: `apply(first_row, rows)`.
-template <typename Apply>
-void apply_rows(const Extent& extent, const Apply& apply) {
-  at::parallel_for(0, extent.batch, grain(extent.channels),
-                   [&](int64_t begin, int64_t end) { apply(begin, end - begin); });
 }
 
 }  // namespace inplace_abn::cpu

@@ -14,7 +14,8 @@ struct NoResidual {
   using opmath_t = at::opmath_type<scalar_t>;
 
   NoResidual panel(const Panel&, int64_t) const { return {}; }
-  NoResidual rows(int64_t) const { return {}; }
+  NoResidual rows(int64_t, int64_t) const { return {}; }
+  int64_t row_stride(const View<const scalar_t>& like) const { return like.batch_stride; }
 
   INPLACE_ABN_INLINE opmath_t add(opmath_t y, int64_t, int64_t) const { return y; }
   INPLACE_ABN_INLINE opmath_t subtract(opmath_t y, int64_t, int64_t) const { return y; }
@@ -30,9 +31,14 @@ struct Residual {
   Residual panel(const Panel& panel, int64_t channel) const {
     return {{panel.of(value, channel), value.batch_stride, 0}, {panel.of(gradient, channel), gradient.batch_stride, 0}};
   }
-  Residual rows(int64_t first) const {
-    return {{value.data + first * value.batch_stride, value.batch_stride, 0},
-            {gradient.data + first * gradient.batch_stride, gradient.batch_stride, 0}};
+  // `fold` rows for one, where all lie side by side.
+  Residual rows(int64_t first, int64_t fold) const {
+    return {{value.data + first * value.batch_stride, value.batch_stride * fold, 0},
+            {gradient.data + first * gradient.batch_stride, gradient.batch_stride * fold, 0}};
+  }
+  // That of both its tensors, -1 where they differ.
+  int64_t row_stride(const View<const scalar_t>&) const {
+    return gradient.data == nullptr || gradient.batch_stride == value.batch_stride ? value.batch_stride : -1;
   }
 
   INPLACE_ABN_INLINE opmath_t at(int64_t run, int64_t i) const {

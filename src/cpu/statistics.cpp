@@ -1,6 +1,7 @@
 #include "inplace_abn/kernels.h"
 #include "moments.h"
 #include "parallel.h"
+#include "rows.h"
 
 namespace inplace_abn::cpu {
 
@@ -13,12 +14,15 @@ void statistics(const StatisticsArgs<scalar_t>& args) {
     return 0;
   };
   if (args.extent.order == Order::rows) {
-    reduce_rows<Moments>(
+    const RowGrid grid(args.extent, {args.x.batch_stride});
+    reduce_rows<MergeMoments>(
         args.extent, sizeof(scalar_t),
-        [&](int64_t first, int64_t rows, Moments* moments) {
-          row_moments(args.x, first, rows, args.extent.channels, moments);
+        [&](int64_t first, int64_t rows, double* mean, double* m2) {
+          row_moments(grid, args.x, first, rows, mean, m2);
         },
-        store);
+        [&](int64_t c, double mean, double m2) {
+          store(c, Moments{static_cast<double>(args.extent.batch), mean, m2});
+        });
     return;
   }
   reduce_and_apply_planes<Moments>(

@@ -1,0 +1,197 @@
+// Row order: every position's channels are one run. All channels are reduced together, chunk of rows by chunk of rows,
+// and the shares of the chunks are merged in double; then all rows are walked once more.
+#pragma once
+
+#include <ATen/OpMathType.h>
+#include <c10/core/CPUAllocator.h>
+#include <c10/core/alignment.h>
+
+#include <algorithm>
+#include <initializer_list>
+#include <numeric>
+#include <vector>
+
+#include "moments.h"
+#include "parallel.h"
+
+namespace inplace_abn::cpu {
+
+// Where channels are few and rows lie side by side, `fold` rows are taken for one of `wide` channels, so that vectors
+// are full. Per-channel values are repeated accordingly.
+struct RowGrid {
+  int64_t rows, channels, fold, wide;
+
+  RowGrid(const Extent& extent, std::initializer_list<int64_t> strides)
+      : rows(extent.batch), channels(extent.channels), fold(1), wide(extent.channels) {
+    constexpr int64_t vectors = 64, enough = 256;
+    const bool dense = std::all_of(strides.begin(), strides.end(), [&](int64_t s) { return s == channels; });
+    if (!dense || channels == 0 || channels >= enough) return;
+    fold = vectors / std::gcd(vectors, channels);
+    while (fold * channels < enough) fold *= 2;
+    wide = fold * channels;
+  }
+
+  // Calls walk(first_row, folded_rows, rows_per_folded_row, width): the folded rows, then those that are left.
+  template <typename Walk>
+  void for_each(int64_t first, int64_t count, const Walk& walk) const {
+    const int64_t folded = count / fold;
+    if (folded > 0) walk(first, folded, fold, wide);
+    if (folded * fold < count) walk(first + folded * fold, count - folded * fold, int64_t{1}, channels);
+  }
+};
+
+// Arrays of one value per channel, repeated for folded rows, initially zero. They start with a cache line each, lest
+// every vector read from them lie on two.
+template <typename opmath_t, int arrays>
+class ChannelArrays {
+ public:
+  explicit ChannelArrays(const RowGrid& grid)
+      : grid_(grid),
+        stride_((grid.wide + per_line - 1) / per_line * per_line),
+        memory_(c10::GetCPUAllocator()->allocate(arrays * stride_ * sizeof(opmath_t))) {
+    std::fill_n((*this)[0], arrays * stride_, opmath_t(0));
+  }
+
+  opmath_t* operator[](int array) const { return static_cast<opmath_t*>(memory_.get()) + array * stride_; }
+  void set(int array, int64_t channel, opmath_t value) const {
+    for (int64_t f = 0; f < grid_.fold; ++f) (*this)[array][f * grid_.channels + channel] = value;
+  }
+  // Adds what was accumulated for the folded rows to the first one's.
+  void unfold(int array) const {
+    opmath_t* const values = (*this)[array];
+    for (int64_t i = grid_.channels; i < grid_.wide; ++i) values[i % grid_.channels] += values[i];
+  }
+
+ private:
+  static constexpr int64_t per_line = c10::gAlignment / sizeof(opmath_t);
+  const RowGrid& grid_;
+  int64_t stride_;
+  c10::DataPtr memory_;
+};
+
+// How two fields per channel of `count` and `part_count` rows become those of their union.
+struct MergeSums {
+  INPLACE_ABN_CLONES static void merge(int64_t n, double, double, double* a, double* b, const double* part_a,
+                                       const double* part_b) {
+    INPLACE_ABN_INDEPENDENT
+    for (int64_t c = 0; c < n; ++c) {
+      a[c] += part_a[c];
+      b[c] += part_b[c];
+    }
+  }
+};
+
+struct MergeMoments {
+  INPLACE_ABN_CLONES static void merge(int64_t n, double count, double part_count, double* mean, double* m2,
+                                       const double* part_mean, const double* part_m2) {
+    const double share = part_count / (count + part_count), spread = count * share;
+    INPLACE_ABN_INDEPENDENT
+    for (int64_t c = 0; c < n; ++c) {
+      const double delta = part_mean[c] - mean[c];
+      mean[c] += delta * share;
+      m2[c] += part_m2[c] + delta * delta * spread;
+    }
+  }
+};
+
+// `reduce(first_row, rows, a, b)` stores a chunk's two fields per channel, `finish(channel, a, b)` gets the merged
+// ones.
+template <typename Merge, typename Reduce, typename Finish>
+void reduce_rows(const Extent& extent, int64_t element_size, const Reduce& reduce, const Finish& finish) {
+  // A chunk's sums are in the precision of x, so it has no more rows than a panel has elements, give or take.
+  constexpr int64_t chunk_bytes = 256 * 1024, least_rows = 16;
+  const int64_t channels = extent.channels, rows = extent.batch;
+  const int64_t chunk = std::max(least_rows, chunk_bytes / (std::max<int64_t>(1, channels) * element_size));
+  const int64_t chunks = std::max<int64_t>(1, (rows + chunk - 1) / chunk);
+  std::vector<double> fields(2 * chunks * channels);
+  const auto field = [&](int64_t i, int which) { return fields.data() + (2 * i + which) * channels; };
+  at::parallel_for(0, chunks, grain(chunk * channels), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t count = std::min(chunk, rows - i * chunk);
+      if (count > 0) reduce(i * chunk, count, field(i, 0), field(i, 1));
+    }
+  });
+  at::parallel_for(0, channels, grain(chunks), [&](int64_t begin, int64_t end) {
+    for (int64_t i = 1; i < chunks; ++i) {
+      Merge::merge(end - begin, static_cast<double>(i * chunk), static_cast<double>(std::min(chunk, rows - i * chunk)),
+                   field(0, 0) + begin, field(0, 1) + begin, field(i, 0) + begin, field(i, 1) + begin);
+    }
+    for (int64_t c = begin; c < end; ++c) finish(c, field(0, 0)[c], field(0, 1)[c]);
+  });
+}
+
+// Element-wise: `apply(first_row, rows, fold, width)`.
+template <typename Apply>
+void apply_rows(const RowGrid& grid, const Apply& apply) {
+  const int64_t folded = (grid.rows + grid.fold - 1) / grid.fold;
+  at::parallel_for(0, folded, grain(grid.wide), [&](int64_t begin, int64_t end) {
+    const int64_t first = begin * grid.fold;
+    grid.for_each(first, std::min(end * grid.fold, grid.rows) - first, apply);
+  });
+}
+
+template <typename scalar_t, typename opmath_t>
+INPLACE_ABN_CLONES void row_sums(const scalar_t* x, int64_t stride, int64_t rows, int64_t channels, opmath_t* sum) {
+  for (int64_t r = 0; r < rows; ++r) {
+    INPLACE_ABN_INDEPENDENT
+    for (int64_t c = 0; c < channels; ++c) sum[c] += static_cast<opmath_t>(x[r * stride + c]);
+  }
+}
+
+template <typename scalar_t, typename opmath_t>
+INPLACE_ABN_CLONES void row_deviations(const scalar_t* x, int64_t stride, int64_t rows, int64_t channels,
+                                       const opmath_t* shift, opmath_t* deviation, opmath_t* square) {
+  int64_t r = 0;
+  for (; r + 4 <= rows; r += 4) {
+    const scalar_t *x0 = x + r * stride, *x1 = x0 + stride, *x2 = x1 + stride, *x3 = x2 + stride;
+    prefetch_ahead(x0, 4 * channels);
+    INPLACE_ABN_INDEPENDENT
+    for (int64_t c = 0; c < channels; ++c) {
+      const opmath_t d0 = static_cast<opmath_t>(x0[c]) - shift[c], d1 = static_cast<opmath_t>(x1[c]) - shift[c];
+      const opmath_t d2 = static_cast<opmath_t>(x2[c]) - shift[c], d3 = static_cast<opmath_t>(x3[c]) - shift[c];
+      deviation[c] += (d0 + d1) + (d2 + d3);
+      square[c] += (d0 * d0 + d1 * d1) + (d2 * d2 + d3 * d3);
+    }
+  }
+  for (; r < rows; ++r) {
+    INPLACE_ABN_INDEPENDENT
+    for (int64_t c = 0; c < channels; ++c) {
+      const opmath_t d = static_cast<opmath_t>(x[r * stride + c]) - shift[c];
+      deviation[c] += d;
+      square[c] += d * d;
+    }
+  }
+}
+
+template <typename opmath_t>
+INPLACE_ABN_CLONES void shifted_moments(int64_t channels, double count, const opmath_t* shift,
+                                        const opmath_t* deviation, const opmath_t* square, double* mean, double* m2) {
+  const double inverse = 1 / count;
+  INPLACE_ABN_INDEPENDENT
+  for (int64_t c = 0; c < channels; ++c) {
+    const auto sum = static_cast<double>(deviation[c]);
+    const double centred = static_cast<double>(square[c]) - sum * sum * inverse;
+    mean[c] = static_cast<double>(shift[c]) + sum * inverse;
+    m2[c] = centred < 0 ? 0 : centred;
+  }
+}
+
+// The mean and the sum of squared deviations of a chunk of rows, for every channel.
+template <typename scalar_t>
+void row_moments(const RowGrid& grid, const View<const scalar_t>& x, int64_t first, int64_t rows, double* mean,
+                 double* m2) {
+  using opmath_t = at::opmath_type<scalar_t>;
+  const ChannelArrays<opmath_t, 3> arrays(grid);
+  const auto at_row = [&](int64_t row) { return x.data + row * x.batch_stride; };
+  const int64_t sampled = std::min(rows, std::max<int64_t>(16, rows / 64));
+  row_sums(at_row(first), x.batch_stride, sampled, grid.channels, arrays[0]);
+  for (int64_t c = 0; c < grid.channels; ++c) arrays.set(0, c, arrays[0][c] / static_cast<opmath_t>(sampled));
+  grid.for_each(first, rows, [&](int64_t row, int64_t count, int64_t fold, int64_t width) {
+    row_deviations(at_row(row), x.batch_stride * fold, count, width, arrays[0], arrays[1], arrays[2]);
+  });
+  arrays.unfold(1);
+  arrays.unfold(2);
+  shifted_moments(grid.channels, static_cast<double>(rows), arrays[0], arrays[1], arrays[2], mean, m2);
+}
+
+}  // namespace inplace_abn::cpu
