@@ -60,11 +60,14 @@ INPLACE_ABN_CLONES Sums reduce_panel(const scalar_t* z, int64_t z_stride, const 
     store(r, i, centred, dy, values.inverse_gamma);
   };
   for (int64_t r = 0; r < runs; ++r) {
+    prefetch_next_run(z, z_stride, runs, length, r);
+    prefetch_next_run(dz, dz_stride, runs, length, r);
     for_lanes<opmath_t>(
         length, [&](int64_t i, int64_t l) __attribute__((always_inline)) { step(r, i, l); },
         [&](int64_t i, int64_t n) {
-          prefetch_ahead(z + r * z_stride + i, n);
-          prefetch_ahead(dz + r * dz_stride + i, n);
+          if (runs > 1) return;
+          prefetch_ahead(z + i, n);
+          prefetch_ahead(dz + i, n);
         });
   }
   return {total(sum_dy), total(sum_dy_centred)};

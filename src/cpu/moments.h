@@ -73,7 +73,10 @@ INPLACE_ABN_CLONES Moments panel_moments(const scalar_t* x, int64_t stride, int6
       deviation[l] += d;
       square[l] += d * d;
     };
-    for_lanes<opmath_t>(length, add, [&](int64_t i, int64_t n) { prefetch_ahead(run + i, n); });
+    prefetch_next_run(x, stride, runs, length, r);
+    for_lanes<opmath_t>(length, add, [&](int64_t i, int64_t n) {
+      if (runs == 1) prefetch_ahead(run + i, n);
+    });
   }
   return Moments::from_shifted(static_cast<double>(runs * length), static_cast<double>(shift), total(deviation),
                                total(square));

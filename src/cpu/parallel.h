@@ -43,14 +43,27 @@ constexpr int64_t min_tasks = 16;
 // Elements below which a task is not worth a thread.
 constexpr int64_t grain_elements = 16 * 1024;
 
-// Asks for `count` elements that a pass will reach a page later. Hardware follows one long stream well, but not several
-// at a time, nor one that is interrupted by reads of per-channel values.
+// Asks for `count` elements before they are needed. Hardware follows one long stream well, but not several at a time,
+// short ones, or one that is interrupted by reads of per-channel values.
+template <typename scalar_t>
+INPLACE_ABN_INLINE void prefetch(const scalar_t* p, int64_t count) {
+#if defined(__GNUC__)
+  constexpr int64_t line = 64 / sizeof(scalar_t);
+  for (int64_t i = 0; i < count; i += line) __builtin_prefetch(p + i);
+#endif
+}
+
+// The same a page ahead of `p`.
 template <typename scalar_t>
 INPLACE_ABN_INLINE void prefetch_ahead(const scalar_t* p, int64_t count) {
-  constexpr int64_t ahead = 4096 / sizeof(scalar_t), line = 64 / sizeof(scalar_t);
-#if defined(__GNUC__)
-  for (int64_t i = 0; i < count; i += line) __builtin_prefetch(p + ahead + i);
-#endif
+  prefetch(p + 4096 / sizeof(scalar_t), count);
+}
+
+// What follows run `r` of a panel: its next run, or after the last one the next channel's first.
+template <typename scalar_t>
+INPLACE_ABN_INLINE void prefetch_next_run(const scalar_t* panel, int64_t stride, int64_t runs, int64_t length,
+                                          int64_t r) {
+  if (runs > 1) prefetch(r + 1 < runs ? panel + (r + 1) * stride : panel + length, length);
 }
 
 inline int64_t grain(int64_t elements_per_task) {
