@@ -15,6 +15,10 @@ from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, C
 
 ROOT = Path(__file__).parent
 CPU_FLAGS = ["-std=c++20", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-Wall", "-g0"]
+if platform.system() == "Linux":
+    # at::parallel_for is a template with OpenMP pragmas. The runtime is the one that torch has loaded, so nothing is
+    # linked: a second one would bring a second pool of threads.
+    CPU_FLAGS.append("-fopenmp")
 if platform.machine() == "x86_64":
     # Only where the loader picks a variant with 512-bit registers: compilers use half of them unless told.
     CPU_FLAGS.append("-mprefer-vector-width=512")

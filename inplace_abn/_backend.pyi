@@ -6,6 +6,8 @@ from torch import Tensor
 
 torch_version: str
 """The torch it was built for."""
+with_openmp: bool
+"""Whether CPU kernels use torch's threads."""
 with_cuda: bool
 """Whether it holds the CUDA backend."""
 

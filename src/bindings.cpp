@@ -29,6 +29,11 @@ PYBIND11_MODULE(_backend, m) {
   m.def("check_transforms", &inplace_abn::check_transforms, arg("tensor"));
   m.def("set_input_edge", &inplace_abn::set_input_edge, arg("tensor"), arg("output"));
   m.attr("torch_version") = TORCH_VERSION;
+#if defined(_OPENMP)
+  m.attr("with_openmp") = true;
+#else
+  m.attr("with_openmp") = false;
+#endif
 #if defined(INPLACE_ABN_WITH_CUDA)
   m.attr("with_cuda") = true;
 #else

@@ -74,3 +74,10 @@ def test_source_distribution_holds_all_that_a_build_needs(tmp_path):
     ]:
         needed |= {str(path.relative_to(root)) for path in (root / folder).rglob(pattern)}
     assert needed <= names
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are used on Linux only")
+def test_cpu_kernels_use_torchs_threads():
+    assert _backend.with_openmp
+    runtimes = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "omp" in line}
+    assert len({Path(r).name for r in runtimes if Path(r).name.startswith(("libgomp", "libomp", "libiomp"))}) == 1
