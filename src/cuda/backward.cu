@@ -26,26 +26,22 @@ struct Reduce {
   template <int items, int width>
   __device__ __forceinline__ void tile(const Channel& channel, const Elements<scalar_t, inputs, items * width>& in,
                                        Elements<scalar_t, outputs, items * width>& out, Value<opmath_t>& value,
-                                       const Taken<opmath_t, items>& taken) const {
+                                       const Tile<opmath_t, items, width>& tile) const {
     Value<opmath_t> sums{};
 #pragma unroll
-    for (int i = 0; i < items; ++i) {
-      if (!taken.item[i]) continue;
-#pragma unroll
-      for (int e = i * width; e < (i + 1) * width; ++e) {
-        opmath_t y, dy;
-        act.inverse(in[0][e], static_cast<opmath_t>(in[1][e]), y, dy);
-        if constexpr (with_residual) y -= static_cast<opmath_t>(in[2][e]);
-        const opmath_t centred = y - channel.beta;
-        sums.dy += dy;
-        sums.dy_centred += dy * centred;
-        if constexpr (stores) {
-          out[0][e] = static_cast<scalar_t>(centred * channel.inverse_gamma);
-          out[1][e] = static_cast<scalar_t>(dy);
-        }
+    for (int e = 0; e < items * width; ++e) {
+      opmath_t y, dy;
+      act.inverse(in[0][e], static_cast<opmath_t>(in[1][e]), y, dy);
+      if constexpr (with_residual) y -= static_cast<opmath_t>(in[2][e]);
+      const opmath_t centred = y - channel.beta;
+      sums.dy += dy;
+      sums.dy_centred += dy * centred;
+      if constexpr (stores) {
+        out[0][e] = static_cast<scalar_t>(centred * channel.inverse_gamma);
+        out[1][e] = static_cast<scalar_t>(dy);
       }
     }
-    value.merge(sums, taken.shares);
+    value.merge(sums, tile.shares);
   }
 };
 
@@ -83,14 +79,10 @@ struct Combine {
   template <int items, int width>
   __device__ __forceinline__ void tile(const Channel& channel, const Elements<scalar_t, inputs, items * width>& in,
                                        Elements<scalar_t, outputs, items * width>& out, Value<opmath_t>&,
-                                       const Taken<opmath_t, items>& taken) const {
+                                       const Tile<opmath_t, items, width>&) const {
 #pragma unroll
-    for (int i = 0; i < items; ++i) {
-      if (!taken.item[i]) continue;
-#pragma unroll
-      for (int e = i * width; e < (i + 1) * width; ++e) {
-        out[0][e] = static_cast<scalar_t>(channel(static_cast<opmath_t>(in[1][e]), static_cast<opmath_t>(in[0][e])));
-      }
+    for (int e = 0; e < items * width; ++e) {
+      out[0][e] = static_cast<scalar_t>(channel(static_cast<opmath_t>(in[1][e]), static_cast<opmath_t>(in[0][e])));
     }
   }
 };
@@ -115,20 +107,16 @@ struct InvertAndCombine {
   template <int items, int width>
   __device__ __forceinline__ void tile(const Channel& channel, const Elements<scalar_t, inputs, items * width>& in,
                                        Elements<scalar_t, outputs, items * width>& out, Value<opmath_t>&,
-                                       const Taken<opmath_t, items>& taken) const {
+                                       const Tile<opmath_t, items, width>&) const {
 #pragma unroll
-    for (int i = 0; i < items; ++i) {
-      if (!taken.item[i]) continue;
-#pragma unroll
-      for (int e = i * width; e < (i + 1) * width; ++e) {
-        opmath_t y, dy;
-        act.inverse(in[0][e], static_cast<opmath_t>(in[1][e]), y, dy);
-        if constexpr (with_residual) {
-          y -= static_cast<opmath_t>(in[2][e]);
-          out[1][e] = static_cast<scalar_t>(dy);
-        }
-        out[0][e] = static_cast<scalar_t>(channel(dy, y));
+    for (int e = 0; e < items * width; ++e) {
+      opmath_t y, dy;
+      act.inverse(in[0][e], static_cast<opmath_t>(in[1][e]), y, dy);
+      if constexpr (with_residual) {
+        y -= static_cast<opmath_t>(in[2][e]);
+        out[1][e] = static_cast<scalar_t>(dy);
       }
+      out[0][e] = static_cast<scalar_t>(channel(dy, y));
     }
   }
 };

@@ -76,7 +76,7 @@ struct Partial {
   }
 };
 
-constexpr int finish_channels = 8;  // one 32-byte sector of fp32 values
+constexpr int finish_channels = 8;  // neighbours, whose partial results share cache lines
 constexpr int finish_lanes = block_threads / finish_channels;
 
 // Merges the partial results of each channel, laid out [parts][channels], and calls `finish(channel, partial)`.
@@ -86,25 +86,23 @@ __global__ void __launch_bounds__(block_threads)
                   const int64_t channels, const Finish finish) {
   __shared__ Partial<Value, double> shared[block_threads];
   const int x = threadIdx.x % finish_channels, lane = threadIdx.x / finish_channels;
-  {
-    const int64_t channel = (first_block + blockIdx.x) * finish_channels + x;
-    Partial<Value, double> merged{};
-    if (channel < channels) {
+  const int64_t channel = (first_block + blockIdx.x) * finish_channels + x;
+  Partial<Value, double> merged{};
+  if (channel < channels) {
 #pragma unroll 4
-      for (int64_t part = lane; part < parts; part += finish_lanes) {
-        merged.merge(partials[part * channels + channel].widened());
-      }
+    for (int64_t part = lane; part < parts; part += finish_lanes) {
+      merged.merge(partials[part * channels + channel].widened());
     }
-    shared[threadIdx.x] = merged;
-    for (int half = finish_lanes / 2; half > 0; half /= 2) {
-      __syncthreads();
-      if (lane < half) {
-        merged.merge(shared[threadIdx.x + half * finish_channels]);
-        shared[threadIdx.x] = merged;
-      }
-    }
-    if (lane == 0 && channel < channels) finish(channel, merged);
   }
+  shared[threadIdx.x] = merged;
+  for (int half = finish_lanes / 2; half > 0; half /= 2) {
+    __syncthreads();
+    if (lane < half) {
+      merged.merge(shared[threadIdx.x + half * finish_channels]);
+      shared[threadIdx.x] = merged;
+    }
+  }
+  if (lane == 0 && channel < channels) finish(channel, merged);
 }
 
 template <template <typename> class Value, typename opmath_t, typename Finish>

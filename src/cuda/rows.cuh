@@ -36,19 +36,20 @@ __global__ void __launch_bounds__(block_threads, resident<Op, width>)
     // A second pass goes backward: what the first pass read last is still in the cache.
     const int64_t row = (Op::reduces ? g : p.groups - 1 - g) * unroll * p.height + y;
     Item<scalar_t, width, Op::inputs> in[unroll];
-    bool exists[unroll];
+    Mask exists[unroll];
 #pragma unroll
     for (int u = 0; u < unroll; ++u) {
-      exists[u] = row + u * p.height < p.rows;
-      if (exists[u]) load<Op, width>(io, row + u * p.height, c, 0, in[u]);
+      exists[u] = row + u * p.height < p.rows ? 1 : 0;
+      if (exists[u] != 0) load<Op, width>(io, row + u * p.height, c, 0, in[u]);
     }
 #pragma unroll
     for (int u = 0; u < unroll; u += together) {
-      if (Taken<opmath_t, together>::how_many(exists, u) == 0) continue;
-      const Taken<opmath_t, together> taken(exists, u, 1, count);
+      using Together = Tile<opmath_t, together, 1>;
+      if (Together::elements(exists + u) == 0) continue;
+      const Together tile(exists + u, count);
       Item<scalar_t, width, Op::outputs> out[together] = {};
 #pragma unroll
-      for (int v = 0; v < width; ++v) take<together, 1, width>(op, channel[v], in + u, out, v, value[v], taken);
+      for (int v = 0; v < width; ++v) take<together, 1, width>(op, channel[v], in + u, out, v, value[v], tile);
       store<Op, width>(io, row + u * p.height, c, 0, out[0]);
     }
   }

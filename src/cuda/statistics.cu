@@ -22,26 +22,24 @@ struct Statistics {
   template <int items, int width>
   __device__ __forceinline__ void tile(const Channel&, const Elements<scalar_t, inputs, items * width>& in,
                                        Elements<scalar_t, outputs, items * width>&, Value<opmath_t>& value,
-                                       const Taken<opmath_t, items>& taken) const {
+                                       const Tile<opmath_t, items, width>& tile) const {
     const auto for_each = [&](const auto& f) {
 #pragma unroll
-      for (int i = 0; i < items; ++i) {
-        if (!taken.item[i]) continue;
-#pragma unroll
-        for (int w = 0; w < width; ++w) f(static_cast<opmath_t>(in[0][i * width + w]));
+      for (int e = 0; e < items * width; ++e) {
+        if (tile.has(e)) f(static_cast<opmath_t>(in[0][e]));
       }
     };
     opmath_t sum = 0, deviation = 0, square = 0;
     for_each([&](opmath_t x) { sum += x; });
-    const opmath_t mean = sum * taken.inverse_count;
+    const opmath_t mean = sum * tile.inverse_count;
     for_each([&](opmath_t x) {
       const opmath_t d = x - mean;
       deviation += d;
       square += d * d;
     });
     // Rounding leaves the mean a little off; its correction is exact to first order.
-    const opmath_t correction = deviation * taken.inverse_count, m2 = square - deviation * correction;
-    value.merge({mean + correction, m2 < 0 ? opmath_t(0) : m2}, taken.shares);
+    const opmath_t correction = deviation * tile.inverse_count, m2 = square - deviation * correction;
+    value.merge({mean + correction, m2 < 0 ? opmath_t(0) : m2}, tile.shares);
   }
 };
 
