@@ -6,10 +6,10 @@
 //   outputs, needed_outputs   tensors written; those past the needed ones may be null and then are not
 //   unroll, at_once           items a thread has in flight; whether it takes them up all at once or one by one
 //   much_arithmetic           whether it needs many registers for intermediate results
-//   reduces, Value            whether, and to what, a channel is reduced
+//   reduces, Value, Sum       whether, and to what, a channel is reduced, and what a thread sums up towards it
 //   Channel, channel(c)       what an element needs to know of its channel
-//   tile<items, width>(channel, in, out, value, tile)
-//                             the work: `width` elements of one channel from each of `items` items. `value` takes up
+//   tile<items, width>(channel, in, out, sum, tile)
+//                             the work: `width` elements of one channel from each of `items` items. `sum` takes up
 //                             those that the tile `has`; the others are zero, and what becomes of them is dropped.
 //
 // Outputs may be the memory of inputs (kernels.h). A thread loads its elements from all inputs before it stores any of
@@ -40,32 +40,18 @@ using Mask = uint32_t;
 template <int width>
 constexpr Mask all_elements = (Mask(1) << width) - 1;
 
-// `items` items, `width` elements each as far as their masks say, at least one in all. `count` elements were seen so
-// far, to which they add.
-template <typename opmath_t, int items, int width>
+// `items` items, `width` elements each as far as their masks say, at least one in all; the thread's `first` or not.
+template <int items, int width>
 struct Tile {
-  Mask masks[items];
-  opmath_t inverse_count;
-  Shares<opmath_t> shares;
-
-  __device__ __forceinline__ Tile(const Mask* masks_, opmath_t& count)
-      : Tile(masks_, static_cast<opmath_t>(elements(masks_)), count) {}
+  const Mask* masks;
+  bool first;
 
   __device__ __forceinline__ bool has(int e) const { return (masks[e / width] >> (e % width) & 1) != 0; }
-
-  __device__ __forceinline__ static int elements(const Mask* masks) {
+  __device__ __forceinline__ int elements() const {
     int sum = 0;
 #pragma unroll
     for (int i = 0; i < items; ++i) sum += __popc(masks[i]);
     return sum;
-  }
-
- private:
-  __device__ __forceinline__ Tile(const Mask* masks_, opmath_t added, opmath_t& count)
-      : inverse_count(1 / added), shares(count, added) {
-#pragma unroll
-    for (int i = 0; i < items; ++i) masks[i] = masks_[i];
-    count += added;
   }
 };
 
@@ -73,7 +59,7 @@ template <typename opmath_t>
 struct NoValue {};
 
 template <typename Op>
-using ChannelPartial = Partial<Op::template Value, typename Op::opmath_t>;
+using ChannelPartial = Partial<Op::template Value>;
 
 // Activations that take more than a multiplication. They are bound by arithmetic rather than by memory.
 template <typename Act>
@@ -213,8 +199,8 @@ template <int items, int elements, int width, typename Op>
 __device__ __forceinline__ void take(const Op& op, const typename Op::Channel& channel,
                                      const Item<typename Op::scalar_t, width, Op::inputs>* in,
                                      Item<typename Op::scalar_t, width, Op::outputs>* out, int at,
-                                     typename Op::template Value<typename Op::opmath_t>& value,
-                                     const Tile<typename Op::opmath_t, items, elements>& tile) {
+                                     typename Op::template Sum<typename Op::opmath_t>& sum,
+                                     const Tile<items, elements>& tile) {
   Elements<typename Op::scalar_t, Op::inputs, items * elements> all_in;
   Elements<typename Op::scalar_t, Op::outputs, items * elements> all_out;
 #pragma unroll
@@ -222,7 +208,7 @@ __device__ __forceinline__ void take(const Op& op, const typename Op::Channel& c
 #pragma unroll
     for (int k = 0; k < Op::inputs; ++k) all_in[k][e] = in[e / elements][k].get(at + e % elements);
   }
-  op.template tile<items, elements>(channel, all_in, all_out, value, tile);
+  op.template tile<items, elements>(channel, all_in, all_out, sum, tile);
 #pragma unroll
   for (int e = 0; e < items * elements; ++e) {
 #pragma unroll

@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(block_threads, resident<Op, 1>)
   const auto first_element = [&](const Cursor& cursor) {
     return p.first_element<width>(cursor, cursor.plane * io.in[0].batch_stride + c * io.in[0].channel_stride);
   };
-  typename Op::template Value<opmath_t> value{};
+  typename Op::template Sum<opmath_t> sum{};
   opmath_t count = 0;
   int64_t item = part * p.tile + threadIdx.x;
   Cursor cursor = p.at(item);
@@ -66,10 +66,11 @@ __global__ void __launch_bounds__(block_threads, resident<Op, 1>)
     cursor = start;
 #pragma unroll
     for (int u = 0; u < unroll; u += together) {
-      using Together = Tile<opmath_t, together, width>;
-      if (Together::elements(mask + u) > 0) {
+      const Tile<together, width> tile{mask + u, count == 0};
+      if (tile.elements() > 0) {
         Item<scalar_t, width, Op::outputs> out[together] = {};
-        take<together, width, width>(op, channel, in + u, out, 0, value, Together(mask + u, count));
+        take<together, width, width>(op, channel, in + u, out, 0, sum, tile);
+        count += static_cast<opmath_t>(tile.elements());
         store<Op, width>(io, cursor.plane, c, first_element(cursor), mask[u], out[0]);
       }
 #pragma unroll
@@ -78,7 +79,7 @@ __global__ void __launch_bounds__(block_threads, resident<Op, 1>)
     cursor.advance(p.next_tile, p.slots);
   }
   if constexpr (Op::reduces) {
-    const ChannelPartial<Op> merged = merge_block(ChannelPartial<Op>{count, value});
+    const ChannelPartial<Op> merged = merge_block(ChannelPartial<Op>{static_cast<double>(count), sum.result(count)});
     if (threadIdx.x == 0) partials[part * p.channels + c] = merged;
   }
 }

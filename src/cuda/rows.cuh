@@ -12,7 +12,6 @@ __global__ void __launch_bounds__(block_threads, resident<Op, width>)
                 ChannelPartial<Op>* const partials) {
   using scalar_t = typename Op::scalar_t;
   using opmath_t = typename Op::opmath_t;
-  using Value = typename Op::template Value<opmath_t>;
   constexpr int unroll = Op::unroll, together = Op::at_once ? unroll : 1;
   static_assert(together == 1 || Op::outputs == 0);
   const int x = threadIdx.x % p.width, y = threadIdx.x / p.width;
@@ -29,7 +28,7 @@ __global__ void __launch_bounds__(block_threads, resident<Op, width>)
 #pragma unroll
   for (int v = 0; v < width; ++v) channel[v] = shared_channels[x * width + v];
 
-  Value value[width] = {};
+  typename Op::template Sum<opmath_t> sum[width] = {};
   opmath_t count = 0;
   // Threads past the last channel only take part in the synchronisation.
   for (int64_t g = part; g < p.groups && c < p.channels; g += p.parts) {
@@ -44,29 +43,33 @@ __global__ void __launch_bounds__(block_threads, resident<Op, width>)
     }
 #pragma unroll
     for (int u = 0; u < unroll; u += together) {
-      using Together = Tile<opmath_t, together, 1>;
-      if (Together::elements(exists + u) == 0) continue;
-      const Together tile(exists + u, count);
+      const Tile<together, 1> tile{exists + u, count == 0};
+      if (tile.elements() == 0) continue;
       Item<scalar_t, width, Op::outputs> out[together] = {};
 #pragma unroll
-      for (int v = 0; v < width; ++v) take<together, 1, width>(op, channel[v], in + u, out, v, value[v], tile);
+      for (int v = 0; v < width; ++v) take<together, 1, width>(op, channel[v], in + u, out, v, sum[v], tile);
       store<Op, width>(io, row + u * p.height, c, 0, out[0]);
+      count += static_cast<opmath_t>(tile.elements());
     }
   }
 
   if constexpr (Op::reduces) {
+    using Value = typename Op::template Value<double>;
+    Value value[width];
+#pragma unroll
+    for (int v = 0; v < width; ++v) value[v] = sum[v].result(count);
     __shared__ Value values[width][block_threads];
-    __shared__ opmath_t counts[block_threads];
+    __shared__ double counts[block_threads];
 #pragma unroll
     for (int v = 0; v < width; ++v) values[v][threadIdx.x] = value[v];
-    counts[threadIdx.x] = count;
+    double merged = counts[threadIdx.x] = count;
     for (int half = p.first_half; half > 0; half /= 2) {
       __syncthreads();
       const int other = threadIdx.x + half * p.width;
       if (y >= half || y + half >= p.height || counts[other] == 0) continue;
-      const Shares<opmath_t> shares(count, counts[other]);
-      count += counts[other];
-      counts[threadIdx.x] = count;
+      const Shares<double> shares(merged, counts[other]);
+      merged += counts[other];
+      counts[threadIdx.x] = merged;
 #pragma unroll
       for (int v = 0; v < width; ++v) {
         value[v].merge(values[v][other], shares);
@@ -75,7 +78,7 @@ __global__ void __launch_bounds__(block_threads, resident<Op, width>)
     }
     if (y == 0 && c < p.channels) {
 #pragma unroll
-      for (int v = 0; v < width; ++v) partials[part * p.channels + c + v] = {count, value[v]};
+      for (int v = 0; v < width; ++v) partials[part * p.channels + c + v] = {merged, value[v]};
     }
   }
 }

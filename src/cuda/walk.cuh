@@ -23,8 +23,8 @@
 //               that is 64 bytes a thread or 48 KB a multiprocessor in flight, where a Hopper's bandwidth times latency
 //               is an estimated 25 KB. Plane order: a warp reads 512 consecutive bytes. Row order: rows of 512 bytes,
 //               or as long as there are channels, several rows to a warp.
-//   reductions  two stages: one partial result per block in scratch memory, merged in double by a small kernel. Neither
-//               uses atomics, so results are the same in every run.
+//   reductions  two stages: one partial result per block in scratch memory, merged by a small kernel. Both merge in
+//               double, and neither uses atomics, so results are the same in every run.
 //   second pass the local ops go through the channels of a plane-ordered tensor group by group, each group small enough
 //               to stay in the second-level cache between its two passes. Otherwise the second pass walks backward:
 //               what the first pass read last is what the cache still holds.
@@ -61,7 +61,7 @@ void reduce(const Extent& extent, const Op& op, const Streams<typename Op::scala
     finish_channels_of(partials.data(), partition.parts, extent.channels, finish);
   };
   if (extent.elements() == 0) {
-    finish_channels_of<Op::template Value, typename Op::opmath_t>(nullptr, 0, extent.channels, finish);
+    finish_channels_of<Op::template Value>(nullptr, 0, extent.channels, finish);
   } else if (extent.order == Order::planes) {
     visit_planes<Op>(extent, io, run);
   } else {
