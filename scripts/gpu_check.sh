@@ -56,7 +56,7 @@ fi
 if step build 200 bash -c build; then
   step tests 240 "$python" -m pytest "${test_options[@]}" --junitxml="$logs/tests.xml" -k cuda tests
   unset OMP_NUM_THREADS
-  step bench 120 "$python" scripts/bench.py --device cuda --quick --out "$out"
+  step bench 120 "$python" scripts/bench.py --device cuda --quick --time-limit 80 --out "$out"
   if ! command -v compute-sanitizer >/dev/null; then
     skip memcheck "there is no compute-sanitizer"
     skip racecheck "there is no compute-sanitizer"

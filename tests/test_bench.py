@@ -243,6 +243,7 @@ def test_cases():
     settings = [FP32, Setting("bf16", "channels_last")]
     cases = make_cases([CORE], settings, quick=True)
     assert len(cases) == 3 * len(QUICK_SHAPES[CORE])
+    assert len(make_cases([CORE], settings, cuda=True, quick=True)) == 5 * len(QUICK_SHAPES[CORE])
     assert all(case == Case.from_record(json.loads(json.dumps(case.record()))) for case in cases)
     x = Case(CORE, (2, 4, 5, 5), settings[1], "relu").random(CPU)
     assert x.dtype == torch.bfloat16
