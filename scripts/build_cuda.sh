@@ -31,11 +31,8 @@ source "$venv/bin/activate"
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 python -c "import torch; assert torch.version.cuda" 2>/dev/null || pip install --quiet torch==2.11.0
 pip install --quiet "setuptools>=77" wheel ninja pybind11 pytest hypothesis numpy expecttest
-# A toolkit of the compiler alone lacks the headers of the libraries that torch's headers name; torch's own wheels bring
-# them.
-for include in "$(python -c "import sysconfig; print(sysconfig.get_path('purelib'))")"/nvidia/cu*/include; do
-  [ -d "$include" ] && export CPATH="${CPATH:+$CPATH:}$include"
-done
+python=python
+source scripts/cuda_headers.sh
 
 tree=${CUDA_TREE:-build/cuda-tree}
 mkdir -p "$tree"

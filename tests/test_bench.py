@@ -187,6 +187,31 @@ def test_batch_search_on_cpu():
     assert found[OURS]["largest_batch"] > found[EAGER]["largest_batch"] > 0
 
 
+@pytest.mark.parametrize("message", ["CUDA out of memory", "GET was unable to find an engine", "another error"])
+def test_batches_that_do_not_fit_a_device(message, monkeypatch):
+    """A device that the host plays, with 1000 bytes."""
+    fractions = []
+    properties = SimpleNamespace(total_memory=1000)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, _: fractions.append(share))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    kind = torch.cuda.OutOfMemoryError if "memory" in message else RuntimeError
+
+    def step():
+        raise kind(message)
+
+    def fits(step):
+        return steps.fits_budget(lambda: SimpleNamespace(step=step), torch.device("cuda", 0), 400)
+
+    assert fits(lambda: None)
+    if message == "another error":
+        with pytest.raises(RuntimeError, match=message):
+            fits(step)
+    else:
+        assert not fits(step)
+    assert fractions == [0.4, 1.0, 0.4, 1.0]
+
+
 def test_nets_have_the_parameters_of_the_nets_they_are_named_after():
     with torch.device("meta"):
         made = {name: recipe.make(NativeNorm, recipe.classes) for name, recipe in nets.NETS.items()}
@@ -218,6 +243,7 @@ def test_cases():
     settings = [FP32, Setting("bf16", "channels_last")]
     cases = make_cases([CORE], settings, quick=True)
     assert len(cases) == 3 * len(QUICK_SHAPES[CORE])
+    assert len(make_cases([CORE], settings, cuda=True, quick=True)) == 5 * len(QUICK_SHAPES[CORE])
     assert all(case == Case.from_record(json.loads(json.dumps(case.record()))) for case in cases)
     x = Case(CORE, (2, 4, 5, 5), settings[1], "relu").random(CPU)
     assert x.dtype == torch.bfloat16

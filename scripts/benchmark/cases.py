@@ -112,7 +112,7 @@ def make_cases(
 ) -> list[Case]:
     """The cases of ``groups``, each in every setting; ``activations`` and ``shapes`` replace those of the groups.
 
-    ``quick`` leaves few shapes, and besides a group's first activation only silu, in the first setting.
+    ``quick`` leaves few shapes, and of activations a group's first, on CUDA also relu, and silu in the first setting.
     """
     settings = list(settings)
     cases = []
@@ -123,7 +123,7 @@ def make_cases(
             if cuda and name != SMALL and shapes is None:
                 batch *= CUDA_BATCH_FACTOR
             for i, activation in enumerate(activations or group.activations):
-                full = not quick or i == 0
+                full = not quick or i == 0 or (cuda and activation == "relu")
                 kept = settings if full else settings[: activation == "silu"]
                 cases += [Case(name, (batch, *rest), setting, activation) for setting in kept]
     return cases

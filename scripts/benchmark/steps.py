@@ -152,6 +152,11 @@ def memory_limit(device: torch.device, budget: int) -> Iterator[None]:
         torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
+def out_of_memory(error: RuntimeError) -> bool:
+    """Also where cuDNN found no algorithm whose workspace could be allocated."""
+    return isinstance(error, torch.cuda.OutOfMemoryError) or "unable to find an engine" in str(error)
+
+
 def fits_budget(make: Callable[[], Training], device: torch.device, budget: int) -> bool:
     """Whether two training steps get by with ``budget`` bytes: on CUDA with the allocator limited to that, on the CPU
     by the allocator's account."""
@@ -166,7 +171,9 @@ def fits_budget(make: Callable[[], Training], device: torch.device, budget: int)
             training.step()
             training.step()
             torch.cuda.synchronize(device)
-        except torch.cuda.OutOfMemoryError:
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
             fits = False
         training = None  # type: ignore[assignment]
         gc.collect()

@@ -19,7 +19,7 @@ from benchmark import cuda, malloc, overhead, peer
 from benchmark.cases import CORE, Case, Setting, make_cases
 from benchmark.contenders import COMPILE, EAGER, FLOOR, NO_CUDNN, OURS, PEER, make_iterations, scaling_iterations
 from benchmark.nets import NETS
-from benchmark.steps import measure_net
+from benchmark.steps import measure_net, out_of_memory
 from benchmark.timing import PHASES, Sample, interleaved, phase_quartiles, ratio_quartiles
 
 GRAPH_BYTES = 8 << 20
@@ -196,7 +196,9 @@ class Worker:
                     continue
                 try:
                     measured = measure_net(recipe, setting, batch, size, self.device, self.args.steps, budget)
-                except torch.cuda.OutOfMemoryError:
+                except RuntimeError as error:
+                    if not out_of_memory(error):
+                        raise
                     self.skipped.append(f"net {name} {setting}: {batch} images of {size} do not fit")
                     continue
                 yield {

@@ -14,6 +14,8 @@ struct Reduce {
   static constexpr bool at_once = false, reduces = true, much_arithmetic = heavy<Act>;
   template <typename T>
   using Value = Sums<T>;
+  template <typename T>
+  using Sum = Sums<T>;
   struct Channel {
     opmath_t beta, inverse_gamma;
   };
@@ -25,27 +27,21 @@ struct Reduce {
 
   template <int items, int width>
   __device__ __forceinline__ void tile(const Channel& channel, const Elements<scalar_t, inputs, items * width>& in,
-                                       Elements<scalar_t, outputs, items * width>& out, Value<opmath_t>& value,
-                                       const Taken<opmath_t, items>& taken) const {
-    Value<opmath_t> sums{};
+                                       Elements<scalar_t, outputs, items * width>& out, Sum<opmath_t>& sum,
+                                       const Tile<items, width>&) const {
 #pragma unroll
-    for (int i = 0; i < items; ++i) {
-      if (!taken.item[i]) continue;
-#pragma unroll
-      for (int e = i * width; e < (i + 1) * width; ++e) {
-        opmath_t y, dy;
-        act.inverse(in[0][e], static_cast<opmath_t>(in[1][e]), y, dy);
-        if constexpr (with_residual) y -= static_cast<opmath_t>(in[2][e]);
-        const opmath_t centred = y - channel.beta;
-        sums.dy += dy;
-        sums.dy_centred += dy * centred;
-        if constexpr (stores) {
-          out[0][e] = static_cast<scalar_t>(centred * channel.inverse_gamma);
-          out[1][e] = static_cast<scalar_t>(dy);
-        }
+    for (int e = 0; e < items * width; ++e) {
+      opmath_t y, dy;
+      act.inverse(in[0][e], static_cast<opmath_t>(in[1][e]), y, dy);
+      if constexpr (with_residual) y -= static_cast<opmath_t>(in[2][e]);
+      const opmath_t centred = y - channel.beta;
+      sum.dy += dy;
+      sum.dy_centred += dy * centred;
+      if constexpr (stores) {
+        out[0][e] = static_cast<scalar_t>(centred * channel.inverse_gamma);
+        out[1][e] = static_cast<scalar_t>(dy);
       }
     }
-    value.merge(sums, taken.shares);
   }
 };
 
@@ -68,6 +64,8 @@ struct Combine {
   static constexpr bool at_once = false, reduces = false, much_arithmetic = false;
   template <typename T>
   using Value = NoValue<T>;
+  template <typename T>
+  using Sum = NoValue<T>;
   using Channel = Combination<opmath_t>;
 
   ChannelVector<scalar_t> var;
@@ -82,15 +80,11 @@ struct Combine {
 
   template <int items, int width>
   __device__ __forceinline__ void tile(const Channel& channel, const Elements<scalar_t, inputs, items * width>& in,
-                                       Elements<scalar_t, outputs, items * width>& out, Value<opmath_t>&,
-                                       const Taken<opmath_t, items>& taken) const {
+                                       Elements<scalar_t, outputs, items * width>& out, Sum<opmath_t>&,
+                                       const Tile<items, width>&) const {
 #pragma unroll
-    for (int i = 0; i < items; ++i) {
-      if (!taken.item[i]) continue;
-#pragma unroll
-      for (int e = i * width; e < (i + 1) * width; ++e) {
-        out[0][e] = static_cast<scalar_t>(channel(static_cast<opmath_t>(in[1][e]), static_cast<opmath_t>(in[0][e])));
-      }
+    for (int e = 0; e < items * width; ++e) {
+      out[0][e] = static_cast<scalar_t>(channel(static_cast<opmath_t>(in[1][e]), static_cast<opmath_t>(in[0][e])));
     }
   }
 };
@@ -105,6 +99,8 @@ struct InvertAndCombine {
   static constexpr bool at_once = false, reduces = false, much_arithmetic = heavy<Act>;
   template <typename T>
   using Value = NoValue<T>;
+  template <typename T>
+  using Sum = NoValue<T>;
   using Channel = Combination<opmath_t>;
 
   const Combination<opmath_t>* combinations;
@@ -114,21 +110,17 @@ struct InvertAndCombine {
 
   template <int items, int width>
   __device__ __forceinline__ void tile(const Channel& channel, const Elements<scalar_t, inputs, items * width>& in,
-                                       Elements<scalar_t, outputs, items * width>& out, Value<opmath_t>&,
-                                       const Taken<opmath_t, items>& taken) const {
+                                       Elements<scalar_t, outputs, items * width>& out, Sum<opmath_t>&,
+                                       const Tile<items, width>&) const {
 #pragma unroll
-    for (int i = 0; i < items; ++i) {
-      if (!taken.item[i]) continue;
-#pragma unroll
-      for (int e = i * width; e < (i + 1) * width; ++e) {
-        opmath_t y, dy;
-        act.inverse(in[0][e], static_cast<opmath_t>(in[1][e]), y, dy);
-        if constexpr (with_residual) {
-          y -= static_cast<opmath_t>(in[2][e]);
-          out[1][e] = static_cast<scalar_t>(dy);
-        }
-        out[0][e] = static_cast<scalar_t>(channel(dy, y));
+    for (int e = 0; e < items * width; ++e) {
+      opmath_t y, dy;
+      act.inverse(in[0][e], static_cast<opmath_t>(in[1][e]), y, dy);
+      if constexpr (with_residual) {
+        y -= static_cast<opmath_t>(in[2][e]);
+        out[1][e] = static_cast<scalar_t>(dy);
       }
+      out[0][e] = static_cast<scalar_t>(channel(dy, y));
     }
   }
 };
@@ -150,7 +142,7 @@ struct StoreSums {
   Affine<scalar_t> affine;
   at::opmath_type<scalar_t>*sum_dy, *sum_xhat_dy;
 
-  __device__ void operator()(int64_t c, const Partial<Sums, double>& partial) const {
+  __device__ void operator()(int64_t c, const Partial<Sums>& partial) const {
     using opmath_t = at::opmath_type<scalar_t>;
     sum_dy[c] = static_cast<opmath_t>(partial.value.dy);
     sum_xhat_dy[c] = static_cast<opmath_t>(partial.value.dy_centred / static_cast<double>(affine.gamma(c)));
@@ -167,7 +159,7 @@ struct StoreCombination {
   double count;
   Combination<opmath_t>* combinations;
 
-  __device__ void operator()(int64_t c, const Partial<Sums, double>& partial) const {
+  __device__ void operator()(int64_t c, const Partial<Sums>& partial) const {
     const auto gamma = static_cast<double>(affine.gamma(c)), beta = static_cast<double>(affine.beta(c));
     const auto inv_std = static_cast<double>(affine.inv_std(var.load(c)));
     const double sum_dy = partial.value.dy, sum_xhat_dy = partial.value.dy_centred / gamma;
@@ -217,7 +209,7 @@ void local_backward(const LocalBackwardArgs<scalar_t>& args) {
         reduce(extent, Reduce<scalar_t, decltype(act), with_residual(), false>{affine, act},
                {{io.in[0], io.in[1], io.in[2]}, {}}, finish);
       } else {
-        finish_channels_of<Sums, opmath_t>(nullptr, 0, extent.channels, finish);
+        finish_channels_of<Sums>(nullptr, 0, extent.channels, finish);
       }
       if (writes)
         apply(extent, InvertAndCombine<scalar_t, decltype(act), with_residual()>{combinations.data() + c, act}, io);

@@ -6,11 +6,11 @@
 //   outputs, needed_outputs   tensors written; those past the needed ones may be null and then are not
 //   unroll, at_once           items a thread has in flight; whether it takes them up all at once or one by one
 //   much_arithmetic           whether it needs many registers for intermediate results
-//   reduces, Value            whether, and to what, a channel is reduced
+//   reduces, Value, Sum       whether, and to what, a channel is reduced, and what a thread sums up towards it
 //   Channel, channel(c)       what an element needs to know of its channel
-//   tile<items, width>(channel, in, out, value, taken)
-//                             the work: `width` elements of one channel from each of `items` items, of which those
-//                             `taken` exist. `value` takes them up.
+//   tile<items, width>(channel, in, out, sum, tile)
+//                             the work: `width` elements of one channel from each of `items` items. `sum` takes up
+//                             those that the tile `has`; the others are zero, and what becomes of them is dropped.
 //
 // Outputs may be the memory of inputs (kernels.h). A thread loads its elements from all inputs before it stores any of
 // their outputs, and no other thread touches these elements. Pointers are not `__restrict__`, and loads are plain,
@@ -34,31 +34,24 @@ struct Streams {
 template <typename scalar_t, int streams, int elements>
 using Elements = scalar_t[streams == 0 ? 1 : streams][elements];
 
-// Which items exist, at least one, and how they weigh against the `count` values seen so far, which is advanced.
-template <typename opmath_t, int items>
-struct Taken {
-  bool item[items];
-  opmath_t inverse_count;
-  Shares<opmath_t> shares;
+// Which elements of an item there are: bit i for element i.
+using Mask = uint32_t;
 
-  // Items `at, at + 1, ...` of those that `exist`, `each` values per item.
-  template <int all>
-  INPLACE_ABN_INLINE Taken(const bool (&exist)[all], int at, int each, opmath_t& count)
-      : Taken(exist, at, static_cast<opmath_t>(each * how_many(exist, at)), count) {}
+template <int width>
+constexpr Mask all_elements = (Mask(1) << width) - 1;
 
-  template <int all>
-  INPLACE_ABN_INLINE static int how_many(const bool (&exist)[all], int at) {
+// `items` items, `width` elements each as far as their masks say, at least one in all; the thread's `first` or not.
+template <int items, int width>
+struct Tile {
+  const Mask* masks;
+  bool first;
+
+  __device__ __forceinline__ bool has(int e) const { return (masks[e / width] >> (e % width) & 1) != 0; }
+  __device__ __forceinline__ int elements() const {
     int sum = 0;
-    for (int i = 0; i < items; ++i) sum += exist[at + i] ? 1 : 0;
+#pragma unroll
+    for (int i = 0; i < items; ++i) sum += __popc(masks[i]);
     return sum;
-  }
-
- private:
-  template <int all>
-  INPLACE_ABN_INLINE Taken(const bool (&exist)[all], int at, opmath_t values, opmath_t& count)
-      : inverse_count(1 / values), shares(count, values) {
-    for (int i = 0; i < items; ++i) item[i] = exist[at + i];
-    count += values;
   }
 };
 
@@ -66,7 +59,7 @@ template <typename opmath_t>
 struct NoValue {};
 
 template <typename Op>
-using ChannelPartial = Partial<Op::template Value, typename Op::opmath_t>;
+using ChannelPartial = Partial<Op::template Value>;
 
 // Activations that take more than a multiplication. They are bound by arithmetic rather than by memory.
 template <typename Act>
@@ -79,11 +72,10 @@ template <typename scalar_t>
 constexpr bool heavy<PlainRelu<scalar_t>> = false;
 
 // Blocks that a multiprocessor holds at least, which bounds the registers of a thread: 3 blocks to 80, 2 to 128, which
-// is what doubles need, and the values of several channels together with many streams or much arithmetic.
+// is what doubles need, five streams, and the values of many channels with three streams or much arithmetic.
 template <typename Op, int channels>
-constexpr bool wide = channels > 4   ? Op::inputs > 2 || Op::outputs > 1 || Op::much_arithmetic
-                      : channels > 1 ? Op::inputs + Op::outputs > 4
-                                     : false;
+constexpr bool wide =
+    channels > 4 ? Op::inputs > 2 || Op::outputs > 1 || Op::much_arithmetic : Op::inputs + Op::outputs > 4;
 template <typename Op, int channels>
 constexpr int resident = sizeof(typename Op::opmath_t) == sizeof(double) || wide<Op, channels> ? 2 : resident_blocks;
 
@@ -163,13 +155,52 @@ __device__ __forceinline__ void store(const Streams<typename Op::scalar_t>& io, 
   }
 }
 
+// The same for an item of which there may be a part only: missing elements are read as zero, and not written.
+template <typename Op, int width>
+__device__ __forceinline__ void load(const Streams<typename Op::scalar_t>& io, int64_t batch, int64_t channel,
+                                     int64_t element, Mask mask, Item<typename Op::scalar_t, width, Op::inputs>& in) {
+  if (mask == all_elements<width>) {
+    load<Op, width>(io, batch, channel, element, in);
+  } else if constexpr (width > 1) {
+    if (mask == 0) return;
+#pragma unroll
+    for (int k = 0; k < Op::inputs; ++k) {
+      const auto* from = locate(io.in[k], batch, channel, element);
+      in[k] = {};
+#pragma unroll
+      for (int i = 0; i < width; ++i) {
+        if ((mask >> i & 1) != 0) in[k].set(i, from[i]);
+      }
+    }
+  }
+}
+
+template <typename Op, int width>
+__device__ __forceinline__ void store(const Streams<typename Op::scalar_t>& io, int64_t batch, int64_t channel,
+                                      int64_t element, Mask mask,
+                                      const Item<typename Op::scalar_t, width, Op::outputs>& out) {
+  if (mask == all_elements<width>) {
+    store<Op, width>(io, batch, channel, element, out);
+  } else if constexpr (width > 1) {
+#pragma unroll
+    for (int k = 0; k < Op::outputs; ++k) {
+      if (k >= Op::needed_outputs && io.out[k].data == nullptr) continue;
+      auto* to = locate(io.out[k], batch, channel, element);
+#pragma unroll
+      for (int i = 0; i < width; ++i) {
+        if ((mask >> i & 1) != 0) to[i] = out[k].get(i);
+      }
+    }
+  }
+}
+
 // Hands elements `at ... at + elements - 1` of each of `items` items to the op.
 template <int items, int elements, int width, typename Op>
 __device__ __forceinline__ void take(const Op& op, const typename Op::Channel& channel,
                                      const Item<typename Op::scalar_t, width, Op::inputs>* in,
                                      Item<typename Op::scalar_t, width, Op::outputs>* out, int at,
-                                     typename Op::template Value<typename Op::opmath_t>& value,
-                                     const Taken<typename Op::opmath_t, items>& taken) {
+                                     typename Op::template Sum<typename Op::opmath_t>& sum,
+                                     const Tile<items, elements>& tile) {
   Elements<typename Op::scalar_t, Op::inputs, items * elements> all_in;
   Elements<typename Op::scalar_t, Op::outputs, items * elements> all_out;
 #pragma unroll
@@ -177,7 +208,7 @@ __device__ __forceinline__ void take(const Op& op, const typename Op::Channel& c
 #pragma unroll
     for (int k = 0; k < Op::inputs; ++k) all_in[k][e] = in[e / elements][k].get(at + e % elements);
   }
-  op.template tile<items, elements>(channel, all_in, all_out, value, taken);
+  op.template tile<items, elements>(channel, all_in, all_out, sum, tile);
 #pragma unroll
   for (int e = 0; e < items * elements; ++e) {
 #pragma unroll

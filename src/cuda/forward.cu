@@ -14,6 +14,8 @@ struct Transform {
   static constexpr bool at_once = false, reduces = false, much_arithmetic = heavy<Act>;
   template <typename T>
   using Value = NoValue<T>;
+  template <typename T>
+  using Sum = NoValue<T>;
   struct Channel {
     opmath_t mean, scale, beta;
   };
@@ -28,17 +30,13 @@ struct Transform {
 
   template <int items, int width>
   __device__ __forceinline__ void tile(const Channel& channel, const Elements<scalar_t, inputs, items * width>& in,
-                                       Elements<scalar_t, outputs, items * width>& out, Value<opmath_t>&,
-                                       const Taken<opmath_t, items>& taken) const {
+                                       Elements<scalar_t, outputs, items * width>& out, Sum<opmath_t>&,
+                                       const Tile<items, width>&) const {
 #pragma unroll
-    for (int i = 0; i < items; ++i) {
-      if (!taken.item[i]) continue;
-#pragma unroll
-      for (int e = i * width; e < (i + 1) * width; ++e) {
-        opmath_t y = (static_cast<opmath_t>(in[0][e]) - channel.mean) * channel.scale + channel.beta;
-        if constexpr (with_residual) y += static_cast<opmath_t>(in[1][e]);
-        out[0][e] = act.forward(y);
-      }
+    for (int e = 0; e < items * width; ++e) {
+      opmath_t y = (static_cast<opmath_t>(in[0][e]) - channel.mean) * channel.scale + channel.beta;
+      if constexpr (with_residual) y += static_cast<opmath_t>(in[1][e]);
+      out[0][e] = act.forward(y);
     }
   }
 };

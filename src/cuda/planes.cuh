@@ -21,6 +21,18 @@ __device__ P merge_block(P partial) {
   return partial;
 }
 
+// Which of the `width` elements from `first` are in a plane of `space`.
+template <int width>
+__device__ __forceinline__ Mask elements_inside(int64_t first, int64_t space) {
+  Mask mask = all_elements<width>;
+  if constexpr (width > 1) {
+    if (first < 0) mask &= mask << -first;
+    const int64_t left = space - first;
+    if (left < width) mask &= (Mask(1) << (left < 0 ? 0 : left)) - 1;
+  }
+  return mask;
+}
+
 template <typename Op, int width>
 __global__ void __launch_bounds__(block_threads, resident<Op, 1>)
     planes_kernel(const int64_t first_block, const Op op, const Streams<typename Op::scalar_t> io,
@@ -36,62 +48,44 @@ __global__ void __launch_bounds__(block_threads, resident<Op, 1>)
   const auto first_element = [&](const Cursor& cursor) {
     return p.first_element<width>(cursor, cursor.plane * io.in[0].batch_stride + c * io.in[0].channel_stride);
   };
-  const auto is_whole = [&](int64_t first) { return width == 1 || (first >= 0 && first + width <= p.space); };
-  typename Op::template Value<opmath_t> value{};
+  typename Op::template Sum<opmath_t> sum{};
   opmath_t count = 0;
   int64_t item = part * p.tile + threadIdx.x;
   Cursor cursor = p.at(item);
   for (; item < p.items; item += p.parts * p.tile) {
     const Cursor start = cursor;
     Item<scalar_t, width, Op::inputs> in[unroll];
-    bool whole[unroll], ragged = false;
+    Mask mask[unroll];
 #pragma unroll
     for (int u = 0; u < unroll; ++u) {
       const int64_t first = first_element(cursor);
-      const bool exists = item + u * p.threads < p.items;
-      whole[u] = exists && is_whole(first);
-      ragged |= exists && !whole[u];
-      if (whole[u]) load<Op, width>(io, cursor.plane, c, first, in[u]);
+      mask[u] = item + u * p.threads < p.items ? elements_inside<width>(first, p.space) : 0;
+      load<Op, width>(io, cursor.plane, c, first, mask[u], in[u]);
       cursor.advance(p.next_item, p.slots);
     }
     cursor = start;
 #pragma unroll
     for (int u = 0; u < unroll; u += together) {
-      if (Taken<opmath_t, together>::how_many(whole, u) > 0) {
-        const Taken<opmath_t, together> taken(whole, u, width, count);
+      const Tile<together, width> tile{mask + u, count == 0};
+      if (tile.elements() > 0) {
         Item<scalar_t, width, Op::outputs> out[together] = {};
-        take<together, width, width>(op, channel, in + u, out, 0, value, taken);
-        store<Op, width>(io, cursor.plane, c, first_element(cursor), out[0]);
+        take<together, width, width>(op, channel, in + u, out, 0, sum, tile);
+        count += static_cast<opmath_t>(tile.elements());
+        store<Op, width>(io, cursor.plane, c, first_element(cursor), mask[u], out[0]);
       }
 #pragma unroll
       for (int i = 0; i < together; ++i) cursor.advance(p.next_item, p.slots);
     }
     cursor.advance(p.next_tile, p.slots);
-    if (!ragged) continue;
-    Cursor again = start;
-#pragma unroll 1
-    for (int u = 0; u < unroll && item + u * p.threads < p.items; ++u) {
-      const int64_t first = first_element(again), past = first + width < p.space ? first + width : p.space;
-#pragma unroll 1
-      for (int64_t i = is_whole(first) ? past : first < 0 ? 0 : first; i < past; ++i) {
-        Item<scalar_t, 1, Op::inputs> in_one;
-        Item<scalar_t, 1, Op::outputs> out_one;
-        load<Op, 1>(io, again.plane, c, i, in_one);
-        const Taken<opmath_t, 1> taken({true}, 0, 1, count);
-        take<1, 1, 1>(op, channel, &in_one, &out_one, 0, value, taken);
-        store<Op, 1>(io, again.plane, c, i, out_one);
-      }
-      again.advance(p.next_item, p.slots);
-    }
   }
   if constexpr (Op::reduces) {
-    const ChannelPartial<Op> merged = merge_block(ChannelPartial<Op>{count, value});
+    const ChannelPartial<Op> merged = merge_block(ChannelPartial<Op>{static_cast<double>(count), sum.result(count)});
     if (threadIdx.x == 0) partials[part * p.channels + c] = merged;
   }
 }
 
 // Calls f(kernel, partition) with the kernel of the width in which all tensors can be accessed: by vectors, where they
-// all are equally far past a multiple of 16 bytes, plane by plane.
+// all are equally far past a multiple of 16 bytes, plane by plane, and planes have room for a vector.
 template <typename Op, typename F>
 void visit_planes(const Extent& extent, const Streams<typename Op::scalar_t>& io, const F& f) {
   constexpr int width = vector_width<typename Op::scalar_t>;
@@ -105,7 +99,7 @@ void visit_planes(const Extent& extent, const Streams<typename Op::scalar_t>& io
                    extent.channels == 1 ? 0 : view.channel_stride % width};
   };
   const Offsets first = offsets(io.in[0]);
-  bool agree = true;
+  bool agree = extent.space >= width;
   for_each_view(io, [&](const auto& view) { agree = agree && offsets(view) == first; });
   if (agree) {
     const bool even = first == Offsets{0, 0, 0};

@@ -12,7 +12,6 @@ __global__ void __launch_bounds__(block_threads, resident<Op, width>)
                 ChannelPartial<Op>* const partials) {
   using scalar_t = typename Op::scalar_t;
   using opmath_t = typename Op::opmath_t;
-  using Value = typename Op::template Value<opmath_t>;
   constexpr int unroll = Op::unroll, together = Op::at_once ? unroll : 1;
   static_assert(together == 1 || Op::outputs == 0);
   const int x = threadIdx.x % p.width, y = threadIdx.x / p.width;
@@ -29,43 +28,48 @@ __global__ void __launch_bounds__(block_threads, resident<Op, width>)
 #pragma unroll
   for (int v = 0; v < width; ++v) channel[v] = shared_channels[x * width + v];
 
-  Value value[width] = {};
+  typename Op::template Sum<opmath_t> sum[width] = {};
   opmath_t count = 0;
   // Threads past the last channel only take part in the synchronisation.
   for (int64_t g = part; g < p.groups && c < p.channels; g += p.parts) {
     // A second pass goes backward: what the first pass read last is still in the cache.
     const int64_t row = (Op::reduces ? g : p.groups - 1 - g) * unroll * p.height + y;
     Item<scalar_t, width, Op::inputs> in[unroll];
-    bool exists[unroll];
+    Mask exists[unroll];
 #pragma unroll
     for (int u = 0; u < unroll; ++u) {
-      exists[u] = row + u * p.height < p.rows;
-      if (exists[u]) load<Op, width>(io, row + u * p.height, c, 0, in[u]);
+      exists[u] = row + u * p.height < p.rows ? 1 : 0;
+      if (exists[u] != 0) load<Op, width>(io, row + u * p.height, c, 0, in[u]);
     }
 #pragma unroll
     for (int u = 0; u < unroll; u += together) {
-      if (Taken<opmath_t, together>::how_many(exists, u) == 0) continue;
-      const Taken<opmath_t, together> taken(exists, u, 1, count);
+      const Tile<together, 1> tile{exists + u, count == 0};
+      if (tile.elements() == 0) continue;
       Item<scalar_t, width, Op::outputs> out[together] = {};
 #pragma unroll
-      for (int v = 0; v < width; ++v) take<together, 1, width>(op, channel[v], in + u, out, v, value[v], taken);
+      for (int v = 0; v < width; ++v) take<together, 1, width>(op, channel[v], in + u, out, v, sum[v], tile);
       store<Op, width>(io, row + u * p.height, c, 0, out[0]);
+      count += static_cast<opmath_t>(tile.elements());
     }
   }
 
   if constexpr (Op::reduces) {
+    using Value = typename Op::template Value<double>;
+    Value value[width];
+#pragma unroll
+    for (int v = 0; v < width; ++v) value[v] = sum[v].result(count);
     __shared__ Value values[width][block_threads];
-    __shared__ opmath_t counts[block_threads];
+    __shared__ double counts[block_threads];
 #pragma unroll
     for (int v = 0; v < width; ++v) values[v][threadIdx.x] = value[v];
-    counts[threadIdx.x] = count;
+    double merged = counts[threadIdx.x] = count;
     for (int half = p.first_half; half > 0; half /= 2) {
       __syncthreads();
       const int other = threadIdx.x + half * p.width;
       if (y >= half || y + half >= p.height || counts[other] == 0) continue;
-      const Shares<opmath_t> shares(count, counts[other]);
-      count += counts[other];
-      counts[threadIdx.x] = count;
+      const Shares<double> shares(merged, counts[other]);
+      merged += counts[other];
+      counts[threadIdx.x] = merged;
 #pragma unroll
       for (int v = 0; v < width; ++v) {
         value[v].merge(values[v][other], shares);
@@ -74,7 +78,7 @@ __global__ void __launch_bounds__(block_threads, resident<Op, width>)
     }
     if (y == 0 && c < p.channels) {
 #pragma unroll
-      for (int v = 0; v < width; ++v) partials[part * p.channels + c + v] = {count, value[v]};
+      for (int v = 0; v < width; ++v) partials[part * p.channels + c + v] = {merged, value[v]};
     }
   }
 }

@@ -4,8 +4,7 @@
 namespace inplace_abn::cuda {
 namespace {
 
-// A thread's tile is centred on its own mean before it is squared, and tiles are merged by Chan's formula: the digits
-// of the variance survive however far the mean is from zero.
+// Few instructions per element, for these are what bounds it in 16 bits.
 template <typename scalar_type>
 struct Statistics {
   using scalar_t = scalar_type;
@@ -15,37 +14,30 @@ struct Statistics {
   static constexpr bool at_once = true, reduces = true, much_arithmetic = false;
   template <typename T>
   using Value = Moments<T>;
+  template <typename T>
+  using Sum = ShiftedSums<T>;
   struct Channel {};
 
   __device__ Channel channel(int64_t) const { return {}; }
 
   template <int items, int width>
   __device__ __forceinline__ void tile(const Channel&, const Elements<scalar_t, inputs, items * width>& in,
-                                       Elements<scalar_t, outputs, items * width>&, Value<opmath_t>& value,
-                                       const Taken<opmath_t, items>& taken) const {
-    const auto for_each = [&](const auto& f) {
+                                       Elements<scalar_t, outputs, items * width>&, Sum<opmath_t>& sum,
+                                       const Tile<items, width>& tile) const {
+    if (tile.first) {
+      opmath_t total = 0;
 #pragma unroll
-      for (int i = 0; i < items; ++i) {
-        if (!taken.item[i]) continue;
+      for (int e = 0; e < items * width; ++e) total += tile.has(e) ? static_cast<opmath_t>(in[0][e]) : opmath_t(0);
+      sum.pivot = total / static_cast<opmath_t>(tile.elements());
+    }
 #pragma unroll
-        for (int w = 0; w < width; ++w) f(static_cast<opmath_t>(in[0][i * width + w]));
-      }
-    };
-    opmath_t sum = 0, deviation = 0, square = 0;
-    for_each([&](opmath_t x) { sum += x; });
-    const opmath_t mean = sum * taken.inverse_count;
-    for_each([&](opmath_t x) {
-      const opmath_t d = x - mean;
-      deviation += d;
-      square += d * d;
-    });
-    // Rounding leaves the mean a little off; its correction is exact to first order.
-    const opmath_t correction = deviation * taken.inverse_count, m2 = square - deviation * correction;
-    value.merge({mean + correction, m2 < 0 ? opmath_t(0) : m2}, taken.shares);
+    for (int e = 0; e < items * width; ++e) {
+      if (tile.has(e)) sum.add(static_cast<opmath_t>(in[0][e]));
+    }
   }
 };
 
-INPLACE_ABN_INLINE double variance(const Partial<Moments, double>& partial) {
+INPLACE_ABN_INLINE double variance(const Partial<Moments>& partial) {
   return partial.count == 0 ? 0 : partial.value.m2 / partial.count;
 }
 
@@ -55,7 +47,7 @@ struct StoreMoments {
   RunningUpdate<scalar_t> running;
   double count;
 
-  __device__ void operator()(int64_t c, const Partial<Moments, double>& partial) const {
+  __device__ void operator()(int64_t c, const Partial<Moments>& partial) const {
     const double batch_mean = partial.value.mean, batch_var = variance(partial);
     mean[c] = static_cast<at::opmath_type<scalar_t>>(batch_mean);
     var[c] = static_cast<at::opmath_type<scalar_t>>(batch_var);
@@ -74,7 +66,7 @@ __global__ void __launch_bounds__(block_threads)
     *args.count = static_cast<opmath_t>(count);
   }
   if (c < args.channels) {
-    Partial<Moments, double> merged{};
+    Partial<Moments> merged{};
     for (int64_t i = 0; i < args.parts; ++i) {
       const opmath_t* part = args.gathered + i * row;
       const auto count = static_cast<double>(part[row - 1]);

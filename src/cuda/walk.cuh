@@ -11,21 +11,20 @@
 //
 // There are two kernels, one per memory order, for any op. An op says what to do with an element, given its channel's
 // values; the kernel brings elements in and out. Both exist for two widths: 16 bytes, and one element, for tensors that
-// do not agree on where 16 bytes start (slices) or whose channels are no multiple of 16 bytes (row order). The ragged
-// ends of planes are walked one by one in either.
+// do not agree on where 16 bytes start (slices) or whose channels are no multiple of 16 bytes (row order). At the
+// ragged ends of planes, where a vector is in the plane in part only, its elements are loaded and stored one by one.
 //
 //   grid        x only, one-dimensional: parts of a channel times channels, or parts of the rows times columns of
 //               channels, see partition.h. Few channels are cut into many parts, so that all multiprocessors work; many
 //               channels are a block each.
-//   block       up to 256 threads of at most 80 registers, which 3 blocks on a multiprocessor can have, 3/8 of the
-//   threads
-//               it could hold; fewer registers would spill. (128 registers and 2 blocks for doubles and a few others.)
+//   block       up to 256 threads of at most 80 registers, so that 3 blocks fit on a multiprocessor, 3/8 of the threads
+//               that it can hold; fewer registers would spill. 128 registers and 2 blocks for doubles and a few others.
 //   loads       each thread first issues all loads of its `unroll` items: 4 for ops with one input, 2 for ops with two,
 //               that is 64 bytes a thread or 48 KB a multiprocessor in flight, where a Hopper's bandwidth times latency
 //               is an estimated 25 KB. Plane order: a warp reads 512 consecutive bytes. Row order: rows of 512 bytes,
 //               or as long as there are channels, several rows to a warp.
-//   reductions  two stages: one partial result per block in scratch memory, merged in double by a small kernel. Neither
-//               uses atomics, so results are the same in every run.
+//   reductions  two stages: one partial result per block in scratch memory, merged by a small kernel. Both merge in
+//               double, and neither uses atomics, so results are the same in every run.
 //   second pass the local ops go through the channels of a plane-ordered tensor group by group, each group small enough
 //               to stay in the second-level cache between its two passes. Otherwise the second pass walks backward:
 //               what the first pass read last is what the cache still holds.
@@ -62,7 +61,7 @@ void reduce(const Extent& extent, const Op& op, const Streams<typename Op::scala
     finish_channels_of(partials.data(), partition.parts, extent.channels, finish);
   };
   if (extent.elements() == 0) {
-    finish_channels_of<Op::template Value, typename Op::opmath_t>(nullptr, 0, extent.channels, finish);
+    finish_channels_of<Op::template Value>(nullptr, 0, extent.channels, finish);
   } else if (extent.order == Order::planes) {
     visit_planes<Op>(extent, io, run);
   } else {
