@@ -6,6 +6,7 @@ never given twice: the recorder holds a weak reference, which keeps the address 
 
 from __future__ import annotations
 
+import copy
 import gc
 import random
 import sys
@@ -257,8 +258,15 @@ class _LocalStatistics(nn.modules.batchnorm._BatchNorm):
 
 @contextmanager
 def preserved(model: nn.Module) -> Iterator[None]:
-    """Gives back buffers, attributes, training flags and the state of random generators as they were."""
-    attributes = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
+    """Gives back buffers, attributes, hooks, training flags and the state of random generators as they were."""
+    attributes = [(module, dict(vars(module))) for module in model.modules()]
+    # Buffers, hooks and submodules are entries of dicts; what models collect is mostly in lists.
+    containers = [
+        (value, copy.copy(value))
+        for _, values in attributes
+        for value in values.values()
+        if isinstance(value, (dict, list, set))
+    ]
     values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     devices = [*{t.device for t in (*model.parameters(), *model.buffers()) if t.device.type == "cuda"}]
     numpy = sys.modules.get("numpy")
@@ -271,13 +279,17 @@ def preserved(model: nn.Module) -> Iterator[None]:
         random.setstate(python_state)
         if numpy:
             numpy.random.set_state(numpy_state)
-        for module, was, buffers in attributes:
+        for module, was in attributes:
             now = vars(module)
             for name in now.keys() - was.keys():
                 del now[name]
             now.update(was)
-            module._buffers.clear()
-            module._buffers.update(buffers)
+        for container, content in containers:
+            if isinstance(container, list):
+                container[:] = content
+            else:
+                container.clear()
+                container.update(content)
         with torch.no_grad():
             for buffer, value in values:
                 if buffer.device.type != "meta" and not torch.equal(buffer, value):
