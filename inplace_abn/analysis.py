@@ -76,9 +76,9 @@ class _Residual:
 def analyze(model: nn.Module, *example_inputs: Any, **kwargs: Any) -> Plan:
     """Tells which BatchNorms of ``model`` can go in place, why the others cannot, and what it saves.
 
-    The model runs once, in training mode, on fake tensors: nothing is computed, no memory is taken, and buffers,
-    attributes, training flags and random generators are left as they were. A model whose forward pass depends on values
-    runs on its real tensors instead.
+    The model runs once in training mode, and once more to see what only evaluation does, on fake tensors: nothing is
+    computed, no memory is taken, and buffers, attributes, hooks, training flags and random generators are left as they
+    were. A model whose forward pass depends on values runs on its real tensors instead.
 
     Args:
         model: any module. BatchNorm1d, 2d, 3d, SyncBatchNorm and timm's BatchNormAct2d are looked at, not subclasses.
@@ -105,7 +105,8 @@ def analyze(model: nn.Module, *example_inputs: Any, **kwargs: Any) -> Plan:
         if isinstance(module, nn.modules.batchnorm._BatchNorm) or is_fused_batch_norm(module)
     }
     unfit = {name: _unfit(module) for name, module in norms.items()}
-    recordings = [record(model, example) for example in several or [Example(*example_inputs, **kwargs)]]
+    examples = several or [Example(*example_inputs, **kwargs)]
+    recordings = [recording for example in examples for recording in record(model, example)]
     return _Decision(model, norms, unfit, recordings).plan()
 
 
@@ -190,9 +191,11 @@ class _Decision:
         finding.identity_reasons = _modified_reasons(recording, y.storage, op)
         finding.identity_bytes = before + finding.size * recording.is_saved(y.storage) - finding.size
         last = y.storage if finding.activation is None else finding.activation.result
-        savers = {recording.saved_by(s): None for s in recording.saves if s.storage == last}
+        savers = {recording.saved_by(s): None for s in recording.saves if s.storage == last and recording.training}
         finding.saved_by = tuple(savers)
-        if not own:
+        if not recording.training:
+            finding.fused_bytes = finding.identity_bytes = 0
+        elif not own:
             gain = "nothing would be gained: autograd does not keep its input"
             finding.fused_reasons.append(gain)
             finding.identity_reasons.append(gain)
@@ -232,7 +235,7 @@ class _Decision:
         module = self.norms[name]
         found = [findings[name] for findings in self.findings if name in findings]
         reasons = list(self.unfit[name])
-        if not found:
+        if not any(name in f for r, f in zip(self.recordings, self.findings, strict=True) if r.training):
             reasons.append("it was not called in the recorded forward pass")
         for finding in found:
             reasons += finding.input_reasons
@@ -281,6 +284,7 @@ class _Decision:
             reasons=_unique(reasons),
             bytes_saved=saved,
             saved_by=saved_by,
+            followed_by=next((f.followed_by for f in found), "") if activation == "identity" else "",
             residual=self._residual(name, reasons),
         )
 
@@ -295,8 +299,6 @@ class _Decision:
         prefix = parent + "." if parent else ""
         if name == parent or not name.startswith(prefix):
             return f"it is in {parent or 'the model'}, which does not contain the BatchNorm"
-        if any(len(recording.calls.get(parent, [])) == 0 for recording in self.recordings):
-            return f"{parent or 'the model'} is not always called"
         try:
             rewrite.rewritten(self.modules[parent], [edit._replace(norm=name.removeprefix(prefix))])
         except rewrite.NotRewritable as error:
@@ -374,7 +376,9 @@ class _Decision:
                 saved += other.size
                 reasons += [f"{partner}: {reason}" for reason in (*other.input_reasons, *self.unfit[partner])]
                 reasons += [f"{partner}: {reason}" for reason in _modified_reasons(recording, other.output, other.op)]
-        if saved <= 0:
+        if not recording.training:
+            saved = 0
+        elif saved <= 0:
             reasons.append("nothing would be gained, because the residual is not kept otherwise")
         parent = recording.ops[touching[0]].module
         finding.residual = _Residual(parent, activation, saved, reasons, partner)
@@ -482,24 +486,21 @@ def _modified_reasons(recording: Recording, z: int, op: int) -> list[str]:
 
 
 def _activation_after(recording: Recording, y: Seen, op: int) -> _Activation | None:
-    """The supported activation that is the first to read y, if one does."""
-    touching = recording.touching(y.storage, op)
+    """The supported activation that reads y, if one does before y is modified."""
     copies: list[int] = []
-    while touching:
-        first = recording.ops[touching[0]]
-        known = _known_activation(first)
-        whole = bool(first.tensors) and math.prod(first.tensors[0].shape) == math.prod(y.shape)
-        if known is not None and whole and first.tensors[0].storage == y.storage:
-            written = y.storage in first.writes
-            if copies and not written:
-                return None
-            result = y.storage if written else first.results[0].storage
-            return _Activation(*known, touching[0], result, tuple(copies))
-        # Autograd copies what an op overwrites but backward needs.
-        if first.name != "clone" or not recording.is_saved(first.results[0].storage) or copies:
+    for i in recording.touching(y.storage, op):
+        reader = recording.ops[i]
+        known = _known_activation(reader)
+        written = y.storage in reader.writes
+        whole = bool(reader.tensors) and math.prod(reader.tensors[0].shape) == math.prod(y.shape)
+        if known is not None and whole:
+            result = y.storage if written else reader.results[0].storage
+            return _Activation(*known, i, result, tuple(copies) if written else ())
+        if written:
             return None
-        copies.append(first.results[0].storage)
-        touching = touching[1:]
+        # Autograd copies what an op overwrites but backward needs.
+        copies = [reader.results[0].storage] if reader.name == "clone" else []
+        copies = [copy for copy in copies if recording.is_saved(copy)]
     return None
 
 

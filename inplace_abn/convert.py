@@ -6,6 +6,7 @@ parameters (which optimizers hold), buffers, hooks, flags and state-dict keys, a
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -34,6 +35,9 @@ class PassedActivation(nn.Module):
             return x
         activated: Tensor = getattr(self, _ORIGINAL).forward(self, x)
         return activated
+
+    def extra_repr(self) -> str:
+        return str(getattr(self, _ORIGINAL).__name__)
 
 
 class NormActivation(nn.Sequential):
@@ -303,7 +307,9 @@ def load_public_state_dict(
     unknown = sorted(set(layers or ()) - outer.keys())
     if unknown:
         raise ValueError(f"inplace_abn.load_public_state_dict: the model has no norms {unknown}")
-    state = dict(state_dict)
+    state = OrderedDict(state_dict)
+    if hasattr(state_dict, "_metadata"):
+        state._metadata = state_dict._metadata  # type: ignore[attr-defined]
     for given, name in outer.items():
         module: Any = norms[name]
         prefix = given + "." if given else ""

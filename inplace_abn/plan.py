@@ -45,6 +45,8 @@ class Layer:
     """Activation memory that the forward pass holds for backward natively, but not in place."""
     saved_by: tuple[str, ...] = ()
     """The ops that keep its output, or its activation's, for backward."""
+    followed_by: str = ""
+    """The op that reads its output first, if that is not the activation."""
     residual: Residual | None = None
 
     @property

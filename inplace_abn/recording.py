@@ -103,6 +103,7 @@ class Save:
 class Recording:
     """What was observed in one forward pass."""
 
+    training: bool = True
     ops: list[Op] = field(default_factory=list)
     calls: dict[str, list[Call]] = field(default_factory=dict)
     saves: list[Save] = field(default_factory=list)
@@ -229,9 +230,14 @@ class _Recorder(TorchDispatchMode):
 
     def finish(self, result: Any) -> None:
         self.recording.outputs = {self.storage(t) for t in tensors_in(result)}
-        if any(not reference.expired() for reference in self._references):
+        known = self.recording.outputs | self.recording.inputs | self.recording.state
+        if self._alive() - known:
+            # Cycles hold what nobody can reach.
             gc.collect()
-        self.recording.alive = {i for i, reference in enumerate(self._references) if not reference.expired()}
+        self.recording.alive = self._alive()
+
+    def _alive(self) -> set[int]:
+        return {i for i, reference in enumerate(self._references) if not reference.expired()}
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -310,6 +316,7 @@ def _local_statistics(model: nn.Module) -> Iterator[None]:
 
 def _run(model: nn.Module, example: Example, fake: bool) -> Recording:
     recorder = _Recorder()
+    recorder.recording.training = model.training
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     with ExitStack() as stack:
         if fake:
@@ -347,18 +354,21 @@ def _hook(module: nn.Module, name: str, recorder: _Recorder) -> list[Any]:
     ]
 
 
-def record(model: nn.Module, example: Example) -> Recording:
-    """The recording of ``model(*example.args, **example.kwargs)`` in training mode.
+def record(model: nn.Module, example: Example) -> list[Recording]:
+    """The recording of ``model(*example.args, **example.kwargs)`` in training mode, and one in evaluation.
 
     Nothing is computed, unless the model needs to know values (``.item()``, ``float(tensor)``): then it runs with the
-    tensors that it has. Either way the model is left as it was.
+    tensors that it has. Either way the model is left as it was. An evaluation that fails is left out.
     """
-    for fake in (True, False):
+    recordings: list[Recording] = []
+    for training, fake in ((True, True), (True, False), (False, True), (False, False)):
+        if any(recording.training is training for recording in recordings):
+            continue
         with preserved(model), _local_statistics(model):
-            model.train()
+            model.train(training)
             try:
-                return _run(model, example, fake)
+                recordings.append(_run(model, example, fake))
             except Exception:
-                if not fake:
+                if training and not fake:
                     raise
-    raise AssertionError
+    return recordings
