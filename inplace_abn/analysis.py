@@ -357,7 +357,7 @@ class _Decision:
             reasons.append("the residual's shape or dtype is another")
         if total.storage != finding.output and len(touching) > 1:
             reasons.append(f"its output is also read by {recording.ops[touching[1]]}")
-        if finding.output in recording.alive:
+        if total.storage != finding.output and finding.output in recording.alive:
             reasons.append("its output is kept")
         if any(r.storage in recording.ops[i].writes for i in recording.touching(r.storage, touching[0])):
             reasons.append("the residual is modified in place later")

@@ -267,6 +267,13 @@ def parse_shape(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
+def _shape(text: str) -> tuple[int, ...]:
+    try:
+        return parse_shape(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
 def load_model(text: str) -> nn.Module:
     """The model that ``MODULE:FACTORY`` names: a module object, or what calling it without arguments returns.
 
@@ -302,7 +309,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         metavar="SHAPE",
         required=True,
         nargs="+",
-        type=parse_shape,
+        type=_shape,
         help="of the model's inputs: 8x3x512x512",
     )
     parser.add_argument("--convert", action="store_true", help="print the plan, convert, and measure again")
