@@ -117,9 +117,8 @@ def _unfit(module: nn.Module) -> list[str]:
     if type(module) not in _STANDARD and not fused:
         reasons.append(f"{type(module).__name__} is a subclass whose forward pass is unknown")
         return reasons
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    if any(hooks):
-        reasons.append("it has hooks, which would see other tensors")
+    if rewrite.is_observed(module):
+        reasons.append("it has hooks, or a forward pass of its own, which would see other tensors")
     if fused and type(module.drop) is not nn.Identity:
         reasons.append("it has a drop layer between normalisation and activation")
     try:
@@ -262,7 +261,7 @@ class _Decision:
                 if site == "call" and not identity_reasons:
                     activation, site, parent, output_reasons = "identity", "", "", []
         elif len(activations) > 1:
-            output_reasons = ["different activations follow it in different examples"]
+            output_reasons = ["different activations follow it, in different examples or in training and evaluation"]
         else:
             output_reasons = [reason for f in found for reason in f.identity_reasons]
             if is_fused_batch_norm(module) and type(module.act) is not nn.Identity:
@@ -306,14 +305,14 @@ class _Decision:
         return ""
 
     def _with_shared_activations(self, layers: list[Layer]) -> list[Layer]:
-        """An activation module that does anything else than to activate layers that are converted is passed through."""
+        """An activation module that does anything else than to activate one layer is passed through."""
         users: dict[str, list[Layer]] = {}
         for layer in layers:
             if layer.convertible and layer.site == "module":
                 users.setdefault(layer.activation_module, []).append(layer)
         changed = {}
         for module, activated in users.items():
-            exclusive = True
+            exclusive = len(activated) == 1
             direct = dict.fromkeys((layer.name for layer in activated), True)
             for recording, findings in zip(self.recordings, self.findings, strict=True):
                 calls = {call.start: call for call in recording.calls.get(module, [])}
@@ -332,9 +331,8 @@ class _Decision:
                             f"{module} is also used elsewhere, and does not get the BatchNorm's output itself here",
                         )
                     changed[layer.name] = replace(layer, site="shared", reasons=reasons)
-        layers = [changed.get(layer.name, layer) for layer in layers]
         # A layer refused just now is one more use of its activation module, which is shared already.
-        return layers
+        return [changed.get(layer.name, layer) for layer in layers]
 
     def _examine_residual(self, recording: Recording, findings: dict[str, _Finding], name: str) -> None:
         finding = findings[name]
@@ -419,6 +417,8 @@ def _input_reasons(recording: Recording, calls: int, call: Call, x: Seen, y: See
     reasons = []
     if calls > 1:
         reasons.append(f"it is called {calls} times in a forward pass")
+    if call.by_keyword:
+        reasons.append("it is called with a keyword argument")
     if call.input is not None and call.input.storage != x.storage:
         reasons.append("it normalises another tensor than its argument")
     if x.storage in recording.inputs:

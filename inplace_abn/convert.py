@@ -29,11 +29,15 @@ _ACTIVATED = "_inplace_abn_activated"
 class PassedActivation(nn.Module):
     """An activation module that is used elsewhere too: what an in-place module has activated passes through, once."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        if getattr(x, _ACTIVATED, None) is True:
-            setattr(x, _ACTIVATED, None)
-            return x
-        activated: Tensor = getattr(self, _ORIGINAL).forward(self, x)
+    def forward(self, input: Tensor) -> Tensor:
+        if not isinstance(input, Tensor):
+            raise TypeError(
+                "inplace_abn: a tracer does not see which tensors are activated; revert the model to trace it"
+            )
+        if getattr(input, _ACTIVATED, None) is True:
+            setattr(input, _ACTIVATED, None)
+            return input
+        activated: Tensor = getattr(self, _ORIGINAL).forward(self, input)
         return activated
 
     def extra_repr(self) -> str:

@@ -86,6 +86,7 @@ class Call:
     """The custom autograd Function that made the input."""
     protected: bool = False
     """Whether autograd forbids to write the input: a leaf that requires grad, or one of several views."""
+    by_keyword: bool = False
 
 
 @dataclass(frozen=True)
@@ -210,6 +211,7 @@ class _Recorder(TorchDispatchMode):
         x = next(tensors_in((args, kwargs)), None)
         if x is not None:
             call.input = self.see(x)
+            call.by_keyword = not args
             reference, source = self._returned.get(id(x), (None, ""))
             call.source = source if reference is not None and reference() is x else ""
             for node in (x.grad_fn, x._base.grad_fn if x._base is not None else None):

@@ -49,11 +49,16 @@ def is_activation(function: Callable[[Tensor], Any], activation: str, param: flo
     return isinstance(result, Tensor) and result.shape == expected.shape and torch.allclose(result, expected, atol=1e-9)
 
 
+def is_observed(module: nn.Module) -> bool:
+    """Whether somebody has given this one module hooks or another forward pass."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(hooks) or "forward" in vars(module)
+
+
 def is_activation_module(module: nn.Module, activation: str, param: float) -> bool:
     """Whether it is this activation and nothing else, in training and evaluation."""
     state = (module.state_dict(), list(module.parameters()), list(module.children()))
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    if any(state) or any(hooks):
+    if any(state) or is_observed(module):
         return False
     training = module.training
     try:
@@ -83,9 +88,8 @@ def _trace(module: nn.Module, norms: Sequence[str], training: bool) -> fx.Graph:
     python_state, torch_state = random.getstate(), torch.get_rng_state()
     tracer = _Tracer(norms)
     for name in tracer._through:
-        inner = module.get_submodule(name)
-        if inner._forward_hooks or inner._forward_pre_hooks or inner._backward_hooks or inner._backward_pre_hooks:
-            raise NotRewritable(f"{name} has hooks")
+        if is_observed(module.get_submodule(name)):
+            raise NotRewritable(f"{name} has hooks or a forward pass of its own")
     try:
         for m in modules:
             m.training = training
@@ -112,6 +116,8 @@ def rewritten(module: nn.Module, edits: Sequence[Edit]) -> type[nn.Module]:
     Raises:
         NotRewritable: the forward pass is not what the edits need. Nothing has been modified.
     """
+    if "forward" in vars(module):
+        raise NotRewritable(f"this {type(module).__name__} has a forward pass of its own")
     plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     for parameter in inspect.signature(module.forward).parameters.values():
         # A tracer sees a value in place of None, and would keep the wrong branch.

@@ -150,6 +150,7 @@ REASONS = [
     (lambda m, x: m.bn(m.conv(x)), "nothing would be gained: its output is kept by nobody, but would be in place"),
     (in_a_checkpoint, "nothing would be gained: autograd does not keep its input"),
     (without_grad, "nothing would be gained: autograd does not keep its input"),
+    (lambda m, x: m.last(m.relu(m.bn(input=m.conv(x)))), "it is called with a keyword argument"),
     (lambda m, x: m.last(m.conv(x)), "it was not called in the recorded forward pass"),
 ]
 
@@ -189,7 +190,7 @@ def with_weight(value, bias=0.0):
     ("norm", "reason"),
     [
         (Subclass(4), "Subclass is a subclass whose forward pass is unknown"),
-        (hooked(nn.BatchNorm2d(4)), "it has hooks, which would see other tensors"),
+        (hooked(nn.BatchNorm2d(4)), "it has hooks, or a forward pass of its own, which would see other tensors"),
         (with_weight(0.0), "4 weights are within eps of zero"),
         (with_weight(1e-3, 1e3), "its weight's gradient would be inexact: |bias| / |weight| reaches 1e+06"),
         (BatchNormAct2d(4, nn.ReLU, nn.Dropout(0.1)), "it has a drop layer between normalisation and activation"),
@@ -224,6 +225,19 @@ def test_activations_with_hooks_are_not_taken_over():
     model.relu.register_forward_hook(lambda *_: None)
     (layer,) = analyze(model, images()).layers
     assert not layer.convertible
+
+
+def test_modules_with_a_forward_pass_of_their_own_are_not_taken_over():
+    for name in ("bn", "relu"):
+        model = Net(plain)
+        module = getattr(model, name)
+        module.forward = module.forward
+        (layer,) = analyze(model, images()).layers
+        assert not layer.convertible
+    model = nn.Sequential(CalledActivation(3, 4), conv(4, 4))
+    model[0].forward = model[0].forward
+    (layer,) = analyze(model, images()).layers
+    assert "has a forward pass of its own" in layer.reasons[0]
 
 
 def test_a_reason_in_one_of_several_examples_is_enough():

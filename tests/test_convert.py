@@ -21,11 +21,13 @@ from foreign_nets import (
 )
 from torch import nn
 from torch.fx.experimental.optimization import fuse
+from torch.utils.checkpoint import checkpoint
 
 from inplace_abn import (
     Example,
     InPlaceABN,
     InPlaceABNSync,
+    Plan,
     analyze,
     convert,
     convert_sync,
@@ -165,6 +167,69 @@ def test_converted_models_copy_pickle_and_compile(residual):
     loss, expected = compiled(x).square().sum(), converted(x).square().sum()
     assert torch.allclose(loss, expected, rtol=1e-4)
     loss.backward()
+
+
+class Twice(nn.Module):
+    """One silu for two norms and for what has none: to activate twice would show."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.bn1, self.conv2, self.bn2 = conv(3, 4), nn.BatchNorm2d(4), conv(4, 4), nn.BatchNorm2d(4)
+        self.last, self.act = conv(4, 4), nn.SiLU(inplace=True)
+
+    def forward(self, x):
+        return self.act(self.last(self.act(self.bn2(self.conv2(self.act(self.bn1(self.conv1(x))))))))
+
+
+def test_what_is_activated_passes_a_shared_activation_compiled_and_checkpointed_too():
+    model, x = spread(Twice()), images(8)
+    plan = analyze(model, x)
+    assert [layer.site for layer in plan.layers] == ["shared", "shared"]
+    converted = convert(copy.deepcopy(model), plan)
+    assert verify(model, converted, x)
+    expected = model(x)
+    torch._dynamo.reset()
+    for backend in ("eager", "aot_eager"):
+        assert torch.allclose(torch.compile(converted, fullgraph=True, backend=backend)(x), expected, atol=1e-5)
+    assert torch.allclose(checkpoint(converted, x, use_reentrant=False), expected, atol=1e-5)
+    model.load_state_dict(converted.state_dict())
+    assert torch.allclose(converted.eval()(x), model.eval()(x), atol=1e-5)
+    with pytest.raises((TypeError, RuntimeError)):
+        torch.fx.symbolic_trace(converted)
+
+
+def test_a_plan_may_be_applied_in_part():
+    model, x = spread(Twice()), images(8)
+    plan = analyze(model, x)
+    converted = convert(copy.deepcopy(model), Plan(plan.layers[1:]))
+    assert type(converted.bn1) is nn.BatchNorm2d
+    assert type(converted.bn2) is InPlaceABN
+    assert verify(model, converted, x)
+
+
+def test_norms_without_weights_or_running_statistics_are_converted():
+    norms = nn.BatchNorm2d(4, affine=False), nn.BatchNorm2d(4, track_running_stats=False, momentum=None)
+    model = nn.Sequential(conv(3, 4), norms[0], nn.ReLU(), conv(4, 4), spread(norms[1]), nn.ELU(), conv(4, 4))
+    converted = convert(copy.deepcopy(model), images())
+    assert [type(converted[i]) for i in (1, 4)] == [InPlaceABN] * 2
+    assert verify(model, converted, images())
+    assert verify(model, revert(converted), images())
+
+
+def test_a_converted_model_trains_under_autocast():
+    model, x = make("resnet"), images(64)
+    with torch.no_grad():
+        for m in model.modules():
+            if isinstance(m, nn.BatchNorm2d):
+                m.bias *= 0.1  # Large ones are ill-conditioned in bfloat16.
+    with torch.autocast("cpu", torch.bfloat16):
+        plan = analyze(model, x)
+        converted = convert(copy.deepcopy(model), plan, residual=True)
+        for m in (model, converted):
+            m(x).float().square().sum().backward()
+    assert sum(isinstance(m, InPlaceABN) for m in converted.modules()) > 5
+    difference = relative_error(converted.fc.weight.grad, model.fc.weight.grad.double())
+    assert difference < 0.05
 
 
 def test_training_goes_on_as_before():
