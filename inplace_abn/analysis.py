@@ -158,8 +158,34 @@ class _Decision:
 
     def plan(self) -> Plan:
         layers = [self._layer(name) for name in self.norms]
+        layers = self._without_chains(layers)
         layers = self._with_shared_activations(layers)
         return Plan(tuple(layers))
+
+    def _without_chains(self, layers: list[Layer]) -> list[Layer]:
+        """What is in place keeps its output, which therefore cannot be the input of another that is."""
+        chosen: list[Layer] = []
+        for layer in layers:
+            for other in chosen:
+                for findings in self.findings:
+                    if not (layer.convertible and other.convertible and {layer.name, other.name} <= findings.keys()):
+                        continue
+                    first, second = findings[other.name], findings[layer.name]
+                    reason = ""
+                    if second.input == self._result(first, other):
+                        reason = f"its input is the output of {other.name}, which keeps it in place"
+                    elif first.input == self._result(second, layer):
+                        reason = f"its output is the input of {other.name}, which overwrites it in place"
+                    if reason:
+                        layer = replace(layer, reasons=(*layer.reasons, reason))
+            chosen.append(layer)
+        return chosen
+
+    @staticmethod
+    def _result(finding: _Finding, layer: Layer) -> int:
+        """Storage of what the in-place module returns."""
+        fused = layer.activation != "identity"
+        return finding.activation.result if fused and finding.activation is not None else finding.output
 
     def _examine(self, recording: Recording, name: str) -> _Finding | None:
         calls = recording.calls.get(name, [])
@@ -176,7 +202,7 @@ class _Decision:
         inside = [i for i in recording.touching(x.storage, -1) if i in ops and i != op]
         if inside:
             finding.input_reasons.append("it does more with its input than to normalise it")
-        own = any(s.storage == x.storage and name in s.modules for s in recording.saves)
+        own = _holds_input(recording, name, x.storage)
         finding.activation = _activation_after(recording, y, op)
         first = recording.touching(y.storage, op)
         finding.followed_by = recording.ops[first[0]].name if first else ""
@@ -185,10 +211,10 @@ class _Decision:
         if finding.activation is not None:
             z = finding.activation.result
             finding.fused_reasons = _fused_reasons(recording, y.storage, op, finding.activation)
-            kept = {s for s in {y.storage, z, *copies} if recording.is_saved(s)}
+            kept = {s for s in {y.storage, z, *copies} if recording.is_held(s)}
             finding.fused_bytes = before + sum(recording.sizes[s] for s in kept) - finding.size
         finding.identity_reasons = _modified_reasons(recording, y.storage, op)
-        finding.identity_bytes = before + finding.size * recording.is_saved(y.storage) - finding.size
+        finding.identity_bytes = before + finding.size * recording.is_held(y.storage) - finding.size
         last = y.storage if finding.activation is None else finding.activation.result
         savers = {recording.saved_by(s): None for s in recording.saves if s.storage == last and recording.training}
         finding.saved_by = tuple(savers)
@@ -360,11 +386,15 @@ class _Decision:
         if any(r.storage in recording.ops[i].writes for i in recording.touching(r.storage, touching[0])):
             reasons.append("the residual is modified in place later")
         reasons += _fused_reasons(recording, total.storage, touching[0], activation)
-        own = any(s.storage == finding.input and name in s.modules for s in recording.saves)
-        kept = {s for s in {total.storage, activation.result, *activation.copies} if recording.is_saved(s)}
+        for user, found in findings.items():
+            if found.input in (r.storage, activation.result):
+                what = "the residual" if found.input == r.storage else "its output"
+                reasons.append(f"{what} is the input of {user}")
+        own = _holds_input(recording, name, finding.input)
+        kept = {s for s in {total.storage, activation.result, *activation.copies} if recording.is_held(s)}
         saved = finding.size * own + sum(recording.sizes[s] for s in kept) - finding.size
         partner = ""
-        if not recording.is_saved(r.storage):
+        if not recording.is_held(r.storage):
             saved -= finding.size
             partner = next((n for n, f in findings.items() if f.output == r.storage and f.activation is None), "")
             if partner and addition.tensors[0].storage != finding.output:
@@ -411,6 +441,10 @@ class _Decision:
 
 def _unique(reasons: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(reasons))
+
+
+def _holds_input(recording: Recording, name: str, x: int) -> bool:
+    return any(save.storage == x and name in save.modules and save.held for save in recording.saves)
 
 
 def _input_reasons(recording: Recording, calls: int, call: Call, x: Seen, y: Seen, op: int) -> list[str]:
@@ -500,7 +534,7 @@ def _activation_after(recording: Recording, y: Seen, op: int) -> _Activation | N
             return None
         # Autograd copies what an op overwrites but backward needs.
         copies = [reader.results[0].storage] if reader.name == "clone" else []
-        copies = [copy for copy in copies if recording.is_saved(copy)]
+        copies = [copy for copy in copies if recording.is_held(copy)]
     return None
 
 

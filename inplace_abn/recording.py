@@ -13,7 +13,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -98,6 +98,8 @@ class Save:
     """Number of ops that had run."""
     modules: tuple[str, ...]
     """Modules that were being called, the innermost last."""
+    held: bool = True
+    """Whether the graph of the result holds it; not so in branches that lead nowhere."""
 
 
 @dataclass
@@ -121,8 +123,9 @@ class Recording:
         """Numbers of the ops beyond ``after`` that read or write the storage."""
         return [i for i in range(after + 1, len(self.ops)) if self.ops[i].touches(storage)]
 
-    def is_saved(self, storage: int) -> bool:
-        return any(save.storage == storage for save in self.saves)
+    def is_held(self, storage: int) -> bool:
+        """Whether autograd keeps it after the pass."""
+        return any(save.storage == storage and save.held for save in self.saves)
 
     def saved_by(self, save: Save) -> str:
         """An op saves its inputs before it runs, its results after."""
@@ -142,6 +145,10 @@ class Recording:
         return None
 
 
+class _Ticket:
+    """What autograd keeps in place of a tensor; it lives as long as the tensor would."""
+
+
 class _Recorder(TorchDispatchMode):
     """Fills in a `Recording`."""
 
@@ -150,6 +157,7 @@ class _Recorder(TorchDispatchMode):
         self.recording = Recording()
         self._numbers: dict[int, int] = {}
         self._references: list[StorageWeakRef] = []
+        self._tickets: list[weakref.ref[_Ticket]] = []
         self._modules: list[str] = [""]
         self._open: list[Call] = []
         self._returned: dict[int, tuple[weakref.ref[Tensor], str]] = {}
@@ -197,13 +205,14 @@ class _Recorder(TorchDispatchMode):
             self.recording.ops.append(op)
         return result
 
-    def pack(self, t: Tensor) -> int:
-        """Autograd gets a number instead of the tensor, so what is alive afterwards is held by somebody else."""
-        save = Save(self.storage(t), len(self.recording.ops), tuple(self._modules))
-        self.recording.saves.append(save)
-        return save.storage
+    def pack(self, t: Tensor) -> _Ticket:
+        """Autograd gets a ticket instead of the tensor, so what is alive afterwards is held by somebody else."""
+        ticket = _Ticket()
+        self.recording.saves.append(Save(self.storage(t), len(self.recording.ops), tuple(self._modules)))
+        self._tickets.append(weakref.ref(ticket))
+        return ticket
 
-    def unpack(self, storage: int) -> Tensor:
+    def unpack(self, ticket: _Ticket) -> Tensor:
         raise RuntimeError("inplace_abn: analyze runs the forward pass only, but the model unpacks a saved tensor")
 
     def enter(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -237,6 +246,8 @@ class _Recorder(TorchDispatchMode):
             # Cycles hold what nobody can reach.
             gc.collect()
         self.recording.alive = self._alive()
+        saves = zip(self.recording.saves, self._tickets, strict=True)
+        self.recording.saves = [replace(save, held=ticket() is not None) for save, ticket in saves]
 
     def _alive(self) -> set[int]:
         return {i for i, reference in enumerate(self._references) if not reference.expired()}

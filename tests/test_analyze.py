@@ -170,6 +170,21 @@ def test_a_model_with_a_refused_layer_is_left_alone(forward, reason):
     assert type(model.relu) is nn.ReLU
 
 
+def test_the_output_of_one_layer_in_place_is_not_the_input_of_another():
+    model = nn.Sequential(conv(3, 4), nn.BatchNorm2d(4), nn.SiLU(), nn.BatchNorm2d(4), nn.SiLU(), conv(4, 4))
+    plan = analyze(model, images())
+    assert [layer.convertible for layer in plan.layers] == [True, False]
+    assert plan.layers[1].reasons == ("its input is the output of 1, which keeps it in place",)
+
+
+def test_a_branch_that_leads_nowhere_saves_nothing():
+    def forward(m, x):
+        m.relu(m.bn(m.conv(x))).sum()
+        return m.last(m.conv(x))
+
+    assert layer_of(forward).reasons == ("nothing would be gained: autograd does not keep its input",)
+
+
 def plain(m, x):
     return m.last(m.relu(m.bn(m.conv(x))))
 
