@@ -179,7 +179,19 @@ class _Decision:
                     if reason:
                         layer = replace(layer, reasons=(*layer.reasons, reason))
             chosen.append(layer)
-        return chosen
+        return [self._without_residual_chain(layer, chosen) for layer in chosen]
+
+    def _without_residual_chain(self, layer: Layer, layers: list[Layer]) -> Layer:
+        residual = layer.residual
+        if residual is None or residual.reasons:
+            return layer
+        for findings in self.findings:
+            inputs = {findings[name].input for name in (layer.name, residual.partner) if name in findings}
+            for other in layers:
+                if other.convertible and other.name in findings and self._result(findings[other.name], other) in inputs:
+                    reason = f"it or the residual is made of the output of {other.name}, which keeps it in place"
+                    residual = replace(residual, reasons=(*residual.reasons, reason))
+        return replace(layer, residual=residual)
 
     @staticmethod
     def _result(finding: _Finding, layer: Layer) -> int:

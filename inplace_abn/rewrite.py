@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from inplace_abn import reference
+from inplace_abn.recording import preserved
 
 _ADDITIONS = (operator.add, operator.iadd, torch.add, "add", "add_")
 
@@ -71,43 +72,81 @@ def is_activation_module(module: nn.Module, activation: str, param: float) -> bo
     return True
 
 
+class _Proxy(fx.Proxy):
+    """One that keeps ``+=`` what it is; fx's own would make it ``+``, which other names of the tensor do not see."""
+
+
+def _in_place(name: str) -> Callable[[_Proxy, Any], Any]:
+    target = getattr(operator, f"i{name}")
+    return lambda self, other: self.tracer.create_proxy("call_function", target, (self, other), {})
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor"):
+    setattr(_Proxy, f"__i{_name}__", _in_place(_name))
+
+
 class _Tracer(fx.Tracer):
     """Traces through the modules that contain the norms, and no others."""
 
     def __init__(self, norms: Sequence[str]) -> None:
         super().__init__()
-        self._through = {".".join(n.split(".")[:i]) for n in norms for i in range(1, n.count(".") + 1)}
+        self.through = {".".join(n.split(".")[:i]) for n in norms for i in range(1, n.count(".") + 1)}
+        self._context = _context()
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return module_qualified_name not in self._through
+        return module_qualified_name not in self.through
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Proxy(node, self)
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        if _context() != self._context:
+            raise NotRewritable("it works under no_grad, autocast or checkpointing in part")
+        return super().create_node(*args, **kwargs)
+
+
+def _context() -> tuple[Any, ...]:
+    """What a with statement may change, and a traced forward pass would forget."""
+    autocast = [torch.is_autocast_enabled(device) for device in ("cpu", "cuda")]
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast, hooks
 
 
 def _trace(module: nn.Module, norms: Sequence[str], training: bool) -> fx.Graph:
-    modules = [module, *(m for m in module.modules() if m is not module)]
-    flags = [m.training for m in modules]
-    python_state, torch_state = random.getstate(), torch.get_rng_state()
     tracer = _Tracer(norms)
-    for name in tracer._through:
+    for name in tracer.through:
         if is_observed(module.get_submodule(name)):
             raise NotRewritable(f"{name} has hooks or a forward pass of its own")
-    try:
-        for m in modules:
-            m.training = training
-        graph = tracer.trace(module)
-    except NotRewritable:
-        raise
-    except Exception as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise NotRewritable(f"torch.fx cannot trace {type(module).__name__}.forward ({reason})") from error
-    finally:
-        for m, flag in zip(modules, flags, strict=True):
-            m.training = flag
-        unchanged = random.getstate() == python_state and torch.equal(torch.get_rng_state(), torch_state)
-        random.setstate(python_state)
-        torch.set_rng_state(torch_state)
-    if not unchanged:
+    with preserved(module):
+        module.train(training)
+        before = _state(module)
+        try:
+            graph = tracer.trace(module)
+        except NotRewritable:
+            raise
+        except Exception as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise NotRewritable(f"torch.fx cannot trace {type(module).__name__}.forward ({reason})") from error
+        after = _state(module)
+    if after[0] != before[0]:
         raise NotRewritable(f"{type(module).__name__}.forward draws random numbers")
+    if after[1] != before[1]:
+        raise NotRewritable(f"{type(module).__name__}.forward changes attributes or buffers")
     return graph
+
+
+def _state(module: nn.Module) -> tuple[Any, Any]:
+    """Random generators; and everything that the modules have, by identity, one level deep."""
+    found: list[Any] = []
+    for m in module.modules():
+        for name, value in vars(m).items():
+            found.append((name, id(value)))
+            if isinstance(value, dict):
+                found.append([(key, id(item)) for key, item in value.items()])
+            elif isinstance(value, (list, set)):
+                found.append([id(item) for item in value])
+    versions = [t._version for t in (*module.buffers(), *module.parameters())]
+    return (random.getstate(), torch.get_rng_state().tolist()), (found, versions)
 
 
 def rewritten(module: nn.Module, edits: Sequence[Edit]) -> type[nn.Module]:
