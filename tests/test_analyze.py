@@ -454,6 +454,22 @@ def test_a_function_call_that_cannot_be_rewritten_is_refused_or_left_out_of_plac
     assert (layer.convertible, layer.activation) == (True, "identity")
 
 
+def counted(block, y):
+    block.bn.num_batches_tracked += 1
+    return y
+
+
+def stored_on(block, y):
+    block.shape = y.shape
+    return y
+
+
+def partly_without_grad(y):
+    with torch.no_grad():
+        scale = y.mean() + 1
+    return y * scale
+
+
 class Optional(CalledActivation):
     def forward(self, x, mask=None):
         y = self.activation(self.bn(self.conv(x)))
@@ -466,6 +482,9 @@ class Optional(CalledActivation):
         (lambda self, x: F.dropout(F.relu(self.bn(self.conv(x))), 0.5, self.training), "depends on the training flag"),
         (lambda self, x: F.relu(self.bn(self.conv(x))) * random.random(), "draws random numbers"),
         (lambda self, x: F.relu(self.bn(self.conv(x))) * torch.rand(1).item(), "draws random numbers"),
+        (lambda self, x: counted(self, F.relu(self.bn(self.conv(x)))), "changes attributes or buffers"),
+        (lambda self, x: stored_on(self, F.relu(self.bn(self.conv(x)))), "changes attributes or buffers"),
+        (lambda self, x: partly_without_grad(F.relu(self.bn(self.conv(x)))), "no_grad, autocast or checkpointing"),
     ],
 )
 def test_a_forward_pass_that_tracing_would_change_is_not_rewritten(forward, reason):

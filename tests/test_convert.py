@@ -199,6 +199,22 @@ def test_what_is_activated_passes_a_shared_activation_compiled_and_checkpointed_
         torch.fx.symbolic_trace(converted)
 
 
+def test_a_rewritten_forward_pass_keeps_what_is_in_place_in_place():
+    """torch.fx alone makes ``+`` of ``+=``, which other names of the tensor would not see."""
+
+    class Aliased(CalledActivation):
+        def forward(self, x):
+            y = self.conv(x)
+            z = y
+            z += 1
+            return self.activation(self.bn(self.conv.weight.sum() + y * 1.0)) + y
+
+    model = spread(nn.Sequential(Aliased(3, 3, F.relu), conv(3, 4)))
+    converted = convert(copy.deepcopy(model), images(8))
+    assert type(converted[0].bn) is InPlaceABN
+    assert verify(model, converted, images(8))
+
+
 def test_a_plan_may_be_applied_in_part():
     model, x = spread(Twice()), images(8)
     plan = analyze(model, x)
