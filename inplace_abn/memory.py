@@ -284,11 +284,7 @@ def load_model(text: str) -> nn.Module:
     module, colon, name = text.partition(":")
     if not colon or not module or not name:
         raise ValueError(f"expected MODULE:FACTORY, such as torchvision.models:resnet50, got {text!r}")
-    sys.path.insert(0, "")
-    try:
-        found: Any = importlib.import_module(module)
-    finally:
-        sys.path.remove("")
+    found: Any = importlib.import_module(module)
     for part in name.split("."):
         if not hasattr(found, part):
             raise ValueError(f"{module} has no {name}")
