@@ -1,19 +1,33 @@
 """In-place activated batch normalisation: batch norm and activation in one, in half the memory."""
 
 from inplace_abn.abn import ABN, InPlaceABN, InPlaceABNSync
+from inplace_abn.analysis import analyze
 from inplace_abn.conditioning import check_conditioning
+from inplace_abn.convert import convert, convert_sync, load_public_state_dict, revert
 from inplace_abn.functions import inplace_abn, inplace_abn_sync
 from inplace_abn.group import active_group, set_active_group
+from inplace_abn.plan import Plan
+from inplace_abn.recording import Example
+from inplace_abn.verification import Verification, verify
 
 __version__ = "1.0.0"
 
 __all__ = [
     "ABN",
+    "Example",
     "InPlaceABN",
     "InPlaceABNSync",
+    "Plan",
+    "Verification",
     "active_group",
+    "analyze",
     "check_conditioning",
+    "convert",
+    "convert_sync",
     "inplace_abn",
     "inplace_abn_sync",
+    "load_public_state_dict",
+    "revert",
     "set_active_group",
+    "verify",
 ]

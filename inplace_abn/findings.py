@@ -1,0 +1,268 @@
+"""What one recorded forward pass tells about a BatchNorm: the hazards, the activation that follows, the bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from inplace_abn.recording import Call, Op, Recording, Seen
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass
+class Activation:
+    """An op that was seen to activate."""
+
+    name: str
+    param: float
+    op: int
+    result: int
+    """Storage."""
+    copies: tuple[int, ...]
+    """Copies of its input that autograd made because the op overwrites it."""
+
+
+@dataclass
+class Finding:
+    """About one BatchNorm in one recording."""
+
+    call: Call
+    input: int
+    output: int
+    size: int
+    op: int
+    input_reasons: list[str] = field(default_factory=list)
+    activation: Activation | None = None
+    fused_reasons: list[str] = field(default_factory=list)
+    fused_bytes: int = 0
+    identity_reasons: list[str] = field(default_factory=list)
+    identity_bytes: int = 0
+    followed_by: str = ""
+    saved_by: tuple[str, ...] = ()
+    residual: ResidualFinding | None = None
+
+
+@dataclass
+class ResidualFinding:
+    parent: str
+    activation: Activation
+    bytes: int
+    reasons: list[str]
+    partner: str = ""
+
+
+def examine(recording: Recording, name: str) -> Finding | None:
+    """About the BatchNorm of that name; None if it was not called."""
+    calls = recording.calls.get(name, [])
+    if not calls:
+        return None
+    call = calls[0]
+    ops = range(call.start, call.stop)
+    op = next((i for i in ops if "batch_norm" in recording.ops[i].name), None)
+    if op is None or call.input is None:
+        return Finding(call, -1, -1, 0, -1, ["it did not normalise a tensor that was its argument"])
+    x, y = recording.ops[op].tensors[0], recording.ops[op].results[0]
+    finding = Finding(call, x.storage, y.storage, recording.sizes[x.storage], op)
+    finding.input_reasons = _input_reasons(recording, len(calls), call, x, y, op)
+    inside = [i for i in recording.touching(x.storage, -1) if i in ops and i != op]
+    if inside:
+        finding.input_reasons.append("it does more with its input than to normalise it")
+    own = _holds_input(recording, name, x.storage)
+    finding.activation = _activation_after(recording, y, op)
+    first = recording.touching(y.storage, op)
+    finding.followed_by = recording.ops[first[0]].name if first else ""
+    before = finding.size if own else 0
+    copies = () if finding.activation is None else finding.activation.copies
+    if finding.activation is not None:
+        z = finding.activation.result
+        finding.fused_reasons = _fused_reasons(recording, y.storage, op, finding.activation)
+        kept = {s for s in {y.storage, z, *copies} if recording.is_held(s)}
+        finding.fused_bytes = before + sum(recording.sizes[s] for s in kept) - finding.size
+    finding.identity_reasons = _modified_reasons(recording, y.storage, op)
+    finding.identity_bytes = before + finding.size * recording.is_held(y.storage) - finding.size
+    last = y.storage if finding.activation is None else finding.activation.result
+    savers = {recording.saved_by(s): None for s in recording.saves if s.storage == last and recording.training}
+    finding.saved_by = tuple(savers)
+    if not recording.training:
+        finding.fused_bytes = finding.identity_bytes = 0
+    elif not own:
+        gain = "nothing would be gained: autograd does not keep its input"
+        finding.fused_reasons.append(gain)
+        finding.identity_reasons.append(gain)
+    else:
+        if finding.fused_bytes <= 0:
+            finding.fused_reasons.append("nothing would be gained: neither input nor output is kept for backward")
+        if finding.identity_bytes <= 0:
+            finding.identity_reasons.append(
+                "nothing would be gained: its output is kept by nobody, but would be in place"
+            )
+    return finding
+
+
+def examine_residual(
+    recording: Recording, findings: Mapping[str, Finding], name: str, unfit: Mapping[str, Sequence[str]]
+) -> None:
+    """Adds to the finding what ``residual=`` would save, if an addition and an activation follow.
+
+    ``unfit`` has the reasons against each BatchNorm that do not depend on the recording.
+    """
+    finding = findings[name]
+    if finding.op < 0 or finding.activation is not None:
+        return
+    touching = recording.touching(finding.output, finding.op)
+    addition = recording.ops[touching[0]] if touching else None
+    if addition is None or addition.name not in ("add", "add_") or len(addition.tensors) != 2:
+        return
+    others = [t for t in addition.tensors if t.storage != finding.output]
+    y = recording.ops[finding.op].results[0]
+    if len(others) != 1 or addition.values.get("alpha", 1) != 1:
+        return
+    r, total = others[0], addition.results[0]
+    activation = _activation_after(recording, total, touching[0])
+    if activation is None or total.storage == r.storage:
+        return
+    reasons = list(finding.input_reasons)
+    if (r.shape, r.dtype) != (y.shape, y.dtype) or r.storage == finding.input:
+        reasons.append("the residual's shape or dtype is another")
+    if total.storage != finding.output and len(touching) > 1:
+        reasons.append(f"its output is also read by {recording.ops[touching[1]]}")
+    if total.storage != finding.output and finding.output in recording.alive:
+        reasons.append("its output is kept")
+    if any(r.storage in recording.ops[i].writes for i in recording.touching(r.storage, touching[0])):
+        reasons.append("the residual is modified in place later")
+    reasons += _fused_reasons(recording, total.storage, touching[0], activation)
+    for user, found in findings.items():
+        if found.input in (r.storage, activation.result):
+            what = "the residual" if found.input == r.storage else "its output"
+            reasons.append(f"{what} is the input of {user}")
+    own = _holds_input(recording, name, finding.input)
+    kept = {s for s in {total.storage, activation.result, *activation.copies} if recording.is_held(s)}
+    saved = finding.size * own + sum(recording.sizes[s] for s in kept) - finding.size
+    partner = ""
+    if not recording.is_held(r.storage):
+        saved -= finding.size
+        partner = next((n for n, f in findings.items() if f.output == r.storage and f.activation is None), "")
+        if partner and addition.tensors[0].storage != finding.output:
+            return  # The other one takes this one as its residual.
+        if partner:
+            other = findings[partner]
+            saved += other.size
+            reasons += [f"{partner}: {reason}" for reason in (*other.input_reasons, *unfit[partner])]
+            reasons += [f"{partner}: {reason}" for reason in _modified_reasons(recording, other.output, other.op)]
+    if not recording.training:
+        saved = 0
+    elif saved <= 0:
+        reasons.append("nothing would be gained, because the residual is not kept otherwise")
+    parent = recording.ops[touching[0]].module
+    finding.residual = ResidualFinding(parent, activation, saved, reasons, partner)
+
+
+def _holds_input(recording: Recording, name: str, x: int) -> bool:
+    return any(save.storage == x and name in save.modules and save.held for save in recording.saves)
+
+
+def _input_reasons(recording: Recording, calls: int, call: Call, x: Seen, y: Seen, op: int) -> list[str]:
+    reasons = []
+    if calls > 1:
+        reasons.append(f"it is called {calls} times in a forward pass")
+    if call.by_keyword:
+        reasons.append("it is called with a keyword argument")
+    if call.input is not None and call.input.storage != x.storage:
+        reasons.append("it normalises another tensor than its argument")
+    if x.storage in recording.inputs:
+        reasons.append("its input is an input of the model")
+    if x.storage in recording.state:
+        reasons.append("its input is a parameter or buffer")
+    if x.storage in recording.outputs:
+        reasons.append("its input is an output of the model")
+    if not x.whole:
+        reasons.append("its input is a partial view of other memory")
+    if call.protected:
+        reasons.append("its input is a leaf or view that autograd protects")
+    if call.custom_function:
+        reasons.append(f"its input comes from a custom autograd Function, {call.custom_function}")
+    if (x.dtype, x.shape) != (y.dtype, y.shape) or x.dtype not in _DTYPES:
+        reasons.append(f"it makes {y.dtype} of {x.dtype}")
+    if x.device.type not in ("cpu", "cuda", "meta"):
+        reasons.append(f"device {x.device.type} is not supported")
+    for save in recording.saves:
+        if save.storage == x.storage and call.module not in save.modules:
+            reasons.append(f"its input is also kept for backward by {recording.saved_by(save)}")
+    for i in recording.touching(x.storage, op):
+        later = recording.ops[i]
+        if not call.start <= i < call.stop:
+            verb = "modified" if x.storage in later.writes else "read"
+            reasons.append(f"its input is {verb} afterwards by {later}")
+    if x.storage in recording.alive - recording.outputs - recording.inputs - recording.state:
+        reasons.append("its input is kept by somebody after the forward pass")
+    return reasons
+
+
+def _fused_reasons(recording: Recording, y: int, op: int, activation: Activation) -> list[str]:
+    """Why y, which is activated, cannot vanish."""
+    reasons = []
+    z = activation.result
+    for i in recording.touching(y, op):
+        reader = recording.ops[i]
+        made = {result.storage for result in reader.results}
+        if i == activation.op or made & set(activation.copies) or (z == y and i > activation.op):
+            continue
+        reasons.append(f"its pre-activation is also read by {reader}")
+    for copy in activation.copies:
+        if recording.touching(copy, activation.op) or copy in recording.alive:
+            reasons.append("a copy of its pre-activation is used")
+    if z != y and y in recording.outputs:
+        reasons.append("its pre-activation is an output of the model")
+    elif z != y and y in recording.alive:
+        reasons.append("its pre-activation is kept by somebody after the forward pass")
+    if z != y:
+        foreign = [s for s in recording.saves if s.storage == y and abs(s.before - activation.op) > 1]
+        reasons += [f"its pre-activation is also kept for backward by {recording.saved_by(s)}" for s in foreign]
+    return reasons + _modified_reasons(recording, z, activation.op)
+
+
+def _modified_reasons(recording: Recording, z: int, op: int) -> list[str]:
+    """Why z, which backward needs, will not be what it was."""
+    for i in recording.touching(z, op):
+        later = recording.ops[i]
+        if z in later.writes:
+            form = {"add_": "y = y + x instead of y += x", "mul_": "y = y * x instead of y *= x"}.get(
+                later.name, f"{later.name.removesuffix('_')}, or inplace=False"
+            )
+            return [f"its output is modified in place by {later}; use the out-of-place form ({form})"]
+    return []
+
+
+def _activation_after(recording: Recording, y: Seen, op: int) -> Activation | None:
+    """The supported activation that reads y, if one does before y is modified."""
+    copies: list[int] = []
+    for i in recording.touching(y.storage, op):
+        reader = recording.ops[i]
+        known = _known_activation(reader)
+        written = y.storage in reader.writes
+        whole = bool(reader.tensors) and math.prod(reader.tensors[0].shape) == math.prod(y.shape)
+        if known is not None and whole:
+            result = y.storage if written else reader.results[0].storage
+            return Activation(*known, i, result, tuple(copies) if written else ())
+        if written:
+            return None
+        # Autograd copies what an op overwrites but backward needs.
+        copies = [reader.results[0].storage] if reader.name == "clone" else []
+        copies = [copy for copy in copies if recording.is_held(copy)]
+    return None
+
+
+def _known_activation(op: Op) -> tuple[str, float] | None:
+    name = op.name.removesuffix("_")
+    values = op.values
+    if name in ("relu", "silu", "hardswish"):
+        return name, 0.01
+    if name == "leaky_relu" and 0 <= values["negative_slope"] < math.inf:
+        return name, float(values["negative_slope"])
+    if name == "elu" and values["alpha"] > 0 and values["scale"] == values["input_scale"] == 1:
+        return name, float(values["alpha"])
+    return None

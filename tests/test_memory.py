@@ -1,0 +1,147 @@
+"""The memory report, as a function and on the command line."""
+
+import builtins
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from foreign_nets import ResNet, conv
+from torch import nn
+
+import inplace_abn
+from inplace_abn import Example, InPlaceABN
+from inplace_abn.memory import load_model, main, measure, memory_report, parse_shape, save_plot
+
+
+def chain(blocks):
+    return nn.Sequential(
+        *[m for _ in range(blocks) for m in (conv(4, 4), nn.BatchNorm2d(4), nn.ReLU(inplace=True))], conv(4, 4)
+    )
+
+
+def test_held_bytes_are_those_of_the_saved_activations():
+    x = torch.randn(2, 4, 32, 32)
+    short, long = (measure(chain(n), x) for n in (1, 4))
+    assert (long.held - short.held) / 3 == pytest.approx(2 * x.nbytes, rel=0.01)
+    assert long.peak >= long.held
+    assert max(size for _, size in long.timeline) == long.peak
+    times = [time for time, _ in long.timeline]
+    assert times == sorted(times)
+    assert 0 < long.backward_start < times[-1]
+
+
+def test_a_report_compares_and_predicts():
+    x = torch.randn(2, 3, 64, 64)
+    model = ResNet()
+    model.eval()
+    report = memory_report(model, x, residual=True)
+    saved = report.before.held - report.after.held
+    predicted = report.plan.bytes_saved + report.plan.residual_bytes_saved
+    assert 0.95 * predicted <= saved <= 1.05 * predicted
+    assert report.after.peak < report.before.peak
+    lines = str(report).splitlines()
+    assert [line.split()[0] for line in lines] == ["held", "native", "in", "saved"]
+    assert not model.training
+    assert not any(isinstance(m, InPlaceABN) for m in model.modules())
+    assert all(p.grad is None for p in model.parameters())
+    alone = memory_report(model, Example(x), converted=False)
+    assert alone.after is None
+    assert len(str(alone).splitlines()) == 2
+
+
+def test_each_call_of_a_submodule_ticks():
+    ticks = []
+    measure(chain(2), torch.randn(2, 4, 8, 8), tick=lambda: ticks.append(1))
+    # A step to warm up, and the one that is measured.
+    assert len(ticks) == 2 * 7
+
+
+def test_a_model_without_training_step_is_refused():
+    with pytest.raises(ValueError, match="no output of the model requires grad"):
+        measure(nn.ReLU(), torch.randn(2, 3))
+
+
+def test_a_plot_shows_both_timelines(tmp_path):
+    pytest.importorskip("matplotlib")
+    report = memory_report(chain(2), torch.randn(2, 4, 16, 16))
+    save_plot(report, str(tmp_path / "out.png"), "chain")
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("package", ["matplotlib", "tqdm"])
+def test_what_is_missing_is_named(monkeypatch, package, tmp_path):
+    original = builtins.__import__
+
+    def without(name, *rest):
+        if name.split(".")[0] == package:
+            raise ImportError(name)
+        return original(name, *rest)
+
+    model, x = chain(1), torch.randn(2, 4, 8, 8)
+    report = memory_report(model, x)
+    monkeypatch.setattr(builtins, "__import__", without)
+    uses = {
+        "tqdm": lambda: memory_report(model, x, progress=True),
+        "matplotlib": lambda: save_plot(report, str(tmp_path / "out.png")),
+    }
+    with pytest.raises(ImportError, match=rf"needs {package}: pip install 'inplace-abn\[demo\]'"):
+        uses[package]()
+
+
+def test_shapes_and_factories_are_read_or_refused():
+    assert parse_shape("8x3x512x512") == (8, 3, 512, 512)
+    for text in ("", "8x", "8x-3", "axb", "0x3"):
+        with pytest.raises(ValueError, match="expected a shape"):
+            parse_shape(text)
+    assert isinstance(load_model("foreign_nets:ResNet"), ResNet)
+    assert isinstance(load_model("torch.nn:Identity"), nn.Identity)
+    for text, message in (
+        ("torch.nn", "expected MODULE:FACTORY"),
+        ("torch.nn:Nothing", "torch.nn has no Nothing"),
+        ("builtins:dict", r"to give a torch\.nn\.Module, got dict"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_model(text)
+    with pytest.raises(ImportError):
+        load_model("no_such_module:f")
+
+
+def test_the_command_prints_plan_and_report_and_draws(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    png = tmp_path / "memory.png"
+    main(["foreign_nets:ResNet", "--input", "2x3x32x32", "--convert", "--residual", "--png", str(png)])
+    out = capsys.readouterr().out
+    assert "BatchNorms go in place" in out
+    assert "held for backward" in out
+    assert png.exists()
+    main(["foreign_nets:ResNet", "--input", "2x3x32x32"])
+    assert "in place" not in capsys.readouterr().out
+    for wrong in (["nothing", "--input", "2x3"], ["torch.nn:Identity", "--input", "two"]):
+        with pytest.raises(SystemExit):
+            main(wrong)
+        assert "expected" in capsys.readouterr().err
+
+
+def test_the_command_finds_models_in_the_current_folder(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from torch import nn\n"
+        "def make():\n"
+        "    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.SiLU(), nn.Conv2d(4, 4, 1))\n"
+    )
+    command = [sys.executable, "-m", "inplace_abn.memory", "mine:make", "--input", "2x3x16x16", "--convert"]
+    environment = os.environ | {"PYTHONPATH": str(Path(inplace_abn.__file__).parents[1])}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "silu (module)" in done.stdout
+    assert "saved" in done.stdout
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_cuda_the_caching_allocator_is_asked():
+    x = torch.randn(4, 4, 64, 64, device="cuda")
+    report = memory_report(chain(4).cuda(), x)
+    assert report.before.held - report.after.held >= 0.95 * report.plan.bytes_saved
+    assert report.after.peak < report.before.peak
