@@ -12,9 +12,9 @@ from torch import nn
 from inplace_abn import reference, rewrite
 from inplace_abn.conditioning import expected_error
 from inplace_abn.findings import Activation, Finding, examine, examine_residual
-from inplace_abn.functions import check_hyperparameters
 from inplace_abn.plan import Layer, Plan, Residual
 from inplace_abn.recording import Example, Recording, record
+from inplace_abn.settings import check_hyperparameters
 
 _THRESHOLD = 1e-2
 """Of `inplace_abn.check_conditioning`: relative error of dweight that is still acceptable."""
