@@ -8,11 +8,10 @@ no trace in the graph.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from inplace_abn import collectives, ops, ownership, reference
 from inplace_abn.ops import backend
@@ -57,11 +56,10 @@ class InPlaceABNFunction(torch.autograd.Function):
         if dz is None:
             return (None,) * 7
         settings: Settings = ctx.settings
-        gradients = _local if settings.group is None else _synchronised
         # Compiled code is functional: nothing is reused, the compiler does that.
         if torch.compiler.is_compiling():
             saved = _Saved(*ctx.saved_tensors)
-            return *gradients(ctx.needs_input_grad, saved, dz, False, False, settings), None, None, None
+            return *_gradients(ctx.needs_input_grad, saved, dz, False, False, settings), None, None, None
         own_dz = ownership.owns_gradient(dz)
         hooked = ownership.is_hooked(ctx)
         if not hooked:
@@ -76,7 +74,7 @@ class InPlaceABNFunction(torch.autograd.Function):
         own_z = not hooked and ownership.owns_output(z)
         # z itself is part of the graph, its memory as a gradient must not be.
         saved = saved._replace(z=z.detach())
-        return *gradients(ctx.needs_input_grad, saved, dz, own_z, own_dz, settings), None, None, None
+        return *_gradients(ctx.needs_input_grad, saved, dz, own_z, own_dz, settings), None, None, None
 
 
 # `torch.autograd.Function.apply` without its binding of default arguments, which takes longer than all the rest.
@@ -132,10 +130,21 @@ class TracedABNFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
         saved, settings = _Saved(*ctx.saved_tensors), ctx.settings
-        gradients = _local if settings.group is None else _synchronised
         need_x, _, *need = ctx.needs_input_grad
-        dx, *others = gradients((need_x, *need), saved, dz, False, False, settings)
+        dx, *others = _gradients((need_x, *need), saved, dz, False, False, settings)
         return dx, None, *others, None, None
+
+
+# Inverting z once more takes longer than storing what the first inversion gave, and reading it back.
+_COSTLY_INVERSES = ("silu",)
+
+
+def _gradients(
+    need: tuple[bool, ...], saved: _Saved, dz: Tensor, own_z: bool, own_dz: bool, settings: Settings
+) -> _Gradients:
+    invert_once = need[0] and own_z and own_dz and settings.activation in _COSTLY_INVERSES
+    by = _stepwise if invert_once or settings.group is not None else _local
+    return by(need, saved, dz, own_z, own_dz, settings)
 
 
 def _local(
@@ -171,12 +180,13 @@ def _local(
     return dx, dweight, dbias, dresidual
 
 
-def _synchronised(
+def _stepwise(
     need: tuple[bool, ...], saved: _Saved, dz: Tensor, own_z: bool, own_dz: bool, settings: Settings
 ) -> _Gradients:
-    """Step by step, with one collective in between: the sums over all ranks' dy and xhat * dy, and their count.
+    """With a collective in between, if there is a group: the sums over all ranks' dy and xhat * dy, and their count.
 
-    dx is written over xhat if the residual takes dy, else over dy.
+    xhat is written over z and dy over dz where these are backward's own; dx over xhat if the residual takes dy, else
+    over dy.
     """
     z, weight, bias, residual, var = saved
     xhat = z if own_z else torch.empty_like(z)
@@ -191,12 +201,14 @@ def _synchronised(
     if bias is not None and need[2]:
         dbias = sum_dy.to(bias.dtype)
     if need[0]:
-        channels = z.shape[1]
-        count = sum_dy.new_full((1,), values_per_channel(z))
-        sums = collectives.all_reduce(torch.cat([sum_dy, sum_xhat_dy, count]), cast(ProcessGroup, settings.group))
-        mean_dy, mean_xhat_dy = (sums[: 2 * channels] / sums[2 * channels]).view(2, channels).unbind()
+        means: tuple[Tensor | None, ...] = (None, None)
+        if settings.training:
+            sums = torch.cat([sum_dy, sum_xhat_dy, sum_dy.new_full((1,), values_per_channel(z))])
+            if settings.group is not None:
+                sums = collectives.all_reduce(sums, settings.group)
+            means = (sums[:-1] / sums[-1]).view(2, -1).unbind()
         dx = xhat if need[3] else dy
-        ops.backward_out(xhat, dy, var, weight, settings.eps, settings.signed_weight, mean_dy, mean_xhat_dy, dx=dx)
+        ops.backward_out(xhat, dy, var, weight, settings.eps, settings.signed_weight, *means, dx=dx)
     return dx, dweight, dbias, dy if need[3] else None
 
 

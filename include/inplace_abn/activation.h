@@ -129,18 +129,9 @@ struct Silu {
   // z above which y = z is a start as good as the rational ones.
   static constexpr opmath_t linear = 16;
 
-  struct Sigmoid {
-    opmath_t value, complement;
-  };
-  INPLACE_ABN_INLINE static Sigmoid sigmoid(opmath_t y, opmath_t least) {
-    opmath_t e = exp_nonpositive(-std::abs(y));
-    e = e < least ? least : e;
-    const opmath_t larger = 1 / (1 + e), smaller = e * larger;
-    return {y < 0 ? smaller : larger, y < 0 ? larger : smaller};
-  }
-
   INPLACE_ABN_INLINE scalar_t forward(opmath_t y) const {
-    const auto z = static_cast<scalar_t>(y * sigmoid(y, 0).value);
+    const opmath_t e = exp_nonpositive(-std::abs(y));
+    const auto z = static_cast<scalar_t>(y * (y < 0 ? e : opmath_t(1)) / (1 + e));
     return y < 0 ? with_low_bit(z, y < y_min) : z;
   }
 
@@ -148,20 +139,16 @@ struct Silu {
   INPLACE_ABN_INLINE static opmath_t start(opmath_t z, bool left) {
     constexpr opmath_t least = std::numeric_limits<opmath_t>::min();
     const opmath_t magnitude = -z < least ? least : -z, above = z - z_min;
-    const opmath_t square = left ? log_positive(magnitude * (1 / -z_min)) * -1 : above;
-    const opmath_t t = std::sqrt(square < 0 ? opmath_t(0) : square);
+    const opmath_t square = left ? -log_coarse(magnitude * (1 / -z_min)) : above;
+    const opmath_t t = std::sqrt(square < 0 ? opmath_t(0) : square), t2 = t * t;
     const auto pick = [left](double on_left, double on_right) {
       return left ? static_cast<opmath_t>(on_left) : static_cast<opmath_t>(on_right);
     };
-    opmath_t p = pick(0.08258354, 0.18930333);
-    p = p * t + pick(0.34932313, -0.4476746);
-    p = p * t + pick(0.71622422, 1.12416877);
-    p = p * t + pick(0.92456139, -1.77698621);
-    p = p * t + pick(1.60232411, 3.0249414);
-    opmath_t q = pick(0.08264584, 0.18018519);
-    q = q * t + pick(0.34228677, -0.30038901);
-    q = q * t + pick(0.2285177, 0.05185126);
-    q = q * t + 1;
+    const opmath_t p =
+        (pick(1.60232411, 3.0249414) + t * pick(0.92456139, -1.77698621)) +
+        t2 * ((pick(0.71622422, 1.12416877) + t * pick(0.34932313, -0.4476746)) + t2 * pick(0.08258354, 0.18930333));
+    const opmath_t q =
+        (1 + t * pick(0.2285177, 0.05185126)) + t2 * (pick(0.34228677, -0.30038901) + t * pick(0.08264584, 0.18018519));
     const opmath_t distance = p * t / q;
     return left ? y_min - distance : (z > linear ? z : y_min + distance);
   }
@@ -175,17 +162,18 @@ struct Silu {
     y = start(z, sign_bit(z) & low_bit(stored));
     opmath_t derivative = 1;
     for (int step = 0; step < steps; ++step) {
-      const Sigmoid sigma = sigmoid(y, std::numeric_limits<opmath_t>::min());
-      // f' = sigma * slope, f'' = sigma * bend; the step is -2 f f' / (2 f'^2 - f f''), reduced by sigma.
-      const opmath_t f = y * sigma.value - z, slope = 1 + y * sigma.complement;
-      const opmath_t bend = sigma.complement * (2 + y * (sigma.complement - sigma.value));
-      const opmath_t change = f * slope / (f * bend / 2 - sigma.value * slope * slope);
-      const opmath_t taken = std::abs(slope) < least_slope ? opmath_t(0) : change;
+      // sigmoid(y) = a / d and its complement b / d, and f, f' and f'' without their divisions by d.
+      opmath_t e = exp_nonpositive(-std::abs(y));
+      e = e < std::numeric_limits<opmath_t>::min() ? std::numeric_limits<opmath_t>::min() : e;
+      const opmath_t d = 1 + e, a = y < 0 ? e : opmath_t(1), b = y < 0 ? opmath_t(1) : e;
+      const opmath_t f = y * a - z * d, slope = d + y * b, bend = 2 * d + y * (b - a);
+      const opmath_t change = 2 * f * slope * d / (f * b * bend - 2 * a * slope * slope);
+      const opmath_t taken = std::abs(slope) < least_slope * d ? opmath_t(0) : change;
       y += taken;
       // sigmoid at the new y, by its series: the change is small.
-      const opmath_t product = sigma.value * sigma.complement;
-      const opmath_t moved = taken * product * (1 + taken * (sigma.complement - sigma.value) / 2);
-      derivative = (sigma.value + moved) * (1 + y * (sigma.complement - moved));
+      const opmath_t inverse = 1 / d, sigma = a * inverse, complement = b * inverse;
+      const opmath_t moved = taken * (sigma * complement) * (1 + taken * (complement - sigma) / 2);
+      derivative = (sigma + moved) * (1 + y * (complement - moved));
     }
     dy = dz * derivative;
   }

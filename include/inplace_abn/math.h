@@ -50,13 +50,9 @@ INPLACE_ABN_INLINE Reduced reduce(float x) {
 
 // exp(r) - 1 for |r| <= ln 2 / 2, by its series.
 INPLACE_ABN_INLINE float expm1_reduced(float r) {
-  float p = 1.0f / 5040;
-  p = p * r + 1.0f / 720;
-  p = p * r + 1.0f / 120;
-  p = p * r + 1.0f / 24;
-  p = p * r + 1.0f / 6;
-  p = p * r + 0.5f;
-  return r + (r * r) * p;
+  const float r2 = r * r;
+  const float low = 0.5f + r * (1.0f / 6), middle = 1.0f / 24 + r * (1.0f / 120), high = 1.0f / 720 + r * (1.0f / 5040);
+  return r + r2 * (low + r2 * (middle + r2 * high));
 }
 
 constexpr float least_exponent = -87.0f;
@@ -83,6 +79,16 @@ INPLACE_ABN_INLINE float log_float(float x) {
   // 2s = f - s * f, which loses nothing when f is small.
   constexpr float ln2_high = 0x1.62e4p-1f, ln2_low = 0x1.7f7d1cp-20f;
   return n * ln2_high + (f - (s * f - (s * tail + n * ln2_low)));
+}
+
+// ln(x) within 5e-5 of (m - 1), in a chain of few dependent operations.
+INPLACE_ABN_INLINE float log_coarse_float(float x) {
+  constexpr int32_t sqrt_half = 0x3f3504f3;
+  const int32_t bits = bits_to<int32_t>(x) - sqrt_half;
+  const auto n = static_cast<float>(bits >> 23);
+  const float f = bits_to<float>((bits & 0x7fffff) + sqrt_half) - 1, f2 = f * f;
+  const float low = 0.99997282f - f * 0.499387f, high = 0.33593178f - f * 0.27202496f;
+  return n * 0x1.62e43p-1f + f * (low + f2 * (high + f2 * 0.18102515f));
 }
 
 INPLACE_ABN_INLINE float log1p_float(float x) {
@@ -118,6 +124,14 @@ INPLACE_ABN_INLINE opmath_t expm1_nonpositive(opmath_t x) {
 template <typename opmath_t>
 INPLACE_ABN_INLINE opmath_t log_positive(opmath_t x) {
   INPLACE_ABN_MATH(log, x, std::log);
+}
+
+// x > 0 and normal. To a few digits where a float is concerned, but next to 1 to as many of the result's.
+INPLACE_ABN_INLINE float log_coarse(float x) {
+  return math_detail::log_coarse_float(x);
+}
+INPLACE_ABN_INLINE double log_coarse(double x) {
+  return std::log(x);
 }
 
 // -1 < x <= 0.
