@@ -98,16 +98,20 @@ struct Elu {
   }
 };
 
-// A bit that says on which side of its minimum a z was, stolen from the lowest bit of the mantissa.
-INPLACE_ABN_INLINE double with_low_bit(double v, bool bit) {
-  return bits_to<double>((bits_to<uint64_t>(v) & ~uint64_t(1)) | uint64_t(bit));
+// A bit that says on which side of its minimum a z was, stolen from the lowest bit of the mantissa: `bit`, where the
+// value is `tagged`. Bits are handled in the width of opmath_t, because compilers vectorise one width at a time.
+INPLACE_ABN_INLINE double with_low_bit(double v, bool tagged, bool bit) {
+  const auto bits = bits_to<uint64_t>(v);
+  return bits_to<double>(tagged ? (bits & ~uint64_t(1)) | (bit ? uint64_t(1) : uint64_t(0)) : bits);
 }
-INPLACE_ABN_INLINE float with_low_bit(float v, bool bit) {
-  return bits_to<float>((bits_to<uint32_t>(v) & ~uint32_t(1)) | uint32_t(bit));
+INPLACE_ABN_INLINE float with_low_bit(float v, bool tagged, bool bit) {
+  const auto bits = bits_to<uint32_t>(v);
+  return bits_to<float>(tagged ? (bits & ~1u) | (bit ? 1u : 0u) : bits);
 }
 template <typename scalar_t>
-INPLACE_ABN_INLINE scalar_t with_low_bit(scalar_t v, bool bit) {
-  return bits_to<scalar_t>(static_cast<uint16_t>((bits_to<uint16_t>(v) & ~1u) | unsigned(bit)));
+INPLACE_ABN_INLINE scalar_t with_low_bit(scalar_t v, bool tagged, bool bit) {
+  const uint32_t bits = bits_to<uint16_t>(v);
+  return bits_to<scalar_t>(static_cast<uint16_t>(tagged ? (bits & ~1u) | (bit ? 1u : 0u) : bits));
 }
 INPLACE_ABN_INLINE bool low_bit(double v) {
   return (bits_to<uint64_t>(v) & 1) != 0;
@@ -132,7 +136,7 @@ struct Silu {
   INPLACE_ABN_INLINE scalar_t forward(opmath_t y) const {
     const opmath_t e = exp_nonpositive(-std::abs(y));
     const auto z = static_cast<scalar_t>(y * (y < 0 ? e : opmath_t(1)) / (1 + e));
-    return y < 0 ? with_low_bit(z, y < y_min) : z;
+    return with_low_bit(z, y < 0, y < y_min);
   }
 
   // Within 1.3e-3 of y and, next to the minimum, of (y - y_min) relatively. Fitted for y in [-750, 16].
@@ -194,8 +198,7 @@ struct Hardswish {
     const opmath_t magnitude = -y * scale, largest = tagged / 2;
     const opmath_t value = flat ? (magnitude < largest ? magnitude : largest) : y * (y < 3 ? (y + 3) / 6 : opmath_t(1));
     const auto z = static_cast<scalar_t>(value);
-    const scalar_t upper = value < tagged ? with_low_bit(z, false) : z;
-    return y < 0 ? with_low_bit(z, y < opmath_t(-1.5)) : upper;
+    return with_low_bit(z, (y < 0) | (value < tagged), y < opmath_t(-1.5));
   }
 
   INPLACE_ABN_INLINE void inverse(scalar_t stored, opmath_t dz, opmath_t& y, opmath_t& dy) const {
