@@ -208,12 +208,12 @@ def full_report(result: dict[str, Any]) -> str:
 
 def save_chart(path: Path, runs: Sequence[dict[str, Any]]) -> bool:
     """Writes a PNG: per run and phase a panel of bars, time over the floor's by setting and contender, and the floor
-    as a line. False if no case has a floor."""
+    as a line; logarithmic. False if no case has a floor."""
     drawn = [(run, settings) for run in runs if (settings := bars(run))]
     if not drawn:
         return False
     figure, axes = plt.subplots(
-        len(drawn), len(PHASES), figsize=(15, 4 * len(drawn)), squeeze=False, layout="constrained", sharey="row"
+        len(drawn), len(PHASES), figsize=(24, 5 * len(drawn)), squeeze=False, layout="constrained", sharey="row"
     )
     for row, (run, settings) in zip(axes, drawn, strict=True):
         names = [name for name in COLOURS if any(name in contenders for contenders in settings.values())]
@@ -231,12 +231,13 @@ def save_chart(path: Path, runs: Sequence[dict[str, Any]]) -> bool:
                     if height:
                         axis.text(x, min(height, top), number(height), ha="center", va="bottom", fontsize=7)
             axis.axhline(1, color="black", linewidth=1.2, label="floor")
-            axis.set_xticks(range(len(settings)), list(settings))
+            axis.set_xticks(range(len(settings)), list(settings), fontsize=8)
             where = "CUDA" if "gpu" in run["machine"] else f"malloc {run['malloc']['mode']}"
             axis.set_title("forward + backward" if phase == "both" else phase)
-            axis.set_ylim(0, 1.08 * top)
+            axis.set_yscale("log")
+            axis.set_ylim(0.5, 1.2 * top)
         row[0].set_ylabel(f"{where}\ntime / floor")
-    axes[0][0].legend(fontsize=8)
-    figure.savefig(path, dpi=120)
+    axes[0][0].legend(fontsize=8, ncols=3)
+    figure.savefig(path, dpi=80)
     plt.close(figure)
     return True

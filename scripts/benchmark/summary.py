@@ -181,13 +181,13 @@ def bars(run: Record) -> dict[str, dict[str, dict[str, float]]]:
     the contenders of the setting took part in. Without small tensors, whose time is that of a call."""
     result: dict[str, dict[str, dict[str, float]]] = {}
     ops = [r for r in run["ops"] if r["group"] != SMALL and all("of_floor" in t for t in r["timings"].values())]
-    for dtype, layout in dict.fromkeys((r["dtype"], r["layout"]) for r in ops):
-        cases = [r for r in ops if (r["dtype"], r["layout"]) == (dtype, layout)]
+    for setting in dict.fromkeys((r["activation"], r["dtype"], r["layout"]) for r in ops):
+        cases = [r for r in ops if (r["activation"], r["dtype"], r["layout"]) == setting]
         names = list(dict.fromkeys(name for r in cases for name in r["timings"]))
         cases = [r for r in cases if len(r["timings"]) == len(names)]
         if not cases:
             continue
-        result[f"{dtype}\n{layout}"] = {
+        result["\n".join(setting)] = {
             name: {p: geometric_mean(pick(cases, name, "of_floor", p, lambda _: True)) or 0.0 for p in PHASES}
             for name in names
         }
