@@ -30,7 +30,7 @@ fi
 source "$venv/bin/activate"
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 python -c "import torch; assert torch.version.cuda" 2>/dev/null || pip install --quiet torch==2.11.0
-pip install --quiet "setuptools>=77" wheel ninja pybind11 pytest hypothesis numpy expecttest
+pip install --quiet "setuptools>=77,<82" wheel ninja pybind11 pytest hypothesis numpy expecttest
 python=python
 source scripts/cuda_headers.sh
 
