@@ -7,6 +7,11 @@ fi
 source .venv/bin/activate
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 python -c "import torch" 2>/dev/null || pip install --quiet "${TORCH:-torch==2.13.0}"
-pip install --quiet "setuptools>=77" wheel ninja pybind11 numpy
-pip install --no-build-isolation --quiet --editable ".[demo,test,lint]"
+# Building takes minutes, so it is done again only where something that is built from has changed.
+if [ ! -e .venv/installed ] || ! ls inplace_abn/_backend*.so >/dev/null 2>&1 ||
+  [ -n "$(find setup.py pyproject.toml include src -newer .venv/installed)" ]; then
+  pip install --quiet "setuptools>=77" wheel ninja pybind11 numpy
+  pip install --no-build-isolation --quiet --editable ".[demo,test,lint]"
+  touch .venv/installed
+fi
 python -c "import inplace_abn, torch; print('inplace_abn', inplace_abn.__version__, 'on torch', torch.__version__)"
