@@ -91,22 +91,16 @@ class RandomNet(nn.Module):
         }[step]()
 
 
-def trains(net, x):
-    """Some programs modify what backward needs."""
-    try:
-        sum(t.sum() for t in copy.deepcopy(net)(x)).backward()
-    except RuntimeError:
-        return False
-    return True
+# Programs that train, and have something to convert; most drawn ones modify what backward needs.
+SEEDS = [1, 3, 9, 11, 14, 17, 18, 20, 21, 22, 23, 24, 28, 29, 30, 32, 33, 37, 45, 47, 52, 54, 55, 56, 59]
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_a_converted_random_net_is_the_original_and_saves_what_was_predicted(seed):
     torch.manual_seed(seed)
     net, x = spread(RandomNet(seed), seed), torch.randn(2, 3, 16, 16)
-    if not trains(net, x):
-        return
     plan = analyze(net, x)
+    assert plan.convertible or plan.residuals
     for residual in (False, True):
         if not (plan.convertible or (residual and plan.residuals)):
             continue

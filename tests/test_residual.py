@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import ACTIVATIONS, DTYPES, laid_out, parameters, relative_error, stats_dtype, tolerance
+from cases import ACTIVATIONS, DTYPES, TOLERANCE, laid_out, parameters, relative_error, stats_dtype, tolerance
 from torch.autograd import gradcheck, gradgradcheck
 
 from inplace_abn import ABN, InPlaceABN, inplace_abn, ops, reference
@@ -34,7 +34,7 @@ def test_results_match_the_formulas(dtype, activation, param, layout, training, 
     produced = torch.empty_strided(x.shape, x.stride(), dtype=dtype, device=device).copy_(leaves[0])
     z = inplace_abn(produced, leaves[2], leaves[3], mean.clone(), var.clone(), residual=leaves[1], **settings)
     allowed = tolerance(dtype, activation)
-    assert relative_error(z, expected) < allowed
+    assert relative_error(z, expected) < TOLERANCE[dtype]
     z.backward(dz)
     for name, leaf, other in zip(["dx", "dresidual", "dweight", "dbias"], leaves, exact, strict=True):
         if name == "dweight" and dtype in (torch.bfloat16, torch.float16):

@@ -177,6 +177,39 @@ def test_memory_is_reused_where_it_can_be(case, device):
     assert sorted(used) == sorted(expected)
 
 
+@pytest.mark.parametrize("with_residual", [False, True])
+@pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
+@pytest.mark.parametrize(
+    ("dtype", "allowed"), [(torch.float64, 1e-10), (torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 4e-3)]
+)
+def test_silu_is_inverted_once_where_both_buffers_are_owned_with_the_same_gradients(
+    dtype, allowed, training, with_residual, device
+):
+    a = torch.randn(4, 6, 5, 7, device=device).to(dtype).requires_grad_()
+    r = torch.randn_like(a).requires_grad_() if with_residual else None
+    affine = [torch.rand(6, device=device, dtype=torch.promote_types(dtype, torch.float32)) + 0.5 for _ in range(2)]
+    running = [torch.rand(6, device=device, dtype=affine[0].dtype) + 0.5 for _ in range(2)]
+    leaves = [a, *(t.requires_grad_() for t in affine), *([r] if with_residual else [])]
+    results, ops_run = [], []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.namespace == "inplace_abn":
+                ops_run[-1].append(func._opname)
+            return func(*args, **(kwargs or {}))
+
+    for retain in (False, True):
+        z = inplace_abn(a * 1, *affine, *(t.clone() for t in running), training=training, activation="silu", residual=r)
+        loss = (z * ramp(z)).sum()
+        del z
+        ops_run.append([])
+        with Record():
+            results.append(torch.autograd.grad(loss, leaves, retain_graph=retain))
+    assert ops_run == [["backward_reduce", "backward"], ["local_backward"]]
+    for ours, others in zip(*results, strict=True):
+        assert (ours - others).abs().max() <= allowed * others.abs().max()
+
+
 @pytest.mark.parametrize("case", REUSE)
 def test_gradients_are_no_part_of_the_graph(case, device, monkeypatch):
     make, _ = REUSE[case]
