@@ -125,13 +125,43 @@ INPLACE_ABN_INLINE bool low_bit(scalar_t v) {
   return static_cast<float>(static_cast<int32_t>(v.x & 1)) > 0.5f;
 }
 
+// silu has its minimum at y_min. With t = sqrt(z - z_min) on its right, and t = sqrt(ln(z_min / z)) on its left,
+// exp(-y) on the right and y on the left are P(t) / Q(t), which leaves a relative error of `error` in y.
+// scripts/fit_silu.py makes the coefficients.
+constexpr double silu_y_min = -1.278464542761073795109, silu_z_min = -0.278464542761073795109;
+constexpr double silu_exp_min = silu_y_min / silu_z_min - 1;
+
+struct CoarseSiluFit {  // error 7e-5
+  static constexpr int degree = 5;
+  static constexpr double right_p[] = {silu_exp_min,  -4.883012086,  2.658377866,
+                                       -0.7238054462, 0.09850175777, -0.00535743552};
+  static constexpr double right_q[] = {1, 1.6744448, -0.9055136132, 0.1231981444, 0.0774431993, 0.009710262713};
+  static constexpr double left_p[] = {silu_y_min,    -1.542446557,  -0.8835255419,
+                                      -0.6393698183, -0.3098379994, -0.09723812747};
+  static constexpr double left_q[] = {1, -0.04481482646, 0.3044849076, 0.09688123675, 2.115309881e-05, -3.49049306e-07};
+};
+
+struct FineSiluFit {  // error 4e-7
+  static constexpr int degree = 7;
+  static constexpr double right_p[] = {silu_exp_min, 1.421279771,  -6.898257018,   5.393788729,
+                                       -2.018399442, 0.4121394733, -0.04446465469, 0.001995855829};
+  static constexpr double right_q[] = {
+      1, 3.425958432, 1.810002694, -2.036858452, 0.6847381629, 0.2338370767, -0.1685507621, 0.05301717945};
+  static constexpr double left_p[] = {silu_y_min,    -1.38495864,   -0.7860682847, -0.5171114352,
+                                      -0.2587693651, -0.1000689545, -0.0407343991, -0.01659320357};
+  static constexpr double left_q[] = {
+      1, -0.1674627701, 0.3756572495, -0.01221117955, 0.03883811447, 0.01662759059, -4.306202744e-07, 2.207227856e-09};
+};
+
 // y * sigmoid(y), whose minimum divides it into two invertible branches. The bit is stolen from negative values only.
 template <typename scalar_t>
 struct Silu {
   using opmath_t = at::opmath_type<scalar_t>;
-  static constexpr opmath_t y_min = opmath_t(-1.278464542761073795109), z_min = opmath_t(-0.278464542761073795109);
-  // z above which y = z is a start as good as the rational ones.
-  static constexpr opmath_t linear = 16;
+  static constexpr bool is_16_bit = sizeof(scalar_t) == 2, is_double = std::is_same_v<scalar_t, double>;
+  using Fit = std::conditional_t<is_16_bit, CoarseSiluFit, FineSiluFit>;
+  static constexpr opmath_t y_min = static_cast<opmath_t>(silu_y_min), z_min = static_cast<opmath_t>(silu_z_min);
+  // z from which on sigmoid(y) is 1, and y is z, to a float.
+  static constexpr opmath_t linear = 16.5;
 
   INPLACE_ABN_INLINE scalar_t forward(opmath_t y) const {
     const opmath_t e = exp_nonpositive(-std::abs(y));
@@ -139,47 +169,72 @@ struct Silu {
     return with_low_bit(z, y < 0, y < y_min);
   }
 
-  // Within 1.3e-3 of y and, next to the minimum, of (y - y_min) relatively. Fitted for y in [-750, 16].
-  INPLACE_ABN_INLINE static opmath_t start(opmath_t z, bool left) {
+  INPLACE_ABN_INLINE void inverse(scalar_t stored, opmath_t dz, opmath_t& y, opmath_t& dy) const {
     constexpr opmath_t least = std::numeric_limits<opmath_t>::min();
-    const opmath_t magnitude = -z < least ? least : -z, above = z - z_min;
-    const opmath_t square = left ? -log_coarse(magnitude * (1 / -z_min)) : above;
-    const opmath_t t = std::sqrt(square < 0 ? opmath_t(0) : square), t2 = t * t;
-    const auto pick = [left](double on_left, double on_right) {
-      return left ? static_cast<opmath_t>(on_left) : static_cast<opmath_t>(on_right);
-    };
-    const opmath_t p =
-        (pick(1.60232411, 3.0249414) + t * pick(0.92456139, -1.77698621)) +
-        t2 * ((pick(0.71622422, 1.12416877) + t * pick(0.34932313, -0.4476746)) + t2 * pick(0.08258354, 0.18930333));
-    const opmath_t q =
-        (1 + t * pick(0.2285177, 0.05185126)) + t2 * (pick(0.34228677, -0.30038901) + t * pick(0.08264584, 0.18018519));
-    const opmath_t distance = p * t / q;
-    return left ? y_min - distance : (z > linear ? z : y_min + distance);
+    const auto z = static_cast<opmath_t>(stored);
+    const bool left = sign_bit(z) & low_bit(stored);
+    // Only what silu gives has a y; the rest is kept finite.
+    const opmath_t possible = z < z_min ? z_min : z, bounded = possible > linear ? linear : possible;
+    const opmath_t depth = (-possible < least ? least : -possible) * (1 / -z_min);
+    const opmath_t square = left ? -(is_16_bit ? log_coarse(depth) : log_positive(depth)) : bounded - z_min;
+    const opmath_t t2 = square < 0 ? opmath_t(0) : square, t = std::sqrt(t2);
+    const opmath_t p = numerator(left, t, t2), q = denominator(left, t, t2);
+    // One division for P / Q, for its inverse on the left, and for sigmoid(y) = Q / (P + Q) on the right.
+    const opmath_t s = left ? p : p + q, inverse = 1 / (s * q), by_q = s * inverse, by_s = q * inverse;
+    const opmath_t ratio = p * by_q, on_range = z > linear ? possible : possible + possible * ratio;
+    y = left ? ratio : on_range;
+    const opmath_t sigma = left ? bounded * (q * by_s) : q * by_s, complement = left ? 1 - sigma : p * by_s;
+    dy = dz * (is_double ? refine(z, y) : sigma + bounded * complement);
   }
 
-  INPLACE_ABN_INLINE void inverse(scalar_t stored, opmath_t dz, opmath_t& y, opmath_t& dy) const {
-    // Halley's method on f(y) = y * sigmoid(y) - z: the error's cube, so one step does for float. Next to the minimum
-    // the slope vanishes and the start is better than a step.
-    constexpr int steps = std::is_same_v<opmath_t, double> ? 2 : 1;
-    constexpr opmath_t least_slope = std::is_same_v<opmath_t, double> ? 1e-6 : 4e-3;
-    const auto z = static_cast<opmath_t>(stored);
-    y = start(z, sign_bit(z) & low_bit(stored));
-    opmath_t derivative = 1;
-    for (int step = 0; step < steps; ++step) {
-      // sigmoid(y) = a / d and its complement b / d, and f, f' and f'' without their divisions by d.
-      opmath_t e = exp_nonpositive(-std::abs(y));
-      e = e < std::numeric_limits<opmath_t>::min() ? std::numeric_limits<opmath_t>::min() : e;
-      const opmath_t d = 1 + e, a = y < 0 ? e : opmath_t(1), b = y < 0 ? opmath_t(1) : e;
-      const opmath_t f = y * a - z * d, slope = d + y * b, bend = 2 * d + y * (b - a);
-      const opmath_t change = 2 * f * slope * d / (f * b * bend - 2 * a * slope * slope);
-      const opmath_t taken = std::abs(slope) < least_slope * d ? opmath_t(0) : change;
-      y += taken;
-      // sigmoid at the new y, by its series: the change is small.
-      const opmath_t inverse = 1 / d, sigma = a * inverse, complement = b * inverse;
-      const opmath_t moved = taken * (sigma * complement) * (1 + taken * (complement - sigma) / 2);
-      derivative = (sigma + moved) * (1 + y * (complement - moved));
-    }
-    dy = dz * derivative;
+ private:
+  INPLACE_ABN_INLINE static opmath_t choose(bool left, double on_left, double on_right) {
+    return left ? static_cast<opmath_t>(on_left) : static_cast<opmath_t>(on_right);
+  }
+
+  // Terms k and k + 1, divided by t^k.
+  template <int k>
+  INPLACE_ABN_INLINE static opmath_t p_pair(bool left, opmath_t t) {
+    constexpr double left_0 = Fit::left_p[k], right_0 = Fit::right_p[k], left_1 = Fit::left_p[k + 1],
+                     right_1 = Fit::right_p[k + 1];
+    return choose(left, left_0, right_0) + t * choose(left, left_1, right_1);
+  }
+  template <int k>
+  INPLACE_ABN_INLINE static opmath_t q_pair(bool left, opmath_t t) {
+    constexpr double left_0 = Fit::left_q[k], right_0 = Fit::right_q[k], left_1 = Fit::left_q[k + 1],
+                     right_1 = Fit::right_q[k + 1];
+    return choose(left, left_0, right_0) + t * choose(left, left_1, right_1);
+  }
+  // Neighbouring terms are added first: all even and all odd ones would cancel each other.
+  INPLACE_ABN_INLINE static opmath_t numerator(bool left, opmath_t t, opmath_t t2) {
+    const opmath_t low = p_pair<0>(left, t) + t2 * p_pair<2>(left, t);
+    opmath_t high = p_pair<4>(left, t);
+    if constexpr (Fit::degree == 7) high += t2 * p_pair<6>(left, t);
+    return low + t2 * t2 * high;
+  }
+  INPLACE_ABN_INLINE static opmath_t denominator(bool left, opmath_t t, opmath_t t2) {
+    const opmath_t low = q_pair<0>(left, t) + t2 * q_pair<2>(left, t);
+    opmath_t high = q_pair<4>(left, t);
+    if constexpr (Fit::degree == 7) high += t2 * q_pair<6>(left, t);
+    return low + t2 * t2 * high;
+  }
+
+  // One step of Halley's method on f(y) = y * sigmoid(y) - z, which leaves the cube of y's error. Returns the
+  // derivative of silu. Next to the minimum, where the slope vanishes, the fit is better than a step.
+  INPLACE_ABN_INLINE static opmath_t refine(opmath_t z, opmath_t& y) {
+    constexpr opmath_t least_slope = 1e-6;
+    opmath_t e = exp_nonpositive(-std::abs(y));
+    e = e < std::numeric_limits<opmath_t>::min() ? std::numeric_limits<opmath_t>::min() : e;
+    // sigmoid(y) = a / d and its complement b / d, and f, f' and f'' without their divisions by d.
+    const opmath_t d = 1 + e, a = y < 0 ? e : opmath_t(1), b = y < 0 ? opmath_t(1) : e;
+    const opmath_t f = y * a - z * d, slope = d + y * b, bend = 2 * d + y * (b - a);
+    const opmath_t change = 2 * f * slope * d / (f * b * bend - 2 * a * slope * slope);
+    const opmath_t taken = std::abs(slope) < least_slope * d ? opmath_t(0) : change;
+    y += taken;
+    // sigmoid at the new y, by its series: the change is small.
+    const opmath_t sigma = a / d, complement = b / d;
+    const opmath_t moved = taken * (sigma * complement) * (1 + taken * (complement - sigma) / 2);
+    return (sigma + moved) * (1 + y * (complement - moved));
   }
 };
 

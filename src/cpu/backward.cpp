@@ -1,141 +1,14 @@
 #include <vector>
 
 #include "inplace_abn/kernels.h"
-#include "moments.h"
 #include "parallel.h"
+#include "reduce.h"
 #include "residual.h"
 #include "rows.h"
+#include "vectors.h"
 
 namespace inplace_abn::cpu {
 namespace {
-
-// Sums over dy and dy * (y - beta); xhat = (y - beta) / gamma, and the division can wait until the end.
-struct Sums {
-  double dy = 0, dy_centred = 0;
-
-  void merge(const Sums& other) {
-    dy += other.dy;
-    dy_centred += other.dy_centred;
-  }
-};
-
-// What happens to an element once z is inverted, beside the sums: nothing, or storing xhat and dy. Reads come before
-// writes, so xhat may lie over z and dy over dz.
-template <typename scalar_t>
-struct DoNotStore {
-  INPLACE_ABN_INLINE void operator()(int64_t, int64_t, at::opmath_type<scalar_t>, at::opmath_type<scalar_t>,
-                                     at::opmath_type<scalar_t>) const {}
-};
-
-template <typename scalar_t>
-struct StoreXhatAndDy {
-  scalar_t *xhat, *dy;
-  int64_t xhat_stride, dy_stride;
-
-  INPLACE_ABN_INLINE void operator()(int64_t run, int64_t i, at::opmath_type<scalar_t> centred,
-                                     at::opmath_type<scalar_t> gradient,
-                                     at::opmath_type<scalar_t> inverse_gamma) const {
-    xhat[run * xhat_stride + i] = static_cast<scalar_t>(centred * inverse_gamma);
-    dy[run * dy_stride + i] = static_cast<scalar_t>(gradient);
-  }
-};
-
-template <typename opmath_t>
-struct ChannelValues {
-  opmath_t beta, inverse_gamma;
-};
-
-template <typename scalar_t, typename opmath_t, typename Res, typename Act, typename Store>
-INPLACE_ABN_CLONES Sums reduce_panel(const scalar_t* z, int64_t z_stride, const scalar_t* dz, int64_t dz_stride,
-                                     int64_t runs, int64_t length, ChannelValues<opmath_t> values, Res residual,
-                                     Act act, Store store) {
-  constexpr int64_t width = lanes<opmath_t>;
-  opmath_t sum_dy[width] = {}, sum_dy_centred[width] = {};
-  const auto step = [&](int64_t r, int64_t i, int64_t l) __attribute__((always_inline)) {
-    opmath_t y, dy;
-    act.inverse(z[r * z_stride + i], static_cast<opmath_t>(dz[r * dz_stride + i]), y, dy);
-    const opmath_t centred = residual.subtract(y, r, i) - values.beta;
-    sum_dy[l] += dy;
-    sum_dy_centred[l] += dy * centred;
-    store(r, i, centred, dy, values.inverse_gamma);
-  };
-  for (int64_t r = 0; r < runs; ++r) {
-    prefetch_next_run(z, z_stride, runs, length, r);
-    prefetch_next_run(dz, dz_stride, runs, length, r);
-    for_lanes<opmath_t>(
-        length, [&](int64_t i, int64_t l) __attribute__((always_inline)) { step(r, i, l); },
-        [&](int64_t i, int64_t n) {
-          if (runs > 1) return;
-          prefetch_ahead(z + i, n);
-          prefetch_ahead(dz + i, n);
-        });
-  }
-  return {total(sum_dy), total(sum_dy_centred)};
-}
-
-template <typename scalar_t, typename opmath_t, typename Res, typename Act, typename Store>
-INPLACE_ABN_CLONES void reduce_row_chunk(const scalar_t* z, int64_t z_stride, const scalar_t* dz, int64_t dz_stride,
-                                         int64_t rows, int64_t channels, const opmath_t* beta,
-                                         const opmath_t* inverse_gamma, opmath_t* sum_dy, opmath_t* sum_dy_centred,
-                                         Res residual, Act act, Store store) {
-  const auto step = [&](int64_t r, int64_t c, opmath_t& dy, opmath_t& dy_centred) __attribute__((always_inline)) {
-    opmath_t y;
-    act.inverse(z[r * z_stride + c], static_cast<opmath_t>(dz[r * dz_stride + c]), y, dy);
-    const opmath_t centred = residual.subtract(y, r, c) - beta[c];
-    dy_centred = dy * centred;
-    store(r, c, centred, dy, inverse_gamma[c]);
-  };
-  int64_t r = 0;
-  for (; r + 2 <= rows; r += 2) {
-    prefetch_ahead(z + r * z_stride, 2 * channels);
-    prefetch_ahead(dz + r * dz_stride, 2 * channels);
-    INPLACE_ABN_INDEPENDENT
-    for (int64_t c = 0; c < channels; ++c) {
-      opmath_t dy0, dy1, dy_centred0, dy_centred1;
-      step(r, c, dy0, dy_centred0);
-      step(r + 1, c, dy1, dy_centred1);
-      sum_dy[c] += dy0 + dy1;
-      sum_dy_centred[c] += dy_centred0 + dy_centred1;
-    }
-  }
-  for (; r < rows; ++r) {
-    INPLACE_ABN_INDEPENDENT
-    for (int64_t c = 0; c < channels; ++c) {
-      opmath_t dy, dy_centred;
-      step(r, c, dy, dy_centred);
-      sum_dy[c] += dy;
-      sum_dy_centred[c] += dy_centred;
-    }
-  }
-}
-
-// Row order: all chunks reduced into one Sums per channel, handed to finish.
-template <typename scalar_t, typename Res, typename Act, typename MakeStore, typename Finish>
-void reduce_all_rows(const Extent& extent, const RowGrid& grid, const View<const scalar_t>& z,
-                     const View<const scalar_t>& dz, const Affine<scalar_t>& affine, Res residual, Act act,
-                     const MakeStore& make_store, const Finish& finish) {
-  using opmath_t = at::opmath_type<scalar_t>;
-  const ChannelArrays<opmath_t, 2> values(grid);
-  for (int64_t c = 0; c < grid.channels; ++c) {
-    values.set(0, c, affine.beta(c));
-    values.set(1, c, 1 / affine.gamma(c));
-  }
-  reduce_rows<MergeSums>(
-      extent, 2 * sizeof(scalar_t),
-      [&](int64_t first, int64_t rows, double* dy, double* dy_centred) {
-        const ChannelArrays<opmath_t, 2> sums(grid);
-        grid.for_each(first, rows, [&](int64_t row, int64_t count, int64_t fold, int64_t width) {
-          reduce_row_chunk(z.data + row * z.batch_stride, z.batch_stride * fold, dz.data + row * dz.batch_stride,
-                           dz.batch_stride * fold, count, width, values[0], values[1], sums[0], sums[1],
-                           residual.rows(row, fold), act, make_store(row, fold));
-        });
-        sums.unfold(0);
-        sums.unfold(1);
-        std::copy_n(sums[0], grid.channels, dy);
-        std::copy_n(sums[1], grid.channels, dy_centred);
-      },
-      [&](int64_t c, double dy, double dy_centred) { finish(c, Sums{dy, dy_centred}); });
-}
 
 // dx = from_dy * dy + from_xhat * xhat + constant, where xhat may stand for any affine image of it.
 template <typename opmath_t>
@@ -173,19 +46,38 @@ INPLACE_ABN_CLONES void combine_rows(const scalar_t* xhat, int64_t xhat_stride, 
   }
 }
 
+template <typename scalar_t, typename opmath_t, typename Res, typename Act>
+INPLACE_ABN_INLINE void invert_and_combine_vector(const scalar_t* z, const scalar_t* dz, scalar_t* dx,
+                                                  const Combination<opmath_t>& k, Res residual, Act act) {
+  INPLACE_ABN_ONE_VECTOR
+  for (int64_t l = 0; l < vector_lanes<scalar_t>; ++l) {
+    opmath_t y, dy;
+    act.inverse(z[l], static_cast<opmath_t>(dz[l]), y, dy);
+    y = residual.subtract(y, l);
+    residual.store_gradient(dy, l);
+    dx[l] = static_cast<scalar_t>(k.from_dy * dy + k.from_xhat * y + k.constant);
+  }
+}
+
 // The same from z and dz, inverted once more: cheaper than writing xhat and dy out and reading them back.
 template <typename scalar_t, typename opmath_t, typename Res, typename Act>
 INPLACE_ABN_CLONES void invert_and_combine_panel(const scalar_t* z, int64_t z_stride, const scalar_t* dz,
                                                  int64_t dz_stride, scalar_t* dx, int64_t dx_stride, int64_t runs,
                                                  int64_t length, Combination<opmath_t> k, Res residual, Act act) {
+  constexpr int64_t width = vector_lanes<scalar_t>;
   for (int64_t r = 0; r < runs; ++r) {
-    INPLACE_ABN_INDEPENDENT
-    for (int64_t i = 0; i < length; ++i) {
-      opmath_t y, dy;
-      act.inverse(z[r * z_stride + i], static_cast<opmath_t>(dz[r * dz_stride + i]), y, dy);
-      y = residual.subtract(y, r, i);
-      residual.store_gradient(dy, r, i);
-      dx[r * dx_stride + i] = static_cast<scalar_t>(k.from_dy * dy + k.from_xhat * y + k.constant);
+    const scalar_t *z_run = z + r * z_stride, *dz_run = dz + r * dz_stride;
+    scalar_t* dx_run = dx + r * dx_stride;
+    int64_t i = 0;
+    for (; i + width <= length; i += width) {
+      invert_and_combine_vector(z_run + i, dz_run + i, dx_run + i, k, residual.at(r, i), act);
+    }
+    if (i < length) {
+      Padded<scalar_t> z_tail(z_run + i, length - i, z_run[i]), tail(dz_run + i, length - i, scalar_t(0));
+      typename Res::Tail residual_tail(residual.at(r, i), length - i);
+      invert_and_combine_vector(z_tail.data(), tail.data(), tail.data(), k, residual_tail.get(), act);
+      residual_tail.store_gradient(residual.at(r, i), length - i);
+      tail.store(dx_run + i, length - i);
     }
   }
 }
@@ -196,14 +88,15 @@ INPLACE_ABN_CLONES void invert_and_combine_rows(const scalar_t* z, int64_t z_str
                                                 int64_t channels, const opmath_t* from_dy, const opmath_t* from_xhat,
                                                 const opmath_t* constant, Res residual, Act act) {
   for (int64_t r = 0; r < rows; ++r) {
+    const Res row = residual.at(r, 0);
     prefetch_ahead(z + r * z_stride, channels);
     prefetch_ahead(dz + r * dz_stride, channels);
     INPLACE_ABN_INDEPENDENT
     for (int64_t c = 0; c < channels; ++c) {
       opmath_t y, dy;
       act.inverse(z[r * z_stride + c], static_cast<opmath_t>(dz[r * dz_stride + c]), y, dy);
-      y = residual.subtract(y, r, c);
-      residual.store_gradient(dy, r, c);
+      y = row.subtract(y, c);
+      row.store_gradient(dy, c);
       dx[r * dx_stride + c] = static_cast<scalar_t>(from_dy[c] * dy + from_xhat[c] * y + constant[c]);
     }
   }

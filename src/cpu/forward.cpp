@@ -5,6 +5,7 @@
 #include "parallel.h"
 #include "residual.h"
 #include "rows.h"
+#include "vectors.h"
 
 namespace inplace_abn::cpu {
 namespace {
@@ -22,14 +23,28 @@ Transform<at::opmath_type<scalar_t>> make_transform(const Affine<scalar_t>& affi
 }
 
 template <typename scalar_t, typename opmath_t, typename Res, typename Act>
+INPLACE_ABN_INLINE void transform_vector(const scalar_t* x, scalar_t* z, const Transform<opmath_t>& t, Res residual,
+                                         Act act) {
+  INPLACE_ABN_ONE_VECTOR
+  for (int64_t l = 0; l < vector_lanes<scalar_t>; ++l) {
+    z[l] = act.forward(residual.add((static_cast<opmath_t>(x[l]) - t.mean) * t.scale + t.beta, l));
+  }
+}
+
+template <typename scalar_t, typename opmath_t, typename Res, typename Act>
 INPLACE_ABN_CLONES void transform_panel(const scalar_t* x, int64_t x_stride, scalar_t* z, int64_t z_stride,
                                         int64_t runs, int64_t length, Transform<opmath_t> t, Res residual, Act act) {
+  constexpr int64_t width = vector_lanes<scalar_t>;
   for (int64_t r = 0; r < runs; ++r) {
     const scalar_t* from = x + r * x_stride;
     scalar_t* to = z + r * z_stride;
-    INPLACE_ABN_INDEPENDENT
-    for (int64_t i = 0; i < length; ++i) {
-      to[i] = act.forward(residual.add((static_cast<opmath_t>(from[i]) - t.mean) * t.scale + t.beta, r, i));
+    int64_t i = 0;
+    for (; i + width <= length; i += width) transform_vector(from + i, to + i, t, residual.at(r, i), act);
+    if (i < length) {
+      Padded<scalar_t> tail(from + i, length - i, from[i]);
+      typename Res::Tail residual_tail(residual.at(r, i), length - i);
+      transform_vector(tail.data(), tail.data(), t, residual_tail.get(), act);
+      tail.store(to + i, length - i);
     }
   }
 }
@@ -41,10 +56,11 @@ INPLACE_ABN_CLONES void transform_rows(const scalar_t* x, int64_t x_stride, scal
   for (int64_t r = 0; r < rows; ++r) {
     const scalar_t* from = x + r * x_stride;
     scalar_t* to = z + r * z_stride;
+    const Res row = residual.at(r, 0);
     prefetch_ahead(from, channels);
     INPLACE_ABN_INDEPENDENT
     for (int64_t c = 0; c < channels; ++c) {
-      to[c] = act.forward(residual.add((static_cast<opmath_t>(from[c]) - mean[c]) * scale[c] + beta[c], r, c));
+      to[c] = act.forward(row.add((static_cast<opmath_t>(from[c]) - mean[c]) * scale[c] + beta[c], c));
     }
   }
 }

@@ -21,20 +21,17 @@
 #define INPLACE_ABN_CLONES
 #endif
 
-// Iterations are independent: outputs alias inputs element for element or not at all (kernels.h).
+// Iterations are independent: outputs alias inputs element for element or not at all (kernels.h). A loop over one
+// vector must not be unrolled before it is vectorised, lest this be forgotten.
 #if defined(__clang__)
 #define INPLACE_ABN_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
+#define INPLACE_ABN_ONE_VECTOR _Pragma("clang loop vectorize(assume_safety) unroll(disable)")
 #else
 #define INPLACE_ABN_INDEPENDENT _Pragma("GCC ivdep")
+#define INPLACE_ABN_ONE_VECTOR _Pragma("GCC ivdep") _Pragma("GCC unroll 1")
 #endif
 
 namespace inplace_abn::cpu {
-
-// Enough independent accumulators to keep the floating-point units busy at any vector width, and those of one vector.
-template <typename opmath_t>
-constexpr int64_t lanes = 256 / sizeof(opmath_t);
-template <typename opmath_t>
-constexpr int64_t narrow_lanes = lanes<opmath_t> / 4;
 
 // Elements of a channel that are reduced at a time, their sums in the precision of x.
 constexpr int64_t panel_elements = 4096;
@@ -59,11 +56,13 @@ INPLACE_ABN_INLINE void prefetch_ahead(const scalar_t* p, int64_t count) {
   prefetch(p + 4096 / sizeof(scalar_t), count);
 }
 
-// What follows run `r` of a panel: its next run, or after the last one the next channel's first.
+// What to prefetch while run `r` of a panel is walked: the next run, after the last one the next channel's first, or a
+// page ahead where a single run is long.
 template <typename scalar_t>
-INPLACE_ABN_INLINE void prefetch_next_run(const scalar_t* panel, int64_t stride, int64_t runs, int64_t length,
-                                          int64_t r) {
-  if (runs > 1) prefetch(r + 1 < runs ? panel + (r + 1) * stride : panel + length, length);
+INPLACE_ABN_INLINE const scalar_t* ahead_of_run(const scalar_t* panel, int64_t stride, int64_t runs, int64_t length,
+                                                int64_t r) {
+  if (runs == 1) return panel + 4096 / sizeof(scalar_t);
+  return r + 1 < runs ? panel + (r + 1) * stride : panel + length;
 }
 
 inline int64_t grain(int64_t elements_per_task) {

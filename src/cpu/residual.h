@@ -6,20 +6,29 @@
 
 #include "inplace_abn/activation.h"
 #include "parallel.h"
+#include "vectors.h"
 
 namespace inplace_abn::cpu {
 
+// `panel` and `rows` go to a part of the tensor, `at` to an element of it, from where on elements are counted. A `Tail`
+// stands in for the `count` elements at `from`.
 template <typename scalar_t>
 struct NoResidual {
   using opmath_t = at::opmath_type<scalar_t>;
+  struct Tail {
+    INPLACE_ABN_INLINE Tail(NoResidual, int64_t) {}
+    INPLACE_ABN_INLINE NoResidual get() { return {}; }
+    INPLACE_ABN_INLINE void store_gradient(NoResidual, int64_t) const {}
+  };
 
   NoResidual panel(const Panel&, int64_t) const { return {}; }
   NoResidual rows(int64_t, int64_t) const { return {}; }
   int64_t row_stride(const View<const scalar_t>& like) const { return like.batch_stride; }
 
-  INPLACE_ABN_INLINE opmath_t add(opmath_t y, int64_t, int64_t) const { return y; }
-  INPLACE_ABN_INLINE opmath_t subtract(opmath_t y, int64_t, int64_t) const { return y; }
-  INPLACE_ABN_INLINE void store_gradient(opmath_t, int64_t, int64_t) const {}
+  INPLACE_ABN_INLINE NoResidual at(int64_t, int64_t) const { return {}; }
+  INPLACE_ABN_INLINE opmath_t add(opmath_t y, int64_t) const { return y; }
+  INPLACE_ABN_INLINE opmath_t subtract(opmath_t y, int64_t) const { return y; }
+  INPLACE_ABN_INLINE void store_gradient(opmath_t, int64_t) const {}
 };
 
 template <typename scalar_t>
@@ -27,6 +36,18 @@ struct Residual {
   using opmath_t = at::opmath_type<scalar_t>;
   View<const scalar_t> value;
   View<scalar_t> gradient;
+
+  class Tail {
+   public:
+    INPLACE_ABN_INLINE Tail(const Residual& from, int64_t count) : value_(from.value.data, count, from.value.data[0]) {}
+    INPLACE_ABN_INLINE Residual get() { return {{value_.data(), 0, 0}, {gradient_.data(), 0, 0}}; }
+    INPLACE_ABN_INLINE void store_gradient(const Residual& from, int64_t count) const {
+      gradient_.store(from.gradient.data, count);
+    }
+
+   private:
+    Padded<scalar_t> value_, gradient_;
+  };
 
   Residual panel(const Panel& panel, int64_t channel) const {
     return {{panel.of(value, channel), value.batch_stride, 0}, {panel.of(gradient, channel), gradient.batch_stride, 0}};
@@ -41,14 +62,12 @@ struct Residual {
     return gradient.data == nullptr || gradient.batch_stride == value.batch_stride ? value.batch_stride : -1;
   }
 
-  INPLACE_ABN_INLINE opmath_t at(int64_t run, int64_t i) const {
-    return static_cast<opmath_t>(value.data[run * value.batch_stride + i]);
+  INPLACE_ABN_INLINE Residual at(int64_t run, int64_t i) const {
+    return {{value.data + run * value.batch_stride + i, 0, 0}, {gradient.data + run * gradient.batch_stride + i, 0, 0}};
   }
-  INPLACE_ABN_INLINE opmath_t add(opmath_t y, int64_t run, int64_t i) const { return y + at(run, i); }
-  INPLACE_ABN_INLINE opmath_t subtract(opmath_t y, int64_t run, int64_t i) const { return y - at(run, i); }
-  INPLACE_ABN_INLINE void store_gradient(opmath_t dy, int64_t run, int64_t i) const {
-    gradient.data[run * gradient.batch_stride + i] = static_cast<scalar_t>(dy);
-  }
+  INPLACE_ABN_INLINE opmath_t add(opmath_t y, int64_t i) const { return y + static_cast<opmath_t>(value.data[i]); }
+  INPLACE_ABN_INLINE opmath_t subtract(opmath_t y, int64_t i) const { return y - static_cast<opmath_t>(value.data[i]); }
+  INPLACE_ABN_INLINE void store_gradient(opmath_t dy, int64_t i) const { gradient.data[i] = static_cast<scalar_t>(dy); }
 };
 
 // Calls f with the one or the other. `gradient` is written by passes that call store_gradient, and may be left out

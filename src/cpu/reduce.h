@@ -1,0 +1,181 @@
+// The first pass of backward: z inverted, and summed up per channel.
+#pragma once
+
+#include "inplace_abn/kernels.h"
+#include "residual.h"
+#include "rows.h"
+#include "vectors.h"
+
+namespace inplace_abn::cpu {
+
+// Sums over dy and dy * (y - beta); xhat = (y - beta) / gamma, and the division can wait until the end.
+struct Sums {
+  double dy = 0, dy_centred = 0;
+
+  void merge(const Sums& other) {
+    dy += other.dy;
+    dy_centred += other.dy_centred;
+  }
+};
+
+// What happens to an element once z is inverted, beside the sums: nothing, or storing xhat and dy. Reads come before
+// writes, so xhat may lie over z and dy over dz. `at` and `Tail` are as in residual.h.
+template <typename scalar_t>
+struct DoNotStore {
+  struct Tail {
+    INPLACE_ABN_INLINE DoNotStore get() { return {}; }
+    INPLACE_ABN_INLINE void store(DoNotStore, int64_t) const {}
+  };
+
+  INPLACE_ABN_INLINE DoNotStore at(int64_t, int64_t) const { return {}; }
+  INPLACE_ABN_INLINE void operator()(int64_t, at::opmath_type<scalar_t>, at::opmath_type<scalar_t>,
+                                     at::opmath_type<scalar_t>) const {}
+};
+
+template <typename scalar_t>
+struct StoreXhatAndDy {
+  scalar_t *xhat, *dy;
+  int64_t xhat_stride, dy_stride;
+
+  class Tail {
+   public:
+    INPLACE_ABN_INLINE StoreXhatAndDy get() { return {xhat_.data(), dy_.data(), 0, 0}; }
+    INPLACE_ABN_INLINE void store(const StoreXhatAndDy& to, int64_t count) const {
+      xhat_.store(to.xhat, count);
+      dy_.store(to.dy, count);
+    }
+
+   private:
+    Padded<scalar_t> xhat_, dy_;
+  };
+
+  INPLACE_ABN_INLINE StoreXhatAndDy at(int64_t run, int64_t i) const {
+    return {xhat + run * xhat_stride + i, dy + run * dy_stride + i, 0, 0};
+  }
+  INPLACE_ABN_INLINE void operator()(int64_t i, at::opmath_type<scalar_t> centred, at::opmath_type<scalar_t> gradient,
+                                     at::opmath_type<scalar_t> inverse_gamma) const {
+    xhat[i] = static_cast<scalar_t>(centred * inverse_gamma);
+    dy[i] = static_cast<scalar_t>(gradient);
+  }
+};
+
+template <typename opmath_t>
+struct ChannelValues {
+  opmath_t beta, inverse_gamma;
+};
+
+template <typename scalar_t, typename opmath_t, typename Res, typename Act, typename Store>
+INPLACE_ABN_CLONES Sums reduce_panel(const scalar_t* z, int64_t z_stride, const scalar_t* dz, int64_t dz_stride,
+                                     int64_t runs, int64_t length, ChannelValues<opmath_t> values, Res residual,
+                                     Act act, Store store) {
+  constexpr int64_t wide = sum_lanes<opmath_t>, narrow = vector_lanes<scalar_t>;
+  opmath_t sum_dy[wide] = {}, sum_dy_centred[wide] = {};
+  // Element `l` of what the pointers, the residual and the store are at, added to a lane.
+  const auto step = [&](const scalar_t* z_at, const scalar_t* dz_at, const auto& residual_at, const auto& store_at,
+                        int64_t l, int64_t lane) __attribute__((always_inline)) {
+    opmath_t y, dy;
+    act.inverse(z_at[l], static_cast<opmath_t>(dz_at[l]), y, dy);
+    const opmath_t centred = residual_at.subtract(y, l) - values.beta;
+    sum_dy[lane] += dy;
+    sum_dy_centred[lane] += dy * centred;
+    store_at(l, centred, dy, values.inverse_gamma);
+  };
+  for (int64_t r = 0; r < runs; ++r) {
+    const scalar_t *z_run = z + r * z_stride, *dz_run = dz + r * dz_stride;
+    const scalar_t* z_ahead = ahead_of_run(z, z_stride, runs, length, r);
+    const scalar_t* dz_ahead = ahead_of_run(dz, dz_stride, runs, length, r);
+    int64_t i = 0;
+    for (; i + wide <= length; i += wide) {
+      prefetch(z_ahead + i, wide);
+      prefetch(dz_ahead + i, wide);
+      const Res residual_at = residual.at(r, i);
+      const Store store_at = store.at(r, i);
+      INPLACE_ABN_INDEPENDENT
+      for (int64_t l = 0; l < wide; ++l) step(z_run + i, dz_run + i, residual_at, store_at, l, l);
+    }
+    const auto add_vector = [&](const scalar_t* z_at, const scalar_t* dz_at, const Res& residual_at,
+                                const Store& store_at) __attribute__((always_inline)) {
+      const int64_t lane = i % wide;
+      prefetch(z_ahead + i, narrow);
+      prefetch(dz_ahead + i, narrow);
+      INPLACE_ABN_ONE_VECTOR
+      for (int64_t l = 0; l < narrow; ++l) step(z_at, dz_at, residual_at, store_at, l, lane + l);
+    };
+    for (; i + narrow <= length; i += narrow) add_vector(z_run + i, dz_run + i, residual.at(r, i), store.at(r, i));
+    if (i < length) {
+      // Spare lanes have no gradient, so they add nothing.
+      Padded<scalar_t> z_tail(z_run + i, length - i, z_run[i]), dz_tail(dz_run + i, length - i, scalar_t(0));
+      typename Res::Tail residual_tail(residual.at(r, i), length - i);
+      typename Store::Tail store_tail;
+      add_vector(z_tail.data(), dz_tail.data(), residual_tail.get(), store_tail.get());
+      store_tail.store(store.at(r, i), length - i);
+    }
+  }
+  return {total(sum_dy), total(sum_dy_centred)};
+}
+
+template <typename scalar_t, typename opmath_t, typename Res, typename Act, typename Store>
+INPLACE_ABN_CLONES void reduce_row_chunk(const scalar_t* z, int64_t z_stride, const scalar_t* dz, int64_t dz_stride,
+                                         int64_t rows, int64_t channels, const opmath_t* beta,
+                                         const opmath_t* inverse_gamma, opmath_t* sum_dy, opmath_t* sum_dy_centred,
+                                         Res residual, Act act, Store store) {
+  const auto step = [&](int64_t r, int64_t c, opmath_t& dy, opmath_t& dy_centred) __attribute__((always_inline)) {
+    opmath_t y;
+    act.inverse(z[r * z_stride + c], static_cast<opmath_t>(dz[r * dz_stride + c]), y, dy);
+    const opmath_t centred = residual.at(r, 0).subtract(y, c) - beta[c];
+    dy_centred = dy * centred;
+    store.at(r, 0)(c, centred, dy, inverse_gamma[c]);
+  };
+  int64_t r = 0;
+  for (; r + 2 <= rows; r += 2) {
+    prefetch_ahead(z + r * z_stride, 2 * channels);
+    prefetch_ahead(dz + r * dz_stride, 2 * channels);
+    INPLACE_ABN_INDEPENDENT
+    for (int64_t c = 0; c < channels; ++c) {
+      opmath_t dy0, dy1, dy_centred0, dy_centred1;
+      step(r, c, dy0, dy_centred0);
+      step(r + 1, c, dy1, dy_centred1);
+      sum_dy[c] += dy0 + dy1;
+      sum_dy_centred[c] += dy_centred0 + dy_centred1;
+    }
+  }
+  for (; r < rows; ++r) {
+    INPLACE_ABN_INDEPENDENT
+    for (int64_t c = 0; c < channels; ++c) {
+      opmath_t dy, dy_centred;
+      step(r, c, dy, dy_centred);
+      sum_dy[c] += dy;
+      sum_dy_centred[c] += dy_centred;
+    }
+  }
+}
+
+// Row order: all chunks reduced into one Sums per channel, handed to finish.
+template <typename scalar_t, typename Res, typename Act, typename MakeStore, typename Finish>
+void reduce_all_rows(const Extent& extent, const RowGrid& grid, const View<const scalar_t>& z,
+                     const View<const scalar_t>& dz, const Affine<scalar_t>& affine, Res residual, Act act,
+                     const MakeStore& make_store, const Finish& finish) {
+  using opmath_t = at::opmath_type<scalar_t>;
+  const ChannelArrays<opmath_t, 2> values(grid);
+  for (int64_t c = 0; c < grid.channels; ++c) {
+    values.set(0, c, affine.beta(c));
+    values.set(1, c, 1 / affine.gamma(c));
+  }
+  reduce_rows<MergeSums>(
+      extent, 2 * sizeof(scalar_t),
+      [&](int64_t first, int64_t rows, double* dy, double* dy_centred) {
+        const ChannelArrays<opmath_t, 2> sums(grid);
+        grid.for_each(first, rows, [&](int64_t row, int64_t count, int64_t fold, int64_t width) {
+          reduce_row_chunk(z.data + row * z.batch_stride, z.batch_stride * fold, dz.data + row * dz.batch_stride,
+                           dz.batch_stride * fold, count, width, values[0], values[1], sums[0], sums[1],
+                           residual.rows(row, fold), act, make_store(row, fold));
+        });
+        sums.unfold(0);
+        sums.unfold(1);
+        std::copy_n(sums[0], grid.channels, dy);
+        std::copy_n(sums[1], grid.channels, dy_centred);
+      },
+      [&](int64_t c, double dy, double dy_centred) { finish(c, Sums{dy, dy_centred}); });
+}
+
+}  // namespace inplace_abn::cpu
