@@ -93,22 +93,24 @@ class ABN(nn.Module):
 
     def _call(self, function: Callable[..., Tensor], x: Tensor, **options: Any) -> Tensor:
         """``function`` of x with this module's tensors and settings. A batch that is an error is not counted."""
-        running_mean = getattr(self, "running_mean", None)
-        batches = getattr(self, "num_batches_tracked", None) if self.training and running_mean is not None else None
+        # From the dictionary, because attributes of modules that are not found at once take long.
+        buffers, training = self._buffers, self.training
+        running_mean = buffers.get("running_mean")
+        batches = buffers.get("num_batches_tracked") if training and running_mean is not None else None
         momentum: float | Tensor = 0.0 if self.momentum is None else self.momentum
         if self.momentum is None and batches is not None:
             momentum = (batches + 1).double().reciprocal()
         z = function(
             x,
-            weight=self.weight,
-            bias=self.bias,
-            running_mean=running_mean,
-            running_var=getattr(self, "running_var", None),
-            training=self.training or running_mean is None,
-            momentum=momentum,
-            eps=self.eps,
-            activation=self.activation,
-            activation_param=self.activation_param,
+            self.weight,
+            self.bias,
+            running_mean,
+            buffers.get("running_var"),
+            training or running_mean is None,
+            momentum,
+            self.eps,
+            self.activation,
+            self.activation_param,
             **options,
         )
         if batches is not None:

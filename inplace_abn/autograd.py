@@ -1,4 +1,5 @@
-"""Autograd: what the graph knows of an in-place ABN, and its gradients.
+"""Autograd where C++ does not suffice: for statistics of several processes, torch.func's transforms, compilers, and
+gradients of gradients. Everything else is in ``src/autograd.cpp``, by the same rules.
 
 Everything is recovered from z alone (arXiv 1712.02616), in memory that is backward's own where there is some. The op
 has run before autograd is told: `InPlaceABNFunction` only declares that x has become z, so that an op that fails leaves
@@ -8,14 +9,15 @@ no trace in the graph.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from inplace_abn import collectives, ops, ownership, reference
 from inplace_abn.ops import backend
-from inplace_abn.settings import Settings
+from inplace_abn.settings import Settings, name_of
 
 # Gradients of x, weight, bias and residual.
 _Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
@@ -63,11 +65,11 @@ class InPlaceABNFunction(torch.autograd.Function):
         own_dz = ownership.owns_gradient(dz)
         hooked = ownership.is_hooked(ctx)
         if not hooked:
-            _check_unmodified(ctx.watch)
+            ctx.watch.check_unmodified(None)
         saved = _Saved(*ctx.saved_tensors)
         z = saved.z
         if hooked:
-            _check_unmodified(ctx.watch, z)
+            ctx.watch.check_unmodified(z)
         if torch.is_grad_enabled():
             return *_differentiable(saved, dz, settings), None, None, None
         own_dz = own_dz and z.stride() == dz.stride()
@@ -94,16 +96,14 @@ def overwritten(
     apply = InPlaceABNFunction.apply if torch._C._are_functorch_transforms_active() else _apply
     z: Tensor = apply(x, weight, bias, residual, var, settings, watch)
     watch.start(z)
+    backend.observe_gradient(z)
     return z
 
 
-def _check_unmodified(watch: backend.Watch, unpacked: Tensor | None = None) -> None:
-    """``unpacked``: what saved-tensor hooks made of z, which may be a copy made in time, or z itself."""
-    if watch.is_modified() and (unpacked is None or unpacked._version > watch.version):
-        raise RuntimeError(
-            "inplace_abn: the output of an in-place ABN has been modified in place, but its backward needs it. "
-            "Replace that operation by one out of place (z = z + y for z += y), or use ABN"
-        )
+def marked_as_overwritten(x: Tensor) -> Tensor:
+    """x with the place in the graph that an identity has, of which ownership is calibrated."""
+    var = x.new_ones(x.shape[1])
+    return overwritten(x, None, None, None, var, Settings("identity", 0.0, 1e-5, False, False, None))
 
 
 class TracedABNFunction(torch.autograd.Function):
@@ -135,34 +135,20 @@ class TracedABNFunction(torch.autograd.Function):
         return dx, None, *others, None, None
 
 
-# Inverting z once more takes longer than storing what the first inversion gave, and reading it back.
-_COSTLY_INVERSES = ("silu",)
-
-
 def _gradients(
     need: tuple[bool, ...], saved: _Saved, dz: Tensor, own_z: bool, own_dz: bool, settings: Settings
 ) -> _Gradients:
-    invert_once = need[0] and own_z and own_dz and settings.activation in _COSTLY_INVERSES
-    by = _stepwise if invert_once or settings.group is not None else _local
-    return by(need, saved, dz, own_z, own_dz, settings)
+    if settings.group is None:
+        return _local(need, saved, dz, settings)
+    return _synchronised(need, saved, dz, own_z, own_dz, settings)
 
 
-def _local(
-    need: tuple[bool, ...], saved: _Saved, dz: Tensor, own_z: bool, own_dz: bool, settings: Settings
-) -> _Gradients:
-    """Writes dx, and the residual's gradient if there is one, over dz and z where these are backward's own."""
+def _local(need: tuple[bool, ...], saved: _Saved, dz: Tensor, settings: Settings) -> _Gradients:
     z, weight, bias, residual, var = saved
-    reusable = [t for t, own in ((z, own_z), (dz, own_dz)) if own]
-
-    def activation_sized(needed: bool) -> Tensor | None:
-        if not needed:
-            return None
-        return reusable.pop() if reusable else torch.empty_like(z)
-
-    dresidual = activation_sized(need[3])
-    dx = activation_sized(need[0])
-    dweight = torch.empty_like(weight) if weight is not None and need[1] else None
-    dbias = torch.empty_like(bias) if bias is not None and need[2] else None
+    like = (z, weight, bias, residual)
+    dx, dweight, dbias, dresidual = (
+        torch.empty_like(t) if t is not None and needed else None for t, needed in zip(like, need, strict=False)
+    )
     ops.local_backward(
         z,
         dz,
@@ -180,10 +166,10 @@ def _local(
     return dx, dweight, dbias, dresidual
 
 
-def _stepwise(
+def _synchronised(
     need: tuple[bool, ...], saved: _Saved, dz: Tensor, own_z: bool, own_dz: bool, settings: Settings
 ) -> _Gradients:
-    """With a collective in between, if there is a group: the sums over all ranks' dy and xhat * dy, and their count.
+    """With a collective in between: the sums over all ranks' dy and xhat * dy, and their count.
 
     xhat is written over z and dy over dz where these are backward's own; dx over xhat if the residual takes dy, else
     over dy.
@@ -203,9 +189,8 @@ def _stepwise(
     if need[0]:
         means: tuple[Tensor | None, ...] = (None, None)
         if settings.training:
-            sums = torch.cat([sum_dy, sum_xhat_dy, sum_dy.new_full((1,), values_per_channel(z))])
-            if settings.group is not None:
-                sums = collectives.all_reduce(sums, settings.group)
+            share = torch.cat([sum_dy, sum_xhat_dy, sum_dy.new_full((1,), values_per_channel(z))])
+            sums = collectives.all_reduce(share, cast(ProcessGroup, settings.group))
             means = (sums[:-1] / sums[-1]).view(2, -1).unbind()
         dx = xhat if need[3] else dy
         ops.backward_out(xhat, dy, var, weight, settings.eps, settings.signed_weight, *means, dx=dx)
@@ -249,6 +234,24 @@ def _differentiable(saved: _Saved, dz: Tensor, settings: Settings) -> _Gradients
         None if bias is None else dbias,
         None if residual is None else dresidual,
     )
+
+
+def differentiable(
+    z: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    var: Tensor,
+    dz: Tensor,
+    activation: int,
+    activation_param: float,
+    eps: float,
+    signed_weight: bool,
+    training: bool,
+) -> _Gradients:
+    """The differentiable gradients of x, weight, bias and residual, for ``src/autograd.cpp``."""
+    settings = Settings(name_of(activation), activation_param, eps, signed_weight, training, None)
+    return _differentiable(_Saved(z, weight, bias, residual, var), dz, settings)
 
 
 def _set_input_edges(x: Tensor, z: Tensor) -> None:

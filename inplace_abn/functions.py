@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from inplace_abn import collectives, ops, ownership, plain, reference
-from inplace_abn.autograd import InPlaceABNFunction, TracedABNFunction, overwritten, values_per_channel
+from inplace_abn.autograd import TracedABNFunction, marked_as_overwritten, overwritten, values_per_channel
 from inplace_abn.ops import backend
-from inplace_abn.settings import Settings, check_activation, check_hyperparameters
+from inplace_abn.settings import Settings, check_activation, check_hyperparameters, code_of
 
 _DISABLED = os.environ.get("INPLACE_ABN_DISABLE") == "1"
 
@@ -37,19 +37,6 @@ def _check_inner_transforms(inputs: tuple[Tensor | None, ...]) -> None:
             backend.check_transforms(t)
             t = functorch.get_unwrapped(t)
         backend.check_transforms(t)
-
-
-def _check_producer(x: Tensor) -> None:
-    """Raises if the node that made x, or what x is a view of, saved its result."""
-    for node in (x.grad_fn, x._base.grad_fn if x._base is not None else None):
-        # Asked of the type: the node itself would unpack what it saved.
-        if node is not None and (
-            hasattr(type(node), "_saved_result") or isinstance(node, InPlaceABNFunction._backward_cls)
-        ):
-            raise RuntimeError(
-                f"inplace_abn: x is the output of {node.name()}, which needs it for its own backward, so it cannot be "
-                "overwritten. Pass x.clone(), or use ABN, which works out of place"
-            )
 
 
 def _momentum_arguments(momentum: float | Tensor) -> tuple[float, Tensor | None]:
@@ -102,9 +89,25 @@ def inplace_abn(
 
     Source: arXiv 1712.02616.
     """
+    training = training or running_mean is None
+    if _is_plain_eager(x):
+        return backend.inplace_abn(
+            x,
+            weight,
+            bias,
+            residual,
+            running_mean,
+            running_var,
+            training,
+            *_momentum_arguments(momentum),
+            eps,
+            signed_weight,
+            code_of(activation),
+            activation_param,
+        )
     check_activation(activation, activation_param)
     check_hyperparameters(eps, momentum)
-    settings = Settings(activation, activation_param, eps, signed_weight, training or running_mean is None, None)
+    settings = Settings(activation, activation_param, eps, signed_weight, training, None)
     return _forward(x, weight, bias, residual, running_mean, running_var, momentum, settings)
 
 
@@ -138,8 +141,30 @@ def inplace_abn_sync(
     check_hyperparameters(eps, momentum)
     training = training or running_mean is None
     group = collectives.participating_group(group) if training else None
+    if group is None:
+        return inplace_abn(
+            x,
+            weight,
+            bias,
+            running_mean,
+            running_var,
+            training,
+            momentum,
+            eps,
+            activation,
+            activation_param,
+            signed_weight=signed_weight,
+            residual=residual,
+        )
     settings = Settings(activation, activation_param, eps, signed_weight, training, group)
     return _forward(x, weight, bias, residual, running_mean, running_var, momentum, settings)
+
+
+def _is_plain_eager(x: Tensor) -> bool:
+    """Whether C++ can do it all: no compiler and no transform is watching, and x is no view, which autograd lets only
+    functions in Python overwrite and save without a reference cycle."""
+    watched = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    return not (_DISABLED or watched or (torch.is_grad_enabled() and x._is_view()))
 
 
 def _forward(
@@ -161,7 +186,7 @@ def _forward(
         _check_inner_transforms(tensors)
         backend.check_call(x, weight, bias, residual, running_mean, running_var, requires_grad)
         if requires_grad:
-            _check_producer(x)
+            backend.check_producer(x)
     if settings.training and settings.group is None:
         _check_count(values_per_channel(x), x)
     if not requires_grad:
@@ -247,4 +272,4 @@ def _out_of_place(
 
 
 if not _DISABLED:
-    ownership.calibrate(inplace_abn)
+    ownership.calibrate(inplace_abn, marked_as_overwritten)

@@ -24,13 +24,24 @@ class Settings(NamedTuple):
 
     def arithmetic(self) -> tuple[float, bool, int, float]:
         """The arguments that every op has in common."""
-        return self.eps, self.signed_weight, _ACTIVATIONS[self.activation], self.activation_param
+        return self.eps, self.signed_weight, code_of(self.activation), self.activation_param
+
+
+def code_of(activation: str) -> int:
+    """The activation's number in the compiled module. Raises ValueError for an unknown one."""
+    code = _ACTIVATIONS.get(activation)
+    if code is None:
+        raise ValueError(f"inplace_abn: expected activation to be one of {sorted(_ACTIVATIONS)}, got {activation!r}")
+    return code
+
+
+def name_of(code: int) -> str:
+    return backend.Activation(code).name
 
 
 def check_activation(activation: str, activation_param: float) -> None:
     """Raises ValueError for an unknown activation, a negative slope or an alpha that is not positive."""
-    if activation not in _ACTIVATIONS:
-        raise ValueError(f"inplace_abn: expected activation to be one of {sorted(_ACTIVATIONS)}, got {activation!r}")
+    code_of(activation)
     if activation == "leaky_relu" and not 0 <= activation_param < math.inf:
         raise ValueError(f"inplace_abn: expected a finite leaky_relu slope >= 0, got {activation_param}")
     if activation == "elu" and not 0 < activation_param < math.inf:

@@ -4,6 +4,7 @@
 #include <torch/version.h>
 
 #include "inplace_abn/activation.h"
+#include "inplace_abn/autograd.h"
 #include "inplace_abn/graph.h"
 
 PYBIND11_MODULE(_backend, m) {
@@ -20,8 +21,15 @@ PYBIND11_MODULE(_backend, m) {
   pybind11::class_<Watch>(m, "Watch")
       .def(pybind11::init<>())
       .def("start", &Watch::start, arg("output"))
-      .def("is_modified", &Watch::is_modified)
-      .def_property_readonly("version", &Watch::version);
+      .def("check_unmodified", &Watch::check_unmodified, arg("unpacked"));
+  m.def("inplace_abn", &inplace_abn::inplace_abn, arg("x"), arg("weight"), arg("bias"), arg("residual"),
+        arg("running_mean"), arg("running_var"), arg("training"), arg("momentum"), arg("momentum_tensor"), arg("eps"),
+        arg("signed_weight"), arg("activation"), arg("activation_param"),
+        pybind11::call_guard<pybind11::gil_scoped_release>());
+  m.def("check_producer", &inplace_abn::check_producer, arg("x"), pybind11::call_guard<pybind11::gil_scoped_release>());
+  m.def("set_sole_holders", &inplace_abn::set_sole_holders, arg("gradients"), arg("output_storage"));
+  m.def("last_observed", &inplace_abn::last_observed);
+  m.def("observe_gradient", &inplace_abn::observe_gradient, arg("output"));
   m.def("holders", &inplace_abn::holders, arg("tensor"));
   m.def("gradient_holders", &inplace_abn::gradient_holders, arg("gradient"));
   m.def("check_call", &inplace_abn::check_call, arg("x"), arg("weight"), arg("bias"), arg("residual"),

@@ -91,6 +91,16 @@ std::optional<Holders> holders(const Tensor& t) {
 void Watch::start(const Tensor& output) {
   counter_ = torch::autograd::impl::version_counter(output);
   version_ = counter_.current_version();
+}
+
+void Watch::check_unmodified(const std::optional<Tensor>& unpacked) const {
+  if (counter_.current_version() == version_ || (unpacked.has_value() && unpacked->_version() <= version_)) return;
+  TORCH_CHECK(false,
+              "inplace_abn: the output of an in-place ABN has been modified in place, but its backward needs it. "
+              "Replace that operation by one out of place (z = z + y for z += y), or use ABN");
+}
+
+void observe_gradient(const Tensor& output) {
   if (const auto& node = output.grad_fn()) node->add_pre_hook(std::make_unique<GradientProbe>(*node));
 }
 

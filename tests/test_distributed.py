@@ -1,116 +1,31 @@
 """Synchronised statistics: every rank gets what one process computes from the whole batch."""
 
 import copy
-import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import check_same_on_all_ranks, new_process_group, on_each_rank
+from distributed import check_same_on_all_ranks, on_each_rank
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from whole_batch import (
+    ACTIVATIONS,
+    CHANNELS,
+    SHAPES,
+    batches,
+    check,
+    over_ranks,
+    own,
+    own_share,
+    parameters,
+    rows,
+    running_statistics,
+    single_process,
+    synchronised,
+)
 
-from inplace_abn import ABN, InPlaceABN, InPlaceABNSync, active_group, reference, set_active_group
+from inplace_abn import InPlaceABN, InPlaceABNSync, reference
 from inplace_abn import inplace_abn_sync as abn_sync
-
-CHANNELS = 5
-ACTIVATIONS = {"identity": 0.0, "leaky_relu": 0.01, "elu": 1.3, "relu": 0.0, "silu": 0.0, "hardswish": 0.0}
-SHAPES = {
-    "equal": [(3, CHANNELS, 4, 6)] * 3,
-    "batch sizes differ": [(3, CHANNELS, 4, 6), (1, CHANNELS, 4, 6), (5, CHANNELS, 4, 6)],
-    "spatial sizes differ": [(3, CHANNELS, 4, 6), (2, CHANNELS, 7, 3), (1, CHANNELS, 1, 9)],
-    "numbers of dimensions differ": [(7, CHANNELS), (2, CHANNELS, 3), (2, CHANNELS, 2, 3, 2)],
-    "first rank is empty": [(0, CHANNELS, 4, 6), (3, CHANNELS, 4, 6), (2, CHANNELS, 4, 6)],
-    "other ranks are empty": [(2, CHANNELS, 4, 6), (0, CHANNELS, 4, 6), (2, CHANNELS, 0, 6)],
-    "one rank has a single value": [(1, CHANNELS, 1, 1), (3, CHANNELS, 4, 6), (2, CHANNELS, 4, 6)],
-    "every rank has a single value": [(1, CHANNELS)] * 3,
-}
-
-
-def batches(shapes, dtype=torch.float64):
-    """Every rank's x and dz, with statistics that differ between ranks and channels."""
-    drawn = []
-    for rank, shape in zip(range(dist.get_world_size()), shapes, strict=False):
-        draw = torch.Generator().manual_seed(rank)
-        noise, dz = torch.randn((2, *shape), generator=draw, dtype=torch.float64)
-        offset = reference.per_channel(torch.linspace(-2, 2, shape[1], dtype=torch.float64), noise)
-        drawn.append((((1 + rank) * noise + rank + offset).to(dtype), dz.to(dtype)))
-    return drawn
-
-
-def own(drawn):
-    x, dz = drawn[dist.get_rank()]
-    return x.clone(), dz.clone()
-
-
-def parameters(dtype=torch.float64):
-    weight = torch.tensor([1.0, -0.7, 0.3, 2.0, -0.05], dtype=dtype)
-    return weight.requires_grad_(), torch.linspace(-0.5, 0.5, CHANNELS, dtype=dtype).requires_grad_()
-
-
-def running_statistics(dtype=torch.float64):
-    return torch.linspace(-1, 1, CHANNELS, dtype=dtype), torch.linspace(0.5, 2, CHANNELS, dtype=dtype)
-
-
-def rows(t):
-    """(values, channels): what ranks with different sizes can be concatenated as."""
-    return t.movedim(1, -1).flatten(0, -2)
-
-
-def own_share(whole, drawn):
-    """What this rank's x contributes to ``whole``, the concatenated rows of all ranks."""
-    shapes = [x.movedim(1, -1).shape for x, _ in drawn]
-    rank = dist.get_rank()
-    return whole.detach().split([shape[:-1].numel() for shape in shapes])[rank].view(shapes[rank]).movedim(-1, 1)
-
-
-def single_process(drawn, weight, bias, running=(None, None), **options):
-    """z, dx of this rank's share, dweight and dbias, computed from the whole batch; ``running`` is updated."""
-    x = torch.cat([rows(x.double()) for x, _ in drawn]).requires_grad_()
-    weight, bias = (t if t is None else t.detach().clone().requires_grad_() for t in (weight, bias))
-    z = reference.forward(x, weight, bias, *running, **options)
-    z.backward(torch.cat([rows(dz.double()) for _, dz in drawn]))
-    gradients = [t if t is None else t.grad for t in (weight, bias)]
-    return own_share(z, drawn), own_share(x.grad, drawn), *gradients
-
-
-def synchronised(x, dz, weight, bias, running=(None, None), **options):
-    """z, this rank's dx, dweight and dbias over all ranks, by `inplace_abn_sync`."""
-    leaf = x.requires_grad_()
-    buffer = leaf.clone(memory_format=torch.preserve_format)
-    z = abn_sync(buffer, weight, bias, *running, **options)
-    kept = z.detach().clone()
-    z.backward(dz)
-    gradients = [t if t is None else over_ranks(t.grad) for t in (weight, bias)]
-    return kept, leaf.grad, *gradients
-
-
-def over_ranks(t):
-    total = t.clone()
-    dist.all_reduce(total)
-    return total
-
-
-def check(actual, expected, tolerance=1e-12):
-    for a, e in zip(actual, expected, strict=True):
-        assert (a is None) == (e is None)
-        if a is not None:
-            torch.testing.assert_close(a, e, rtol=tolerance, atol=tolerance, check_dtype=False)
-
-
-class Collectives(TorchDispatchMode):
-    """Collects the names of the collectives that are called."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.overloadpacket.__name__
-        if func.namespace in ("c10d", "_c10d_functional") and name not in ("wait_tensor", "_wrap_tensor_autograd"):
-            self.names.append(name)
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -257,55 +172,6 @@ def test_module_without_running_statistics_synchronises_in_evaluation_too():
     check((module(own(drawn)[0]),), single_process(drawn, module.weight, module.bias)[:1])
 
 
-@on_each_rank(2)
-def test_training_has_one_all_gather_and_one_all_reduce():
-    x, dz = own(batches(SHAPES["equal"]))
-    with Collectives() as forward:
-        z = abn_sync(x.requires_grad_().clone(), *parameters(), *running_statistics())
-    with Collectives() as backward:
-        z.backward(dz)
-    assert forward.names == ["all_gather_into_tensor"]
-    assert backward.names == ["all_reduce"]
-
-
-@on_each_rank(2)
-def test_frozen_input_needs_no_collective_in_backward():
-    drawn, affine = batches(SHAPES["batch sizes differ"]), parameters()
-    x, dz = own(drawn)
-    z = abn_sync(x, *affine, None, None)
-    with Collectives() as backward:
-        z.backward(dz)
-    assert backward.names == []
-    check([over_ranks(t.grad) for t in affine], single_process(drawn, *affine)[2:])
-
-
-@on_each_rank(2)
-def test_evaluation_has_no_collectives():
-    x, dz = own(batches(SHAPES["batch sizes differ"]))
-    leaf, twin_leaf = x.requires_grad_(), x.detach().clone().requires_grad_()
-    affine, twin_affine = parameters(), parameters()
-    with Collectives() as mode:
-        z = abn_sync(leaf.clone(), *affine, *running_statistics(), training=False)
-        kept = z.detach().clone()
-        z.backward(dz)
-    assert mode.names == []
-    twin = reference.forward(twin_leaf, *twin_affine, *running_statistics(), training=False)
-    twin.backward(dz)
-    check((kept, leaf.grad, *(t.grad for t in affine)), (twin, twin_leaf.grad, *(t.grad for t in twin_affine)))
-
-
-@on_each_rank(2)
-def test_evaluation_on_one_rank_waits_for_no_other():
-    if dist.get_rank() == 0:
-        module = InPlaceABNSync(CHANNELS, dtype=torch.float64).eval()
-        for shape in [(2, CHANNELS, 3, 3), (1, CHANNELS), (0, CHANNELS, 3)]:
-            x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
-            module(x.clone()).sum().backward()
-            assert x.grad.shape == x.shape
-        with torch.no_grad():
-            module(x.detach())
-
-
 @pytest.mark.parametrize(
     "shapes",
     [
@@ -328,94 +194,6 @@ def test_all_ranks_raise_together_and_nothing_is_modified(shapes):
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
     drawn = [(x + 1, dz) for x, dz in batches(SHAPES["spatial sizes differ"])]
     check(synchronised(*own(drawn), *parameters()), single_process(drawn, *parameters()))
-
-
-@on_each_rank(3)
-def test_subgroup_synchronises_its_ranks_only():
-    drawn = batches(SHAPES["batch sizes differ"])
-    rank = dist.get_rank()
-    group = dist.new_group([0, 2])
-    running, expected_running = running_statistics(), running_statistics()
-    x, dz = own(drawn)
-    x.requires_grad_()
-    z = abn_sync(x.clone(), *parameters(), *running, group=group)
-    kept = z.detach().clone()
-    z.backward(dz)
-    zero = [(x[:0], dz[:0]) for x, dz in drawn]
-    members = [drawn[r] if (r == 1) == (rank == 1) else zero[r] for r in range(3)]
-    check((kept, x.grad), single_process(members, *parameters(), expected_running)[:2])
-    check(running, expected_running)
-
-
-@on_each_rank(2)
-def test_group_of_one_rank_keeps_local_statistics():
-    drawn = batches(SHAPES["batch sizes differ"])
-    rank = dist.get_rank()
-    group = [dist.new_group([r]) for r in range(2)][rank]
-    with Collectives() as mode:
-        z = abn_sync(own(drawn)[0], *parameters(), None, None, group=group).detach()
-    assert mode.names == []
-    check((z,), (reference.forward(drawn[rank][0], *parameters(), None, None),))
-
-
-@on_each_rank(3)
-def test_active_group_leaves_inactive_ranks_with_local_statistics():
-    drawn = batches(SHAPES["batch sizes differ"])
-    active = dist.get_rank() != 1
-    module = InPlaceABNSync(CHANNELS, group=active_group(active), dtype=torch.float64)
-    zero = [(x[:0], dz[:0]) for x, dz in drawn]
-    members = [drawn[r] if (r != 1) == active else zero[r] for r in range(3)]
-    with Collectives() as mode:
-        z = module(own(drawn)[0]).detach()
-    assert mode.names == (["all_gather_into_tensor"] if active else [])
-    check((z,), single_process(members, module.weight, module.bias)[:1])
-
-
-@on_each_rank(3)
-def test_active_group_is_made_once_per_set_of_ranks():
-    rank = dist.get_rank()
-    everyone, pair = active_group(True), active_group(rank < 2)
-    assert active_group(True) is everyone
-    assert active_group(rank < 2) is pair
-    assert dist.get_process_group_ranks(everyone) == [0, 1, 2]
-    if rank < 2:
-        assert pair is not everyone
-        assert dist.get_process_group_ranks(pair) == [0, 1]
-    else:
-        assert dist.get_rank(pair) == -1
-
-
-@on_each_rank(2)
-def test_active_group_without_any_active_rank():
-    module = InPlaceABNSync(CHANNELS, group=active_group(False), dtype=torch.float64)
-    x, _ = own(batches(SHAPES["equal"]))
-    expected = reference.forward(x.clone(), module.weight, module.bias, None, None)
-    check((module(x),), (expected,))
-
-
-@on_each_rank(3)
-def test_active_group_is_forgotten_with_its_process_group():
-    drawn = batches(SHAPES["batch sizes differ"])
-    old = active_group(True)
-    new_process_group()
-    new = active_group(True)
-    assert new is not old
-    check(synchronised(*own(drawn), *parameters(), group=new), single_process(drawn, *parameters()))
-
-
-@on_each_rank(2)
-def test_set_active_group_reaches_every_synchronised_module_of_a_network():
-    network = nn.Sequential(
-        InPlaceABNSync(2), InPlaceABN(2), ABN(2), nn.ModuleDict({"deep": nn.Sequential(InPlaceABNSync(2))})
-    )
-    group = active_group(True)
-    set_active_group(network, group)
-    synchronised_modules = [m for m in network.modules() if isinstance(m, InPlaceABNSync)]
-    assert len(synchronised_modules) == 2
-    assert all(m.group is group for m in synchronised_modules)
-    assert not any(hasattr(m, "group") for m in network.modules() if not isinstance(m, InPlaceABNSync))
-    set_active_group(network, None)
-    assert all(m.group is None for m in synchronised_modules)
 
 
 @on_each_rank(2)
@@ -484,27 +262,6 @@ def test_create_graph_is_refused_and_the_graph_stays_usable():
     check((kept, x.grad, *(over_ranks(t.grad) for t in affine)), single_process(drawn, *affine))
 
 
-@on_each_rank(2)
-def test_without_a_process_group_statistics_are_local_with_one_warning():
-    dist.destroy_process_group()
-    x = torch.randn(4, CHANNELS, 3, 3, dtype=torch.float64, requires_grad=True)
-    twin = x.detach().clone().requires_grad_()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(3):
-            x.grad = None
-            abn_sync(x.clone(), *parameters(), None, None).square().sum().backward()
-    reference.forward(twin, *parameters(), None, None).square().sum().backward()
-    check((x.grad,), (twin.grad,))
-    assert len(caught) == 1
-    assert "torch.distributed is not initialised" in str(caught[0].message)
-
-
-def test_active_group_without_a_process_group_says_so():
-    with pytest.raises(RuntimeError, match=r"inplace_abn: active_group needs .*init_process_group"):
-        active_group(True)
-
-
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 @on_each_rank(2)
 def test_compiled_with_fullgraph_equals_eager(backend):
@@ -523,16 +280,6 @@ def test_compiled_with_fullgraph_equals_eager(backend):
     check([p.grad for p in module.parameters()], [p.grad for p in eager.parameters()])
     check(module.buffers(), eager.buffers())
     check_same_on_all_ranks(module.running_mean, module.running_var)
-
-
-@on_each_rank(2)
-def test_compiled_without_a_process_group_keeps_local_statistics():
-    dist.destroy_process_group()
-    torch.compiler.reset()
-    module = InPlaceABNSync(CHANNELS, dtype=torch.float64)
-    x = torch.randn(4, CHANNELS, 3, 3, dtype=torch.float64)
-    z = torch.compile(lambda x: module(1 * x), backend="aot_eager", fullgraph=True)(x)
-    check((z.detach(),), (reference.forward(x, module.weight, module.bias, None, None).detach(),))
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

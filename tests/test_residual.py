@@ -4,6 +4,7 @@ import pytest
 import torch
 from cases import ACTIVATIONS, DTYPES, TOLERANCE, laid_out, parameters, relative_error, stats_dtype, tolerance
 from torch.autograd import gradcheck, gradgradcheck
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from inplace_abn import ABN, InPlaceABN, inplace_abn, ops, reference
 
@@ -89,18 +90,18 @@ def test_gradcheck_and_gradgradcheck(activation, param, training, device):
 
 
 @pytest.mark.parametrize("keep", ["nothing", "gradient", "output", "graph"])
-def test_both_gradients_are_written_over_backwards_own_memory_and_nobody_elses(keep, device, monkeypatch):
+def test_both_gradients_are_written_over_backwards_own_memory_and_nobody_elses(keep, device):
     x, residual, *_ = tensors(torch.float64, "contiguous", device)
     residual.requires_grad_()
     x.requires_grad_()
     calls = []
-    original = ops.local_backward
 
-    def record(z, dz, *args, **kwargs):
-        calls.append([z.data_ptr(), dz.data_ptr(), kwargs["dx"].data_ptr(), kwargs["dresidual"].data_ptr()])
-        return original(z, dz, *args, **kwargs)
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is ops.local_backward:
+                calls.append([t.data_ptr() for t in (args[0], args[1], kwargs["dx"], kwargs["dresidual"])])
+            return func(*args, **(kwargs or {}))
 
-    monkeypatch.setattr(ops, "local_backward", record)
     z = inplace_abn(x * 1, None, None, None, None, residual=residual)
     kept = []
     if keep == "gradient":
@@ -110,7 +111,8 @@ def test_both_gradients_are_written_over_backwards_own_memory_and_nobody_elses(k
     loss = (z * 2).sum()
     values = z.detach().clone()
     del z
-    loss.backward(retain_graph=keep == "graph")
+    with Record():
+        loss.backward(retain_graph=keep == "graph")
     z_pointer, dz_pointer, dx, dresidual = calls[0]
     assert dx != dresidual
     if keep == "nothing":

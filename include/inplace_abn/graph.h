@@ -20,19 +20,23 @@ using Holders = std::tuple<int64_t, int64_t, int64_t>;
 std::optional<Holders> holders(const at::Tensor& t);
 
 // Watches an output of the in-place op: whether it is written to later, also where saved-tensor hooks keep autograd
-// from noticing, and who holds the gradient that comes back.
+// from noticing.
 class Watch {
  public:
-  // After the output has its place in the graph, and before anyone else can hook it.
+  // After the output has its place in the graph.
   void start(const at::Tensor& output);
 
-  uint32_t version() const { return version_; }
-  bool is_modified() const { return counter_.current_version() != version_; }
+  // Raises if the output was written to. `unpacked` is what saved-tensor hooks made of it, which may be a copy made in
+  // time, or the output itself.
+  void check_unmodified(const std::optional<at::Tensor>& unpacked) const;
 
  private:
   c10::VariableVersion counter_{};
   uint32_t version_ = 0;
 };
+
+// Has the node of an output observe who holds the gradient it is given; before anyone else can hook the node.
+void observe_gradient(const at::Tensor& output);
 
 // The holders of the gradient that the calling thread's running backward was given, just before it was: the engine
 // alone if there is one. None if another hook sees the gradient later, or where none could be observed.

@@ -17,15 +17,20 @@ struct Combination {
 };
 
 template <typename scalar_t, typename opmath_t>
-INPLACE_ABN_CLONES void combine_panel(const scalar_t* xhat, int64_t xhat_stride, const scalar_t* dy, int64_t dy_stride,
-                                      scalar_t* dx, int64_t dx_stride, int64_t runs, int64_t length,
-                                      Combination<opmath_t> k) {
+INPLACE_ABN_CLONES void combine_panel(View<const scalar_t> xhat, View<const scalar_t> dy, View<scalar_t> dx,
+                                      int64_t channels, int64_t runs, int64_t length,
+                                      const Combination<opmath_t>* combinations) {
   for (int64_t r = 0; r < runs; ++r) {
-    INPLACE_ABN_INDEPENDENT
-    for (int64_t i = 0; i < length; ++i) {
-      dx[r * dx_stride + i] =
-          static_cast<scalar_t>(k.from_dy * static_cast<opmath_t>(dy[r * dy_stride + i]) +
-                                k.from_xhat * static_cast<opmath_t>(xhat[r * xhat_stride + i]) + k.constant);
+    for (int64_t c = 0; c < channels; ++c) {
+      const scalar_t* xhat_run = xhat.data + c * xhat.channel_stride + r * xhat.batch_stride;
+      const scalar_t* dy_run = dy.data + c * dy.channel_stride + r * dy.batch_stride;
+      scalar_t* dx_run = dx.data + c * dx.channel_stride + r * dx.batch_stride;
+      const Combination<opmath_t> k = combinations[c];
+      INPLACE_ABN_INDEPENDENT
+      for (int64_t i = 0; i < length; ++i) {
+        dx_run[i] = static_cast<scalar_t>(k.from_dy * static_cast<opmath_t>(dy_run[i]) +
+                                          k.from_xhat * static_cast<opmath_t>(xhat_run[i]) + k.constant);
+      }
     }
   }
 }
@@ -61,23 +66,27 @@ INPLACE_ABN_INLINE void invert_and_combine_vector(const scalar_t* z, const scala
 
 // The same from z and dz, inverted once more: cheaper than writing xhat and dy out and reading them back.
 template <typename scalar_t, typename opmath_t, typename Res, typename Act>
-INPLACE_ABN_CLONES void invert_and_combine_panel(const scalar_t* z, int64_t z_stride, const scalar_t* dz,
-                                                 int64_t dz_stride, scalar_t* dx, int64_t dx_stride, int64_t runs,
-                                                 int64_t length, Combination<opmath_t> k, Res residual, Act act) {
+INPLACE_ABN_CLONES void invert_and_combine_panel(View<const scalar_t> z, View<const scalar_t> dz, View<scalar_t> dx,
+                                                 int64_t channels, int64_t runs, int64_t length,
+                                                 const Combination<opmath_t>* combinations, Res residual, Act act) {
   constexpr int64_t width = vector_lanes<scalar_t>;
   for (int64_t r = 0; r < runs; ++r) {
-    const scalar_t *z_run = z + r * z_stride, *dz_run = dz + r * dz_stride;
-    scalar_t* dx_run = dx + r * dx_stride;
-    int64_t i = 0;
-    for (; i + width <= length; i += width) {
-      invert_and_combine_vector(z_run + i, dz_run + i, dx_run + i, k, residual.at(r, i), act);
-    }
-    if (i < length) {
-      Padded<scalar_t> z_tail(z_run + i, length - i, z_run[i]), tail(dz_run + i, length - i, scalar_t(0));
-      typename Res::Tail residual_tail(residual.at(r, i), length - i);
-      invert_and_combine_vector(z_tail.data(), tail.data(), tail.data(), k, residual_tail.get(), act);
-      residual_tail.store_gradient(residual.at(r, i), length - i);
-      tail.store(dx_run + i, length - i);
+    for (int64_t c = 0; c < channels; ++c) {
+      const scalar_t* z_run = z.data + c * z.channel_stride + r * z.batch_stride;
+      const scalar_t* dz_run = dz.data + c * dz.channel_stride + r * dz.batch_stride;
+      scalar_t* dx_run = dx.data + c * dx.channel_stride + r * dx.batch_stride;
+      const Combination<opmath_t> k = combinations[c];
+      int64_t i = 0;
+      for (; i + width <= length; i += width) {
+        invert_and_combine_vector(z_run + i, dz_run + i, dx_run + i, k, residual.at(c, r, i), act);
+      }
+      if (i < length) {
+        Padded<scalar_t> z_tail(z_run + i, length - i, z_run[i]), tail(dz_run + i, length - i, scalar_t(0));
+        typename Res::Tail residual_tail(residual.at(c, r, i), length - i);
+        invert_and_combine_vector(z_tail.data(), tail.data(), tail.data(), k, residual_tail.get(), act);
+        residual_tail.store_gradient(residual.at(c, r, i), length - i);
+        tail.store(dx_run + i, length - i);
+      }
     }
   }
 }
@@ -88,7 +97,7 @@ INPLACE_ABN_CLONES void invert_and_combine_rows(const scalar_t* z, int64_t z_str
                                                 int64_t channels, const opmath_t* from_dy, const opmath_t* from_xhat,
                                                 const opmath_t* constant, Res residual, Act act) {
   for (int64_t r = 0; r < rows; ++r) {
-    const Res row = residual.at(r, 0);
+    const Res row = residual.at(0, r, 0);
     prefetch_ahead(z + r * z_stride, channels);
     prefetch_ahead(dz + r * dz_stride, channels);
     INPLACE_ABN_INDEPENDENT
@@ -108,10 +117,6 @@ void set(const ChannelArrays<opmath_t, 3>& arrays, int64_t c, const Combination<
   arrays.set(1, c, k.from_xhat);
   arrays.set(2, c, k.constant);
 }
-
-struct NoPartial {
-  void merge(NoPartial) {}
-};
 
 // The functors for one call: the residual and the activation.
 template <typename scalar_t, typename Args, typename F>
@@ -138,23 +143,21 @@ void backward_reduce(const BackwardReduceArgs<scalar_t>& args) {
       reduce_all_rows(
           args.extent, grid, args.z, args.dz, args.affine, residual, act,
           [&](int64_t first, int64_t fold) {
-            return StoreXhatAndDy<scalar_t>{args.xhat.data + first * args.xhat.batch_stride,
-                                            args.dy.data + first * args.dy.batch_stride, args.xhat.batch_stride * fold,
-                                            args.dy.batch_stride * fold};
+            const auto rows = [=](const View<scalar_t>& t) {
+              return View<scalar_t>{t.data + first * t.batch_stride, t.batch_stride * fold, 0};
+            };
+            return StoreXhatAndDy<scalar_t>{rows(args.xhat), rows(args.dy)};
           },
           finish);
       return;
     }
-    reduce_and_apply_planes<Sums>(
-        args.extent,
-        [&](int64_t c, const Panel& panel) {
-          const ChannelValues<opmath_t> values{args.affine.beta(c), 1 / args.affine.gamma(c)};
-          const StoreXhatAndDy<scalar_t> store{panel.of(args.xhat, c), panel.of(args.dy, c), args.xhat.batch_stride,
-                                               args.dy.batch_stride};
-          return reduce_panel(panel.of(args.z, c), args.z.batch_stride, panel.of(args.dz, c), args.dz.batch_stride,
-                              panel.runs, panel.length, values, residual.panel(panel, c), act, store);
-        },
-        finish, [](int64_t, const Panel&, int) {});
+    reduce_and_apply_planes<Sums>(args.extent, sizeof(scalar_t),
+                                  panel_sums_of(args.z, args.dz, args.affine, residual, act,
+                                                [&args](const Panel& panel, int64_t first) {
+                                                  return StoreXhatAndDy<scalar_t>{panel.view(args.xhat, first),
+                                                                                  panel.view(args.dy, first)};
+                                                }),
+                                  finish, [](int64_t, int64_t, const Panel&, const int*) {});
   });
 }
 
@@ -179,11 +182,11 @@ void backward(const BackwardArgs<scalar_t>& args) {
     return;
   }
   reduce_and_apply_planes<NoPartial>(
-      args.extent, [](int64_t, const Panel&) { return NoPartial{}; },
+      args.extent, sizeof(scalar_t), [](int64_t, int64_t, const Panel&, NoPartial*) {},
       [&](int64_t c, NoPartial) { return combination(c); },
-      [&](int64_t c, const Panel& panel, const Combination<opmath_t>& k) {
-        combine_panel(panel.of(args.xhat, c), args.xhat.batch_stride, panel.of(args.dy, c), args.dy.batch_stride,
-                      panel.of(args.dx, c), args.dx.batch_stride, panel.runs, panel.length, k);
+      [&](int64_t first, int64_t channels, const Panel& panel, const Combination<opmath_t>* k) {
+        combine_panel(panel.view(args.xhat, first), panel.view(args.dy, first), panel.view(args.dx, first), channels,
+                      panel.runs, panel.length, k);
       });
 }
 
@@ -233,20 +236,18 @@ void local_backward(const LocalBackwardArgs<scalar_t>& args) {
       });
       return;
     }
+    const auto reduction = panel_sums_of(args.z, args.dz, affine, residual, act,
+                                         [](const Panel&, int64_t) { return DoNotStore<scalar_t>{}; });
     reduce_and_apply_planes<Sums>(
-        args.extent,
-        [&](int64_t c, const Panel& panel) {
-          if (!reduce) return Sums{};
-          return reduce_panel(panel.of(args.z, c), args.z.batch_stride, panel.of(args.dz, c), args.dz.batch_stride,
-                              panel.runs, panel.length, ChannelValues<opmath_t>{affine.beta(c), opmath_t(0)},
-                              residual.panel(panel, c), act, DoNotStore<scalar_t>{});
+        args.extent, sizeof(scalar_t),
+        [&](int64_t first, int64_t channels, const Panel& panel, Sums* sums) {
+          if (reduce) reduction(first, channels, panel, sums);
         },
         finish,
-        [&](int64_t c, const Panel& panel, const Combination<opmath_t>& k) {
+        [&](int64_t first, int64_t channels, const Panel& panel, const Combination<opmath_t>* k) {
           if (dx.data == nullptr) return;
-          invert_and_combine_panel(panel.of(args.z, c), args.z.batch_stride, panel.of(args.dz, c), args.dz.batch_stride,
-                                   panel.of(dx, c), dx.batch_stride, panel.runs, panel.length, k,
-                                   residual.panel(panel, c), act);
+          invert_and_combine_panel(panel.view(args.z, first), panel.view(args.dz, first), panel.view(dx, first),
+                                   channels, panel.runs, panel.length, k, residual.panel(panel, first), act);
         });
   });
 }

@@ -32,19 +32,22 @@ INPLACE_ABN_INLINE void transform_vector(const scalar_t* x, scalar_t* z, const T
 }
 
 template <typename scalar_t, typename opmath_t, typename Res, typename Act>
-INPLACE_ABN_CLONES void transform_panel(const scalar_t* x, int64_t x_stride, scalar_t* z, int64_t z_stride,
-                                        int64_t runs, int64_t length, Transform<opmath_t> t, Res residual, Act act) {
+INPLACE_ABN_CLONES void transform_panel(View<const scalar_t> x, View<scalar_t> z, int64_t channels, int64_t runs,
+                                        int64_t length, const Transform<opmath_t>* transforms, Res residual, Act act) {
   constexpr int64_t width = vector_lanes<scalar_t>;
   for (int64_t r = 0; r < runs; ++r) {
-    const scalar_t* from = x + r * x_stride;
-    scalar_t* to = z + r * z_stride;
-    int64_t i = 0;
-    for (; i + width <= length; i += width) transform_vector(from + i, to + i, t, residual.at(r, i), act);
-    if (i < length) {
-      Padded<scalar_t> tail(from + i, length - i, from[i]);
-      typename Res::Tail residual_tail(residual.at(r, i), length - i);
-      transform_vector(tail.data(), tail.data(), t, residual_tail.get(), act);
-      tail.store(to + i, length - i);
+    for (int64_t c = 0; c < channels; ++c) {
+      const scalar_t* from = x.data + c * x.channel_stride + r * x.batch_stride;
+      scalar_t* to = z.data + c * z.channel_stride + r * z.batch_stride;
+      const Transform<opmath_t> t = transforms[c];
+      int64_t i = 0;
+      for (; i + width <= length; i += width) transform_vector(from + i, to + i, t, residual.at(c, r, i), act);
+      if (i < length) {
+        Padded<scalar_t> tail(from + i, length - i, from[i]);
+        typename Res::Tail residual_tail(residual.at(c, r, i), length - i);
+        transform_vector(tail.data(), tail.data(), t, residual_tail.get(), act);
+        tail.store(to + i, length - i);
+      }
     }
   }
 }
@@ -56,7 +59,7 @@ INPLACE_ABN_CLONES void transform_rows(const scalar_t* x, int64_t x_stride, scal
   for (int64_t r = 0; r < rows; ++r) {
     const scalar_t* from = x + r * x_stride;
     scalar_t* to = z + r * z_stride;
-    const Res row = residual.at(r, 0);
+    const Res row = residual.at(0, r, 0);
     prefetch_ahead(from, channels);
     INPLACE_ABN_INDEPENDENT
     for (int64_t c = 0; c < channels; ++c) {
@@ -88,15 +91,11 @@ void transform_all_rows(const RowGrid& grid, const View<const scalar_t>& x, cons
 template <typename scalar_t, typename Res, typename Act>
 auto panel_transformer(const View<const scalar_t>& x, const View<scalar_t>& z, Res residual, Act act) {
   using opmath_t = at::opmath_type<scalar_t>;
-  return [=](int64_t c, const Panel& panel, const Transform<opmath_t>& t) {
-    transform_panel(panel.of(x, c), x.batch_stride, panel.of(z, c), z.batch_stride, panel.runs, panel.length, t,
-                    residual.panel(panel, c), act);
+  return [=](int64_t first, int64_t channels, const Panel& panel, const Transform<opmath_t>* transforms) {
+    transform_panel(panel.view(x, first), panel.view(z, first), channels, panel.runs, panel.length, transforms,
+                    residual.panel(panel, first), act);
   };
 }
-
-struct NoPartial {
-  void merge(NoPartial) {}
-};
 
 // The functors for one call: the activation and the residual.
 template <typename scalar_t, typename Args, typename F>
@@ -121,7 +120,7 @@ void forward(const ForwardArgs<scalar_t>& args) {
       return;
     }
     reduce_and_apply_planes<NoPartial>(
-        args.extent, [](int64_t, const Panel&) { return NoPartial{}; },
+        args.extent, sizeof(scalar_t), [](int64_t, int64_t, const Panel&, NoPartial*) {},
         [&](int64_t c, NoPartial) { return make_transform(args.affine, c, args.mean.load(c), args.var.load(c)); },
         panel_transformer(args.x, args.z, residual, act));
   });
@@ -152,10 +151,7 @@ void local_forward(const LocalForwardArgs<scalar_t>& args) {
       return;
     }
     reduce_and_apply_planes<Moments>(
-        args.extent,
-        [&](int64_t c, const Panel& panel) {
-          return panel_moments(panel.of(args.x, c), args.x.batch_stride, panel.runs, panel.length);
-        },
+        args.extent, sizeof(scalar_t), panel_moments_of(args.x),
         [&](int64_t c, const Moments& moments) {
           store(c, moments);
           return make_transform(args.affine, c, args.mean[c], args.var[c]);

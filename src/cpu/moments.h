@@ -32,40 +32,63 @@ struct Moments {
   }
 };
 
+// Of each of the channels of a panel.
 template <typename scalar_t>
-INPLACE_ABN_CLONES Moments panel_moments(const scalar_t* x, int64_t stride, int64_t runs, int64_t length) {
+INPLACE_ABN_CLONES void panel_moments(const scalar_t* x, int64_t stride, int64_t channel_stride, int64_t channels,
+                                      int64_t runs, int64_t length, Moments* moments) {
   using opmath_t = at::opmath_type<scalar_t>;
   constexpr int64_t wide = sum_lanes<opmath_t>, narrow = vector_lanes<scalar_t>;
+  alignas(64) opmath_t deviations[max_group][wide], squares[max_group][wide];
+  scalar_t shifts[max_group];
   const int64_t sampled = std::min(length, wide);
-  opmath_t sample[wide] = {}, deviation[wide] = {}, square[wide] = {};
-  for (int64_t i = 0; i < sampled; ++i) sample[i] = static_cast<opmath_t>(x[i]);
-  const auto shift = static_cast<opmath_t>(total(sample) / static_cast<double>(sampled));
-  for (int64_t r = 0; r < runs; ++r) {
-    const scalar_t *run = x + r * stride, *ahead = ahead_of_run(x, stride, runs, length, r);
-    int64_t i = 0;
-    for (; i + wide <= length; i += wide) {
-      prefetch(ahead + i, wide);
-      INPLACE_ABN_INDEPENDENT
-      for (int64_t l = 0; l < wide; ++l) {
-        const opmath_t d = static_cast<opmath_t>(run[i + l]) - shift;
-        deviation[l] += d;
-        square[l] += d * d;
-      }
-    }
-    const auto add_vector = [&](const auto* from, int64_t lane) __attribute__((always_inline)) {
-      prefetch(ahead + i, narrow);
-      INPLACE_ABN_ONE_VECTOR
-      for (int64_t l = 0; l < narrow; ++l) {
-        const opmath_t d = static_cast<opmath_t>(from[l]) - shift;
-        deviation[lane + l] += d;
-        square[lane + l] += d * d;
-      }
-    };
-    for (; i + narrow <= length; i += narrow) add_vector(run + i, i % wide);
-    if (i < length) add_vector(Padded<scalar_t, opmath_t>(run + i, length - i, shift).data(), i % wide);
+  for (int64_t c = 0; c < channels; ++c) {
+    opmath_t sample[wide] = {};
+    for (int64_t i = 0; i < sampled; ++i) sample[i] = static_cast<opmath_t>(x[c * channel_stride + i]);
+    shifts[c] = static_cast<scalar_t>(static_cast<opmath_t>(total(sample) / static_cast<double>(sampled)));
+    std::fill_n(deviations[c], wide, opmath_t(0));
+    std::fill_n(squares[c], wide, opmath_t(0));
   }
-  return Moments::from_shifted(static_cast<double>(runs * length), static_cast<double>(shift), total(deviation),
-                               total(square));
+  for (int64_t r = 0; r < runs; ++r) {
+    for (int64_t c = 0; c < channels; ++c) {
+      const scalar_t *channel = x + c * channel_stride, *run = channel + r * stride;
+      const scalar_t* ahead = ahead_of_run(channel, stride, runs, channels * channel_stride, r);
+      opmath_t *deviation = deviations[c], *square = squares[c];
+      const auto shift = static_cast<opmath_t>(shifts[c]);
+      int64_t i = 0;
+      for (; i + wide <= length; i += wide) {
+        prefetch(ahead + i, wide);
+        INPLACE_ABN_INDEPENDENT
+        for (int64_t l = 0; l < wide; ++l) {
+          const opmath_t d = static_cast<opmath_t>(run[i + l]) - shift;
+          deviation[l] += d;
+          square[l] += d * d;
+        }
+      }
+      const auto add_vector = [&](const scalar_t* from, int64_t lane) __attribute__((always_inline)) {
+        prefetch(ahead + i, narrow);
+        INPLACE_ABN_ONE_VECTOR
+        for (int64_t l = 0; l < narrow; ++l) {
+          const opmath_t d = static_cast<opmath_t>(from[l]) - shift;
+          deviation[lane + l] += d;
+          square[lane + l] += d * d;
+        }
+      };
+      for (; i + narrow <= length; i += narrow) add_vector(run + i, i % wide);
+      if (i < length) add_vector(Padded<scalar_t>(run + i, length - i, shifts[c]).data(), i % wide);
+    }
+  }
+  for (int64_t c = 0; c < channels; ++c) {
+    moments[c] = Moments::from_shifted(static_cast<double>(runs * length), static_cast<double>(shifts[c]),
+                                       total(deviations[c]), total(squares[c]));
+  }
+}
+
+// The reduction of x to moments, for reduce_and_apply_planes.
+template <typename scalar_t>
+auto panel_moments_of(const View<const scalar_t>& x) {
+  return [=](int64_t first, int64_t channels, const Panel& panel, Moments* moments) {
+    panel_moments(panel.of(x, first), x.batch_stride, x.channel_stride, channels, panel.runs, panel.length, moments);
+  };
 }
 
 }  // namespace inplace_abn::cpu

@@ -56,13 +56,27 @@ INPLACE_ABN_INLINE void prefetch_ahead(const scalar_t* p, int64_t count) {
   prefetch(p + 4096 / sizeof(scalar_t), count);
 }
 
-// What to prefetch while run `r` of a panel is walked: the next run, after the last one the next channel's first, or a
-// page ahead where a single run is long.
+constexpr int64_t page_bytes = 4096;
+
+// Channels that are walked together, run by run: of short planes as many as lie on a page, so that memory is read in
+// longer pieces, as long as they stay in cache and leave enough tasks.
+constexpr int64_t max_group = 16;
+constexpr int64_t group_bytes = 256 * 1024;
+
+inline int64_t channels_per_group(const Extent& extent, int64_t element_size) {
+  const int64_t plane = std::max<int64_t>(1, extent.space * element_size);
+  const int64_t in_cache = group_bytes / (plane * std::max<int64_t>(1, extent.batch));
+  const int64_t most = std::min({page_bytes / plane, in_cache, extent.channels / min_tasks, max_group});
+  return std::max<int64_t>(1, most);
+}
+
+// What to prefetch while run `r` of a channel is walked: its next run, after the last one the first of the channel that
+// `next` elements on will have this one's place, or a page ahead where a single run is long.
 template <typename scalar_t>
-INPLACE_ABN_INLINE const scalar_t* ahead_of_run(const scalar_t* panel, int64_t stride, int64_t runs, int64_t length,
+INPLACE_ABN_INLINE const scalar_t* ahead_of_run(const scalar_t* panel, int64_t stride, int64_t runs, int64_t next,
                                                 int64_t r) {
-  if (runs == 1) return panel + 4096 / sizeof(scalar_t);
-  return r + 1 < runs ? panel + (r + 1) * stride : panel + length;
+  if (runs == 1) return panel + page_bytes / sizeof(scalar_t);
+  return r + 1 < runs ? panel + (r + 1) * stride : panel + next;
 }
 
 inline int64_t grain(int64_t elements_per_task) {
@@ -76,6 +90,10 @@ struct Panel {
   template <typename scalar_t>
   scalar_t* of(const View<scalar_t>& view, int64_t channel) const {
     return view.data + batch * view.batch_stride + channel * view.channel_stride + space;
+  }
+  template <typename scalar_t>
+  View<scalar_t> view(const View<scalar_t>& whole, int64_t channel) const {
+    return {of(whole, channel), whole.batch_stride, whole.channel_stride};
   }
 };
 
@@ -109,33 +127,48 @@ class PanelGrid {
   int64_t group_, per_plane_, panels_, parts_;
 };
 
-// Plane order. `reduce(channel, panel)` returns a Partial, partials of a channel are merged in order, `finish(channel,
-// partial)` returns what `apply(channel, panel, finished)` needs. A channel that is one task is applied while it is
-// still in cache.
+// What passes that have nothing to reduce merge.
+struct NoPartial {
+  void merge(NoPartial) {}
+};
+
+// Plane order. `reduce(first_channel, channels, panel, results)` stores one Partial per channel, partials of a channel
+// are merged in order, `finish(channel, partial)` returns what `apply(first_channel, channels, panel, finished)` needs
+// for each. Channels that are one task are applied while they are still in cache.
 template <typename Partial, typename Reduce, typename Finish, typename Apply>
-void reduce_and_apply_planes(const Extent& extent, const Reduce& reduce, const Finish& finish, const Apply& apply) {
+void reduce_and_apply_planes(const Extent& extent, int64_t element_size, const Reduce& reduce, const Finish& finish,
+                             const Apply& apply) {
   const PanelGrid grid(extent);
   const int64_t parts = grid.parts();
-  const auto reduce_part = [&](int64_t channel, int64_t part) {
-    Partial partial;
-    grid.for_each(part, [&](const Panel& panel) { partial.merge(reduce(channel, panel)); });
-    return partial;
+  const auto reduce_part = [&](int64_t first, int64_t channels, int64_t part, Partial* partials) {
+    grid.for_each(part, [&](const Panel& panel) {
+      Partial results[max_group];
+      reduce(first, channels, panel, results);
+      for (int64_t i = 0; i < channels; ++i) partials[i].merge(results[i]);
+    });
   };
+  using Finished = decltype(finish(0, Partial{}));
   const int64_t per_task = extent.batch * extent.space / parts;
   if (parts == 1) {
-    at::parallel_for(0, extent.channels, grain(per_task), [&](int64_t begin, int64_t end) {
-      for (int64_t c = begin; c < end; ++c) {
-        const auto finished = finish(c, reduce_part(c, 0));
-        grid.for_each(0, [&](const Panel& panel) { apply(c, panel, finished); });
+    const int64_t group = channels_per_group(extent, element_size);
+    const int64_t groups = (extent.channels + group - 1) / group;
+    at::parallel_for(0, groups, grain(per_task * group), [&](int64_t begin, int64_t end) {
+      for (int64_t g = begin; g < end; ++g) {
+        const int64_t first = g * group, channels = std::min(group, extent.channels - first);
+        Partial partials[max_group];
+        Finished finished[max_group];
+        reduce_part(first, channels, 0, partials);
+        for (int64_t i = 0; i < channels; ++i) finished[i] = finish(first + i, partials[i]);
+        grid.for_each(0, [&](const Panel& panel) { apply(first, channels, panel, finished); });
       }
     });
     return;
   }
   std::vector<Partial> partials(extent.channels * parts);
   at::parallel_for(0, extent.channels * parts, grain(per_task), [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) partials[i] = reduce_part(i / parts, i % parts);
+    for (int64_t i = begin; i < end; ++i) reduce_part(i / parts, 1, i % parts, &partials[i]);
   });
-  std::vector<decltype(finish(0, partials[0]))> finished;
+  std::vector<Finished> finished;
   finished.reserve(extent.channels);
   for (int64_t c = 0; c < extent.channels; ++c) {
     for (int64_t part = 1; part < parts; ++part) partials[c * parts].merge(partials[c * parts + part]);
@@ -143,7 +176,7 @@ void reduce_and_apply_planes(const Extent& extent, const Reduce& reduce, const F
   }
   at::parallel_for(0, extent.channels * parts, grain(per_task), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      grid.for_each(i % parts, [&](const Panel& panel) { apply(i / parts, panel, finished[i / parts]); });
+      grid.for_each(i % parts, [&](const Panel& panel) { apply(i / parts, 1, panel, &finished[i / parts]); });
     }
   });
 }

@@ -27,35 +27,35 @@ struct DoNotStore {
     INPLACE_ABN_INLINE void store(DoNotStore, int64_t) const {}
   };
 
-  INPLACE_ABN_INLINE DoNotStore at(int64_t, int64_t) const { return {}; }
+  INPLACE_ABN_INLINE DoNotStore at(int64_t, int64_t, int64_t) const { return {}; }
   INPLACE_ABN_INLINE void operator()(int64_t, at::opmath_type<scalar_t>, at::opmath_type<scalar_t>,
                                      at::opmath_type<scalar_t>) const {}
 };
 
 template <typename scalar_t>
 struct StoreXhatAndDy {
-  scalar_t *xhat, *dy;
-  int64_t xhat_stride, dy_stride;
+  View<scalar_t> xhat, dy;
 
   class Tail {
    public:
-    INPLACE_ABN_INLINE StoreXhatAndDy get() { return {xhat_.data(), dy_.data(), 0, 0}; }
+    INPLACE_ABN_INLINE StoreXhatAndDy get() { return {{xhat_.data(), 0, 0}, {dy_.data(), 0, 0}}; }
     INPLACE_ABN_INLINE void store(const StoreXhatAndDy& to, int64_t count) const {
-      xhat_.store(to.xhat, count);
-      dy_.store(to.dy, count);
+      xhat_.store(to.xhat.data, count);
+      dy_.store(to.dy.data, count);
     }
 
    private:
     Padded<scalar_t> xhat_, dy_;
   };
 
-  INPLACE_ABN_INLINE StoreXhatAndDy at(int64_t run, int64_t i) const {
-    return {xhat + run * xhat_stride + i, dy + run * dy_stride + i, 0, 0};
+  INPLACE_ABN_INLINE StoreXhatAndDy at(int64_t channel, int64_t run, int64_t i) const {
+    return {{xhat.data + channel * xhat.channel_stride + run * xhat.batch_stride + i, 0, 0},
+            {dy.data + channel * dy.channel_stride + run * dy.batch_stride + i, 0, 0}};
   }
   INPLACE_ABN_INLINE void operator()(int64_t i, at::opmath_type<scalar_t> centred, at::opmath_type<scalar_t> gradient,
                                      at::opmath_type<scalar_t> inverse_gamma) const {
-    xhat[i] = static_cast<scalar_t>(centred * inverse_gamma);
-    dy[i] = static_cast<scalar_t>(gradient);
+    xhat.data[i] = static_cast<scalar_t>(centred * inverse_gamma);
+    dy.data[i] = static_cast<scalar_t>(gradient);
   }
 };
 
@@ -65,53 +65,64 @@ struct ChannelValues {
 };
 
 template <typename scalar_t, typename opmath_t, typename Res, typename Act, typename Store>
-INPLACE_ABN_CLONES Sums reduce_panel(const scalar_t* z, int64_t z_stride, const scalar_t* dz, int64_t dz_stride,
-                                     int64_t runs, int64_t length, ChannelValues<opmath_t> values, Res residual,
-                                     Act act, Store store) {
+INPLACE_ABN_CLONES void reduce_panel(View<const scalar_t> z, View<const scalar_t> dz, int64_t channels, int64_t runs,
+                                     int64_t length, const ChannelValues<opmath_t>* values, Res residual, Act act,
+                                     Store store, Sums* sums) {
   constexpr int64_t wide = sum_lanes<opmath_t>, narrow = vector_lanes<scalar_t>;
-  opmath_t sum_dy[wide] = {}, sum_dy_centred[wide] = {};
-  // Element `l` of what the pointers, the residual and the store are at, added to a lane.
-  const auto step = [&](const scalar_t* z_at, const scalar_t* dz_at, const auto& residual_at, const auto& store_at,
-                        int64_t l, int64_t lane) __attribute__((always_inline)) {
-    opmath_t y, dy;
-    act.inverse(z_at[l], static_cast<opmath_t>(dz_at[l]), y, dy);
-    const opmath_t centred = residual_at.subtract(y, l) - values.beta;
-    sum_dy[lane] += dy;
-    sum_dy_centred[lane] += dy * centred;
-    store_at(l, centred, dy, values.inverse_gamma);
-  };
+  alignas(64) opmath_t sums_dy[max_group][wide], sums_dy_centred[max_group][wide];
+  for (int64_t c = 0; c < channels; ++c) {
+    std::fill_n(sums_dy[c], wide, opmath_t(0));
+    std::fill_n(sums_dy_centred[c], wide, opmath_t(0));
+  }
   for (int64_t r = 0; r < runs; ++r) {
-    const scalar_t *z_run = z + r * z_stride, *dz_run = dz + r * dz_stride;
-    const scalar_t* z_ahead = ahead_of_run(z, z_stride, runs, length, r);
-    const scalar_t* dz_ahead = ahead_of_run(dz, dz_stride, runs, length, r);
-    int64_t i = 0;
-    for (; i + wide <= length; i += wide) {
-      prefetch(z_ahead + i, wide);
-      prefetch(dz_ahead + i, wide);
-      const Res residual_at = residual.at(r, i);
-      const Store store_at = store.at(r, i);
-      INPLACE_ABN_INDEPENDENT
-      for (int64_t l = 0; l < wide; ++l) step(z_run + i, dz_run + i, residual_at, store_at, l, l);
-    }
-    const auto add_vector = [&](const scalar_t* z_at, const scalar_t* dz_at, const Res& residual_at,
-                                const Store& store_at) __attribute__((always_inline)) {
-      const int64_t lane = i % wide;
-      prefetch(z_ahead + i, narrow);
-      prefetch(dz_ahead + i, narrow);
-      INPLACE_ABN_ONE_VECTOR
-      for (int64_t l = 0; l < narrow; ++l) step(z_at, dz_at, residual_at, store_at, l, lane + l);
-    };
-    for (; i + narrow <= length; i += narrow) add_vector(z_run + i, dz_run + i, residual.at(r, i), store.at(r, i));
-    if (i < length) {
-      // Spare lanes have no gradient, so they add nothing.
-      Padded<scalar_t> z_tail(z_run + i, length - i, z_run[i]), dz_tail(dz_run + i, length - i, scalar_t(0));
-      typename Res::Tail residual_tail(residual.at(r, i), length - i);
-      typename Store::Tail store_tail;
-      add_vector(z_tail.data(), dz_tail.data(), residual_tail.get(), store_tail.get());
-      store_tail.store(store.at(r, i), length - i);
+    for (int64_t c = 0; c < channels; ++c) {
+      const scalar_t *z_channel = z.data + c * z.channel_stride, *z_run = z_channel + r * z.batch_stride;
+      const scalar_t *dz_channel = dz.data + c * dz.channel_stride, *dz_run = dz_channel + r * dz.batch_stride;
+      const scalar_t* z_ahead = ahead_of_run(z_channel, z.batch_stride, runs, channels * z.channel_stride, r);
+      const scalar_t* dz_ahead = ahead_of_run(dz_channel, dz.batch_stride, runs, channels * dz.channel_stride, r);
+      opmath_t *sum_dy = sums_dy[c], *sum_dy_centred = sums_dy_centred[c];
+      const ChannelValues<opmath_t> value = values[c];
+      // Element `l` of what the pointers, the residual and the store are at, added to a lane.
+      const auto step = [&](const scalar_t* z_at, const scalar_t* dz_at, const auto& residual_at, const auto& store_at,
+                            int64_t l, int64_t lane) __attribute__((always_inline)) {
+        opmath_t y, dy;
+        act.inverse(z_at[l], static_cast<opmath_t>(dz_at[l]), y, dy);
+        const opmath_t centred = residual_at.subtract(y, l) - value.beta;
+        sum_dy[lane] += dy;
+        sum_dy_centred[lane] += dy * centred;
+        store_at(l, centred, dy, value.inverse_gamma);
+      };
+      int64_t i = 0;
+      for (; i + wide <= length; i += wide) {
+        prefetch(z_ahead + i, wide);
+        prefetch(dz_ahead + i, wide);
+        const Res residual_at = residual.at(c, r, i);
+        const Store store_at = store.at(c, r, i);
+        INPLACE_ABN_INDEPENDENT
+        for (int64_t l = 0; l < wide; ++l) step(z_run + i, dz_run + i, residual_at, store_at, l, l);
+      }
+      const auto add_vector = [&](const scalar_t* z_at, const scalar_t* dz_at, const Res& residual_at,
+                                  const Store& store_at) __attribute__((always_inline)) {
+        const int64_t lane = i % wide;
+        prefetch(z_ahead + i, narrow);
+        prefetch(dz_ahead + i, narrow);
+        INPLACE_ABN_ONE_VECTOR
+        for (int64_t l = 0; l < narrow; ++l) step(z_at, dz_at, residual_at, store_at, l, lane + l);
+      };
+      for (; i + narrow <= length; i += narrow) {
+        add_vector(z_run + i, dz_run + i, residual.at(c, r, i), store.at(c, r, i));
+      }
+      if (i < length) {
+        // Spare lanes have no gradient, so they add nothing.
+        Padded<scalar_t> z_tail(z_run + i, length - i, z_run[i]), dz_tail(dz_run + i, length - i, scalar_t(0));
+        typename Res::Tail residual_tail(residual.at(c, r, i), length - i);
+        typename Store::Tail store_tail;
+        add_vector(z_tail.data(), dz_tail.data(), residual_tail.get(), store_tail.get());
+        store_tail.store(store.at(c, r, i), length - i);
+      }
     }
   }
-  return {total(sum_dy), total(sum_dy_centred)};
+  for (int64_t c = 0; c < channels; ++c) sums[c] = {total(sums_dy[c]), total(sums_dy_centred[c])};
 }
 
 template <typename scalar_t, typename opmath_t, typename Res, typename Act, typename Store>
@@ -122,9 +133,9 @@ INPLACE_ABN_CLONES void reduce_row_chunk(const scalar_t* z, int64_t z_stride, co
   const auto step = [&](int64_t r, int64_t c, opmath_t& dy, opmath_t& dy_centred) __attribute__((always_inline)) {
     opmath_t y;
     act.inverse(z[r * z_stride + c], static_cast<opmath_t>(dz[r * dz_stride + c]), y, dy);
-    const opmath_t centred = residual.at(r, 0).subtract(y, c) - beta[c];
+    const opmath_t centred = residual.at(0, r, 0).subtract(y, c) - beta[c];
     dy_centred = dy * centred;
-    store.at(r, 0)(c, centred, dy, inverse_gamma[c]);
+    store.at(0, r, 0)(c, centred, dy, inverse_gamma[c]);
   };
   int64_t r = 0;
   for (; r + 2 <= rows; r += 2) {
@@ -148,6 +159,18 @@ INPLACE_ABN_CLONES void reduce_row_chunk(const scalar_t* z, int64_t z_stride, co
       sum_dy_centred[c] += dy_centred;
     }
   }
+}
+
+// The reduction of z and dz, for reduce_and_apply_planes. `make_store(panel, first_channel)`.
+template <typename scalar_t, typename Res, typename Act, typename MakeStore>
+auto panel_sums_of(const View<const scalar_t>& z, const View<const scalar_t>& dz, const Affine<scalar_t>& affine,
+                   Res residual, Act act, const MakeStore& make_store) {
+  return [=](int64_t first, int64_t channels, const Panel& panel, Sums* sums) {
+    ChannelValues<at::opmath_type<scalar_t>> values[max_group];
+    for (int64_t i = 0; i < channels; ++i) values[i] = {affine.beta(first + i), 1 / affine.gamma(first + i)};
+    reduce_panel(panel.view(z, first), panel.view(dz, first), channels, panel.runs, panel.length, values,
+                 residual.panel(panel, first), act, make_store(panel, first), sums);
+  };
 }
 
 // Row order: all chunks reduced into one Sums per channel, handed to finish.

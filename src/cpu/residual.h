@@ -10,8 +10,8 @@
 
 namespace inplace_abn::cpu {
 
-// `panel` and `rows` go to a part of the tensor, `at` to an element of it, from where on elements are counted. A `Tail`
-// stands in for the `count` elements at `from`.
+// `panel` and `rows` go to a part of the tensor, `at` to an element of it, from where on elements are counted: of run
+// `run` of the panel's channel `channel`, or of row `run`. A `Tail` stands in for the `count` elements at `from`.
 template <typename scalar_t>
 struct NoResidual {
   using opmath_t = at::opmath_type<scalar_t>;
@@ -25,7 +25,7 @@ struct NoResidual {
   NoResidual rows(int64_t, int64_t) const { return {}; }
   int64_t row_stride(const View<const scalar_t>& like) const { return like.batch_stride; }
 
-  INPLACE_ABN_INLINE NoResidual at(int64_t, int64_t) const { return {}; }
+  INPLACE_ABN_INLINE NoResidual at(int64_t, int64_t, int64_t) const { return {}; }
   INPLACE_ABN_INLINE opmath_t add(opmath_t y, int64_t) const { return y; }
   INPLACE_ABN_INLINE opmath_t subtract(opmath_t y, int64_t) const { return y; }
   INPLACE_ABN_INLINE void store_gradient(opmath_t, int64_t) const {}
@@ -50,7 +50,8 @@ struct Residual {
   };
 
   Residual panel(const Panel& panel, int64_t channel) const {
-    return {{panel.of(value, channel), value.batch_stride, 0}, {panel.of(gradient, channel), gradient.batch_stride, 0}};
+    return {{panel.of(value, channel), value.batch_stride, value.channel_stride},
+            {panel.of(gradient, channel), gradient.batch_stride, gradient.channel_stride}};
   }
   // `fold` rows for one, where all lie side by side.
   Residual rows(int64_t first, int64_t fold) const {
@@ -62,8 +63,9 @@ struct Residual {
     return gradient.data == nullptr || gradient.batch_stride == value.batch_stride ? value.batch_stride : -1;
   }
 
-  INPLACE_ABN_INLINE Residual at(int64_t run, int64_t i) const {
-    return {{value.data + run * value.batch_stride + i, 0, 0}, {gradient.data + run * gradient.batch_stride + i, 0, 0}};
+  INPLACE_ABN_INLINE Residual at(int64_t channel, int64_t run, int64_t i) const {
+    return {{value.data + channel * value.channel_stride + run * value.batch_stride + i, 0, 0},
+            {gradient.data + channel * gradient.channel_stride + run * gradient.batch_stride + i, 0, 0}};
   }
   INPLACE_ABN_INLINE opmath_t add(opmath_t y, int64_t i) const { return y + static_cast<opmath_t>(value.data[i]); }
   INPLACE_ABN_INLINE opmath_t subtract(opmath_t y, int64_t i) const { return y - static_cast<opmath_t>(value.data[i]); }

@@ -25,12 +25,8 @@ void statistics(const StatisticsArgs<scalar_t>& args) {
         });
     return;
   }
-  reduce_and_apply_planes<Moments>(
-      args.extent,
-      [&](int64_t c, const Panel& panel) {
-        return panel_moments(panel.of(args.x, c), args.x.batch_stride, panel.runs, panel.length);
-      },
-      store, [](int64_t, const Panel&, int) {});
+  reduce_and_apply_planes<Moments>(args.extent, sizeof(scalar_t), panel_moments_of(args.x), store,
+                                   [](int64_t, int64_t, const Panel&, const int*) {});
 }
 
 template <typename scalar_t>

@@ -4,6 +4,9 @@
 
 #include <ATen/OpMathType.h>
 
+#include <cstdint>
+#include <type_traits>
+
 #include "parallel.h"
 
 namespace inplace_abn::cpu {
@@ -15,30 +18,39 @@ constexpr int64_t vector_lanes = 64 / sizeof(scalar_t);
 template <typename opmath_t>
 constexpr int64_t sum_lanes = 256 / sizeof(opmath_t);
 
-// As many values as a vector of scalar_t has.
-template <typename scalar_t, typename value_t = scalar_t>
+// A vector's worth of memory.
+template <typename scalar_t>
 class Padded {
  public:
   INPLACE_ABN_INLINE Padded() {}
   // The `count` elements at `from`, and `fill` behind them.
-  INPLACE_ABN_INLINE Padded(const scalar_t* from, int64_t count, value_t fill) {
-    const auto end = static_cast<int32_t>(count);
+  INPLACE_ABN_INLINE Padded(const scalar_t* from, int64_t count, scalar_t fill) {
+    const auto end = static_cast<index_t>(count);
+    const auto* const elements = reinterpret_cast<const element_t*>(from);
+    const element_t rest = *reinterpret_cast<const element_t*>(&fill);
+    auto* const values = reinterpret_cast<element_t*>(values_);
     INPLACE_ABN_ONE_VECTOR
-    for (int32_t l = 0; l < width; ++l) values_[l] = l < end ? static_cast<value_t>(from[l]) : fill;
+    for (index_t l = 0; l < width; ++l) values[l] = l < end ? elements[l] : rest;
   }
 
-  INPLACE_ABN_INLINE value_t* data() { return values_; }
-  INPLACE_ABN_INLINE void store(value_t* to, int64_t count) const {
-    const auto end = static_cast<int32_t>(count);
+  INPLACE_ABN_INLINE scalar_t* data() { return values_; }
+  INPLACE_ABN_INLINE void store(scalar_t* to, int64_t count) const {
+    const auto end = static_cast<index_t>(count);
+    auto* const elements = reinterpret_cast<element_t*>(to);
+    const auto* const values = reinterpret_cast<const element_t*>(values_);
     INPLACE_ABN_ONE_VECTOR
-    for (int32_t l = 0; l < width; ++l) {
-      if (l < end) to[l] = values_[l];
+    for (index_t l = 0; l < width; ++l) {
+      if (l < end) elements[l] = values[l];
     }
   }
 
  private:
-  static constexpr int32_t width = vector_lanes<scalar_t>;
-  alignas(64) value_t values_[width];
+  // 16-bit types are classes around their one member, whose conditional copies compilers do not vectorise. The index is
+  // as wide as the elements, so that a comparison with it is a mask for them.
+  using element_t = std::conditional_t<sizeof(scalar_t) == 2, uint16_t, scalar_t>;
+  using index_t = std::conditional_t<sizeof(scalar_t) == 2, int16_t, int32_t>;
+  static constexpr index_t width = vector_lanes<scalar_t>;
+  alignas(64) scalar_t values_[width];
 };
 
 template <typename opmath_t>
