@@ -31,6 +31,8 @@ SHAPES = [
     (4, 5, 7),
     (3, 8, 6, 5),
     (2, 70, 3, 3),  # channels: no multiple of a vector, more than one
+    (5, 100, 7, 7),  # short planes, which are walked several channels at a time
+    (130, 33, 6, 6),  # the same in more than one panel
     (2, 300, 1, 1),  # more channels than values per channel
     (2, 3, 75, 67),  # few channels, planes longer than a panel
     (1, 1, 100, 50),
