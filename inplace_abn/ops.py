@@ -10,7 +10,8 @@
 ``backward``        dx = gamma / sqrt(var + eps) * (dy - mean_dy - xhat * mean_xhat_dy), written over dy; its overload
                     ``out`` writes to a buffer of the caller's, which may be xhat or dy
 ``local_backward``  ``backward_reduce`` and ``backward`` in one, writing dx, dweight, dbias and the residual's
-                    gradient (which is dy) to buffers of the caller's, those of them that are wanted
+                    gradient (which is dy) to buffers of the caller's, those of them that are wanted; ``xhat`` is
+                    memory, perhaps y_act itself, with which a costly activation is inverted once instead of twice
 ==================  ==========================================================================================
 
 Activations have shape (batch, channel, \\*) and dtype float64, float32, bfloat16 or float16, in any strides;

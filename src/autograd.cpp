@@ -4,7 +4,6 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/where.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -103,7 +102,8 @@ int64_t values_per_channel(const Tensor& x) {
   return x.size(0) * c10::multiply_integers(x.sizes().slice(2));
 }
 
-// dx, and the residual's gradient if there is one, are written over dz and z where these are backward's own.
+// dx, and the residual's gradient if there is one, are written over dz and z where these are backward's own; so is xhat
+// where both are, and inverting z a second time would take longer than storing what the first inversion gave.
 Gradients local_gradients(const Saved& saved, const Tensor& dz, const Need& need, bool own_z, bool own_dz,
                           const Settings& s) {
   const auto& [z, weight, bias, residual, var] = saved;
@@ -121,34 +121,12 @@ Gradients local_gradients(const Saved& saved, const Tensor& dz, const Need& need
     return needed ? OptTensor(at::empty_like(*like)) : std::nullopt;
   };
   const OptTensor dresidual = activation_sized(need.residual), dx = activation_sized(need.x);
+  const bool costly_inverse = static_cast<Activation>(s.activation) == Activation::silu;
+  const OptTensor xhat = costly_inverse && own_z && own_dz && need.x ? OptTensor(z) : std::nullopt;
   const OptTensor dweight = per_channel(need.weight, weight), dbias = per_channel(need.bias, bias);
   CALL_OP(local_backward, "local_backward", "", z, dz, var, weight, bias, residual, s.eps, s.signed_weight,
-          s.activation, s.activation_param, s.training, dx, dweight, dbias, dresidual);
+          s.activation, s.activation_param, s.training, dx, dweight, dbias, dresidual, xhat);
   return {dx.value_or(Tensor()), dweight.value_or(Tensor()), dbias.value_or(Tensor()), dresidual.value_or(Tensor())};
-}
-
-// The same where inverting z a second time takes longer than storing what the first inversion gave, over z and dz.
-Gradients gradients_inverted_once(const Saved& saved, const Tensor& dz, const Need& need, const Settings& s) {
-  const auto& [z, weight, bias, residual, var] = saved;
-  const auto [sum_dy, sum_xhat_dy] = CALL_OP(backward_reduce_out, "backward_reduce", "out", z, dz, weight, bias,
-                                             residual, s.eps, s.signed_weight, s.activation, s.activation_param, z, dz);
-  Gradients gradients;
-  if (need.weight) {
-    const Tensor d = s.signed_weight ? sum_xhat_dy : at::where(*weight < 0, -sum_xhat_dy, sum_xhat_dy);
-    gradients.weight = d.to(weight->scalar_type());
-  }
-  if (need.bias) gradients.bias = sum_dy.to(bias->scalar_type());
-  OptTensor mean_dy, mean_xhat_dy;
-  if (s.training) {
-    const auto count = static_cast<double>(values_per_channel(z));
-    mean_dy = sum_dy / count;
-    mean_xhat_dy = sum_xhat_dy / count;
-  }
-  gradients.x = need.residual ? z : dz;
-  if (need.residual) gradients.residual = dz;
-  CALL_OP(backward_out, "backward", "out", z, dz, var, weight, s.eps, s.signed_weight, mean_dy, mean_xhat_dy,
-          gradients.x);
-  return gradients;
 }
 
 // For create_graph=True: in plain torch, by autograd.py.
@@ -210,10 +188,7 @@ class InPlaceABNFunction final : public torch::autograd::Function<InPlaceABNFunc
       const bool reuse_z = watch != nullptr && !settings.hooked && is_sole_output(unpacked[0]);
       // z itself is part of the graph, its memory as a gradient must not be.
       saved.z = saved.z.detach();
-      const bool costly_inverse = static_cast<Activation>(settings.activation) == Activation::silu;
-      g = costly_inverse && need.x && reuse_z && reuse_dz
-              ? gradients_inverted_once(saved, dz, need, settings)
-              : local_gradients(saved, dz, need, reuse_z, reuse_dz, settings);
+      g = local_gradients(saved, dz, need, reuse_z, reuse_dz, settings);
     }
     results[0] = g.x;
     results[1] = g.weight;

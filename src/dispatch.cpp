@@ -275,7 +275,8 @@ void backward(const Tensor& xhat, const Tensor& dy, const Tensor& var, const Opt
 void local_backward(const Tensor& y_act, const Tensor& dy_act, const Tensor& var, const OptTensor& weight,
                     const OptTensor& bias, const OptTensor& residual, double eps, bool signed_weight,
                     int64_t activation, double activation_param, bool training, const OptTensor& dx,
-                    const OptTensor& dweight, const OptTensor& dbias, const OptTensor& dresidual) {
+                    const OptTensor& dweight, const OptTensor& dbias, const OptTensor& dresidual,
+                    const OptTensor& xhat) {
   constexpr auto op = "inplace_abn::local_backward";
   check_activations(op, "y_act", y_act);
   check_like(op, "dy_act", dy_act, y_act);
@@ -286,6 +287,11 @@ void local_backward(const Tensor& y_act, const Tensor& dy_act, const Tensor& var
   if (dresidual.has_value()) {
     check_output(op, dresidual->is_same(dy_act) ? "dy_act" : "dresidual", *dresidual, y_act, {&y_act, &dy_act});
     if (dx.has_value()) at::assert_no_overlap(*dx, *dresidual);
+  }
+  if (xhat.has_value()) {
+    TORCH_CHECK_VALUE(dx.has_value(), op, ": memory for xhat was given, but no dx was asked for");
+    check_output(op, xhat->is_same(y_act) ? "y_act" : "xhat", *xhat, y_act, {&y_act, &dy_act});
+    at::assert_no_overlap(*xhat, dresidual.has_value() ? *dresidual : *dx);
   }
   TORCH_CHECK_VALUE(!dweight.has_value() || weight.has_value(), op, ": dweight was asked for without a weight");
   check_channels(op, "dweight", dweight, y_act);
@@ -305,7 +311,8 @@ void local_backward(const Tensor& y_act, const Tensor& dy_act, const Tensor& var
                                            operands.written_channels<scalar_t>(dweight),
                                            operands.written_channels<scalar_t>(dbias),
                                            operands.optional_input<scalar_t>(residual),
-                                           operands.optional_output<scalar_t>(dresidual)};
+                                           operands.optional_output<scalar_t>(dresidual),
+                                           operands.optional_output<scalar_t>(xhat)};
     CALL_BACKEND(y_act, local_backward, args);
   });
   operands.finish();
@@ -345,7 +352,8 @@ TORCH_LIBRARY(inplace_abn, m) {
       "local_backward(Tensor y_act, Tensor dy_act, Tensor var, Tensor? weight, Tensor? bias, Tensor? residual, float "
       "eps, "
       "bool signed_weight, int activation, float activation_param, bool training, *, Tensor(a!)? dx=None, "
-      "Tensor(b!)? dweight=None, Tensor(c!)? dbias=None, Tensor(d!)? dresidual=None) -> ()");
+      "Tensor(b!)? dweight=None, Tensor(c!)? dbias=None, Tensor(d!)? dresidual=None, "
+      "Tensor(e!)? xhat=None) -> ()");
 }
 
 void register_ops(torch::Library& m) {

@@ -145,7 +145,9 @@ struct BackwardArgs {
   const at::opmath_type<scalar_t>*mean_dy, *mean_xhat_dy;
 };
 
-// backward_reduce and backward in one, without storing xhat. dresidual is dy. All outputs may be null.
+// backward_reduce and backward in one. dresidual is dy. All outputs may be null. Backends may use `xhat`, which may be
+// z itself or, if there is a dresidual, dx, to invert z once instead of twice; and dx, if there is no dresidual, for
+// dy.
 template <typename scalar_t>
 struct LocalBackwardArgs {
   Extent extent;
@@ -157,7 +159,7 @@ struct LocalBackwardArgs {
   bool training;
   ChannelVector<scalar_t> dweight, dbias;
   View<const scalar_t> residual{};
-  View<scalar_t> dresidual{};
+  View<scalar_t> dresidual{}, xhat{};
 };
 
 #define INPLACE_ABN_DECLARE_KERNELS(backend)                      \

@@ -48,6 +48,7 @@ void backward_out(const at::Tensor& xhat, const at::Tensor& dy, const at::Tensor
 void local_backward(const at::Tensor& y_act, const at::Tensor& dy_act, const at::Tensor& var, const OptTensor& weight,
                     const OptTensor& bias, const OptTensor& residual, double eps, bool signed_weight,
                     int64_t activation, double activation_param, bool training, const OptTensor& dx,
-                    const OptTensor& dweight, const OptTensor& dbias, const OptTensor& dresidual);
+                    const OptTensor& dweight, const OptTensor& dbias, const OptTensor& dresidual,
+                    const OptTensor& xhat);
 
 }  // namespace inplace_abn

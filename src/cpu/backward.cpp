@@ -118,6 +118,26 @@ void set(const ChannelArrays<opmath_t, 3>& arrays, int64_t c, const Combination<
   arrays.set(2, c, k.constant);
 }
 
+template <typename scalar_t>
+void combine_all_rows(const RowGrid& grid, const View<const scalar_t>& xhat, const View<const scalar_t>& dy,
+                      const View<scalar_t>& dx, const ChannelArrays<at::opmath_type<scalar_t>, 3>& k) {
+  apply_rows(grid, [&](int64_t first, int64_t rows, int64_t fold, int64_t width) {
+    combine_rows(xhat.data + first * xhat.batch_stride, xhat.batch_stride * fold, dy.data + first * dy.batch_stride,
+                 dy.batch_stride * fold, dx.data + first * dx.batch_stride, dx.batch_stride * fold, rows, width, k[0],
+                 k[1], k[2]);
+  });
+}
+
+// The same for reduce_and_apply_planes.
+template <typename scalar_t>
+auto panel_combiner(const View<const scalar_t>& xhat, const View<const scalar_t>& dy, const View<scalar_t>& dx) {
+  return [=](int64_t first, int64_t channels, const Panel& panel,
+             const Combination<at::opmath_type<scalar_t>>* combinations) {
+    combine_panel(panel.view(xhat, first), panel.view(dy, first), panel.view(dx, first), channels, panel.runs,
+                  panel.length, combinations);
+  };
+}
+
 // The functors for one call: the residual and the activation.
 template <typename scalar_t, typename Args, typename F>
 void visit(const Args& args, const View<scalar_t>& dresidual, const F& f) {
@@ -140,24 +160,14 @@ void backward_reduce(const BackwardReduceArgs<scalar_t>& args) {
     if (args.extent.order == Order::rows) {
       const RowGrid grid(args.extent, {args.z.batch_stride, args.dz.batch_stride, args.xhat.batch_stride,
                                        args.dy.batch_stride, residual.row_stride(args.z)});
-      reduce_all_rows(
-          args.extent, grid, args.z, args.dz, args.affine, residual, act,
-          [&](int64_t first, int64_t fold) {
-            const auto rows = [=](const View<scalar_t>& t) {
-              return View<scalar_t>{t.data + first * t.batch_stride, t.batch_stride * fold, 0};
-            };
-            return StoreXhatAndDy<scalar_t>{rows(args.xhat), rows(args.dy)};
-          },
-          finish);
+      reduce_all_rows(args.extent, grid, args.z, args.dz, args.affine, residual, act,
+                      StoreXhatAndDy<scalar_t>{args.xhat, args.dy}, finish);
       return;
     }
-    reduce_and_apply_planes<Sums>(args.extent, sizeof(scalar_t),
-                                  panel_sums_of(args.z, args.dz, args.affine, residual, act,
-                                                [&args](const Panel& panel, int64_t first) {
-                                                  return StoreXhatAndDy<scalar_t>{panel.view(args.xhat, first),
-                                                                                  panel.view(args.dy, first)};
-                                                }),
-                                  finish, [](int64_t, int64_t, const Panel&, const int*) {});
+    reduce_and_apply_planes<Sums>(
+        args.extent, sizeof(scalar_t),
+        panel_sums_of(args.z, args.dz, args.affine, residual, act, StoreXhatAndDy<scalar_t>{args.xhat, args.dy}),
+        finish, [](int64_t, int64_t, const Panel&, const int*) {});
   });
 }
 
@@ -173,21 +183,12 @@ void backward(const BackwardArgs<scalar_t>& args) {
     const RowGrid grid(args.extent, {args.xhat.batch_stride, args.dy.batch_stride, args.dx.batch_stride});
     const ChannelArrays<opmath_t, 3> k(grid);
     for (int64_t c = 0; c < grid.channels; ++c) set(k, c, combination(c));
-    apply_rows(grid, [&](int64_t first, int64_t rows, int64_t fold, int64_t width) {
-      combine_rows(args.xhat.data + first * args.xhat.batch_stride, args.xhat.batch_stride * fold,
-                   args.dy.data + first * args.dy.batch_stride, args.dy.batch_stride * fold,
-                   args.dx.data + first * args.dx.batch_stride, args.dx.batch_stride * fold, rows, width, k[0], k[1],
-                   k[2]);
-    });
+    combine_all_rows(grid, args.xhat, args.dy, args.dx, k);
     return;
   }
   reduce_and_apply_planes<NoPartial>(
       args.extent, sizeof(scalar_t), [](int64_t, int64_t, const Panel&, NoPartial*) {},
-      [&](int64_t c, NoPartial) { return combination(c); },
-      [&](int64_t first, int64_t channels, const Panel& panel, const Combination<opmath_t>* k) {
-        combine_panel(panel.view(args.xhat, first), panel.view(args.dy, first), panel.view(args.dx, first), channels,
-                      panel.runs, panel.length, k);
-      });
+      [&](int64_t c, NoPartial) { return combination(c); }, panel_combiner(args.xhat, args.dy, args.dx));
 }
 
 template <typename scalar_t>
@@ -200,7 +201,9 @@ void local_backward(const LocalBackwardArgs<scalar_t>& args) {
   const bool want_dx = args.dx.data != nullptr;
   const View<scalar_t> dx = want_dx ? args.dx : args.dresidual;
   const View<scalar_t> dresidual = args.dresidual.data != nullptr ? args.dresidual : args.dx;
-  // Stores the parameters' gradients, and returns dx as a combination of dy and y.
+  // With memory for xhat, z is inverted once: the first pass stores xhat, and dy where it will be wanted.
+  const bool once = args.xhat.data != nullptr && want_dx && reduce;
+  // Stores the parameters' gradients, and returns dx as a combination of dy and y, or of dy and xhat.
   const auto finish = [&](int64_t c, const Sums& sums) {
     const auto gamma = static_cast<double>(affine.gamma(c)), beta = static_cast<double>(affine.beta(c));
     const auto inv_std = static_cast<double>(affine.inv_std(args.var.load(c)));
@@ -210,22 +213,29 @@ void local_backward(const LocalBackwardArgs<scalar_t>& args) {
     if (!want_dx) return Combination<opmath_t>{1, 0, 0};
     if (!args.training) return Combination<opmath_t>{static_cast<opmath_t>(gamma * inv_std), 0, 0};
     const double from_y = -inv_std * sum_xhat_dy / count;
-    return Combination<opmath_t>{static_cast<opmath_t>(gamma * inv_std), static_cast<opmath_t>(from_y),
-                                 static_cast<opmath_t>(-gamma * inv_std * sums.dy / count - from_y * beta)};
+    return Combination<opmath_t>{
+        static_cast<opmath_t>(gamma * inv_std), static_cast<opmath_t>(once ? gamma * from_y : from_y),
+        static_cast<opmath_t>(-gamma * inv_std * sums.dy / count - (once ? 0 : from_y * beta))};
   };
   visit<scalar_t>(args, dresidual, [&](auto residual, auto act) {
+    const StoreXhatAndDy<scalar_t> store{args.xhat, dresidual};
     if (args.extent.order == Order::rows) {
-      const int64_t dx_stride = dx.data == nullptr ? args.z.batch_stride : dx.batch_stride;
-      const RowGrid grid(args.extent,
-                         {args.z.batch_stride, args.dz.batch_stride, dx_stride, residual.row_stride(args.z)});
+      const int64_t like = args.z.batch_stride;
+      const RowGrid grid(args.extent, {like, args.dz.batch_stride, dx.data == nullptr ? like : dx.batch_stride,
+                                       once ? args.xhat.batch_stride : like, residual.row_stride(args.z)});
       const ChannelArrays<opmath_t, 3> k(grid);
+      const auto set_finished = [&](int64_t c, const Sums& sums) { set(k, c, finish(c, sums)); };
+      if (once) {
+        reduce_all_rows(args.extent, grid, args.z, args.dz, affine, residual, act, store, set_finished);
+        combine_all_rows(grid, {args.xhat.data, args.xhat.batch_stride, 0}, {dresidual.data, dresidual.batch_stride, 0},
+                         dx, k);
+        return;
+      }
       if (reduce) {
-        reduce_all_rows(
-            args.extent, grid, args.z, args.dz, affine, residual, act,
-            [](int64_t, int64_t) { return DoNotStore<scalar_t>{}; },
-            [&](int64_t c, const Sums& sums) { set(k, c, finish(c, sums)); });
+        reduce_all_rows(args.extent, grid, args.z, args.dz, affine, residual, act, DoNotStore<scalar_t>{},
+                        set_finished);
       } else {
-        for (int64_t c = 0; c < grid.channels; ++c) set(k, c, finish(c, Sums{}));
+        for (int64_t c = 0; c < grid.channels; ++c) set_finished(c, Sums{});
       }
       if (dx.data == nullptr) return;
       apply_rows(grid, [&](int64_t first, int64_t rows, int64_t fold, int64_t width) {
@@ -236,8 +246,15 @@ void local_backward(const LocalBackwardArgs<scalar_t>& args) {
       });
       return;
     }
-    const auto reduction = panel_sums_of(args.z, args.dz, affine, residual, act,
-                                         [](const Panel&, int64_t) { return DoNotStore<scalar_t>{}; });
+    if (once) {
+      const View<const scalar_t> xhat{args.xhat.data, args.xhat.batch_stride, args.xhat.channel_stride};
+      const View<const scalar_t> dy{dresidual.data, dresidual.batch_stride, dresidual.channel_stride};
+      reduce_and_apply_planes<Sums>(args.extent, sizeof(scalar_t),
+                                    panel_sums_of(args.z, args.dz, affine, residual, act, store), finish,
+                                    panel_combiner(xhat, dy, dx));
+      return;
+    }
+    const auto reduction = panel_sums_of(args.z, args.dz, affine, residual, act, DoNotStore<scalar_t>{});
     reduce_and_apply_planes<Sums>(
         args.extent, sizeof(scalar_t),
         [&](int64_t first, int64_t channels, const Panel& panel, Sums* sums) {

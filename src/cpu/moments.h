@@ -32,49 +32,64 @@ struct Moments {
   }
 };
 
+// Of the first elements of a run.
+template <typename scalar_t>
+INPLACE_ABN_CLONES scalar_t sample_mean(const scalar_t* run, int64_t length) {
+  using opmath_t = at::opmath_type<scalar_t>;
+  constexpr int64_t wide = sum_lanes<opmath_t>;
+  const int64_t sampled = std::min(length, wide);
+  opmath_t sample[wide] = {};
+  for (int64_t i = 0; i < sampled; ++i) sample[i] = static_cast<opmath_t>(run[i]);
+  return static_cast<scalar_t>(static_cast<opmath_t>(total(sample) / static_cast<double>(sampled)));
+}
+
+// Adds a run's deviations from `shift`, and their squares, to lanes. `ahead` is prefetched meanwhile.
+template <typename scalar_t, typename opmath_t>
+INPLACE_ABN_CLONES void add_run(const scalar_t* run, const scalar_t* ahead, int64_t length, scalar_t first_shift,
+                                opmath_t* __restrict__ deviation, opmath_t* __restrict__ square) {
+  constexpr int64_t wide = sum_lanes<opmath_t>, narrow = vector_lanes<scalar_t>;
+  const auto shift = static_cast<opmath_t>(first_shift);
+  int64_t i = 0;
+  for (; i + wide <= length; i += wide) {
+    prefetch(ahead + i, wide);
+    INPLACE_ABN_INDEPENDENT
+    for (int64_t l = 0; l < wide; ++l) {
+      const opmath_t d = static_cast<opmath_t>(run[i + l]) - shift;
+      deviation[l] += d;
+      square[l] += d * d;
+    }
+  }
+  const auto add_vector = [&](const scalar_t* from, int64_t lane) __attribute__((always_inline)) {
+    prefetch(ahead + i, narrow);
+    INPLACE_ABN_ONE_VECTOR
+    for (int64_t l = 0; l < narrow; ++l) {
+      const opmath_t d = static_cast<opmath_t>(from[l]) - shift;
+      deviation[lane + l] += d;
+      square[lane + l] += d * d;
+    }
+  };
+  for (; i + narrow <= length; i += narrow) add_vector(run + i, i % wide);
+  if (i < length) add_vector(Padded<scalar_t>(run + i, length - i, first_shift).data(), i % wide);
+}
+
 // Of each of the channels of a panel.
 template <typename scalar_t>
-INPLACE_ABN_CLONES void panel_moments(const scalar_t* x, int64_t stride, int64_t channel_stride, int64_t channels,
-                                      int64_t runs, int64_t length, Moments* moments) {
+void panel_moments(const scalar_t* x, int64_t stride, int64_t channel_stride, int64_t channels, int64_t runs,
+                   int64_t length, Moments* moments) {
   using opmath_t = at::opmath_type<scalar_t>;
-  constexpr int64_t wide = sum_lanes<opmath_t>, narrow = vector_lanes<scalar_t>;
+  constexpr int64_t wide = sum_lanes<opmath_t>;
   alignas(64) opmath_t deviations[max_group][wide], squares[max_group][wide];
   scalar_t shifts[max_group];
-  const int64_t sampled = std::min(length, wide);
   for (int64_t c = 0; c < channels; ++c) {
-    opmath_t sample[wide] = {};
-    for (int64_t i = 0; i < sampled; ++i) sample[i] = static_cast<opmath_t>(x[c * channel_stride + i]);
-    shifts[c] = static_cast<scalar_t>(static_cast<opmath_t>(total(sample) / static_cast<double>(sampled)));
+    shifts[c] = sample_mean(x + c * channel_stride, length);
     std::fill_n(deviations[c], wide, opmath_t(0));
     std::fill_n(squares[c], wide, opmath_t(0));
   }
   for (int64_t r = 0; r < runs; ++r) {
     for (int64_t c = 0; c < channels; ++c) {
-      const scalar_t *channel = x + c * channel_stride, *run = channel + r * stride;
-      const scalar_t* ahead = ahead_of_run(channel, stride, runs, channels * channel_stride, r);
-      opmath_t *deviation = deviations[c], *square = squares[c];
-      const auto shift = static_cast<opmath_t>(shifts[c]);
-      int64_t i = 0;
-      for (; i + wide <= length; i += wide) {
-        prefetch(ahead + i, wide);
-        INPLACE_ABN_INDEPENDENT
-        for (int64_t l = 0; l < wide; ++l) {
-          const opmath_t d = static_cast<opmath_t>(run[i + l]) - shift;
-          deviation[l] += d;
-          square[l] += d * d;
-        }
-      }
-      const auto add_vector = [&](const scalar_t* from, int64_t lane) __attribute__((always_inline)) {
-        prefetch(ahead + i, narrow);
-        INPLACE_ABN_ONE_VECTOR
-        for (int64_t l = 0; l < narrow; ++l) {
-          const opmath_t d = static_cast<opmath_t>(from[l]) - shift;
-          deviation[lane + l] += d;
-          square[lane + l] += d * d;
-        }
-      };
-      for (; i + narrow <= length; i += narrow) add_vector(run + i, i % wide);
-      if (i < length) add_vector(Padded<scalar_t>(run + i, length - i, shifts[c]).data(), i % wide);
+      const scalar_t* channel = x + c * channel_stride;
+      add_run(channel + r * stride, ahead_of_run(channel, stride, runs, channels * channel_stride, r), length,
+              shifts[c], deviations[c], squares[c]);
     }
   }
   for (int64_t c = 0; c < channels; ++c) {

@@ -19,13 +19,16 @@ struct Sums {
 };
 
 // What happens to an element once z is inverted, beside the sums: nothing, or storing xhat and dy. Reads come before
-// writes, so xhat may lie over z and dy over dz. `at` and `Tail` are as in residual.h.
+// writes, so xhat may lie over z and dy over dz. Methods and `Tail` are as in residual.h.
 template <typename scalar_t>
 struct DoNotStore {
   struct Tail {
     INPLACE_ABN_INLINE DoNotStore get() { return {}; }
     INPLACE_ABN_INLINE void store(DoNotStore, int64_t) const {}
   };
+
+  DoNotStore panel(const Panel&, int64_t) const { return {}; }
+  DoNotStore rows(int64_t, int64_t) const { return {}; }
 
   INPLACE_ABN_INLINE DoNotStore at(int64_t, int64_t, int64_t) const { return {}; }
   INPLACE_ABN_INLINE void operator()(int64_t, at::opmath_type<scalar_t>, at::opmath_type<scalar_t>,
@@ -48,6 +51,14 @@ struct StoreXhatAndDy {
     Padded<scalar_t> xhat_, dy_;
   };
 
+  StoreXhatAndDy panel(const Panel& panel, int64_t channel) const {
+    return {panel.view(xhat, channel), panel.view(dy, channel)};
+  }
+  StoreXhatAndDy rows(int64_t first, int64_t fold) const {
+    return {{xhat.data + first * xhat.batch_stride, xhat.batch_stride * fold, 0},
+            {dy.data + first * dy.batch_stride, dy.batch_stride * fold, 0}};
+  }
+
   INPLACE_ABN_INLINE StoreXhatAndDy at(int64_t channel, int64_t run, int64_t i) const {
     return {{xhat.data + channel * xhat.channel_stride + run * xhat.batch_stride + i, 0, 0},
             {dy.data + channel * dy.channel_stride + run * dy.batch_stride + i, 0, 0}};
@@ -64,65 +75,71 @@ struct ChannelValues {
   opmath_t beta, inverse_gamma;
 };
 
+// Adds a run to lanes, which no activations share memory with. The residual and the store are at its start.
 template <typename scalar_t, typename opmath_t, typename Res, typename Act, typename Store>
-INPLACE_ABN_CLONES void reduce_panel(View<const scalar_t> z, View<const scalar_t> dz, int64_t channels, int64_t runs,
-                                     int64_t length, const ChannelValues<opmath_t>* values, Res residual, Act act,
-                                     Store store, Sums* sums) {
+INPLACE_ABN_CLONES void reduce_run(const scalar_t* z, const scalar_t* z_ahead, const scalar_t* dz,
+                                   const scalar_t* dz_ahead, int64_t length, ChannelValues<opmath_t> values,
+                                   Res residual, Act act, Store store, opmath_t* __restrict__ sum_dy,
+                                   opmath_t* __restrict__ sum_dy_centred) {
   constexpr int64_t wide = sum_lanes<opmath_t>, narrow = vector_lanes<scalar_t>;
-  alignas(64) opmath_t sums_dy[max_group][wide], sums_dy_centred[max_group][wide];
+  // Element `l` of what the pointers, the residual and the store are at, added to a lane.
+  const auto step = [&](const scalar_t* z_at, const scalar_t* dz_at, const auto& residual_at, const auto& store_at,
+                        int64_t l, int64_t lane) __attribute__((always_inline)) {
+    opmath_t y, dy;
+    act.inverse(z_at[l], static_cast<opmath_t>(dz_at[l]), y, dy);
+    const opmath_t centred = residual_at.subtract(y, l) - values.beta;
+    sum_dy[lane] += dy;
+    sum_dy_centred[lane] += dy * centred;
+    store_at(l, centred, dy, values.inverse_gamma);
+  };
+  int64_t i = 0;
+  for (; i + wide <= length; i += wide) {
+    prefetch(z_ahead + i, wide);
+    prefetch(dz_ahead + i, wide);
+    const Res residual_at = residual.at(0, 0, i);
+    const Store store_at = store.at(0, 0, i);
+    INPLACE_ABN_INDEPENDENT
+    for (int64_t l = 0; l < wide; ++l) step(z + i, dz + i, residual_at, store_at, l, l);
+  }
+  const auto add_vector = [&](const scalar_t* z_at, const scalar_t* dz_at, const Res& residual_at,
+                              const Store& store_at) __attribute__((always_inline)) {
+    const int64_t lane = i % wide;
+    prefetch(z_ahead + i, narrow);
+    prefetch(dz_ahead + i, narrow);
+    INPLACE_ABN_ONE_VECTOR
+    for (int64_t l = 0; l < narrow; ++l) step(z_at, dz_at, residual_at, store_at, l, lane + l);
+  };
+  for (; i + narrow <= length; i += narrow) add_vector(z + i, dz + i, residual.at(0, 0, i), store.at(0, 0, i));
+  if (i < length) {
+    // Spare lanes have no gradient, so they add nothing.
+    Padded<scalar_t> z_tail(z + i, length - i, z[i]), dz_tail(dz + i, length - i, scalar_t(0));
+    typename Res::Tail residual_tail(residual.at(0, 0, i), length - i);
+    typename Store::Tail store_tail;
+    add_vector(z_tail.data(), dz_tail.data(), residual_tail.get(), store_tail.get());
+    store_tail.store(store.at(0, 0, i), length - i);
+  }
+}
+
+template <typename scalar_t, typename opmath_t, typename Res, typename Act, typename Store>
+void reduce_panel(View<const scalar_t> z, View<const scalar_t> dz, int64_t channels, int64_t runs, int64_t length,
+                  const ChannelValues<opmath_t>* values, Res residual, Act act, Store store, Sums* sums) {
+  constexpr int64_t wide = sum_lanes<opmath_t>;
+  alignas(64) opmath_t sum_dy[max_group][wide], sum_dy_centred[max_group][wide];
   for (int64_t c = 0; c < channels; ++c) {
-    std::fill_n(sums_dy[c], wide, opmath_t(0));
-    std::fill_n(sums_dy_centred[c], wide, opmath_t(0));
+    std::fill_n(sum_dy[c], wide, opmath_t(0));
+    std::fill_n(sum_dy_centred[c], wide, opmath_t(0));
   }
   for (int64_t r = 0; r < runs; ++r) {
     for (int64_t c = 0; c < channels; ++c) {
-      const scalar_t *z_channel = z.data + c * z.channel_stride, *z_run = z_channel + r * z.batch_stride;
-      const scalar_t *dz_channel = dz.data + c * dz.channel_stride, *dz_run = dz_channel + r * dz.batch_stride;
-      const scalar_t* z_ahead = ahead_of_run(z_channel, z.batch_stride, runs, channels * z.channel_stride, r);
-      const scalar_t* dz_ahead = ahead_of_run(dz_channel, dz.batch_stride, runs, channels * dz.channel_stride, r);
-      opmath_t *sum_dy = sums_dy[c], *sum_dy_centred = sums_dy_centred[c];
-      const ChannelValues<opmath_t> value = values[c];
-      // Element `l` of what the pointers, the residual and the store are at, added to a lane.
-      const auto step = [&](const scalar_t* z_at, const scalar_t* dz_at, const auto& residual_at, const auto& store_at,
-                            int64_t l, int64_t lane) __attribute__((always_inline)) {
-        opmath_t y, dy;
-        act.inverse(z_at[l], static_cast<opmath_t>(dz_at[l]), y, dy);
-        const opmath_t centred = residual_at.subtract(y, l) - value.beta;
-        sum_dy[lane] += dy;
-        sum_dy_centred[lane] += dy * centred;
-        store_at(l, centred, dy, value.inverse_gamma);
-      };
-      int64_t i = 0;
-      for (; i + wide <= length; i += wide) {
-        prefetch(z_ahead + i, wide);
-        prefetch(dz_ahead + i, wide);
-        const Res residual_at = residual.at(c, r, i);
-        const Store store_at = store.at(c, r, i);
-        INPLACE_ABN_INDEPENDENT
-        for (int64_t l = 0; l < wide; ++l) step(z_run + i, dz_run + i, residual_at, store_at, l, l);
-      }
-      const auto add_vector = [&](const scalar_t* z_at, const scalar_t* dz_at, const Res& residual_at,
-                                  const Store& store_at) __attribute__((always_inline)) {
-        const int64_t lane = i % wide;
-        prefetch(z_ahead + i, narrow);
-        prefetch(dz_ahead + i, narrow);
-        INPLACE_ABN_ONE_VECTOR
-        for (int64_t l = 0; l < narrow; ++l) step(z_at, dz_at, residual_at, store_at, l, lane + l);
-      };
-      for (; i + narrow <= length; i += narrow) {
-        add_vector(z_run + i, dz_run + i, residual.at(c, r, i), store.at(c, r, i));
-      }
-      if (i < length) {
-        // Spare lanes have no gradient, so they add nothing.
-        Padded<scalar_t> z_tail(z_run + i, length - i, z_run[i]), dz_tail(dz_run + i, length - i, scalar_t(0));
-        typename Res::Tail residual_tail(residual.at(c, r, i), length - i);
-        typename Store::Tail store_tail;
-        add_vector(z_tail.data(), dz_tail.data(), residual_tail.get(), store_tail.get());
-        store_tail.store(store.at(c, r, i), length - i);
-      }
+      const scalar_t *z_channel = z.data + c * z.channel_stride, *dz_channel = dz.data + c * dz.channel_stride;
+      reduce_run(z_channel + r * z.batch_stride,
+                 ahead_of_run(z_channel, z.batch_stride, runs, channels * z.channel_stride, r),
+                 dz_channel + r * dz.batch_stride,
+                 ahead_of_run(dz_channel, dz.batch_stride, runs, channels * dz.channel_stride, r), length, values[c],
+                 residual.at(c, r, 0), act, store.at(c, r, 0), sum_dy[c], sum_dy_centred[c]);
     }
   }
-  for (int64_t c = 0; c < channels; ++c) sums[c] = {total(sums_dy[c]), total(sums_dy_centred[c])};
+  for (int64_t c = 0; c < channels; ++c) sums[c] = {total(sum_dy[c]), total(sum_dy_centred[c])};
 }
 
 template <typename scalar_t, typename opmath_t, typename Res, typename Act, typename Store>
@@ -161,23 +178,23 @@ INPLACE_ABN_CLONES void reduce_row_chunk(const scalar_t* z, int64_t z_stride, co
   }
 }
 
-// The reduction of z and dz, for reduce_and_apply_planes. `make_store(panel, first_channel)`.
-template <typename scalar_t, typename Res, typename Act, typename MakeStore>
+// The reduction of z and dz, for reduce_and_apply_planes.
+template <typename scalar_t, typename Res, typename Act, typename Store>
 auto panel_sums_of(const View<const scalar_t>& z, const View<const scalar_t>& dz, const Affine<scalar_t>& affine,
-                   Res residual, Act act, const MakeStore& make_store) {
+                   Res residual, Act act, Store store) {
   return [=](int64_t first, int64_t channels, const Panel& panel, Sums* sums) {
     ChannelValues<at::opmath_type<scalar_t>> values[max_group];
     for (int64_t i = 0; i < channels; ++i) values[i] = {affine.beta(first + i), 1 / affine.gamma(first + i)};
     reduce_panel(panel.view(z, first), panel.view(dz, first), channels, panel.runs, panel.length, values,
-                 residual.panel(panel, first), act, make_store(panel, first), sums);
+                 residual.panel(panel, first), act, store.panel(panel, first), sums);
   };
 }
 
 // Row order: all chunks reduced into one Sums per channel, handed to finish.
-template <typename scalar_t, typename Res, typename Act, typename MakeStore, typename Finish>
+template <typename scalar_t, typename Res, typename Act, typename Store, typename Finish>
 void reduce_all_rows(const Extent& extent, const RowGrid& grid, const View<const scalar_t>& z,
-                     const View<const scalar_t>& dz, const Affine<scalar_t>& affine, Res residual, Act act,
-                     const MakeStore& make_store, const Finish& finish) {
+                     const View<const scalar_t>& dz, const Affine<scalar_t>& affine, Res residual, Act act, Store store,
+                     const Finish& finish) {
   using opmath_t = at::opmath_type<scalar_t>;
   const ChannelArrays<opmath_t, 2> values(grid);
   for (int64_t c = 0; c < grid.channels; ++c) {
@@ -191,7 +208,7 @@ void reduce_all_rows(const Extent& extent, const RowGrid& grid, const View<const
         grid.for_each(first, rows, [&](int64_t row, int64_t count, int64_t fold, int64_t width) {
           reduce_row_chunk(z.data + row * z.batch_stride, z.batch_stride * fold, dz.data + row * dz.batch_stride,
                            dz.batch_stride * fold, count, width, values[0], values[1], sums[0], sums[1],
-                           residual.rows(row, fold), act, make_store(row, fold));
+                           residual.rows(row, fold), act, store.rows(row, fold));
         });
         sums.unfold(0);
         sums.unfold(1);

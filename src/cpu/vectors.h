@@ -18,6 +18,31 @@ constexpr int64_t vector_lanes = 64 / sizeof(scalar_t);
 template <typename opmath_t>
 constexpr int64_t sum_lanes = 256 / sizeof(opmath_t);
 
+// Copies the first `count` of a vector's elements, and fills in the others.
+template <typename element_t>
+INPLACE_ABN_INLINE void copy_padded(const element_t* from, int32_t count, element_t fill, element_t* to) {
+  INPLACE_ABN_ONE_VECTOR
+  for (int32_t l = 0; l < vector_lanes<element_t>; ++l) to[l] = l < count ? from[l] : fill;
+}
+template <typename element_t>
+INPLACE_ABN_INLINE void copy_first(const element_t* from, int32_t count, element_t* to) {
+  INPLACE_ABN_ONE_VECTOR
+  for (int32_t l = 0; l < vector_lanes<element_t>; ++l) {
+    if (l < count) to[l] = from[l];
+  }
+}
+
+// The same for 16-bit elements, of which not every instruction set has masked loads and stores: out of line, because
+// what compilers put in their place is long.
+template <typename element_t>
+INPLACE_ABN_CLONES void copy_padded_apart(const element_t* from, int64_t count, element_t fill, element_t* to) {
+  copy_padded(from, static_cast<int32_t>(count), fill, to);
+}
+template <typename element_t>
+INPLACE_ABN_CLONES void copy_first_apart(const element_t* from, int64_t count, element_t* to) {
+  copy_first(from, static_cast<int32_t>(count), to);
+}
+
 // A vector's worth of memory.
 template <typename scalar_t>
 class Padded {
@@ -25,32 +50,24 @@ class Padded {
   INPLACE_ABN_INLINE Padded() {}
   // The `count` elements at `from`, and `fill` behind them.
   INPLACE_ABN_INLINE Padded(const scalar_t* from, int64_t count, scalar_t fill) {
-    const auto end = static_cast<index_t>(count);
-    const auto* const elements = reinterpret_cast<const element_t*>(from);
-    const element_t rest = *reinterpret_cast<const element_t*>(&fill);
-    auto* const values = reinterpret_cast<element_t*>(values_);
-    INPLACE_ABN_ONE_VECTOR
-    for (index_t l = 0; l < width; ++l) values[l] = l < end ? elements[l] : rest;
+    if constexpr (sizeof(scalar_t) == 2) {
+      copy_padded_apart<uint16_t>(&from->x, count, fill.x, &values_->x);
+    } else {
+      copy_padded(from, static_cast<int32_t>(count), fill, values_);
+    }
   }
 
   INPLACE_ABN_INLINE scalar_t* data() { return values_; }
   INPLACE_ABN_INLINE void store(scalar_t* to, int64_t count) const {
-    const auto end = static_cast<index_t>(count);
-    auto* const elements = reinterpret_cast<element_t*>(to);
-    const auto* const values = reinterpret_cast<const element_t*>(values_);
-    INPLACE_ABN_ONE_VECTOR
-    for (index_t l = 0; l < width; ++l) {
-      if (l < end) elements[l] = values[l];
+    if constexpr (sizeof(scalar_t) == 2) {
+      copy_first_apart<uint16_t>(&values_->x, count, &to->x);
+    } else {
+      copy_first(values_, static_cast<int32_t>(count), to);
     }
   }
 
  private:
-  // 16-bit types are classes around their one member, whose conditional copies compilers do not vectorise. The index is
-  // as wide as the elements, so that a comparison with it is a mask for them.
-  using element_t = std::conditional_t<sizeof(scalar_t) == 2, uint16_t, scalar_t>;
-  using index_t = std::conditional_t<sizeof(scalar_t) == 2, int16_t, int32_t>;
-  static constexpr index_t width = vector_lanes<scalar_t>;
-  alignas(64) scalar_t values_[width];
+  alignas(64) scalar_t values_[vector_lanes<scalar_t>];
 };
 
 template <typename opmath_t>
