@@ -121,6 +121,47 @@ def test_local_backward_may_write_dx_over_either_input(layout, output, device):
     assert torch.allclose(dx, expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
+@pytest.mark.parametrize("with_residual", [False, True])
+@pytest.mark.parametrize("shape", [(4, 6, 9, 5), (2, 70, 3, 3), (2, 3, 75, 67), (50, 5)], ids=str)
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last", "channel slice", "transposed"])
+@pytest.mark.parametrize(("activation", "param"), [("silu", 0.0), ("leaky_relu", 0.2)])
+def test_local_backward_with_memory_for_xhat_gives_the_same(
+    activation, param, layout, shape, with_residual, training, device
+):
+    x, z, weight, bias, _, var = forward_result(shape, torch.float64, layout, activation, param, device)
+    residual = torch.zeros_like(x) if with_residual else None
+    dz = laid_out(torch.randn(shape, dtype=torch.float64, device=device), layout)
+    arguments = (var, weight, bias, residual, EPS, False, code(activation), param, training)
+
+    def outputs(**activations):
+        return activations | {"dweight": torch.full_like(weight, torch.nan), "dbias": torch.full_like(bias, torch.nan)}
+
+    fresh = {name: torch.full_like(z, torch.nan) for name in ["dx", "dresidual"][: 1 + with_residual]}
+    expected = outputs(**fresh)
+    ops.local_backward(z, dz, *arguments, **expected)
+    # As backward reuses its buffers: the residual takes dz, and dx lies over xhat then.
+    actual = outputs(**({"dx": z, "dresidual": dz} if with_residual else {"dx": dz}))
+    ops.local_backward(z, dz, *arguments, **actual, xhat=z)
+    for name, value in expected.items():
+        assert relative_error(actual[name], value) < 1e-10, name
+
+
+def test_memory_for_xhat_that_cannot_serve_is_an_error_and_nothing_is_written(device):
+    _, z, weight, bias, _, var = forward_result((4, 6, 9, 5), torch.float32, "contiguous", "silu", 0.0, device)
+    dz = torch.randn_like(z)
+    kept = z.clone(), dz.clone()
+    arguments = (var, weight, bias, None, EPS, False, code("silu"), 0.0, True)
+    with pytest.raises(ValueError, match="no dx was asked for"):
+        ops.local_backward(z, dz, *arguments, dweight=torch.empty_like(weight), xhat=z)
+    with pytest.raises(RuntimeError, match="overlap|memory"):
+        ops.local_backward(z, dz, *arguments, dx=z, xhat=z)
+    with pytest.raises(ValueError, match="expected xhat of shape"):
+        ops.local_backward(z, dz, *arguments, dx=dz, xhat=z[:1].clone())
+    assert torch.equal(z, kept[0])
+    assert torch.equal(dz, kept[1])
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_combined_statistics_are_those_of_the_whole_batch(dtype, device):
     x = (5 + torch.randn(12, 7, 6, device=device)).to(dtype)
@@ -174,6 +215,10 @@ def op_samples(dtype, device):
         "local_backward, residual": (
             (z, dz, var, weight, bias, x, *tail, True),
             outputs | {"dresidual": torch.empty_like(z)},
+        ),
+        "local_backward, xhat": (
+            (z, dz, var, weight, bias, None, *tail, True),
+            outputs | {"xhat": torch.empty_like(z)},
         ),
         "local_backward, dx only": (
             (z, dz, var, weight, bias, None, *tail, False),
