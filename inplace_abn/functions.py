@@ -1,7 +1,8 @@
 """``inplace_abn`` and ``inplace_abn_sync``: what is checked, what runs, and in which order.
 
 The forward pass writes z over x and keeps z alone ("In-Place Activated BatchNorm for Memory-Optimized Training of
-DNNs", arXiv 1712.02616); `autograd` has the backward pass.
+DNNs", arXiv 1712.02616). In eager mode both passes are ``src/autograd.cpp``; `autograd` has the backward pass of
+everything else.
 
 ``INPLACE_ABN_DISABLE=1`` in the environment makes both functions work out of place, for debugging.
 """
