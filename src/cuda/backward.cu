@@ -195,10 +195,10 @@ void local_backward(const LocalBackwardArgs<scalar_t>& args) {
   const bool sums_needed = args.training || args.dweight || args.dbias;
   const bool writes = args.dx.data != nullptr || args.dresidual.data != nullptr;
   const auto count = static_cast<double>(args.extent.batch * args.extent.space);
-  const int64_t bytes_read = sizeof(scalar_t) * (args.residual.data == nullptr ? 2 : 3);
+  const int64_t streams = args.residual.data == nullptr ? 2 : 3;
   const Scratch<Combination<opmath_t>> combinations(args.extent.channels);
   visit(args.activation, args.residual, [&](auto act, auto with_residual) {
-    for_each_channel_group(args.extent, bytes_read, [&](const Extent& extent, int64_t c) {
+    for_each_channel_group<scalar_t>(args.extent, streams, [&](const Extent& extent, int64_t c) {
       const Streams<scalar_t> io{{from_channel(args.z, c), from_channel(args.dz, c), from_channel(args.residual, c)},
                                  {from_channel(args.dx, c), from_channel(args.dresidual, c)}};
       const auto affine = from_channel(args.affine, c);

@@ -62,8 +62,8 @@ void forward(const ForwardArgs<scalar_t>& args) {
 
 template <typename scalar_t>
 void local_forward(const LocalForwardArgs<scalar_t>& args) {
-  const int64_t bytes_read = sizeof(scalar_t) * (args.residual.data == nullptr ? 1 : 2);
-  for_each_channel_group(args.extent, bytes_read, [&](const Extent& extent, int64_t c) {
+  const int64_t streams = args.residual.data == nullptr ? 1 : 2;
+  for_each_channel_group<scalar_t>(args.extent, streams, [&](const Extent& extent, int64_t c) {
     const auto x = from_channel(args.x, c);
     auto *mean = args.mean + c, *var = args.var + c;
     reduce_moments(extent, x, mean, var, from_channel(args.running, c));

@@ -144,14 +144,21 @@ inline RowPartition partition_rows(const Extent& extent, int vector_width, int u
 
 // --- Channel groups --------------------------------------------------------------------------------------------------
 
+// In row order, a group's share of a row is a multiple of so many bytes: whole cache lines, and enough consecutive ones
+// for the device memory to be read at nearly its full speed.
+constexpr int64_t row_segment_bytes = 256;
+
 // Channels to reduce and apply before the next ones, so that what the first pass read is still in the second-level
 // cache for the second pass. Half of it is left to what is written and to the rest of the machine. All channels where
-// the tensor fits, where a single channel does not, and in row order, where channels share cache lines.
-inline int64_t channels_per_group(const Extent& extent, int64_t bytes_per_element, const Device& device) {
-  const int64_t channel_bytes = extent.batch * extent.space * bytes_per_element;
+// the tensor fits, and where not even the least group does. `element_bytes`: of an element of one of the `streams` that
+// the first pass reads.
+inline int64_t channels_per_group(const Extent& extent, int64_t element_bytes, int64_t streams, const Device& device) {
+  const int64_t channel_bytes = extent.batch * extent.space * element_bytes * streams;
+  const int64_t least = extent.order == Order::rows ? row_segment_bytes / element_bytes : 1;
   const int64_t fitting = channel_bytes == 0 ? extent.channels : device.l2_bytes / 2 / channel_bytes;
-  if (extent.order == Order::rows || fitting < 1 || fitting >= extent.channels) return extent.channels;
-  return ceil_div(extent.channels, ceil_div(extent.channels, fitting));
+  if (fitting < least || fitting >= extent.channels) return extent.channels;
+  const int64_t groups = ceil_div(extent.channels, fitting / least * least);
+  return ceil_div(ceil_div(extent.channels, groups), least) * least;
 }
 
 }  // namespace inplace_abn::cuda

@@ -25,9 +25,9 @@
 //               or as long as there are channels, several rows to a warp.
 //   reductions  two stages: one partial result per block in scratch memory, merged by a small kernel. Both merge in
 //               double, and neither uses atomics, so results are the same in every run.
-//   second pass the local ops go through the channels of a plane-ordered tensor group by group, each group small enough
-//               to stay in the second-level cache between its two passes. Otherwise the second pass walks backward:
-//               what the first pass read last is what the cache still holds.
+//   second pass the local ops go through the channels group by group, each group small enough to stay in the
+//               second-level cache between its two passes; in row order a group's share of a row is a multiple of 256
+//               bytes. The second pass walks backward: what the first pass read last is what the cache surely holds.
 #pragma once
 
 #include "planes.cuh"
@@ -99,11 +99,12 @@ RunningUpdate<scalar_t> from_channel(const RunningUpdate<scalar_t>& running, int
   return {from_channel(running.mean, c), from_channel(running.var, c), running.momentum, running.momentum_tensor};
 }
 
-// Calls f(extent, first channel) for each group of channels that is to be reduced and applied before the next.
-template <typename F>
-void for_each_channel_group(const Extent& extent, int64_t bytes_per_element, const F& f) {
+// Calls f(extent, first channel) for each group of channels that is to be reduced and applied before the next. The
+// first pass reads `streams` tensors of scalar_t.
+template <typename scalar_t, typename F>
+void for_each_channel_group(const Extent& extent, int64_t streams, const F& f) {
   if (extent.channels == 0) return;
-  const int64_t step = channels_per_group(extent, bytes_per_element, current_device());
+  const int64_t step = channels_per_group(extent, sizeof(scalar_t), streams, current_device());
   for (int64_t first = 0; first < extent.channels; first += step) {
     f(Extent{extent.order, extent.batch, std::min(step, extent.channels - first), extent.space}, first);
   }

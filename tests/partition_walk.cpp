@@ -1,0 +1,103 @@
+// Walks random tensors as the blocks and threads of a CUDA launch do, and fails where an element is not visited exactly
+// once, or where a group of channels is not what it should be.
+
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+#include <vector>
+
+#include "../src/cuda/partition.h"
+
+using namespace inplace_abn;
+using namespace inplace_abn::cuda;
+
+namespace {
+
+std::mt19937_64 generator(0);
+
+// Small numbers are as likely as large ones.
+int64_t random_size(int64_t most) {
+  const double exponent = std::uniform_real_distribution<>(0, std::log2(static_cast<double>(most) + 1))(generator);
+  return std::clamp<int64_t>(static_cast<int64_t>(std::exp2(exponent)), 1, most);
+}
+
+void require(bool condition, const char* what, const Extent& extent) {
+  if (condition) return;
+  std::printf("%s: %ld x %ld x %ld\n", what, long(extent.batch), long(extent.channels), long(extent.space));
+  std::exit(1);
+}
+
+template <int width>
+void walk_planes(const Extent& extent, int unroll, const Device& device) {
+  const bool even = extent.space % width == 0;
+  const int64_t phase = even ? 0 : random_size(width) - 1;
+  const PlanePartition p = partition_planes(extent, width, unroll, phase, even, device);
+  std::vector<int> visits(extent.elements());
+  for (int64_t unit = 0; unit < p.blocks(); ++unit) {
+    const int64_t c = unit / p.parts, part = unit % p.parts;
+    for (int thread = 0; thread < p.threads; ++thread) {
+      int64_t item = part * p.tile + thread;
+      Cursor cursor = p.at(item);
+      for (; item < p.items; item += p.parts * p.tile) {
+        for (int u = 0; u < unroll; ++u) {
+          const int64_t plane = (cursor.plane * extent.channels + c) * extent.space;
+          const int64_t first = p.first_element<width>(cursor, plane);
+          for (int64_t s = first; s < first + width && item + u * p.threads < p.items; ++s) {
+            if (s >= 0 && s < extent.space) ++visits[plane + s];
+          }
+          cursor.advance(p.next_item, p.slots);
+        }
+        cursor.advance(p.next_tile, p.slots);
+      }
+    }
+  }
+  for (const int count : visits) require(count == 1, "planes", extent);
+}
+
+void walk_rows(const Extent& extent, int width, int unroll, const Device& device) {
+  const RowPartition p = partition_rows(extent, width, unroll, device);
+  require(p.threads <= block_threads && p.width <= most_across(width), "block", extent);
+  std::vector<int> visits(extent.elements());
+  for (int64_t block = 0; block < p.blocks(); ++block) {
+    for (int thread = 0; thread < p.threads; ++thread) {
+      const int64_t c = block % p.columns * p.width * width + thread % p.width * width;
+      for (int64_t g = block / p.columns; g < p.groups && c < p.channels; g += p.parts) {
+        for (int u = 0; u < unroll; ++u) {
+          const int64_t row = (g * unroll + u) * p.height + thread / p.width;
+          for (int v = 0; v < width && row < p.rows; ++v) ++visits[row * extent.channels + c + v];
+        }
+      }
+    }
+  }
+  for (const int count : visits) require(count == 1, "rows", extent);
+}
+
+void check_groups(const Extent& extent, int64_t element_bytes, int64_t streams, const Device& device) {
+  const int64_t step = channels_per_group(extent, element_bytes, streams, device);
+  require(step >= 1 && step <= extent.channels, "group", extent);
+  if (step == extent.channels) return;
+  require(step * extent.batch * extent.space * element_bytes * streams <= device.l2_bytes / 2, "group's size", extent);
+  require(extent.order == Order::planes || step * element_bytes % row_segment_bytes == 0, "group's rows", extent);
+}
+
+}  // namespace
+
+int main() {
+  for (int i = 0; i < 2000; ++i) {
+    const Device device{random_size(16), random_size(1 << 16)};
+    const int unroll = 1 << random_size(3) >> 1;
+    const Extent planes{Order::planes, random_size(40), random_size(40), random_size(3000)};
+    if (planes.elements() > 1 << 18) continue;
+    walk_planes<1>(planes, unroll, device);
+    walk_planes<4>(planes, unroll, device);
+    walk_planes<8>(planes, unroll, device);
+    const Extent rows{Order::rows, planes.space, planes.batch * planes.channels, 1};
+    for (const int width : {1, 2, 4, 8}) {
+      if (rows.channels % width == 0) walk_rows(rows, width, unroll, device);
+    }
+    for (const int64_t bytes : {2, 4, 8}) {
+      check_groups(planes, bytes, random_size(3), device);
+      check_groups(rows, bytes, random_size(3), device);
+    }
+  }
+}
