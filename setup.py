@@ -7,13 +7,28 @@ for nvcc and ``MAX_JOBS`` limits the parallel compilations.
 
 import os
 import platform
+import subprocess
 from pathlib import Path
 
 import torch
 from setuptools import setup
-from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
+from torch.utils.cpp_extension import (
+    CUDA_HOME,
+    BuildExtension,
+    CppExtension,
+    CUDAExtension,
+    get_cxx_compiler,
+)
 
 ROOT = Path(__file__).parent
+
+
+def is_gcc() -> bool:
+    command = [*get_cxx_compiler().split(), "-dM", "-E", "-x", "c++", os.devnull]
+    macros = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    return "__GNUC__" in macros and "__clang__" not in macros
+
+
 CPU_FLAGS = ["-std=c++20", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-Wall", "-g0"]
 if platform.system() == "Linux":
     # at::parallel_for is a template with OpenMP pragmas. The runtime is the one that torch has loaded, so nothing is
@@ -22,6 +37,9 @@ if platform.system() == "Linux":
 if platform.machine() == "x86_64":
     # Only where the loader picks a variant with 512-bit registers: compilers use half of them unless told.
     CPU_FLAGS.append("-mprefer-vector-width=512")
+if is_gcc():
+    # GCC would make two paths of a condition, each with all that follows, and walk both when it vectorises them.
+    CPU_FLAGS.append("-fno-thread-jumps")
 CUDA_FLAGS = ["-std=c++20", "-O3", "--expt-relaxed-constexpr", "--extended-lambda", "-lineinfo"]
 # Division and square root of floats to 2 ulp, in few instructions and registers. Doubles stay exact.
 CUDA_FLAGS += ["--prec-div=false", "--prec-sqrt=false"]

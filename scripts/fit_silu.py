@@ -103,11 +103,17 @@ def fit(branch: Branch, degree: int) -> tuple[np.ndarray, np.ndarray, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--degrees", type=int, nargs="+", default=[5, 7])
-    parser.add_argument("--largest", type=float, nargs=2, default=[4.1, 27], help="t on the right and on the left")
+    parser.add_argument(
+        "--fit",
+        nargs=3,
+        action="append",
+        metavar=("DEGREE", "RIGHT", "LEFT"),
+        help="a degree, and the largest t on either side; by default those of 16 bits, and of float and double",
+    )
     args = parser.parse_args()
-    for degree in args.degrees:
-        for name, branch in (("right", right(args.largest[0])), ("left", left(args.largest[1]))):
+    for fit_of in args.fit or [("4", "3.5", "9.6"), ("7", "4.1", "27")]:
+        degree = int(fit_of[0])
+        for name, branch in (("right", right(float(fit_of[1]))), ("left", left(float(fit_of[2])))):
             p, q, error = fit(branch, degree)
             print(f"// degree {degree}, {name}: {error:.1e}")
             for coefficients in (p, q):

@@ -98,20 +98,18 @@ struct Elu {
   }
 };
 
-// A bit that says on which side of its minimum a z was, stolen from the lowest bit of the mantissa: `bit`, where the
-// value is `tagged`. Bits are handled in the width of opmath_t, because compilers vectorise one width at a time.
-INPLACE_ABN_INLINE double with_low_bit(double v, bool tagged, bool bit) {
-  const auto bits = bits_to<uint64_t>(v);
-  return bits_to<double>(tagged ? (bits & ~uint64_t(1)) | (bit ? uint64_t(1) : uint64_t(0)) : bits);
+// A bit that says on which side of its minimum a z was, stolen from the lowest bit of the mantissa: cleared where the
+// value is `tagged`, set where the mask `bit` is, which is only where it is tagged. Masks, because compilers do not
+// vectorise conditions of values of two widths.
+INPLACE_ABN_INLINE double with_low_bit(double v, int64_t tagged, int64_t bit) {
+  return bits_to<double>((bits_to<int64_t>(v) & ~(tagged & 1)) | (bit & 1));
 }
-INPLACE_ABN_INLINE float with_low_bit(float v, bool tagged, bool bit) {
-  const auto bits = bits_to<uint32_t>(v);
-  return bits_to<float>(tagged ? (bits & ~1u) | (bit ? 1u : 0u) : bits);
+INPLACE_ABN_INLINE float with_low_bit(float v, int32_t tagged, int32_t bit) {
+  return bits_to<float>((bits_to<int32_t>(v) & ~(tagged & 1)) | (bit & 1));
 }
 template <typename scalar_t>
-INPLACE_ABN_INLINE scalar_t with_low_bit(scalar_t v, bool tagged, bool bit) {
-  const uint32_t bits = bits_to<uint16_t>(v);
-  return bits_to<scalar_t>(static_cast<uint16_t>(tagged ? (bits & ~1u) | (bit ? 1u : 0u) : bits));
+INPLACE_ABN_INLINE scalar_t with_low_bit(scalar_t v, int32_t tagged, int32_t bit) {
+  return bits_to<scalar_t>(static_cast<uint16_t>((bits_to<uint16_t>(v) & ~(tagged & 1)) | (bit & 1)));
 }
 INPLACE_ABN_INLINE bool low_bit(double v) {
   return (bits_to<uint64_t>(v) & 1) != 0;
@@ -119,26 +117,27 @@ INPLACE_ABN_INLINE bool low_bit(double v) {
 INPLACE_ABN_INLINE bool low_bit(float v) {
   return (bits_to<uint32_t>(v) & 1) != 0;
 }
-template <typename scalar_t>
-INPLACE_ABN_INLINE bool low_bit(scalar_t v) {
-  // A float comparison, because compilers vectorise conditions of one width only, and the others are of opmath's.
+INPLACE_ABN_INLINE bool low_bit(c10::BFloat16 v) {
+  return (bits_to<uint32_t>(static_cast<float>(v)) & 0x10000) != 0;
+}
+INPLACE_ABN_INLINE bool low_bit(c10::Half v) {
+  // A float comparison, because the conditions that it is combined with are.
   return static_cast<float>(static_cast<int32_t>(v.x & 1)) > 0.5f;
 }
 
 // silu has its minimum at y_min. With t = sqrt(z - z_min) on its right, and t = sqrt(ln(z_min / z)) on its left,
 // exp(-y) on the right and y on the left are P(t) / Q(t), which leaves a relative error of `error` in y.
-// scripts/fit_silu.py makes the coefficients.
+// From z = linear on, y is z to that error. scripts/fit_silu.py makes the coefficients.
 constexpr double silu_y_min = -1.278464542761073795109, silu_z_min = -0.278464542761073795109;
 constexpr double silu_exp_min = silu_y_min / silu_z_min - 1;
 
-struct CoarseSiluFit {  // error 7e-5
-  static constexpr int degree = 5;
-  static constexpr double right_p[] = {silu_exp_min,  -4.883012086,  2.658377866,
-                                       -0.7238054462, 0.09850175777, -0.00535743552};
-  static constexpr double right_q[] = {1, 1.6744448, -0.9055136132, 0.1231981444, 0.0774431993, 0.009710262713};
-  static constexpr double left_p[] = {silu_y_min,    -1.542446557,  -0.8835255419,
-                                      -0.6393698183, -0.3098379994, -0.09723812747};
-  static constexpr double left_q[] = {1, -0.04481482646, 0.3044849076, 0.09688123675, 2.115309881e-05, -3.49049306e-07};
+struct CoarseSiluFit {  // error 5e-5
+  static constexpr int degree = 4;
+  static constexpr double right_p[] = {silu_exp_min, -4.453511214, 2.08297287, -0.4349537345, 0.0341760344};
+  static constexpr double right_q[] = {1, 1.793024579, -0.6872587849, -0.03720177518, 0.1367210533};
+  static constexpr double left_p[] = {silu_y_min, -1.741414039, -1.101469328, -0.4583176239, -0.2108869702};
+  static constexpr double left_q[] = {1, 0.1128731707, 0.2586916006, -0.003748266367, 0.0001202500802};
+  static constexpr double linear = 11.9;
 };
 
 struct FineSiluFit {  // error 4e-7
@@ -151,6 +150,7 @@ struct FineSiluFit {  // error 4e-7
                                       -0.2587693651, -0.1000689545, -0.0407343991, -0.01659320357};
   static constexpr double left_q[] = {
       1, -0.1674627701, 0.3756572495, -0.01221117955, 0.03883811447, 0.01662759059, -4.306202744e-07, 2.207227856e-09};
+  static constexpr double linear = 16.5;
 };
 
 // y * sigmoid(y), whose minimum divides it into two invertible branches. The bit is stolen from negative values only.
@@ -160,24 +160,22 @@ struct Silu {
   static constexpr bool is_16_bit = sizeof(scalar_t) == 2, is_double = std::is_same_v<scalar_t, double>;
   using Fit = std::conditional_t<is_16_bit, CoarseSiluFit, FineSiluFit>;
   static constexpr opmath_t y_min = static_cast<opmath_t>(silu_y_min), z_min = static_cast<opmath_t>(silu_z_min);
-  // z from which on sigmoid(y) is 1, and y is z, to a float.
-  static constexpr opmath_t linear = 16.5;
+  static constexpr opmath_t linear = static_cast<opmath_t>(Fit::linear);
 
   INPLACE_ABN_INLINE scalar_t forward(opmath_t y) const {
-    const opmath_t e = exp_nonpositive(-std::abs(y));
-    const auto z = static_cast<scalar_t>(y * (y < 0 ? e : opmath_t(1)) / (1 + e));
-    return with_low_bit(z, y < 0, y < y_min);
+    const auto z = static_cast<scalar_t>(y / (1 + exp_bounded(-y)));
+    return with_low_bit(z, sign_mask(y), sign_mask(y - y_min));
   }
 
   INPLACE_ABN_INLINE void inverse(scalar_t stored, opmath_t dz, opmath_t& y, opmath_t& dy) const {
-    constexpr opmath_t least = std::numeric_limits<opmath_t>::min();
     const auto z = static_cast<opmath_t>(stored);
     const bool left = sign_bit(z) & low_bit(stored);
     // Only what silu gives has a y; the rest is kept finite.
     const opmath_t possible = z < z_min ? z_min : z, bounded = possible > linear ? linear : possible;
-    const opmath_t depth = (-possible < least ? least : -possible) * (1 / -z_min);
-    const opmath_t square = left ? -(is_16_bit ? log_coarse(depth) : log_positive(depth)) : bounded - z_min;
-    const opmath_t t2 = square < 0 ? opmath_t(0) : square, t = std::sqrt(t2);
+    const opmath_t depth = possible * (1 / z_min);
+    // At the minimum the logarithm may be wrong by a rounding, and positive.
+    const opmath_t log_depth = std::abs(is_16_bit ? log_coarse(depth) : log_positive(depth));
+    const opmath_t t2 = left ? log_depth : bounded - z_min, t = std::sqrt(t2);
     const opmath_t p = numerator(left, t, t2), q = denominator(left, t, t2);
     // One division for P / Q, for its inverse on the left, and for sigmoid(y) = Q / (P + Q) on the right.
     const opmath_t s = left ? p : p + q, inverse = 1 / (s * q), by_q = s * inverse, by_s = q * inverse;
@@ -192,38 +190,33 @@ struct Silu {
     return left ? static_cast<opmath_t>(on_left) : static_cast<opmath_t>(on_right);
   }
 
-  // Terms k and k + 1, divided by t^k.
   template <int k>
-  INPLACE_ABN_INLINE static opmath_t p_pair(bool left, opmath_t t) {
-    constexpr double left_0 = Fit::left_p[k], right_0 = Fit::right_p[k], left_1 = Fit::left_p[k + 1],
-                     right_1 = Fit::right_p[k + 1];
-    return choose(left, left_0, right_0) + t * choose(left, left_1, right_1);
+  INPLACE_ABN_INLINE static opmath_t p(bool left) {
+    constexpr double on_left = Fit::left_p[k], on_right = Fit::right_p[k];
+    return choose(left, on_left, on_right);
   }
   template <int k>
-  INPLACE_ABN_INLINE static opmath_t q_pair(bool left, opmath_t t) {
-    constexpr double left_0 = Fit::left_q[k], right_0 = Fit::right_q[k], left_1 = Fit::left_q[k + 1],
-                     right_1 = Fit::right_q[k + 1];
-    return choose(left, left_0, right_0) + t * choose(left, left_1, right_1);
+  INPLACE_ABN_INLINE static opmath_t q(bool left) {
+    constexpr double on_left = Fit::left_q[k], on_right = Fit::right_q[k];
+    return choose(left, on_left, on_right);
   }
   // Neighbouring terms are added first: all even and all odd ones would cancel each other.
   INPLACE_ABN_INLINE static opmath_t numerator(bool left, opmath_t t, opmath_t t2) {
-    const opmath_t low = p_pair<0>(left, t) + t2 * p_pair<2>(left, t);
-    opmath_t high = p_pair<4>(left, t);
-    if constexpr (Fit::degree == 7) high += t2 * p_pair<6>(left, t);
-    return low + t2 * t2 * high;
+    opmath_t high = p<4>(left);
+    if constexpr (Fit::degree == 7) high += t * p<5>(left) + t2 * (p<6>(left) + t * p<7>(left));
+    return p<0>(left) + t * p<1>(left) + t2 * (p<2>(left) + t * p<3>(left)) + t2 * t2 * high;
   }
   INPLACE_ABN_INLINE static opmath_t denominator(bool left, opmath_t t, opmath_t t2) {
-    const opmath_t low = q_pair<0>(left, t) + t2 * q_pair<2>(left, t);
-    opmath_t high = q_pair<4>(left, t);
-    if constexpr (Fit::degree == 7) high += t2 * q_pair<6>(left, t);
-    return low + t2 * t2 * high;
+    opmath_t high = q<4>(left);
+    if constexpr (Fit::degree == 7) high += t * q<5>(left) + t2 * (q<6>(left) + t * q<7>(left));
+    return q<0>(left) + t * q<1>(left) + t2 * (q<2>(left) + t * q<3>(left)) + t2 * t2 * high;
   }
 
   // One step of Halley's method on f(y) = y * sigmoid(y) - z, which leaves the cube of y's error. Returns the
   // derivative of silu. Next to the minimum, where the slope vanishes, the fit is better than a step.
   INPLACE_ABN_INLINE static opmath_t refine(opmath_t z, opmath_t& y) {
     constexpr opmath_t least_slope = 1e-6;
-    opmath_t e = exp_nonpositive(-std::abs(y));
+    opmath_t e = exp_bounded(-std::abs(y));
     e = e < std::numeric_limits<opmath_t>::min() ? std::numeric_limits<opmath_t>::min() : e;
     // sigmoid(y) = a / d and its complement b / d, and f, f' and f'' without their divisions by d.
     const opmath_t d = 1 + e, a = y < 0 ? e : opmath_t(1), b = y < 0 ? opmath_t(1) : e;
@@ -253,7 +246,7 @@ struct Hardswish {
     const opmath_t magnitude = -y * scale, largest = tagged / 2;
     const opmath_t value = flat ? (magnitude < largest ? magnitude : largest) : y * (y < 3 ? (y + 3) / 6 : opmath_t(1));
     const auto z = static_cast<scalar_t>(value);
-    return with_low_bit(z, (y < 0) | (value < tagged), y < opmath_t(-1.5));
+    return with_low_bit(z, sign_mask(y) | sign_mask(value - tagged), sign_mask(y - opmath_t(-1.5)));
   }
 
   INPLACE_ABN_INLINE void inverse(scalar_t stored, opmath_t dz, opmath_t& y, opmath_t& dy) const {

@@ -1,6 +1,6 @@
 // exp, log, expm1 and log1p on the ranges that activations need. For float on the host they are branch-free, so that
 // loops around them vectorise; everywhere else they are the standard ones. Largest errors over all floats of the stated
-// range, in units in the last place: exp_nonpositive 2, log_positive 2, expm1_nonpositive 3, log1p_nonpositive 3
+// range, in units in the last place: exp_bounded 2, log_positive 2, expm1_nonpositive 3, log1p_nonpositive 3
 // (tests/test_activations.py).
 #pragma once
 
@@ -32,9 +32,17 @@ INPLACE_ABN_INLINE bool sign_bit(double v) {
   return bits_to<int64_t>(v) < 0;
 }
 
+// All ones where the sign bit is set, else zero.
+INPLACE_ABN_INLINE int32_t sign_mask(float v) {
+  return bits_to<int32_t>(v) >> 31;
+}
+INPLACE_ABN_INLINE int64_t sign_mask(double v) {
+  return bits_to<int64_t>(v) >> 63;
+}
+
 namespace math_detail {
 
-// x = n * ln 2 + r with |r| <= ln 2 / 2, for -87 <= x <= 0. The sum's last mantissa bits are n.
+// x = n * ln 2 + r with |r| <= ln 2 / 2, for -87 <= x <= 88. The sum's last mantissa bits are n.
 struct Reduced {
   float r;
   float power;  // 2^n
@@ -55,12 +63,12 @@ INPLACE_ABN_INLINE float expm1_reduced(float r) {
   return r + r2 * (low + r2 * (middle + r2 * high));
 }
 
-constexpr float least_exponent = -87.0f;
+constexpr float least_exponent = -87.0f, largest_exponent = 88.0f;
 
 INPLACE_ABN_INLINE float exp_float(float x) {
-  const Reduced reduced = reduce(x < least_exponent ? least_exponent : x);
-  const float value = reduced.power + reduced.power * expm1_reduced(reduced.r);
-  return x < least_exponent ? 0.0f : value;
+  const float low = x > largest_exponent ? largest_exponent : x;
+  const Reduced reduced = reduce(low < least_exponent ? least_exponent : low);
+  return reduced.power + reduced.power * expm1_reduced(reduced.r);
 }
 
 INPLACE_ABN_INLINE float expm1_float(float x) {
@@ -108,9 +116,9 @@ INPLACE_ABN_INLINE float log1p_float(float x) {
     return standard(argument)
 #endif
 
-// x <= 0. Below -87 a float result is zero.
+// On the host a float x is taken for -87 or 88 where it is beyond them.
 template <typename opmath_t>
-INPLACE_ABN_INLINE opmath_t exp_nonpositive(opmath_t x) {
+INPLACE_ABN_INLINE opmath_t exp_bounded(opmath_t x) {
   INPLACE_ABN_MATH(exp, x, std::exp);
 }
 
