@@ -70,22 +70,27 @@ INPLACE_ABN_CLONES void invert_and_combine_panel(View<const scalar_t> z, View<co
                                                  int64_t channels, int64_t runs, int64_t length,
                                                  const Combination<opmath_t>* combinations, Res residual, Act act) {
   constexpr int64_t width = vector_lanes<scalar_t>;
+  const bool ragged = length % width != 0;
   for (int64_t r = 0; r < runs; ++r) {
     for (int64_t c = 0; c < channels; ++c) {
       const scalar_t* z_run = z.data + c * z.channel_stride + r * z.batch_stride;
       const scalar_t* dz_run = dz.data + c * dz.channel_stride + r * dz.batch_stride;
       scalar_t* dx_run = dx.data + c * dx.channel_stride + r * dx.batch_stride;
       const Combination<opmath_t> k = combinations[c];
-      int64_t i = 0;
-      for (; i + width <= length; i += width) {
+      RunEnd<scalar_t> z_end, end;
+      typename Res::End residual_end;
+      if (ragged) {
+        z_end.take(z_run, length, z_run[0]);
+        end.take(dz_run, length, scalar_t(0));
+        residual_end.take(residual.at(c, r, 0), length);
+        invert_and_combine_vector(z_end.data(), end.data(), end.data(), k, residual_end.get(), act);
+      }
+      for (int64_t i = 0; i + width <= length; i += width) {
         invert_and_combine_vector(z_run + i, dz_run + i, dx_run + i, k, residual.at(c, r, i), act);
       }
-      if (i < length) {
-        Padded<scalar_t> z_tail(z_run + i, length - i, z_run[i]), tail(dz_run + i, length - i, scalar_t(0));
-        typename Res::Tail residual_tail(residual.at(c, r, i), length - i);
-        invert_and_combine_vector(z_tail.data(), tail.data(), tail.data(), k, residual_tail.get(), act);
-        residual_tail.store_gradient(residual.at(c, r, i), length - i);
-        tail.store(dx_run + i, length - i);
+      if (ragged) {
+        residual_end.store_gradient(residual.at(c, r, 0), length);
+        end.store(dx_run, length);
       }
     }
   }

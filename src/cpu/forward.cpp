@@ -35,19 +35,23 @@ template <typename scalar_t, typename opmath_t, typename Res, typename Act>
 INPLACE_ABN_CLONES void transform_panel(View<const scalar_t> x, View<scalar_t> z, int64_t channels, int64_t runs,
                                         int64_t length, const Transform<opmath_t>* transforms, Res residual, Act act) {
   constexpr int64_t width = vector_lanes<scalar_t>;
+  const bool ragged = length % width != 0;
   for (int64_t r = 0; r < runs; ++r) {
     for (int64_t c = 0; c < channels; ++c) {
       const scalar_t* from = x.data + c * x.channel_stride + r * x.batch_stride;
       scalar_t* to = z.data + c * z.channel_stride + r * z.batch_stride;
       const Transform<opmath_t> t = transforms[c];
-      int64_t i = 0;
-      for (; i + width <= length; i += width) transform_vector(from + i, to + i, t, residual.at(c, r, i), act);
-      if (i < length) {
-        Padded<scalar_t> tail(from + i, length - i, from[i]);
-        typename Res::Tail residual_tail(residual.at(c, r, i), length - i);
-        transform_vector(tail.data(), tail.data(), t, residual_tail.get(), act);
-        tail.store(to + i, length - i);
+      RunEnd<scalar_t> end;
+      typename Res::End residual_end;
+      if (ragged) {
+        end.take(from, length, from[0]);
+        residual_end.take(residual.at(c, r, 0), length);
+        transform_vector(end.data(), end.data(), t, residual_end.get(), act);
       }
+      for (int64_t i = 0; i + width <= length; i += width) {
+        transform_vector(from + i, to + i, t, residual.at(c, r, i), act);
+      }
+      if (ragged) end.store(to, length);
     }
   }
 }

@@ -59,17 +59,25 @@ INPLACE_ABN_CLONES void add_run(const scalar_t* run, const scalar_t* ahead, int6
       square[l] += d * d;
     }
   }
-  const auto add_vector = [&](const scalar_t* from, int64_t lane) __attribute__((always_inline)) {
-    prefetch(ahead + i, narrow);
+  // All but the first `repeated` elements of a vector.
+  const auto add_vector = [&](const scalar_t* from, int64_t lane, int32_t repeated) __attribute__((always_inline)) {
     INPLACE_ABN_ONE_VECTOR
-    for (int64_t l = 0; l < narrow; ++l) {
-      const opmath_t d = static_cast<opmath_t>(from[l]) - shift;
+    for (int32_t l = 0; l < narrow; ++l) {
+      const opmath_t d = l < repeated ? opmath_t(0) : static_cast<opmath_t>(from[l]) - shift;
       deviation[lane + l] += d;
       square[lane + l] += d * d;
     }
   };
-  for (; i + narrow <= length; i += narrow) add_vector(run + i, i % wide);
-  if (i < length) add_vector(Padded<scalar_t>(run + i, length - i, first_shift).data(), i % wide);
+  for (; i + narrow <= length; i += narrow) {
+    prefetch(ahead + i, narrow);
+    add_vector(run + i, i % wide, 0);
+  }
+  if (i < length) {
+    prefetch(ahead + i, narrow);
+    RunEnd<scalar_t> end;
+    end.take(run, length, first_shift);
+    add_vector(end.data(), i % wide, end.repeated(length));
+  }
 }
 
 // Of each of the channels of a panel.

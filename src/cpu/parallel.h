@@ -58,15 +58,16 @@ INPLACE_ABN_INLINE void prefetch_ahead(const scalar_t* p, int64_t count) {
 
 constexpr int64_t page_bytes = 4096;
 
-// Channels that are walked together, run by run: of short planes as many as lie on a page, so that memory is read in
+// Channels that are walked together, run by run: of short planes as many as lie on two pages, so that memory is read in
 // longer pieces, as long as they stay in cache and leave enough tasks.
 constexpr int64_t max_group = 16;
+constexpr int64_t group_run_bytes = 2 * page_bytes;
 constexpr int64_t group_bytes = 256 * 1024;
 
 inline int64_t channels_per_group(const Extent& extent, int64_t element_size) {
   const int64_t plane = std::max<int64_t>(1, extent.space * element_size);
   const int64_t in_cache = group_bytes / (plane * std::max<int64_t>(1, extent.batch));
-  const int64_t most = std::min({page_bytes / plane, in_cache, extent.channels / min_tasks, max_group});
+  const int64_t most = std::min({group_run_bytes / plane, in_cache, extent.channels / min_tasks, max_group});
   return std::max<int64_t>(1, most);
 }
 

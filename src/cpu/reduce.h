@@ -19,10 +19,10 @@ struct Sums {
 };
 
 // What happens to an element once z is inverted, beside the sums: nothing, or storing xhat and dy. Reads come before
-// writes, so xhat may lie over z and dy over dz. Methods and `Tail` are as in residual.h.
+// writes, so xhat may lie over z and dy over dz. Methods and `End` are as in residual.h.
 template <typename scalar_t>
 struct DoNotStore {
-  struct Tail {
+  struct End {
     INPLACE_ABN_INLINE DoNotStore get() { return {}; }
     INPLACE_ABN_INLINE void store(DoNotStore, int64_t) const {}
   };
@@ -39,16 +39,16 @@ template <typename scalar_t>
 struct StoreXhatAndDy {
   View<scalar_t> xhat, dy;
 
-  class Tail {
+  class End {
    public:
     INPLACE_ABN_INLINE StoreXhatAndDy get() { return {{xhat_.data(), 0, 0}, {dy_.data(), 0, 0}}; }
-    INPLACE_ABN_INLINE void store(const StoreXhatAndDy& to, int64_t count) const {
-      xhat_.store(to.xhat.data, count);
-      dy_.store(to.dy.data, count);
+    INPLACE_ABN_INLINE void store(const StoreXhatAndDy& to, int64_t length) const {
+      xhat_.store(to.xhat.data, length);
+      dy_.store(to.dy.data, length);
     }
 
    private:
-    Padded<scalar_t> xhat_, dy_;
+    RunEnd<scalar_t> xhat_, dy_;
   };
 
   StoreXhatAndDy panel(const Panel& panel, int64_t channel) const {
@@ -82,16 +82,31 @@ INPLACE_ABN_CLONES void reduce_run(const scalar_t* z, const scalar_t* z_ahead, c
                                    Res residual, Act act, Store store, opmath_t* __restrict__ sum_dy,
                                    opmath_t* __restrict__ sum_dy_centred) {
   constexpr int64_t wide = sum_lanes<opmath_t>, narrow = vector_lanes<scalar_t>;
-  // Element `l` of what the pointers, the residual and the store are at, added to a lane.
+  // Element `l` of what the pointers, the residual and the store are at, added to a lane unless it was before.
   const auto step = [&](const scalar_t* z_at, const scalar_t* dz_at, const auto& residual_at, const auto& store_at,
-                        int64_t l, int64_t lane) __attribute__((always_inline)) {
+                        int32_t l, int64_t lane, bool repeated) __attribute__((always_inline)) {
     opmath_t y, dy;
     act.inverse(z_at[l], static_cast<opmath_t>(dz_at[l]), y, dy);
     const opmath_t centred = residual_at.subtract(y, l) - values.beta;
-    sum_dy[lane] += dy;
-    sum_dy_centred[lane] += dy * centred;
+    sum_dy[lane] += repeated ? opmath_t(0) : dy;
+    sum_dy_centred[lane] += repeated ? opmath_t(0) : dy * centred;
     store_at(l, centred, dy, values.inverse_gamma);
   };
+  const auto add_vector = [&](const scalar_t* z_at, const scalar_t* dz_at, const Res& residual_at,
+                              const Store& store_at, int64_t lane, int32_t repeated) __attribute__((always_inline)) {
+    INPLACE_ABN_ONE_VECTOR
+    for (int32_t l = 0; l < narrow; ++l) step(z_at, dz_at, residual_at, store_at, l, lane + l, l < repeated);
+  };
+  const bool ragged = length % narrow != 0;
+  RunEnd<scalar_t> z_end, dz_end;
+  typename Res::End residual_end;
+  typename Store::End store_end;
+  if (ragged) {
+    z_end.take(z, length, z[0]);
+    dz_end.take(dz, length, scalar_t(0));  // spare lanes have no gradient, so they add nothing
+    residual_end.take(residual, length);
+    add_vector(z_end.data(), dz_end.data(), residual_end.get(), store_end.get(), 0, z_end.repeated(length));
+  }
   int64_t i = 0;
   for (; i + wide <= length; i += wide) {
     prefetch(z_ahead + i, wide);
@@ -99,25 +114,14 @@ INPLACE_ABN_CLONES void reduce_run(const scalar_t* z, const scalar_t* z_ahead, c
     const Res residual_at = residual.at(0, 0, i);
     const Store store_at = store.at(0, 0, i);
     INPLACE_ABN_INDEPENDENT
-    for (int64_t l = 0; l < wide; ++l) step(z + i, dz + i, residual_at, store_at, l, l);
+    for (int32_t l = 0; l < wide; ++l) step(z + i, dz + i, residual_at, store_at, l, l, false);
   }
-  const auto add_vector = [&](const scalar_t* z_at, const scalar_t* dz_at, const Res& residual_at,
-                              const Store& store_at) __attribute__((always_inline)) {
-    const int64_t lane = i % wide;
+  for (; i < length; i += narrow) {
     prefetch(z_ahead + i, narrow);
     prefetch(dz_ahead + i, narrow);
-    INPLACE_ABN_ONE_VECTOR
-    for (int64_t l = 0; l < narrow; ++l) step(z_at, dz_at, residual_at, store_at, l, lane + l);
-  };
-  for (; i + narrow <= length; i += narrow) add_vector(z + i, dz + i, residual.at(0, 0, i), store.at(0, 0, i));
-  if (i < length) {
-    // Spare lanes have no gradient, so they add nothing.
-    Padded<scalar_t> z_tail(z + i, length - i, z[i]), dz_tail(dz + i, length - i, scalar_t(0));
-    typename Res::Tail residual_tail(residual.at(0, 0, i), length - i);
-    typename Store::Tail store_tail;
-    add_vector(z_tail.data(), dz_tail.data(), residual_tail.get(), store_tail.get());
-    store_tail.store(store.at(0, 0, i), length - i);
+    if (i + narrow <= length) add_vector(z + i, dz + i, residual.at(0, 0, i), store.at(0, 0, i), i % wide, 0);
   }
+  if (ragged) store_end.store(store, length);
 }
 
 template <typename scalar_t, typename opmath_t, typename Res, typename Act, typename Store>

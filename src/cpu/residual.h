@@ -11,12 +11,13 @@
 namespace inplace_abn::cpu {
 
 // `panel` and `rows` go to a part of the tensor, `at` to an element of it, from where on elements are counted: of run
-// `run` of the panel's channel `channel`, or of row `run`. A `Tail` stands in for the `count` elements at `from`.
+// `run` of the panel's channel `channel`, or of row `run`. `End` is the end of a run
+// (vectors.h).
 template <typename scalar_t>
 struct NoResidual {
   using opmath_t = at::opmath_type<scalar_t>;
-  struct Tail {
-    INPLACE_ABN_INLINE Tail(NoResidual, int64_t) {}
+  struct End {
+    INPLACE_ABN_INLINE void take(NoResidual, int64_t) {}
     INPLACE_ABN_INLINE NoResidual get() { return {}; }
     INPLACE_ABN_INLINE void store_gradient(NoResidual, int64_t) const {}
   };
@@ -37,16 +38,18 @@ struct Residual {
   View<const scalar_t> value;
   View<scalar_t> gradient;
 
-  class Tail {
+  class End {
    public:
-    INPLACE_ABN_INLINE Tail(const Residual& from, int64_t count) : value_(from.value.data, count, from.value.data[0]) {}
+    INPLACE_ABN_INLINE void take(const Residual& from, int64_t length) {
+      value_.take(from.value.data, length, from.value.data[0]);
+    }
     INPLACE_ABN_INLINE Residual get() { return {{value_.data(), 0, 0}, {gradient_.data(), 0, 0}}; }
-    INPLACE_ABN_INLINE void store_gradient(const Residual& from, int64_t count) const {
-      gradient_.store(from.gradient.data, count);
+    INPLACE_ABN_INLINE void store_gradient(const Residual& from, int64_t length) const {
+      gradient_.store(from.gradient.data, length);
     }
 
    private:
-    Padded<scalar_t> value_, gradient_;
+    RunEnd<scalar_t> value_, gradient_;
   };
 
   Residual panel(const Panel& panel, int64_t channel) const {

@@ -1,10 +1,12 @@
-// How a run of elements is walked: in vectors, by loops of a constant length. The last, incomplete vector goes through
-// stand-ins of a whole one's length, so that no element is handled on its own.
+// How a run of elements is walked: in vectors, by loops of a constant length. What is left at the end is walked as one
+// more vector, so that no element is handled on its own.
 #pragma once
 
 #include <ATen/OpMathType.h>
 
+#include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <type_traits>
 
 #include "parallel.h"
@@ -43,35 +45,47 @@ INPLACE_ABN_CLONES void copy_first_apart(const element_t* from, int64_t count, e
   copy_first(from, static_cast<int32_t>(count), to);
 }
 
-// A vector's worth of memory.
+// The last vector of a run that does not divide into vectors, in memory of its own: some of its first elements belong
+// to the vector before, too. Of a run shorter than a vector it is all elements, and a `fill` behind them. A pass in
+// place takes it before it walks the run, and stores it afterwards.
 template <typename scalar_t>
-class Padded {
+class RunEnd {
  public:
-  INPLACE_ABN_INLINE Padded() {}
-  // The `count` elements at `from`, and `fill` behind them.
-  INPLACE_ABN_INLINE Padded(const scalar_t* from, int64_t count, scalar_t fill) {
-    if constexpr (sizeof(scalar_t) == 2) {
-      copy_padded_apart<uint16_t>(&from->x, count, fill.x, &values_->x);
+  INPLACE_ABN_INLINE void take(const scalar_t* run, int64_t length, scalar_t fill) {
+    if (length >= lanes) {
+      memcpy(values_, run + first(length), sizeof(values_));
+    } else if constexpr (sizeof(scalar_t) == 2) {
+      copy_padded_apart<uint16_t>(&run->x, length, fill.x, &values_->x);
     } else {
-      copy_padded(from, static_cast<int32_t>(count), fill, values_);
+      copy_padded(run, static_cast<int32_t>(length), fill, values_);
     }
   }
 
+  // The index in the run of its first element.
+  INPLACE_ABN_INLINE static int64_t first(int64_t length) { return std::max<int64_t>(0, length - lanes); }
+  // How many of its elements belong to the vector before, too.
+  INPLACE_ABN_INLINE static int32_t repeated(int64_t length) {
+    return length < lanes ? 0 : static_cast<int32_t>(lanes - length % lanes);
+  }
+
   INPLACE_ABN_INLINE scalar_t* data() { return values_; }
-  INPLACE_ABN_INLINE void store(scalar_t* to, int64_t count) const {
-    if constexpr (sizeof(scalar_t) == 2) {
-      copy_first_apart<uint16_t>(&values_->x, count, &to->x);
+  INPLACE_ABN_INLINE void store(scalar_t* run, int64_t length) const {
+    if (length >= lanes) {
+      memcpy(run + first(length), values_, sizeof(values_));
+    } else if constexpr (sizeof(scalar_t) == 2) {
+      copy_first_apart<uint16_t>(&values_->x, length, &run->x);
     } else {
-      copy_first(values_, static_cast<int32_t>(count), to);
+      copy_first(values_, static_cast<int32_t>(length), run);
     }
   }
 
  private:
-  alignas(64) scalar_t values_[vector_lanes<scalar_t>];
+  static constexpr int64_t lanes = vector_lanes<scalar_t>;
+  alignas(64) scalar_t values_[lanes];
 };
 
 template <typename opmath_t>
-INPLACE_ABN_INLINE double total(const opmath_t (&values)[sum_lanes<opmath_t>]) {
+INPLACE_ABN_CLONES double total(const opmath_t (&values)[sum_lanes<opmath_t>]) {
   double sums[8] = {};
   for (int64_t i = 0; i < sum_lanes<opmath_t>; i += 8) {
     for (int64_t l = 0; l < 8; ++l) sums[l] += static_cast<double>(values[i + l]);
