@@ -1,4 +1,4 @@
-"""convert, revert, convert_sync, verify and checkpoints of the public package."""
+"""convert: the same losses and gradients in less memory, and what stays as it was."""
 
 import copy
 import io
@@ -8,66 +8,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import relative_error
-from foreign_nets import (
-    BasicBlock,
-    BatchNormAct2d,
-    CalledActivation,
-    ResNet,
-    conv,
-    hugging_face,
-    mobilenet,
-    spread,
-    timm_net,
-)
+from convertible_nets import ALL, images, make
+from foreign_nets import BasicBlock, BatchNormAct2d, CalledActivation, conv, spread
 from torch import nn
-from torch.fx.experimental.optimization import fuse
 from torch.fx.proxy import TraceError
 from torch.utils.checkpoint import checkpoint
 
-from inplace_abn import (
-    Example,
-    InPlaceABN,
-    InPlaceABNSync,
-    Plan,
-    analyze,
-    convert,
-    convert_sync,
-    load_public_state_dict,
-    revert,
-    verify,
-)
+from inplace_abn import Example, InPlaceABN, Plan, analyze, convert, revert, verify
 from inplace_abn.memory import measure
-
-
-def images(size=32):
-    return torch.randn(2, 3, size, size)
-
-
-def inception():
-    activations = [F.relu, lambda y: F.relu(y, inplace=True), lambda y: F.silu(y), lambda y: y.relu_()]
-    blocks = [CalledActivation(3 if i == 0 else 8, 8, activation) for i, activation in enumerate(activations)]
-    return nn.Sequential(*blocks, nn.Conv2d(8, 4, 1))
-
-
-NETS = {
-    "resnet": ResNet,
-    "mobilenet relu6 in place": lambda: mobilenet(lambda: nn.ReLU6(inplace=True)),
-    "mobilenet relu6": lambda: mobilenet(nn.ReLU6),
-    "mobilenet hardswish": lambda: mobilenet(lambda: nn.Hardswish(inplace=True)),
-    "mobilenet silu": lambda: mobilenet(nn.SiLU),
-    "inception": inception,
-    "timm silu": timm_net,
-    "timm relu": lambda: timm_net(nn.ReLU),
-}
-ALL = [*NETS, *(pytest.param(name, id=name) for name in ["resnet basic", "resnet bottleneck", "upernet", "segformer"])]
-ALL += ["regnet x", "regnet y", "mobilenet_v2"]
-
-
-def make(name):
-    torch.manual_seed(0)
-    if name not in NETS:
-        pytest.importorskip("transformers")
-    return spread(NETS[name]() if name in NETS else hugging_face()[name]())
 
 
 @pytest.mark.parametrize("residual", [False, True])
@@ -92,23 +40,6 @@ def test_a_converted_model_has_the_losses_and_gradients_of_the_original_and_save
     assert {type(m) for m in converted.modules() if isinstance(m, InPlaceABN)} == {InPlaceABN}
     assert sum(isinstance(m, InPlaceABN) for m in converted.modules()) >= len(plan.convertible)
     assert all(m.signed_weight for m in converted.modules() if isinstance(m, InPlaceABN))
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_a_reverted_model_is_the_original_with_identical_output(name):
-    model, x = make(name).double(), images().double()
-    reverted = convert(copy.deepcopy(model), x, residual=True)
-    with torch.no_grad():
-        reverted(x)
-        expected = reverted.eval()(x)
-        actual = revert(reverted)(x)
-    for a, b in zip(*([o] if isinstance(o, torch.Tensor) else o.values() for o in (actual, expected)), strict=True):
-        assert relative_error(a, b) < 1e-9
-    assert [type(m) for m in reverted.modules()] == [type(m) for m in model.modules()]
-    assert list(reverted.state_dict()) == list(model.state_dict())
-    assert not any(m._forward_hooks for m in reverted.modules() if isinstance(m, nn.BatchNorm2d))
-    ours = {"_inplace_abn_original", "activation_param", "signed_weight", "group"}
-    assert not any(ours & set(vars(m)) for m in reverted.modules())
 
 
 def test_parameters_settings_flags_and_optimizers_stay():
@@ -314,166 +245,6 @@ def test_a_residual_that_is_not_kept_otherwise_saves_nothing():
     assert layer.residual.reasons == ("nothing would be gained, because the residual is not kept otherwise",)
 
 
-@pytest.mark.parametrize("sync", [False, True])
-@pytest.mark.filterwarnings("ignore:.*not initialised")
-def test_synchronised_batch_norm_stays_synchronised(sync):
-    model = spread(nn.Sequential(conv(3, 4), nn.BatchNorm2d(4), nn.ReLU(), conv(4, 4), nn.SyncBatchNorm(4), nn.ReLU()))
-    converted = convert(copy.deepcopy(model), images(), sync=sync)
-    assert type(converted[1]) is (InPlaceABNSync if sync else InPlaceABN)
-    assert type(converted[4]) is InPlaceABNSync
-    assert converted[4].group is None
-    reverted = revert(copy.deepcopy(converted))
-    assert [type(m) for m in reverted] == [type(m) for m in model]
-    x = images()
-    assert torch.allclose(reverted.eval()(x), converted.eval()(x), atol=1e-6)
-
-
-@pytest.mark.filterwarnings("ignore:.*not initialised")
-def test_convert_sync_goes_both_ways_and_refuses_subclasses():
-    model = nn.Sequential(conv(3, 4), InPlaceABN(4, activation="relu", signed_weight=True), conv(4, 4), InPlaceABN(4))
-    weight = model[1].weight
-    expected = model(images(8))
-    marker = object()
-    assert convert_sync(model, group=marker) is model
-    assert [type(model[i]) for i in (1, 3)] == [InPlaceABNSync] * 2
-    assert model[1].group is marker
-    assert model[1].signed_weight
-    model[1].group = model[3].group = None
-    convert_sync(model, sync=False)
-    assert [type(model[i]) for i in (1, 3)] == [InPlaceABN] * 2
-    assert model[1].weight is weight
-    assert model(images(8)).shape == expected.shape
-
-    class Mine(InPlaceABN):
-        pass
-
-    with pytest.raises(TypeError, match="expected no subclass, got Mine"):
-        convert_sync(nn.Sequential(InPlaceABN(3), Mine(3)))
-
-
-@pytest.mark.filterwarnings("ignore:.*not initialised")
-def test_a_converted_model_may_be_synchronised_and_reverted():
-    model, x = make("resnet"), images()
-    converted = convert_sync(convert(copy.deepcopy(model), x, residual=True))
-    assert verify(model, converted, x)
-    assert [type(m) for m in revert(converted).modules()] == [type(m) for m in model.modules()]
-
-
-def test_weights_that_training_took_close_to_zero_are_reverted_as_they_scale():
-    converted = convert(make("resnet"), images()).eval()
-    with torch.no_grad():
-        converted.bn1.weight[:3] = torch.tensor([0.0, 1e-9, -1e-9])
-        x = images()
-        expected = converted(x)
-        revert(converted)
-        assert torch.allclose(converted(x), expected, atol=1e-6)
-    assert converted.bn1.weight[0] == converted.bn1.eps
-
-
-@pytest.fixture
-def reverted():
-    model = make("resnet").eval()
-    return model, revert(convert(copy.deepcopy(model), images(), residual=True)).eval()
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_reverted_model_is_scripted(reverted):
-    x = images()
-    assert torch.allclose(torch.jit.script(reverted[1])(x), reverted[0](x), atol=1e-5)
-
-
-def test_a_reverted_model_has_its_batch_norms_fused_into_convolutions(reverted):
-    x = images()
-    fused = fuse(reverted[1])
-    assert not any(isinstance(m, nn.BatchNorm2d) for m in fused.modules())
-    assert torch.allclose(fused(x), reverted[0](x), atol=1e-4)
-
-
-def test_a_reverted_model_is_exported(reverted):
-    x = images()
-    assert torch.allclose(torch.export.export(reverted[1], (x,)).module()(x), reverted[0](x), atol=1e-5)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_reverted_model_is_exported_to_onnx(reverted):
-    onnx = pytest.importorskip("onnx.reference")
-    x, buffer = images(), io.BytesIO()
-    torch.onnx.export(reverted[1], (x,), buffer, dynamo=False)
-    evaluator = onnx.ReferenceEvaluator(buffer.getvalue())
-    (output,) = evaluator.run(None, {evaluator.input_names[0]: x.numpy()})
-    assert torch.allclose(torch.from_numpy(output), reverted[0](x), atol=1e-5)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("signed", [False, True])
-@pytest.mark.parametrize("activation", ["relu", "leaky_relu", "elu", "silu", "hardswish", "identity"])
-def test_in_place_modules_that_were_built_as_such_become_batch_norm_and_activation(activation, signed):
-    model = nn.Sequential(conv(3, 4), InPlaceABN(4, activation=activation, signed_weight=signed), conv(4, 4)).eval()
-    with torch.no_grad():
-        model[1].weight.copy_(torch.tensor([-1.0, 0.5, 2.0, -0.1]))
-        model[1].bias.normal_()
-        x = images(8)
-        expected = model(x)
-        reverted = revert(model)
-        assert torch.allclose(reverted(x), expected, atol=1e-6)
-    assert not any(isinstance(m, InPlaceABN) for m in reverted.modules())
-    assert any(type(m) is nn.BatchNorm2d for m in reverted.modules())
-    assert "BatchNorm2d" in repr(reverted)
-    torch.jit.script(reverted)
-    assert not any(isinstance(m, nn.BatchNorm2d) for m in fuse(reverted).modules())
-    assert type(revert(InPlaceABN(3), nn.BatchNorm1d)[0]) is nn.BatchNorm1d
-
-
-def public_checkpoint(channels=4):
-    """As the public package saves it, without batch counters."""
-    return {
-        "0.weight": torch.randn(channels, 3, 3, 3),
-        "1.weight": torch.tensor([-1.0, 0.5, 2.0, -1e-7]),
-        "1.bias": torch.randn(channels),
-        "1.running_mean": torch.randn(channels),
-        "1.running_var": torch.rand(channels) + 0.5,
-    }
-
-
-@pytest.mark.parametrize("kind", ["converted", "reverted", "in place", "in place, reverted"])
-def test_checkpoints_of_the_public_package_load(kind):
-    state = public_checkpoint()
-    x = images(8)
-    y = F.batch_norm(
-        F.conv2d(x, state["0.weight"], padding=1),
-        state["1.running_mean"],
-        state["1.running_var"],
-        state["1.weight"].abs() + 1e-5,
-        state["1.bias"],
-    )
-    if kind in ("converted", "reverted"):
-        model = nn.Sequential(conv(3, 4), nn.BatchNorm2d(4), nn.LeakyReLU(0.01), nn.MaxPool2d(1))
-        convert(model, x)
-        assert type(model[1]) is InPlaceABN
-    else:
-        model = nn.Sequential(conv(3, 4), InPlaceABN(4), nn.Identity())
-    if kind.endswith("reverted"):
-        model = revert(model)
-    kept = {key: value.clone() for key, value in state.items()}
-    result = load_public_state_dict(model, state)
-    assert not result.missing_keys
-    assert not result.unexpected_keys
-    assert all(torch.equal(value, kept[key]) for key, value in state.items())
-    with torch.no_grad():
-        assert torch.allclose(model.eval()(x), F.leaky_relu(y, 0.01), atol=1e-5)
-
-
-def test_a_public_checkpoint_may_have_standard_layers_too():
-    model = nn.Sequential(conv(3, 4), nn.BatchNorm2d(4))
-    load_public_state_dict(model, public_checkpoint(), layers=[])
-    assert model[1].weight[0] == -1
-    with pytest.raises(ValueError, match=r"the model has no norms \['0'\]"):
-        load_public_state_dict(model, public_checkpoint(), layers=["0"])
-    with pytest.raises(RuntimeError, match="Unexpected key"):
-        load_public_state_dict(model, public_checkpoint() | {"more": torch.zeros(1)})
-    assert load_public_state_dict(model, public_checkpoint() | {"more": torch.zeros(1)}, strict=False).unexpected_keys
-
-
 def test_a_plan_of_another_model_is_refused_before_anything_is_touched():
     model = make("resnet")
     plan = analyze(model, images())
@@ -526,91 +297,3 @@ def test_a_batch_norm_act_is_one_in_place_module():
     assert type(converted[1]) is InPlaceABN
     assert converted[1].activation == "silu"
     assert type(revert(converted)[1]) is BatchNormAct2d
-
-
-def wrong_activation(model):
-    model.bn1.activation = "leaky_relu"
-
-
-def wrong_sign(model):
-    model.bn1.signed_weight = False
-
-
-def wrong_weight(model):
-    with torch.no_grad():
-        model.fc.weight[0, 0] += 1e-6
-
-
-def forgotten_activation(model):
-    model.layer1[1].relu = nn.Identity()
-
-
-def wrong_statistics(model):
-    model.bn1.momentum = 0.2
-
-
-def wrong_in_evaluation(model):
-    model.bn1.running_mean += 1e-3
-
-
-def detached(model):
-    model.fc.register_forward_pre_hook(lambda m, args: args[0].detach())
-
-
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        wrong_activation,
-        wrong_sign,
-        wrong_weight,
-        forgotten_activation,
-        wrong_statistics,
-        wrong_in_evaluation,
-        detached,
-    ],
-)
-def test_verify_catches_a_wrong_model(spoil):
-    model, x = make("resnet"), images()
-    converted = convert(copy.deepcopy(model), x)
-    assert verify(model, converted, x)
-    spoil(converted)
-    verification = verify(model, converted, x)
-    assert not verification
-    assert str(verification).startswith("THE MODELS DIFFER")
-    assert verification.worst[1] > 1e-9
-
-
-def test_verify_leaves_models_and_random_state_alone():
-    model, x = make("resnet"), images()
-    converted = convert(copy.deepcopy(model), x)
-    states = [{k: v.clone() for k, v in m.state_dict().items()} for m in (model, converted)]
-    random_state = torch.get_rng_state()
-    assert "The models agree" in str(verify(model, converted, x))
-    assert torch.equal(torch.get_rng_state(), random_state)
-    for m, state in zip((model, converted), states, strict=True):
-        assert all(torch.equal(v, state[k]) for k, v in m.state_dict().items())
-        assert all(p.grad is None for p in m.parameters())
-        assert m.training
-    with pytest.raises(ValueError, match=r"only one model has the parameters .*conv1\.weight"):
-        verify(model.bn1, model, x)
-
-
-def test_verify_follows_dropout_and_every_output():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body = nn.Sequential(conv(3, 4), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.5))
-            self.a, self.b = conv(4, 2), conv(4, 2)
-
-        def forward(self, x):
-            y = self.body(x)
-            return {"a": self.a(y), "b": [self.b(y)]}
-
-    model = spread(Net())
-    converted = convert(copy.deepcopy(model), images())
-    assert type(converted.body[1]) is InPlaceABN
-    assert verify(model, converted, images())
-    with torch.no_grad():
-        converted.b.weight[0] += 0.1
-    assert verify(model, converted, images()).gradient_errors["a.weight"] < 1e-9
-    assert not verify(model, converted, images())

@@ -177,12 +177,12 @@ struct Silu {
     const opmath_t log_depth = std::abs(is_16_bit ? log_coarse(depth) : log_positive(depth));
     const opmath_t t2 = left ? log_depth : bounded - z_min, t = std::sqrt(t2);
     const opmath_t p = numerator(left, t, t2), q = denominator(left, t, t2);
-    // One division for P / Q, for its inverse on the left, and for sigmoid(y) = Q / (P + Q) on the right.
+    // On the left y is P / Q and sigmoid(y) = z Q / P; on the right y is z (P + Q) / Q and sigmoid(y) = Q / (P + Q).
+    // One division serves both quotients.
     const opmath_t s = left ? p : p + q, inverse = 1 / (s * q), by_q = s * inverse, by_s = q * inverse;
-    const opmath_t ratio = p * by_q, on_range = z > linear ? possible : possible + possible * ratio;
-    y = left ? ratio : on_range;
-    const opmath_t sigma = left ? bounded * (q * by_s) : q * by_s, complement = left ? 1 - sigma : p * by_s;
-    dy = dz * (is_double ? refine(z, y) : sigma + bounded * complement);
+    y = s * by_q * (left ? opmath_t(1) : possible);
+    const opmath_t sigma = q * by_s * (left ? bounded : opmath_t(1));
+    dy = dz * (is_double ? refine(z, y) : sigma + bounded * (1 - sigma));
   }
 
  private:
@@ -213,9 +213,11 @@ struct Silu {
   }
 
   // One step of Halley's method on f(y) = y * sigmoid(y) - z, which leaves the cube of y's error. Returns the
-  // derivative of silu. Next to the minimum, where the slope vanishes, the fit is better than a step.
+  // derivative of silu. Next to the minimum, where the slope vanishes, the fit is better than a step; so is z itself
+  // where it is large.
   INPLACE_ABN_INLINE static opmath_t refine(opmath_t z, opmath_t& y) {
     constexpr opmath_t least_slope = 1e-6;
+    if (z > linear) y = z;
     opmath_t e = exp_bounded(-std::abs(y));
     e = e < std::numeric_limits<opmath_t>::min() ? std::numeric_limits<opmath_t>::min() : e;
     // sigmoid(y) = a / d and its complement b / d, and f, f' and f'' without their divisions by d.

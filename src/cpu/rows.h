@@ -98,10 +98,12 @@ struct MergeMoments {
 // ones.
 template <typename Merge, typename Reduce, typename Finish>
 void reduce_rows(const Extent& extent, int64_t element_size, const Reduce& reduce, const Finish& finish) {
-  // A chunk's sums are in the precision of x, so it has no more rows than a panel has elements, give or take.
+  // A chunk's sums are in the precision of x, so it has no more rows than a panel has elements, give or take. Few rows
+  // are cut into as many chunks as are worth a thread.
   constexpr int64_t chunk_bytes = 256 * 1024, least_rows = 16;
-  const int64_t channels = extent.channels, rows = extent.batch;
-  const int64_t chunk = std::max(least_rows, chunk_bytes / (std::max<int64_t>(1, channels) * element_size));
+  const int64_t channels = extent.channels, rows = extent.batch, row = std::max<int64_t>(1, channels);
+  const int64_t worth_a_thread = std::max(grain_elements / row, (rows + min_tasks - 1) / min_tasks);
+  const int64_t chunk = std::max(least_rows, std::min(chunk_bytes / (row * element_size), worth_a_thread));
   const int64_t chunks = std::max<int64_t>(1, (rows + chunk - 1) / chunk);
   std::vector<double> fields(2 * chunks * channels);
   const auto field = [&](int64_t i, int which) { return fields.data() + (2 * i + which) * channels; };

@@ -1,0 +1,38 @@
+"""Nets that a conversion takes over, by name, and what they are fed."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from foreign_nets import CalledActivation, ResNet, hugging_face, mobilenet, spread, timm_net
+from torch import nn
+
+
+def images(size=32):
+    return torch.randn(2, 3, size, size)
+
+
+def inception():
+    activations = [F.relu, lambda y: F.relu(y, inplace=True), lambda y: F.silu(y), lambda y: y.relu_()]
+    blocks = [CalledActivation(3 if i == 0 else 8, 8, activation) for i, activation in enumerate(activations)]
+    return nn.Sequential(*blocks, nn.Conv2d(8, 4, 1))
+
+
+NETS = {
+    "resnet": ResNet,
+    "mobilenet relu6 in place": lambda: mobilenet(lambda: nn.ReLU6(inplace=True)),
+    "mobilenet relu6": lambda: mobilenet(nn.ReLU6),
+    "mobilenet hardswish": lambda: mobilenet(lambda: nn.Hardswish(inplace=True)),
+    "mobilenet silu": lambda: mobilenet(nn.SiLU),
+    "inception": inception,
+    "timm silu": timm_net,
+    "timm relu": lambda: timm_net(nn.ReLU),
+}
+ALL = [*NETS, *(pytest.param(name, id=name) for name in ["resnet basic", "resnet bottleneck", "upernet", "segformer"])]
+ALL += ["regnet x", "regnet y", "mobilenet_v2"]
+
+
+def make(name):
+    torch.manual_seed(0)
+    if name not in NETS:
+        pytest.importorskip("transformers")
+    return spread(NETS[name]() if name in NETS else hugging_face()[name]())

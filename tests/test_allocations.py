@@ -1,0 +1,171 @@
+"""The allocator is asked for nothing of an activation's size where reuse is possible."""
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from inplace_abn import InPlaceABN
+
+
+def allocations(step, at_least):
+    """Sizes of the blocks of ``at_least`` bytes allocated within each ABN's backward node, and all events' sizes."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    events = profiler.profiler.kineto_results.events()
+    memory = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    nodes = sorted(
+        (e.start_ns(), e.end_ns())
+        for e in events
+        if "evaluate_function" in e.name() and "InPlaceABNFunction" in e.name()
+    )
+    within = [[size for time, size in memory if start <= time <= end and size >= at_least] for start, end in nodes]
+    return within, [size for _, size in memory]
+
+
+def peak(sizes):
+    held = most = 0
+    for size in sizes:
+        held += size
+        most = max(most, held)
+    return most
+
+
+def activation(device, layout="contiguous"):
+    x = torch.randn(8, 16, 24, 24, device=device)
+    return x.contiguous(memory_format=torch.channels_last) if layout == "channels_last" else x
+
+
+def conv(bias=False):
+    return nn.Conv2d(16, 16, 3, padding=1, bias=bias)
+
+
+def in_place(activation="leaky_relu"):
+    return [InPlaceABN(16, activation=activation)]
+
+
+def native():
+    return [nn.BatchNorm2d(16), nn.LeakyReLU(0.01)]
+
+
+class Chain(nn.Sequential):
+    def __init__(self, units, norm=in_place):
+        super().__init__(*[m for _ in range(units) for m in (conv(), *norm())], conv())
+
+
+class AddBlock(nn.Module):
+    """y = ABN(conv(ABN(conv(r)))) + r"""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(conv(), *in_place(), conv(), *in_place("identity"))
+
+    def forward(self, r):
+        return self.body(r) + r
+
+
+class ResidualArgumentBlock(nn.Module):
+    """y = act(BN(conv(ABN(conv(r)))) + r) by the residual argument."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(conv(), *in_place(), conv())
+        self.last = InPlaceABN(16)
+
+    def forward(self, r):
+        return self.last(self.body(r), residual=r)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("loss", [lambda y: y.square().mean(), torch.sum], ids=["weighted", "sum"])
+@pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
+def test_backward_of_abn_between_convolutions_allocates_nothing(training, loss, layout):
+    net = Chain(3).train(training)
+    x = activation("cpu", layout)
+    value = loss(net(x))
+    within, _ = allocations(value.backward, x.nbytes)
+    assert within == [[], [], []]
+
+
+# Blocks of an activation's size that each ABN of a block allocates in backward, from the last to the first.
+# AddBlock: the add hands one gradient to the block and to what is around it, so it is not the last ABN's to overwrite;
+# but nobody needs that ABN's output any more (the add saves nothing), and dx takes its memory.
+# ResidualArgumentBlock: two results, dx and the residual's gradient, and two buffers that are its own, dz and z. The
+# block's output is the next one's input, whose convolution has been differentiated by then.
+RESIDUAL = {
+    "add": (AddBlock, [[], []]),
+    "residual argument": (ResidualArgumentBlock, [[], []]),
+}
+
+
+@pytest.mark.parametrize("block", RESIDUAL)
+def test_backward_of_residual_blocks_allocates_what_sharing_forces(block):
+    kind, expected = RESIDUAL[block]
+    net = nn.Sequential(conv(), *in_place(), kind(), kind(), conv())
+    x = activation("cpu")
+    value = net(x).square().mean()
+    within, _ = allocations(value.backward, x.nbytes)
+    assert within == [*expected, *expected, []]
+
+
+def test_an_output_that_is_kept_costs_one_block_where_the_gradient_is_shared_too():
+    net = nn.Sequential(conv(), *in_place(), AddBlock(), conv())
+    kept = []
+    net[2].body[3].register_forward_hook(lambda module, args, output: kept.append(output))
+    x = activation("cpu")
+    value = net(x).square().mean()
+    within, _ = allocations(value.backward, x.nbytes)
+    assert within == [[x.nbytes], [], []]
+
+
+@pytest.mark.parametrize("units", [2, 5, 9])
+def test_a_chain_keeps_one_activation_per_unit(units):
+    x = activation("cpu")
+    held = []
+
+    def forward(net):
+        def step():
+            held.append(net(x))
+
+        return step
+
+    _, ours = allocations(forward(Chain(units)), 0)
+    _, theirs = allocations(forward(Chain(units, native)), 0)
+    # One per unit, and the last convolution's result; BatchNorm and its activation keep an input each.
+    assert round(sum(ours) / x.nbytes, 1) == units + 1
+    assert round(sum(theirs) / x.nbytes, 1) == 3 * units + 1
+
+
+def test_a_training_step_needs_no_more_than_the_activations_and_a_few_at_a_time():
+    x = activation("cpu")
+    peaks = {}
+    for units in (4, 8):
+        net = Chain(units)
+        net(x).square().mean().backward()
+        net.zero_grad(set_to_none=True)
+        _, sizes = allocations(lambda net=net: net(x).square().mean().backward(), 0)
+        peaks[units] = peak(sizes) / x.nbytes
+    assert peaks[8] - peaks[4] == pytest.approx(4, abs=0.1)
+    assert peaks[4] < 4 + 5.5
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_a_chain_on_cuda_keeps_one_activation_per_unit_and_backward_adds_none(layout):
+    x = torch.randn(8, 16, 64, 64, device="cuda").contiguous(
+        memory_format=torch.channels_last if layout == "channels_last" else torch.contiguous_format
+    )
+    used = {}
+    for units in (4, 8):
+        net = Chain(units).cuda().to(memory_format=torch.channels_last if layout == "channels_last" else None)
+        net(x).square().mean().backward()
+        net.zero_grad(set_to_none=True)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        value = net(x).square().mean()
+        held = torch.cuda.memory_allocated() - before
+        value.backward()
+        used[units] = held / x.nbytes, (torch.cuda.max_memory_allocated() - before) / x.nbytes
+    assert used[8][0] - used[4][0] == pytest.approx(4, abs=0.1)
+    assert used[8][1] - used[4][1] == pytest.approx(4, abs=0.1)

@@ -1,0 +1,196 @@
+"""What a sole holder looks like is seen at import, wherever that happens."""
+
+import os
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager, nullcontext
+
+import pytest
+import torch
+from buffers import after, identity_hooks, keep_gradient, kept_gradients, leaf, used_by
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import save_on_cpu
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from inplace_abn import inplace_abn, ownership
+from inplace_abn.autograd import marked_as_overwritten
+from inplace_abn.ops import backend
+
+
+@contextmanager
+def default_dtype(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+class PassOn(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class PassOnFunctions(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def traced():
+    """A debugger that looks at all local variables."""
+
+    def look(frame, event, argument):
+        frame.f_locals  # noqa: B018
+        return look
+
+    sys.settrace(look)
+    try:
+        yield
+    finally:
+        sys.settrace(None)
+
+
+SURROUNDINGS = {
+    "nothing": nullcontext,
+    "inference_mode": torch.inference_mode,
+    "no_grad": torch.no_grad,
+    "meta device": lambda: torch.device("meta"),
+    "identity hooks": identity_hooks,
+    "save_on_cpu": save_on_cpu,
+    "hooks disabled": lambda: torch.autograd.graph.disable_saved_tensors_hooks("disabled"),
+    "fake tensors": FakeTensorMode,
+    "dispatch mode": PassOn,
+    "function mode": PassOnFunctions,
+    "default dtype half": lambda: default_dtype(torch.half),
+    "default dtype bfloat16": lambda: default_dtype(torch.bfloat16),
+    "default dtype double": lambda: default_dtype(torch.double),
+    "anomaly mode": lambda: torch.autograd.set_detect_anomaly(True),
+    "autocast": lambda: torch.autocast("cpu"),
+    "debugger": traced,
+}
+
+
+def forget(monkeypatch):
+    monkeypatch.setattr(ownership, "_sole_gradients", frozenset())
+    monkeypatch.setattr(ownership, "_sole_output", None)
+    backend.set_sole_holders([], None)
+
+
+def calibrate():
+    ownership.calibrate(inplace_abn, marked_as_overwritten)
+
+
+@pytest.fixture
+def uncalibrated(monkeypatch):
+    before = ownership._sole_gradients, ownership._sole_output
+    forget(monkeypatch)
+    assert used_by(after(lambda z: z * 2)("cpu")) == ["fresh"]
+    assert used_by(after(lambda z: z)("cpu")) == ["fresh"]
+    yield
+    monkeypatch.undo()
+    calibrate()
+    assert (ownership._sole_gradients, ownership._sole_output) == before
+
+
+def check_reuse():
+    assert ownership._sole_gradients
+    assert ownership._sole_output
+    assert used_by(after(lambda z: z * 2)("cpu")) == ["dz"]
+    assert used_by(after(lambda z: z)("cpu")) == ["z"]
+    assert used_by(after(lambda z: z * 2, watch=keep_gradient)("cpu")) == ["z"]
+    assert used_by(after(lambda z: z * 2, lambda z: z, keep_gradient)("cpu")) == ["fresh"]
+    kept_gradients.clear()
+
+
+@pytest.mark.parametrize("surroundings", SURROUNDINGS)
+def test_calibration_does_not_depend_on_where_it_happens(surroundings, uncalibrated):
+    with SURROUNDINGS[surroundings]():
+        calibrate()
+    check_reuse()
+
+
+def test_calibration_in_a_thread_in_a_backward_and_in_transforms(uncalibrated, monkeypatch):
+    def again(*_):
+        forget(monkeypatch)
+        calibrate()
+
+    thread = threading.Thread(target=again)
+    thread.start()
+    thread.join()
+    check_reuse()
+    y = leaf() * 2
+    y.register_hook(again)
+    y.sum().backward()
+    check_reuse()
+    torch.func.grad(lambda x: (again(), x.sum())[1])(torch.ones(3))
+    check_reuse()
+    torch.func.vmap(lambda x: (again(), x)[1])(torch.ones(3))
+    check_reuse()
+
+
+def test_a_calibration_that_cannot_tell_leaves_reuse_off(uncalibrated, monkeypatch):
+    monkeypatch.setattr(backend, "holders", lambda t: (1, 1, 1))
+    monkeypatch.setattr(backend, "gradient_holders", lambda t: (1, 1, 1))
+    monkeypatch.setattr(backend, "last_observed", lambda: ((1, 1, 1), 1))
+    calibrate()
+    assert not ownership._sole_gradients
+    assert ownership._sole_output is None
+    assert used_by(after(lambda z: z * 2)("cpu")) == ["fresh"]
+    assert used_by(after(lambda z: z)("cpu")) == ["fresh"]
+
+
+def test_references_are_counted_alike_where_a_compiler_evaluates_frames():
+    """A compilation that failed left its frame evaluator in place, under which calls hold one reference more."""
+
+    def refused(x):
+        return inplace_abn(x, None, None, None, None)
+
+    with pytest.raises(RuntimeError, match="leaf"):
+        torch.compile(refused, backend="eager", fullgraph=True)(leaf())
+    check_reuse()
+
+
+IMPORT_IN_INFERENCE_MODE = """
+import torch
+with torch.inference_mode(), torch.device("meta"):
+    import inplace_abn
+a = torch.randn(4, 3, 5, requires_grad=True)
+z = inplace_abn.InPlaceABN(3)(a * 2)
+z.square().sum().backward()
+from inplace_abn import ownership
+assert ownership._sole_gradients and ownership._sole_output
+assert a.grad.isfinite().all()
+"""
+
+DISABLED = """
+import torch
+from inplace_abn import ABN, InPlaceABN, InPlaceABNSync
+torch.manual_seed(0)
+a = torch.randn(4, 3, 5, dtype=torch.float64)
+for module in (InPlaceABN, InPlaceABNSync):
+    results = []
+    for norm in (module(3, signed_weight=True), ABN(3)):
+        x = torch.sigmoid(a.clone().requires_grad_())
+        x.retain_grad()
+        before = x.detach().clone()
+        z = norm.double()(x)
+        assert torch.equal(x.detach(), before) and z is not x
+        z.pow(2).sum().backward()
+        results.append([z, x.grad, norm.weight.grad, norm.bias.grad, norm.running_mean, norm.running_var])
+    for ours, theirs in zip(*results):
+        torch.testing.assert_close(ours, theirs)
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "environment"), [(IMPORT_IN_INFERENCE_MODE, {}), (DISABLED, {"INPLACE_ABN_DISABLE": "1"})]
+)
+def test_in_a_process_of_its_own(code, environment):
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], env=os.environ | environment, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr

@@ -1,0 +1,141 @@
+"""Which activations, modules and function calls, analyze and convert take over."""
+
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from convertible_nets import images
+from foreign_nets import CalledActivation, ResNet, conv, spread
+from torch import nn
+
+from inplace_abn import analyze
+
+
+@pytest.mark.parametrize(
+    ("activation", "name", "param"),
+    [
+        (nn.ReLU(), "relu", None),
+        (nn.ReLU(inplace=True), "relu", None),
+        (nn.LeakyReLU(0.2), "leaky_relu", 0.2),
+        (nn.LeakyReLU(0.2, inplace=True), "leaky_relu", 0.2),
+        (nn.ELU(1.5), "elu", 1.5),
+        (nn.ELU(1.5, inplace=True), "elu", 1.5),
+        (nn.SiLU(), "silu", None),
+        (nn.SiLU(inplace=True), "silu", None),
+        (nn.Hardswish(), "hardswish", None),
+        (nn.Hardswish(inplace=True), "hardswish", None),
+    ],
+    ids=str,
+)
+def test_activation_modules_are_recognised_by_what_they_do(activation, name, param):
+    model = nn.Sequential(conv(3, 4), nn.BatchNorm2d(4), activation, conv(4, 4))
+    (layer,) = analyze(model, images(8)).layers
+    assert (layer.convertible, layer.activation, layer.site) == (True, name, "module"), layer.reasons
+    assert param is None or layer.activation_param == param
+    size = 2 * 4 * 8 * 8 * 4
+    # In place, silu and hardswish have autograd keep a copy: as much as out of place.
+    held = 3 if name in ("silu", "hardswish") or (name in ("elu", "leaky_relu") and not activation.inplace) else 2
+    assert layer.bytes_saved == (held - 1) * size
+
+
+@pytest.mark.parametrize("activation", [nn.GELU, nn.SELU, nn.ReLU6, nn.Tanh, nn.Softplus, nn.Mish])
+def test_before_other_activations_a_layer_goes_in_place_if_that_saves(activation):
+    model = spread(nn.Sequential(conv(3, 4), nn.BatchNorm2d(4), activation(), conv(4, 4)))
+    (layer,) = analyze(model, images(8)).layers
+    # tanh keeps its result only, so that nobody keeps the BatchNorm's.
+    keeps_input = activation not in (nn.Tanh,)
+    assert layer.activation == "identity"
+    if activation is nn.SELU:
+        assert layer.convertible
+    assert layer.convertible == keeps_input, layer.reasons
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda y: F.relu(y), "relu"),
+        (lambda y: F.relu(y, inplace=True), "relu"),
+        (lambda y: y.relu(), "relu"),
+        (lambda y: torch.relu_(y), "relu"),
+        (lambda y: F.leaky_relu(y, 0.3), "leaky_relu"),
+        (lambda y: F.silu(y), "silu"),
+        (lambda y: F.hardswish(y), "hardswish"),
+        (lambda y: F.elu(y, 0.5), "elu"),
+    ],
+)
+def test_an_activation_that_is_a_function_call_is_rewritten(call, name):
+    model = spread(nn.Sequential(CalledActivation(3, 4, call), conv(4, 4)))
+    plan = analyze(model, images(8))
+    (layer,) = plan.layers
+    assert (layer.activation, layer.site, layer.parent) == (name, "call", "0"), layer.reasons
+
+
+def test_a_function_call_that_cannot_be_rewritten_is_refused_or_left_out_of_place():
+    class Dynamic(CalledActivation):
+        def forward(self, x):
+            y = self.bn(self.conv(x))
+            return self.activation(y) if y.sum() > -1e9 else y
+
+    for call in (F.relu, F.silu):
+        model = nn.Sequential(Dynamic(3, 4, call), conv(4, 4))
+        (layer,) = analyze(model, images(8)).layers
+        assert layer.reasons == ("its pre-activation is also read by sum in 0",)
+    model = nn.Sequential(Optional(3, 4, F.relu), conv(4, 4))
+    (layer,) = analyze(model, images(8)).layers
+    assert layer.reasons == ("its relu is a function call: Optional.forward has optional arguments",)
+    # silu keeps its input, which may be in place.
+    model = nn.Sequential(Optional(3, 4, F.silu), conv(4, 4))
+    (layer,) = analyze(model, images(8)).layers
+    assert (layer.convertible, layer.activation) == (True, "identity")
+
+
+def counted(block, y):
+    block.bn.num_batches_tracked += 1
+    return y
+
+
+def stored_on(block, y):
+    block.shape = y.shape
+    return y
+
+
+def partly_without_grad(y):
+    with torch.no_grad():
+        scale = y.mean() + 1
+    return y * scale
+
+
+class Optional(CalledActivation):
+    def forward(self, x, mask=None):
+        y = self.activation(self.bn(self.conv(x)))
+        return y if mask is None else y * mask
+
+
+@pytest.mark.parametrize(
+    ("forward", "reason"),
+    [
+        (lambda self, x: F.dropout(F.relu(self.bn(self.conv(x))), 0.5, self.training), "depends on the training flag"),
+        (lambda self, x: F.relu(self.bn(self.conv(x))) * random.random(), "draws random numbers"),
+        (lambda self, x: F.relu(self.bn(self.conv(x))) * torch.rand(1).item(), "draws random numbers"),
+        (lambda self, x: counted(self, F.relu(self.bn(self.conv(x)))), "changes attributes or buffers"),
+        (lambda self, x: stored_on(self, F.relu(self.bn(self.conv(x)))), "changes attributes or buffers"),
+        (lambda self, x: partly_without_grad(F.relu(self.bn(self.conv(x)))), "no_grad, autocast or checkpointing"),
+    ],
+)
+def test_a_forward_pass_that_tracing_would_change_is_not_rewritten(forward, reason):
+    block = type("Block", (CalledActivation,), {"forward": forward})
+    (layer,) = analyze(nn.Sequential(block(3, 4), conv(4, 4)), images(8)).layers
+    assert any(reason in r for r in layer.reasons), layer.reasons
+
+
+def test_an_activation_module_used_elsewhere_is_passed_through():
+    plan = analyze(ResNet(), torch.randn(2, 3, 32, 32))
+    sites = {layer.name: layer.site for layer in plan.convertible}
+    assert sites == {
+        "bn1": "module",
+        "layer1.0.bn1": "shared",
+        "layer1.1.bn1": "shared",
+        "layer2.0.bn1": "shared",
+        "layer2.1.bn1": "shared",
+    }

@@ -1,0 +1,99 @@
+"""verify catches a model that is not equal, and leaves the models alone."""
+
+import copy
+
+import pytest
+import torch
+from convertible_nets import images, make
+from foreign_nets import conv, spread
+from torch import nn
+
+from inplace_abn import InPlaceABN, convert, verify
+
+
+def wrong_activation(model):
+    model.bn1.activation = "leaky_relu"
+
+
+def wrong_sign(model):
+    model.bn1.signed_weight = False
+
+
+def wrong_weight(model):
+    with torch.no_grad():
+        model.fc.weight[0, 0] += 1e-6
+
+
+def forgotten_activation(model):
+    model.layer1[1].relu = nn.Identity()
+
+
+def wrong_statistics(model):
+    model.bn1.momentum = 0.2
+
+
+def wrong_in_evaluation(model):
+    model.bn1.running_mean += 1e-3
+
+
+def detached(model):
+    model.fc.register_forward_pre_hook(lambda m, args: args[0].detach())
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        wrong_activation,
+        wrong_sign,
+        wrong_weight,
+        forgotten_activation,
+        wrong_statistics,
+        wrong_in_evaluation,
+        detached,
+    ],
+)
+def test_verify_catches_a_wrong_model(spoil):
+    model, x = make("resnet"), images()
+    converted = convert(copy.deepcopy(model), x)
+    assert verify(model, converted, x)
+    spoil(converted)
+    verification = verify(model, converted, x)
+    assert not verification
+    assert str(verification).startswith("THE MODELS DIFFER")
+    assert verification.worst[1] > 1e-9
+
+
+def test_verify_leaves_models_and_random_state_alone():
+    model, x = make("resnet"), images()
+    converted = convert(copy.deepcopy(model), x)
+    states = [{k: v.clone() for k, v in m.state_dict().items()} for m in (model, converted)]
+    random_state = torch.get_rng_state()
+    assert "The models agree" in str(verify(model, converted, x))
+    assert torch.equal(torch.get_rng_state(), random_state)
+    for m, state in zip((model, converted), states, strict=True):
+        assert all(torch.equal(v, state[k]) for k, v in m.state_dict().items())
+        assert all(p.grad is None for p in m.parameters())
+        assert m.training
+    with pytest.raises(ValueError, match=r"only one model has the parameters .*conv1\.weight"):
+        verify(model.bn1, model, x)
+
+
+def test_verify_follows_dropout_and_every_output():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Sequential(conv(3, 4), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.5))
+            self.a, self.b = conv(4, 2), conv(4, 2)
+
+        def forward(self, x):
+            y = self.body(x)
+            return {"a": self.a(y), "b": [self.b(y)]}
+
+    model = spread(Net())
+    converted = convert(copy.deepcopy(model), images())
+    assert type(converted.body[1]) is InPlaceABN
+    assert verify(model, converted, images())
+    with torch.no_grad():
+        converted.b.weight[0] += 0.1
+    assert verify(model, converted, images()).gradient_errors["a.weight"] < 1e-9
+    assert not verify(model, converted, images())
