@@ -79,7 +79,8 @@ def main() -> None:
             timings.append({"ms": phase_quartiles(timed["peer"]), "activation": SUBSTITUTES[case.activation]})
         except Exception as error:
             timings.append({"error": f"{type(error).__name__}: {str(error).strip()}"})
-    answer = {"torch": torch.__version__, "package": inplace_abn.__file__, "timings": timings}
+    package = {"path": inplace_abn.__file__, "version": inplace_abn.__version__}
+    answer = {"torch": torch.__version__, "package": package, "timings": timings}
     Path(question["answer"]).write_text(json.dumps(answer))
 
 

@@ -70,7 +70,8 @@ def heading(run: dict[str, Any]) -> str:
         lines.append(f"malloc {run['malloc']['setting']} ({run['malloc']['page_faults_64MiB']} page faults per 64 MiB)")
     lines.append(f"load average {run['load_before']} before, {run['load_after']} after")
     if "peer" in run:
-        lines.append(f"peer: {run['peer']['package']}, torch {run['peer']['torch']}, in a separate process")
+        version, torch_version = run["peer"]["package"]["version"], run["peer"]["torch"]
+        lines.append(f"peer: inplace-abn {version}, torch {torch_version}, in a separate process")
     lines += [f"left out: {what}" for what in run["skipped"]]
     return "\n".join(f"- {line}" for line in lines)
 
@@ -78,7 +79,7 @@ def heading(run: dict[str, Any]) -> str:
 def ops_table(run: dict[str, Any]) -> str:
     """Each contender of each case: medians and quartiles of milliseconds, and of the ratios of the sums."""
     rows = []
-    notes = []
+    noted: dict[str, list[str]] = {}
     for record in run["ops"]:
         what = [record["group"], dimensions(record["shape"]), record["dtype"], record["layout"], record["activation"]]
         for name, timing in record["timings"].items():
@@ -91,7 +92,9 @@ def ops_table(run: dict[str, Any]) -> str:
                     *("-" if ratio is None else spread(ratio, "x") for ratio in ratios),
                 ]
             )
-        notes += [f"- {' '.join(what)}: {note}" for note in record["notes"]]
+        for note in record["notes"]:
+            noted.setdefault(note, []).append(" ".join(what))
+    notes = [f"- {note}: " + (cases[0] if len(cases) == 1 else f"{len(cases)} cases") for note, cases in noted.items()]
     header = ["group", "shape", "dtype", "layout", "activation", "contender"]
     header += [f"{phase} ms" for phase in PHASES] + ["faster than eager", "of the floor"]
     return "\n".join([table(header, rows), *([""] if notes else []), *notes])
