@@ -11,8 +11,7 @@
 namespace inplace_abn::cpu {
 
 // `panel` and `rows` go to a part of the tensor, `at` to an element of it, from where on elements are counted: of run
-// `run` of the panel's channel `channel`, or of row `run`. `End` is the end of a run
-// (vectors.h).
+// `run` of the panel's channel `channel`, or of row `run`. `End` is the end of a run (vectors.h).
 template <typename scalar_t>
 struct NoResidual {
   using opmath_t = at::opmath_type<scalar_t>;
