@@ -94,7 +94,11 @@ class ABN(nn.Module):
     def _call(self, function: Callable[..., Tensor], x: Tensor, **options: Any) -> Tensor:
         """``function`` of x with this module's tensors and settings. A batch that is an error is not counted."""
         # From the dictionary, because attributes of modules that are not found at once take long.
-        buffers, parameters, training = self._buffers, self._parameters, self.training
+        buffers, training = self._buffers, self.training
+        try:
+            weight, bias = self._parameters["weight"], self._parameters["bias"]
+        except KeyError:  # torch.nn.utils.parametrize makes properties of them
+            weight, bias = self.weight, self.bias
         running_mean = buffers.get("running_mean")
         batches = buffers.get("num_batches_tracked") if training and running_mean is not None else None
         momentum: float | Tensor = 0.0 if self.momentum is None else self.momentum
@@ -102,8 +106,8 @@ class ABN(nn.Module):
             momentum = (batches + 1).double().reciprocal()
         z = function(
             x,
-            parameters["weight"] if "weight" in parameters else self.weight,
-            parameters["bias"] if "bias" in parameters else self.bias,
+            weight,
+            bias,
             running_mean,
             buffers.get("running_var"),
             training or running_mean is None,

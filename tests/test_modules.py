@@ -198,3 +198,21 @@ def test_the_result_is_the_input_overwritten():
     assert z is x
     assert not torch.equal(x, values)
     assert x._version > version
+
+
+def test_a_parametrised_weight_is_used_and_trained():
+    class Doubled(torch.nn.Module):
+        def forward(self, weight):
+            return 2 * weight
+
+    x = torch.randn(2, 3, 4, 4)
+    plain, parametrised = (InPlaceABN(3, activation="identity") for _ in range(2))
+    with torch.no_grad():
+        plain.weight.fill_(2.0)
+    torch.nn.utils.parametrize.register_parametrization(parametrised, "weight", Doubled())
+    expected, actual = plain(x.clone()), parametrised(x.clone())
+    assert torch.equal(actual, expected)
+    for z in (expected, actual):
+        (z * x).sum().backward()
+    gradient = parametrised.parametrizations.weight.original.grad
+    torch.testing.assert_close(gradient, 2 * plain.weight.grad)
