@@ -30,14 +30,16 @@ def is_gcc() -> bool:
 
 
 CPU_FLAGS = ["-std=c++20", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-Wall", "-g0"]
-if platform.system() == "Linux":
+gcc = is_gcc()
+threads = gcc and platform.system() == "Linux"
+if threads:
     # at::parallel_for is a template with OpenMP pragmas. The runtime is the one that torch has loaded, so nothing is
-    # linked: a second one would bring a second pool of threads.
+    # linked: a second one would bring a second pool of threads. It is GCC's, which code made by clang cannot use.
     CPU_FLAGS.append("-fopenmp")
 if platform.machine() == "x86_64":
     # Only where the loader picks a variant with 512-bit registers: compilers use half of them unless told.
     CPU_FLAGS.append("-mprefer-vector-width=512")
-if is_gcc():
+if gcc:
     # GCC would make two paths of a condition, each with all that follows, and walk both when it vectorises them.
     CPU_FLAGS.append("-fno-thread-jumps")
 else:
@@ -72,6 +74,7 @@ cuda, reason = want_cuda()
 archs = os.environ.get("TORCH_CUDA_ARCH_LIST", "those of the visible GPUs") if cuda else "none"
 print(f"inplace_abn: building for {'CPU and CUDA' if cuda else 'CPU'} ({reason})")
 print(f"inplace_abn: torch {torch.__version__}, CUDA archs: {archs}")
+print(f"inplace_abn: CPU kernels use {'several threads' if threads else 'one thread, for want of GCC on Linux'}")
 
 sources = relative("src/*.cpp") + relative("src/cpu/*.cpp")
 nvcc_flags = CUDA_FLAGS + os.environ.get("INPLACE_ABN_NVCC_FLAGS", "").split()

@@ -7,6 +7,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
+from torch.utils.cpp_extension import get_cxx_compiler
 
 import inplace_abn
 from inplace_abn import _backend
@@ -76,7 +77,12 @@ def test_source_distribution_holds_all_that_a_build_needs(tmp_path):
     assert needed <= names
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="threads are used on Linux only")
+def compiler_is_gcc():
+    command = [*get_cxx_compiler().split(), "--version"]
+    return "clang" not in subprocess.run(command, capture_output=True, text=True, check=False).stdout
+
+
+@pytest.mark.skipif(sys.platform != "linux" or not compiler_is_gcc(), reason="threads are used with GCC on Linux only")
 def test_cpu_kernels_use_torchs_threads():
     assert _backend.with_openmp
     code = "import inplace_abn; print(open('/proc/self/maps').read())"
