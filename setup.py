@@ -43,8 +43,9 @@ if gcc:
     # GCC would make two paths of a condition, each with all that follows, and walk both when it vectorises them.
     CPU_FLAGS.append("-fno-thread-jumps")
 else:
-    # Clang says which loops it does not vectorise: those that call exp and log of a double.
-    CPU_FLAGS.append("-Wno-pass-failed")
+    # Clang tells of loops that it does not vectorise, those that call exp and log of a double, and of conditions that
+    # are combined without a branch.
+    CPU_FLAGS += ["-Wno-pass-failed", "-Wno-bitwise-instead-of-logical"]
 CUDA_FLAGS = ["-std=c++20", "-O3", "--expt-relaxed-constexpr", "--extended-lambda", "-lineinfo"]
 # Division and square root of floats to 2 ulp, in few instructions and registers. Doubles stay exact.
 CUDA_FLAGS += ["--prec-div=false", "--prec-sqrt=false"]
