@@ -234,6 +234,39 @@ def test_schemas_and_fakes_tell_the_truth(name, dtype, device):
     torch.library.opcheck(getattr(ops, name.split(",")[0]), args, kwargs)
 
 
+@pytest.mark.parametrize("with_residual", [False, True])
+@pytest.mark.parametrize("activation", ["leaky_relu", "silu"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_planes_of_any_length_are_walked_to_their_end(dtype, activation, with_residual, device):
+    """As in memory of its own, where nothing can be overwritten too early, and as in the other memory order."""
+    weight, bias, *_ = parameters(17, stats_dtype(dtype), device)
+    tail = (EPS, False, code(activation), 0.2)
+
+    def run(x, dz, residual, in_place):
+        z = x.clone(memory_format=torch.preserve_format)
+        _, var = ops.local_forward(z, weight, bias, residual, None, None, 0.1, None, *tail, True)
+        forward = z.clone()
+        dy = dz.clone(memory_format=torch.preserve_format)
+        memory = {"dx": dy, "xhat": z}
+        if residual is not None:
+            memory = {"dx": z, "dresidual": dy}
+        if not in_place:
+            memory = {name: torch.full_like(t, torch.nan) for name, t in memory.items()}
+        dweight, dbias = torch.empty_like(weight), torch.empty_like(bias)
+        ops.local_backward(z, dy, var, weight, bias, residual, *tail, True, dweight=dweight, dbias=dbias, **memory)
+        names = [name for name in memory if name != "xhat"]
+        return {"z": forward, "dweight": dweight, "dbias": dbias} | {name: memory[name] for name in names}
+
+    for length in range(1, 71):
+        x, dz, residual = (torch.randn(3, 17, length, device=device).to(dtype) for _ in range(3))
+        tensors = x, dz, residual if with_residual else None
+        actual, apart = run(*tensors, in_place=True), run(*tensors, in_place=False)
+        rows = run(*(t if t is None else laid_out(t, "channels_last") for t in tensors), in_place=False)
+        for name, value in actual.items():
+            assert torch.equal(value, apart[name]), (length, name)
+            assert relative_error(value, rows[name].double()) < TOLERANCE[dtype], (length, name)
+
+
 def test_oracle_agrees_with_torch_batch_norm(device):
     x, dz = torch.randn(2, 4, 3, 5, 6, dtype=torch.float64, device=device)
     weight, bias, mean, var = parameters(3, torch.float64, device)
