@@ -144,8 +144,8 @@ inline RowPartition partition_rows(const Extent& extent, int vector_width, int u
 
 // --- Channel groups --------------------------------------------------------------------------------------------------
 
-// In row order, a group's share of a row is a multiple of so many bytes: whole cache lines, and enough consecutive ones
-// for the device memory to be read at nearly its full speed.
+// In row order, a group's share of a row is a multiple of so many bytes: whole cache lines, and two of them, because
+// device memory is the slower the shorter the pieces it is read in. An estimate, to be settled by measurement.
 constexpr int64_t row_segment_bytes = 256;
 
 // Channels to reduce and apply before the next ones, so that what the first pass read is still in the second-level

@@ -27,7 +27,7 @@
 //               double, and neither uses atomics, so results are the same in every run.
 //   second pass the local ops go through the channels group by group, each group small enough to stay in the
 //               second-level cache between its two passes; in row order a group's share of a row is a multiple of 256
-//               bytes. The second pass walks backward: what the first pass read last is what the cache surely holds.
+//               bytes. The second pass walks backward: what the first pass read last is likeliest to be there.
 #pragma once
 
 #include "planes.cuh"
