@@ -88,8 +88,14 @@ extension = (CUDAExtension if cuda else CppExtension)(
     extra_compile_args={"cxx": CPU_FLAGS, "nvcc": nvcc_flags} if cuda else CPU_FLAGS,
 )
 
+node = CppExtension(
+    "inplace_abn._node",
+    sources=["src/node/node.cpp"],
+    extra_compile_args=["-std=c++20", "-O2", "-fvisibility=hidden", "-Wall", "-g0"],
+)
+
 setup(
-    ext_modules=[extension],
+    ext_modules=[extension, node],
     cmdclass={"build_ext": BuildExtension},
     data_files=[("include/inplace_abn", relative("include/inplace_abn/*.h"))],
 )

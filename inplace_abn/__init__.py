@@ -10,7 +10,7 @@ from inplace_abn.plan import Plan
 from inplace_abn.recording import Example
 from inplace_abn.verification import Verification, verify
 
-__version__ = "1.0.0"
+__version__ = "2.0.0"
 
 __all__ = [
     "ABN",

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from inplace_abn import functions, plain
-from inplace_abn.settings import check_activation, check_hyperparameters
+from inplace_abn.activations import check_activation
+from inplace_abn.settings import check_hyperparameters
 
 
 class ABN(nn.Module):

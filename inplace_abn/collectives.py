@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from functools import cache
 from typing import Any
@@ -12,11 +13,19 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 
+def _level_of_caller() -> int:
+    """How far up the stack the first function is that belongs neither to this package nor to torch."""
+    level, frame = 0, sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("inplace_abn", "torch"):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
 @cache
 def warn_not_initialised() -> None:
     warnings.warn(
         "inplace_abn_sync: torch.distributed is not initialised, so statistics are those of this process alone",
-        stacklevel=2,
+        stacklevel=_level_of_caller(),
     )
 
 

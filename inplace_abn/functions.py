@@ -1,8 +1,8 @@
-"""``inplace_abn`` and ``inplace_abn_sync``: what is checked, what runs, and in which order.
+"""``inplace_abn`` and ``inplace_abn_sync``, and how autograd sees them.
 
 The forward pass writes z over x and keeps z alone ("In-Place Activated BatchNorm for Memory-Optimized Training of
-DNNs", arXiv 1712.02616). In eager mode both passes are ``src/autograd.cpp``; `autograd` has the backward pass of
-everything else.
+DNNs", arXiv 1712.02616). The op has run before autograd is told, so that an op that fails leaves no trace in the graph.
+`gradients` has the backward pass, `ownership` decides what it may overwrite.
 
 ``INPLACE_ABN_DISABLE=1`` in the environment makes both functions work out of place, for debugging.
 """
@@ -10,38 +10,21 @@ everything else.
 from __future__ import annotations
 
 import os
-from typing import cast
+import sys
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from inplace_abn import collectives, ops, ownership, plain, reference
-from inplace_abn.autograd import TracedABNFunction, marked_as_overwritten, overwritten, values_per_channel
-from inplace_abn.ops import backend
-from inplace_abn.settings import Settings, check_activation, check_hyperparameters, code_of
+from inplace_abn import _torch, collectives, gradients, node, ops, ownership, plain, reference
+from inplace_abn.activations import ACTIVATIONS, check_activation, name_of
+from inplace_abn.gradients import Needed, Saved, values_per_channel
+from inplace_abn.settings import Settings, check_hyperparameters
 
 _DISABLED = os.environ.get("INPLACE_ABN_DISABLE") == "1"
-
-
-def _check_count(count: float, x: Tensor) -> None:
-    if count < 2:
-        raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")
-
-
-def _check_inner_transforms(inputs: tuple[Tensor | None, ...]) -> None:
-    functorch = torch._C._functorch
-    if functorch.peek_interpreter_stack() is None:
-        return
-    for t in inputs:
-        while t is not None and functorch.is_functorch_wrapped_tensor(t):
-            backend.check_transforms(t)
-            t = functorch.get_unwrapped(t)
-        backend.check_transforms(t)
-
-
-def _momentum_arguments(momentum: float | Tensor) -> tuple[float, Tensor | None]:
-    return (0.0, momentum) if isinstance(momentum, Tensor) else (momentum, None)
+_node = None if _DISABLED else node.load()
+_REMEDY = ". Pass x.clone(), or use ABN, which works out of place"
 
 
 def inplace_abn(
@@ -90,9 +73,18 @@ def inplace_abn(
 
     Source: arXiv 1712.02616.
     """
+    check_activation(activation, activation_param)
+    check_hyperparameters(eps, momentum)
     training = training or running_mean is None
-    if _is_plain_eager(x):
-        return backend.inplace_abn(
+    settings = Settings(activation, activation_param, eps, signed_weight, training, None)
+    if _node is not None and _is_for_node(x):
+        requires_grad = _requires_grad(x, weight, bias, residual)
+        _check_overwritable(x, requires_grad)
+        if training:
+            _check_count(x)
+        if requires_grad and not ownership.is_calibrated():
+            ownership.calibrate(_observe_sole_holders)
+        return _node.inplace_abn(  # type: ignore[no-any-return]
             x,
             weight,
             bias,
@@ -101,14 +93,8 @@ def inplace_abn(
             running_var,
             training,
             *_momentum_arguments(momentum),
-            eps,
-            signed_weight,
-            code_of(activation),
-            activation_param,
+            *settings.arithmetic(),
         )
-    check_activation(activation, activation_param)
-    check_hyperparameters(eps, momentum)
-    settings = Settings(activation, activation_param, eps, signed_weight, training, None)
     return _forward(x, weight, bias, residual, running_mean, running_var, momentum, settings)
 
 
@@ -161,11 +147,262 @@ def inplace_abn_sync(
     return _forward(x, weight, bias, residual, running_mean, running_var, momentum, settings)
 
 
-def _is_plain_eager(x: Tensor) -> bool:
-    """Whether C++ can do it all: no compiler and no transform is watching, and x is no view, which autograd lets only
-    functions in Python overwrite and save without a reference cycle."""
-    watched = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    return not (_DISABLED or watched or (torch.is_grad_enabled() and x._is_view()))
+class InPlaceABNFunction(torch.autograd.Function):
+    """Declares that x has become z."""
+
+    @staticmethod
+    def forward(
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        var: Tensor,
+        settings: Settings,
+        edge: Tensor | None,
+    ) -> Tensor:
+        return x
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, *others, ctx.settings, ctx.edge = inputs
+        ctx.mark_dirty(x)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(output, *others)
+
+    @staticmethod
+    def backward(ctx: Any, dz: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dz is None:
+            return (None,) * 7
+        settings: Settings = ctx.settings
+        need = Needed(*ctx.needs_input_grad[:4])
+        # Compiled code is functional: nothing is reused, the compiler does that.
+        if torch.compiler.is_compiling():
+            return *gradients.gradients(need, Saved(*ctx.saved_tensors), dz, False, False, settings), None, None, None
+        own_dz = ownership.owns_gradient(dz, sys.getrefcount(dz) - ownership.references_of_frames())
+        saved = _unpacked(ctx)
+        if torch.is_grad_enabled():
+            return *gradients.differentiable(saved, dz, ctx.edge, settings), None, None, None
+        z = saved.z
+        own_dz = own_dz and z.stride() == dz.stride()
+        own_z = not _is_hooked(ctx) and ownership.owns_output(z)
+        # z itself is part of the graph, its memory as a gradient must not be.
+        saved = saved._replace(z=z.detach())
+        return *gradients.gradients(need, saved, dz, own_z, own_dz, settings), None, None, None
+
+
+# What `torch.autograd.Function.apply` comes to where no transform is active, without the binding of default arguments
+# that takes longer than all the rest.
+_apply = super(torch.autograd.Function, InPlaceABNFunction).apply
+
+
+def _is_hooked(ctx: Any) -> bool:
+    """Whether the output that was saved goes through hooks, which may keep it or hand it out again."""
+    return ctx._raw_saved_tensors[0].unpack_hook is not None
+
+
+def _unpacked(ctx: Any) -> Saved:
+    """What was saved. Raises RuntimeError if the output was written to, also where saved-tensor hooks keep autograd
+    from noticing; what they hand out may be a copy made in time, though, or the output itself."""
+    modified = (
+        "inplace_abn: the output of an in-place ABN has been modified in place, but its backward needs it. "
+        "Replace that operation by one out of place (z = z + y for z += y), or use ABN"
+    )
+    try:
+        saved = Saved(*ctx.saved_tensors)
+    except RuntimeError as error:
+        if "InPlaceABNFunctionBackward" in str(error) and "modified by an inplace operation" in str(error):
+            raise RuntimeError(modified) from error
+        raise
+    watch = getattr(ctx, "watch", None)
+    if watch is not None and watch._version != ctx.version < saved.z._version:
+        raise RuntimeError(modified)
+    return saved
+
+
+class TracedABNFunction(torch.autograd.Function):
+    """For compilers: out of place. What `InPlaceABNFunction` does is beyond them: what is written under no_grad loses
+    its gradient if x comes from outside of the compiled region, and later writes to z change what was saved."""
+
+    @staticmethod
+    def forward(
+        x: Tensor,
+        z: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        var: Tensor,
+        settings: Settings,
+    ) -> Tensor:
+        return z.view_as(z)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, _, *others, ctx.settings = inputs
+        ctx.save_for_backward(output, *others)
+
+    @staticmethod
+    def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
+        need_x, _, *need = ctx.needs_input_grad
+        saved = Saved(*ctx.saved_tensors)
+        dx, *others = gradients.gradients(Needed(need_x, *need[:3]), saved, dz, False, False, ctx.settings)
+        return dx, None, *others, None, None
+
+
+def overwritten(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    var: Tensor,
+    settings: Settings,
+    edge: Tensor | None,
+) -> Tensor:
+    """x, whose content is z by now, with its place in the graph."""
+    apply = InPlaceABNFunction.apply if _torch.transforms_active() else _apply
+    z: Tensor = apply(x, weight, bias, residual, var, settings, edge)
+    if _torch.top_saved_tensors_hooks(True) is not None:
+        # Hooks may take the output elsewhere, so what is kept of it is the counter of its versions, without its memory.
+        ctx: Any = z.grad_fn
+        watch = z.detach()
+        watch.data = z.new_empty(0)
+        ctx.watch, ctx.version = watch, z._version
+    return z
+
+
+def _as_identity(x: Tensor) -> Tensor:
+    """x with the place in the graph that an identity has, of which ownership is calibrated."""
+    settings = Settings("identity", 0.0, 1e-5, False, False, None)
+    return overwritten(x, None, None, None, x.new_ones(x.shape[1]), settings, None)
+
+
+def differentiable(
+    z: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    var: Tensor,
+    dz: Tensor,
+    edge: Tensor,
+    eps: float,
+    signed_weight: bool,
+    activation: int,
+    activation_param: float,
+    training: bool,
+) -> gradients.Gradients:
+    """`gradients.differentiable` for the node in C++."""
+    settings = Settings(name_of(activation), activation_param, eps, signed_weight, training, None)
+    return gradients.differentiable(Saved(z, weight, bias, residual, var), dz, edge, settings)
+
+
+def _check_no_tangent(t: Tensor | None) -> None:
+    if t is not None and _torch.has_tangent(t):
+        raise ValueError(
+            "inplace_abn: forward-mode differentiation is not supported. Use ABN, which works out of place"
+        )
+
+
+def _check_transforms(tensors: tuple[Tensor | None, ...]) -> None:
+    """Raises for vmap and forward-mode differentiation, at every level of torch.func's transforms."""
+    if _torch.transforms_active():
+        for t in tensors:
+            while t is not None and _torch.is_wrapped(t):
+                if _torch.is_batched(t):
+                    raise ValueError(
+                        "inplace_abn: vmap is not supported: batch statistics mix the samples it separates. Use ABN, "
+                        "which works out of place"
+                    )
+                _check_no_tangent(t)
+                t = _torch.unwrapped(t)
+            _check_no_tangent(t)
+    elif _torch.in_forward_mode():
+        for t in tensors:
+            _check_no_tangent(t)
+
+
+def _check_overwritable(x: Tensor, requires_grad: bool) -> None:
+    """Raises if autograd does not let x be overwritten, before it is."""
+    if x.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError(
+            f"inplace_abn: x was made under torch.inference_mode() and cannot be overwritten outside it{_REMEDY}"
+        )
+    if not requires_grad:
+        return
+    if x.is_leaf and x.requires_grad:
+        raise ValueError(f"inplace_abn: x is a leaf that requires grad and cannot be overwritten{_REMEDY}")
+    base = None
+    if _torch.is_view(x):
+        if _torch.creation_meta(x) != _torch.CREATED_BY_DEFAULT:
+            raise ValueError(
+                "inplace_abn: autograd does not let x be overwritten, because it is one of several views made by one "
+                "call (chunk, split, unbind), a view made by a custom autograd function or a module's backward hook, "
+                f"or a view made under no_grad{_REMEDY}"
+            )
+        base = x._base
+        if x.requires_grad and base is not None and base.is_leaf:
+            raise ValueError(
+                f"inplace_abn: x is a view of a leaf that requires grad and cannot be overwritten{_REMEDY}"
+            )
+    for t in (x, base):
+        if t is None or t.grad_fn is None:
+            continue
+        name = t.grad_fn.name()
+        if _torch.saves_its_result(t) or name.startswith("InPlaceABNFunction"):
+            raise RuntimeError(
+                f"inplace_abn: x is the output of {name}, which needs it for its own backward, so it cannot be "
+                f"overwritten{_REMEDY}"
+            )
+
+
+def _requires_grad(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def _is_for_node(x: Tensor) -> bool:
+    """Whether C++ can do it all: no compiler, tracer, mode, transform or hook is watching, and x is no view, which a
+    C++ function would save in a reference cycle."""
+    return not (
+        _DISABLED
+        or torch.compiler.is_compiling()
+        or _torch.count_dispatch_modes() > 0
+        or _torch.transforms_active()
+        or _torch.is_view(x)
+        or _torch.in_forward_mode()
+        or _torch.is_captured()
+        or _torch.top_saved_tensors_hooks(True) is not None
+    )
+
+
+def _observe_sole_holders() -> None:
+    ownership.set_sole_holders(*ownership.sole_holders(_as_identity, ownership.last_observed))
+    if _node is not None:
+        identity = (1e-5, False, ACTIVATIONS["identity"].code, 0.0)
+        compiled = _node
+        gradients_alone, output = ownership.sole_holders(
+            lambda x: compiled.inplace_abn(x, None, None, None, None, None, True, 0.0, None, *identity),
+            compiled.last_observed,
+        )
+        compiled.set_sole_holders(list(gradients_alone), output)
+
+
+def _check_count(x: Tensor, count: float | None = None) -> None:
+    """Raises for one value per channel, which has no variance; an empty batch leaves the running statistics alone.
+
+    ``count`` is that of the whole batch where x is a share of it."""
+    if count is None:
+        # Anything else is refused by the op.
+        count = values_per_channel(x) if x.dim() >= 2 else 0
+    if count == 1:
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")
+
+
+def _is_plain() -> bool:
+    """Whether the call has to be torch's own ops out of place: tracers record what runs, and would record ops without
+    gradients; selective checkpointing skips ops whose results it kept, and with them what they write."""
+    if _DISABLED or torch.compiler.is_exporting():
+        return True
+    if torch.compiler.is_compiling():
+        return False
+    return _torch.is_captured() or (_torch.count_dispatch_modes() > 0 and _torch.is_checkpointed_selectively())
 
 
 def _forward(
@@ -178,28 +415,32 @@ def _forward(
     momentum: float | Tensor,
     settings: Settings,
 ) -> Tensor:
-    tensors = (x, weight, bias, residual)
-    requires_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    if _DISABLED:
+    if _is_plain():
         return _out_of_place(x, weight, bias, residual, running_mean, running_var, momentum, settings)
+    tensors = (x, weight, bias, residual)
+    requires_grad = _requires_grad(*tensors)
     compiling = torch.compiler.is_compiling()
     if not compiling:
-        _check_inner_transforms(tensors)
-        backend.check_call(x, weight, bias, residual, running_mean, running_var, requires_grad)
-        if requires_grad:
-            backend.check_producer(x)
+        _check_transforms(tensors)
+        _check_overwritable(x, requires_grad)
+        if settings.group is not None:
+            ops.check(x, weight, bias, residual, running_mean, running_var)
     if settings.training and settings.group is None:
-        _check_count(values_per_channel(x), x)
+        _check_count(x)
     if not requires_grad:
         _write(x, weight, bias, residual, running_mean, running_var, momentum, settings, invertible=False)
         return x
-    with torch.no_grad():
-        # The compiler makes one buffer of x, its clone and the copy below.
-        data = x.clone() if compiling else x.detach()
-        var = _write(data, weight, bias, residual, running_mean, running_var, momentum, settings, invertible=True)
     if compiling:
+        # The compiler makes one buffer of x, its clone and the copy below.
+        with torch.no_grad():
+            data = x.clone()
+            var = _write(data, weight, bias, residual, running_mean, running_var, momentum, settings, invertible=True)
         return x.copy_(TracedABNFunction.apply(x, data, weight, bias, residual, var, settings))
-    return overwritten(x, weight, bias, residual, var, settings)
+    if not ownership.is_calibrated():
+        ownership.calibrate(_observe_sole_holders)
+    edge = gradients.input_edge(x) if settings.group is None and x.requires_grad else None
+    var = _write(x.detach(), weight, bias, residual, running_mean, running_var, momentum, settings, invertible=True)
+    return overwritten(x, weight, bias, residual, var, settings, edge)
 
 
 def _write(
@@ -216,7 +457,9 @@ def _write(
     """Writes z over x, and returns the variance that backward needs. What makes z invertible costs a little of its
     exactness, and is left out where no backward will follow."""
     if settings.training and settings.group is None:
-        _, var = ops.local_forward(
+        _, var = ops.run(
+            ops.local_forward,
+            _written(x, running_mean, running_var),
             x,
             weight,
             bias,
@@ -232,8 +475,16 @@ def _write(
         mean, var = _sync_statistics(x, running_mean, running_var, momentum, settings.group)
     else:
         mean, var = cast(Tensor, running_mean), cast(Tensor, running_var)
-    ops.forward(x, mean, var, weight, bias, residual, *settings.arithmetic(), invertible)
+    ops.run(ops.forward, [x], x, mean, var, weight, bias, residual, *settings.arithmetic(), invertible)
     return var
+
+
+def _momentum_arguments(momentum: float | Tensor) -> tuple[float, Tensor | None]:
+    return (0.0, momentum) if isinstance(momentum, Tensor) else (momentum, None)
+
+
+def _written(*tensors: Tensor | None) -> list[Tensor]:
+    return [t for t in tensors if t is not None]
 
 
 def _sync_statistics(
@@ -243,15 +494,22 @@ def _sync_statistics(
     momentum: float | Tensor,
     group: ProcessGroup | None,
 ) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance over all ranks. A rank with values enough knows that the whole batch has; only others
-    look at the gathered counts (which waits for the device), so that all ranks raise together or none does."""
+    """Mean and biased variance over all ranks. A rank that has several values knows that the whole batch has; only
+    others look at the gathered counts (which waits for the device), so that all ranks raise together or none does."""
     count = values_per_channel(x)
-    mean, var = ops.statistics(x)
+    mean, var = ops.run(ops.statistics, [], x)
     packed = torch.cat([mean, var, mean.new_full((1,), count)])
     gathered = collectives.all_gather(packed, cast(ProcessGroup, group))
     if not torch.compiler.is_compiling() and count < 2:
-        _check_count(gathered[:, -1].sum().item(), x)
-    mean, var, _ = ops.combine(gathered, running_mean, running_var, *_momentum_arguments(momentum))
+        _check_count(x, gathered[:, -1].sum().item())
+    mean, var, _ = ops.run(
+        ops.combine,
+        _written(running_mean, running_var),
+        gathered,
+        running_mean,
+        running_var,
+        *_momentum_arguments(momentum),
+    )
     return mean, var
 
 
@@ -268,9 +526,5 @@ def _out_of_place(
     scale = None if weight is None else reference.gamma(weight, settings.eps, settings.signed_weight)
     what = (settings.eps, settings.activation, settings.activation_param, residual)
     if settings.group is None:
-        return plain.abn(x, scale, bias, running_mean, running_var, settings.training, momentum, *what)
+        return plain.abn(x, scale, bias, running_mean, running_var, settings.training, momentum, *what, inplace=False)
     return plain.abn_sync(x, scale, bias, running_mean, running_var, momentum, *what, settings.group)
-
-
-if not _DISABLED:
-    ownership.calibrate(inplace_abn, marked_as_overwritten)

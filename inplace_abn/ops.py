@@ -1,6 +1,7 @@
 """Loads the compiled module, which registers the ops, and tells torch what they return when nothing is computed.
 
 ==================  ==========================================================================================
+``check``           raises what the forward ops would, before a collective
 ``statistics``      mean and biased variance of x per channel
 ``combine``         merges the statistics of several shares of a batch, updates the running statistics
 ``forward``         z = act(gamma * (x - mean) / sqrt(var + eps) + beta + residual), written over x
@@ -21,12 +22,14 @@ their dtype; parameters are of either. Ops raise ValueError or TypeError before 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from inplace_abn import _torch
 
 _REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps inplace-abn"
 _BUILD_SOURCE = "pip install --no-build-isolation -e ."
@@ -37,10 +40,12 @@ __all__ = [
     "backward_out",
     "backward_reduce",
     "backward_reduce_out",
+    "check",
     "combine",
     "forward",
     "local_backward",
     "local_forward",
+    "run",
     "statistics",
 ]
 
@@ -59,16 +64,6 @@ except ImportError as error:
     ) from error
 
 
-def _release(version: str) -> list[str]:
-    return version.split("+")[0].split(".")[:2]
-
-
-if _release(backend.torch_version) != _release(torch.__version__):
-    raise ImportError(
-        f"inplace_abn was built for torch {backend.torch_version} but torch {torch.__version__} is installed. "
-        f"Build it again: `{_REBUILD}` (in a source tree: `{_BUILD_SOURCE}`)"
-    )
-
 statistics = torch.ops.inplace_abn.statistics.default
 combine = torch.ops.inplace_abn.combine.default
 forward = torch.ops.inplace_abn.forward.default
@@ -78,6 +73,18 @@ backward_reduce_out = torch.ops.inplace_abn.backward_reduce.out
 backward = torch.ops.inplace_abn.backward.default
 backward_out = torch.ops.inplace_abn.backward.out
 local_backward = torch.ops.inplace_abn.local_backward.default
+check = torch.ops.inplace_abn.check.default
+
+
+def run(op: Any, written: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
+    """Calls an op below autograd, which has no part in it, and tells autograd what it wrote."""
+    if torch.compiler.is_compiling() or _torch.transforms_active():
+        with torch.no_grad():
+            return op(*args, **kwargs)
+    with _torch.BelowAutograd():
+        result = op(*args, **kwargs)
+    torch.autograd.graph.increment_version(written)
+    return result
 
 
 def _two_statistics(x: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
@@ -104,6 +111,7 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "backward": _nothing,
     "backward.out": _nothing,
     "local_backward": _nothing,
+    "check": _nothing,
 }
 
 for _name, _fake in _FAKES.items():

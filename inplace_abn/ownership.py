@@ -1,44 +1,78 @@
 """Whose memory it is: backward may overwrite a tensor only if nobody else can see it.
 
-Looked at are the references to the tensor from Python and from C++, and those to its storage: of a gradient in C++'s
-backward, or just before the engine hands it to Python's, so that no interpreter's frames count among them; of the saved
-output when backward has unpacked it. What they amount to where nobody else holds the memory depends on torch's release,
-so it is observed once, on graphs whose holders are known, instead of being written down here. In any doubt nothing is
-reused.
+Counted are the references to a gradient from Python and from C++, and those to the storage of a gradient and of a saved
+output. References from Python include those of the interpreter's own frames, whose number depends on its release, on
+debuggers and on compilers; so a stand-in is handed through the same kinds of call each time, and only what the gradient
+has more than it counts. What the counts amount to where nobody else holds the memory depends on torch's release; it is
+observed once, on graphs whose holders are known. In any doubt nothing is reused.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from sys import getrefcount
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from inplace_abn.ops import backend
+from inplace_abn import _torch
 
-# Whether the graph will be kept (retain_graph), inside backward.
-_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
+Counts = tuple[int, int, int]
+"""Of a gradient: references from Python beyond a stand-in's, from C++, and to its storage."""
 
-_Holders = tuple[int, int, int]
-_Wiring = Callable[..., Tensor]
-_sole_gradients: frozenset[_Holders] = frozenset()
+_sole_gradients: frozenset[Counts] = frozenset()
 _sole_output: int | None = None
-_observed: dict[str, Any] | None = None
+_calibrated = False
+_lock = threading.Lock()
+_observed = threading.local()
 
 
-def is_hooked(ctx: Any) -> bool:
-    """Whether the output that was saved goes through hooks, which may keep it or hand it out again."""
-    return ctx._raw_saved_tensors[0].unpack_hook is not None
+class _StandIn:
+    """Passes an argument on as `torch.autograd.function.BackwardCFunction.apply` passes gradients on."""
+
+    def apply(self, *args: object) -> int:
+        function = _references
+        return function(self, *args)
 
 
-def owns_gradient(dz: Tensor) -> bool:
-    """Whether only the calling backward holds the gradient it was given."""
-    holders = backend.gradient_holders(dz)
-    if _observed is not None:
-        _observed["gradient"] = holders
-    return holders in _sole_gradients
+def _references(ctx: object, stand_in: object) -> int:
+    return getrefcount(stand_in)
+
+
+_stand_in = _StandIn()
+
+
+def references_of_frames() -> int:
+    """The references that an object has which is handed to a backward and held by nobody else. The call comes from
+    compiled code, as the engine's does."""
+    return next(map(_stand_in.apply, (object(),)))
+
+
+def _has_one_owner(t: Tensor) -> bool:
+    """Whether the memory can have one: not if torch did not allocate it itself, if it is a lazy copy, or if other
+    processes share it."""
+    if type(t) is not Tensor or t.layout is not torch.strided or _torch.transforms_active():
+        return False
+    storage = t.untyped_storage()
+    own = storage.resizable() and not (t.is_cpu and storage.is_shared())
+    return own and not (t.is_neg() or t.is_conj() or _torch.is_lazy_copy(t))
+
+
+def counts(t: Tensor, references: int) -> Counts | None:
+    """The counts of a tensor that has ``references`` from Python; None where its memory cannot have one owner."""
+    return (references, _torch.use_count(t), _torch.storage_use_count(t)) if _has_one_owner(t) else None
+
+
+def owns_gradient(dz: Tensor, references: int) -> bool:
+    """Whether only the calling backward holds the gradient it was given.
+
+    ``references`` is ``sys.getrefcount(dz)`` in the frame that was given it, less `references_of_frames`.
+    """
+    seen = counts(dz, references)
+    _observed.gradient = seen
+    return seen in _sole_gradients
 
 
 def owns_output(z: Tensor) -> bool:
@@ -46,40 +80,53 @@ def owns_output(z: Tensor) -> bool:
 
     Unpacking makes a tensor of its own, so it is the storage that others could hold.
     """
-    holders = backend.holders(z)
-    storage = None if holders is None else holders[2]
-    if _observed is not None:
-        _observed["output"] = storage
-    return storage is not None and storage == _sole_output and not _keeps_graph()
+    seen = _torch.storage_use_count(z) if _has_one_owner(z) else None
+    _observed.output = seen
+    return seen is not None and seen == _sole_output and not _torch.keeps_graph()
 
 
-def calibrate(inplace_abn: _Wiring, overwritten: _Wiring) -> None:
-    """Observes the holders of gradients and outputs in known graphs, made by C++'s function and by Python's.
+def last_observed() -> tuple[Counts | None, int | None]:
+    """What the calling thread's last backward saw of its gradient and of its output."""
+    return getattr(_observed, "gradient", None), getattr(_observed, "output", None)
 
-    Reuse stays off where a gradient that a hook keeps, or an output that is kept, looks like one that nobody keeps.
-    It is done in a thread of its own, where no mode, hook or transform is in force under which this was imported.
+
+def set_sole_holders(gradients: frozenset[Counts], output: int | None) -> None:
+    """The counts that leave backward alone with a gradient, and with a saved output. Until they are set, nothing is
+    reused."""
+    global _sole_gradients, _sole_output
+    _sole_gradients, _sole_output = gradients, output
+
+
+def is_calibrated() -> bool:
+    return _calibrated
+
+
+def calibrate(observe: Callable[[], None]) -> None:
+    """Runs ``observe``, which is to set sole holders, if this is the first call.
+
+    It runs in a thread of its own, where no mode, hook or transform is in force, and when the first graph is built:
+    importing must not start autograd's threads, after which forked processes could not run backward.
     """
-    thread = threading.Thread(target=_calibrate, args=(inplace_abn, overwritten))
-    thread.start()
-    thread.join()
+    global _calibrated
+    with _lock:
+        if not _calibrated:
+            thread = threading.Thread(target=observe)
+            thread.start()
+            thread.join()
+            _calibrated = True
 
 
-def _calibrate(inplace_abn: _Wiring, overwritten: _Wiring) -> None:
-    global _observed, _sole_gradients, _sole_output
-    gradients, output = _sole_holders(lambda x: inplace_abn(x, None, None, None, None), backend.last_observed)
-    backend.set_sole_holders(list(gradients), output)
-    observed: dict[str, Any] = {}
-    _observed = observed
-    try:
-        _sole_gradients, _sole_output = _sole_holders(overwritten, lambda: (observed["gradient"], observed["output"]))
-    finally:
-        _observed = None
+def sole_holders(
+    overwritten: Callable[[Tensor], Tensor], observed: Callable[[], tuple[Any, Any]]
+) -> tuple[frozenset[Any], Any]:
+    """What is observed of gradients, and of an output, that have no other holder and look like none that have one.
 
+    ``overwritten`` gives a tensor a node of the in-place op, ``observed`` tells what its backward saw.
+    """
 
-def _sole_holders(wire: _Wiring, observed: Callable[[], tuple[Any, Any]]) -> tuple[frozenset[_Holders], int | None]:
     def holders(hook: Callable[[Tensor], None] | None = None, keep_output: bool = False) -> tuple[Any, Any]:
         x = torch.ones(2, 1, device="cpu", requires_grad=True)
-        z = wire(x * 1.0)
+        z = overwritten(x * 1.0)
         if hook is not None:
             z.register_hook(hook)
         kept = z if keep_output else None

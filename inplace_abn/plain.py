@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from inplace_abn import reference
+from inplace_abn.activations import activate
 from inplace_abn.collectives import AllReduce
 
 
@@ -23,14 +24,31 @@ def abn(
     activation: str = "leaky_relu",
     activation_param: float = 0.01,
     residual: Tensor | None = None,
+    inplace: bool = True,
 ) -> Tensor:
-    """torch's batch norm, its weight as it is, and activation. Arguments as for `inplace_abn.functions.inplace_abn`."""
-    if isinstance(momentum, Tensor):
-        momentum = momentum.item()
-    y = F.batch_norm(x, running_mean, running_var, weight, bias, training or running_mean is None, momentum, eps)
+    """torch's batch norm, its weight as it is, and activation, the latter ``inplace`` or not.
+
+    The other arguments are those of `inplace_abn.functions.inplace_abn`.
+    """
+    training = training or running_mean is None
+    if training and isinstance(momentum, Tensor):
+        # batch_norm takes numbers only, which tracers would keep and a device would have to be waited for.
+        _update(running_mean, running_var, x, momentum)
+        running_mean = running_var = None
+    momentum = momentum if isinstance(momentum, float) else 0.0
+    y = F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
     if residual is not None:
         y = y + residual
-    return reference.activate(y, activation, activation_param, inplace=True)
+    return activate(y, activation, activation_param, inplace)
+
+
+def _update(running_mean: Tensor | None, running_var: Tensor | None, x: Tensor, momentum: Tensor) -> None:
+    if running_mean is None or running_var is None or x.numel() == 0:
+        return
+    with torch.no_grad():
+        var, mean = torch.var_mean(x.to(torch.promote_types(x.dtype, torch.float32)), [0, *range(2, x.dim())])
+        for running, batch in ((running_mean, mean), (running_var, var)):
+            running.copy_((1 - momentum) * running.double() + momentum * batch.double())
 
 
 def abn_sync(
@@ -49,7 +67,7 @@ def abn_sync(
     """`abn` in training, with the statistics of all ranks of ``group``, by collectives that autograd follows."""
     values = x.to(torch.promote_types(x.dtype, torch.float32))
     count = AllReduce.apply(values.new_full((1,), x.numel() // x.shape[1]), group)
-    if count.item() < 2:
+    if count.item() == 1:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")
     mean = AllReduce.apply(reference.channel_sum(values), group) / count
     centred = values - reference.per_channel(mean, x)
@@ -65,4 +83,4 @@ def abn_sync(
         y = y + reference.per_channel(bias, x)
     if residual is not None:
         y = y + residual
-    return reference.activate(y.to(x.dtype), activation, activation_param)
+    return activate(y.to(x.dtype), activation, activation_param)

@@ -10,8 +10,9 @@ x is the input, y the batch norm's output, z = act(y) the result. Per channel, o
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from inplace_abn.activations import activate, activation_backward
 
 
 def per_channel(t: Tensor, like: Tensor) -> Tensor:
@@ -36,40 +37,6 @@ def gamma(weight: Tensor, eps: float, signed_weight: bool = False) -> Tensor:
         return torch.where(weight < 0, -weight, weight) + eps
     magnitude = weight.detach().abs().clamp_min(eps)
     return weight + (torch.where(weight < 0, -magnitude, magnitude) - weight).detach()
-
-
-def activate(y: Tensor, activation: str, param: float, inplace: bool = False) -> Tensor:
-    """act(y). ``param`` is leaky_relu's slope or elu's alpha."""
-    if activation == "relu" or (activation == "leaky_relu" and param == 0):
-        return F.relu(y, inplace)
-    if activation == "leaky_relu":
-        return F.leaky_relu(y, param, inplace)
-    if activation == "elu":
-        return F.elu(y, param, inplace)
-    if activation == "silu":
-        return F.silu(y, inplace)
-    if activation == "hardswish":
-        return F.hardswish(y, inplace)
-    if activation in ("identity", "none"):
-        return y
-    raise ValueError(f"inplace_abn: unknown activation {activation!r}")
-
-
-def activation_gradient(y: Tensor, activation: str, param: float) -> Tensor:
-    """act'(y)."""
-    one = torch.ones_like(y)
-    if activation == "relu" or (activation == "leaky_relu" and param == 0):
-        return torch.where(y > 0, one, 0.0)
-    if activation == "leaky_relu":
-        return torch.where(y > 0, one, param)
-    if activation == "elu":
-        return torch.where(y > 0, one, param * torch.exp(torch.clamp_max(y, 0)))
-    if activation == "silu":
-        sigmoid = torch.sigmoid(y)
-        return sigmoid * (1 + y * (1 - sigmoid))
-    if activation == "hardswish":
-        return torch.where(y <= -3, 0.0, torch.where(y < 3, (2 * y + 3) / 6, one))
-    return one
 
 
 def forward(
@@ -136,7 +103,7 @@ def backward(
         y = y + per_channel(bias, x)
     if residual is not None:
         y = y + residual
-    dy = dz * activation_gradient(y, activation, activation_param)
+    dy = activation_backward(y, dz, activation, activation_param)
     dx = dy
     if not frozen:
         dx = dy - per_channel(channel_mean(dy), x) - xhat * per_channel(channel_mean(xhat * dy), x)

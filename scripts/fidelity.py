@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from inplace_abn import inplace_abn, reference
+from inplace_abn import inplace_abn
+from inplace_abn.activations import activate
 
 ACTIVATIONS = {"identity": 0.0, "leaky_relu": 0.01, "elu": 1.0, "relu": 0.0, "silu": 0.0, "hardswish": 0.0}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -51,7 +52,7 @@ def results(x: Tensor, dz: Tensor, weight: Tensor, bias: Tensor, activation: str
     param = ACTIVATIONS[activation]
     if native:
         y = F.batch_norm(leaf, None, None, weight, bias, True, 0.1, EPS)
-        z = reference.activate(y, activation, param)
+        z = activate(y, activation, param)
     else:
         z = inplace_abn(leaf.clone(), weight, bias, None, None, True, 0.1, EPS, activation, param, signed_weight=True)
     kept = z.detach().clone()

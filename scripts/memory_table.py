@@ -8,7 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from inplace_abn import InPlaceABN, reference
+from inplace_abn import InPlaceABN
+from inplace_abn.activations import activate
 
 CHANNELS = 8
 SHAPE = (4, CHANNELS, 128, 128)
@@ -24,7 +25,7 @@ class Native(nn.BatchNorm2d):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         y = super().forward(x)
-        return reference.activate(y if residual is None else y + residual, self.activation, 0.01, inplace=True)
+        return activate(y if residual is None else y + residual, self.activation, 0.01, inplace=True)
 
 
 def in_place(activation: str) -> nn.Module:

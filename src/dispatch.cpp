@@ -74,6 +74,17 @@ struct KernelActivation {
 
 }  // namespace
 
+void check(const Tensor& x, const OptTensor& weight, const OptTensor& bias, const OptTensor& residual,
+           const OptTensor& running_mean, const OptTensor& running_var) {
+  constexpr auto op = "inplace_abn";
+  check_activations(op, "x", x);
+  check_written(op, "x", x);
+  check_channels(op, "weight", weight, x);
+  check_channels(op, "bias", bias, x);
+  check_residual(op, residual, x);
+  check_running(op, running_mean, running_var, x);
+}
+
 std::tuple<Tensor, Tensor> statistics(const Tensor& x) {
   check_activations("inplace_abn::statistics", "x", x);
   const c10::DeviceGuard guard(x.device());
@@ -321,6 +332,9 @@ void local_backward(const Tensor& y_act, const Tensor& dy_act, const Tensor& var
 namespace {
 
 TORCH_LIBRARY(inplace_abn, m) {
+  m.def(
+      "check(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor? running_mean, Tensor? running_var) "
+      "-> ()");
   m.def("statistics(Tensor x) -> (Tensor mean, Tensor var)");
   m.def(
       "combine(Tensor gathered, Tensor(a!)? running_mean, Tensor(b!)? running_var, float momentum, "
@@ -357,6 +371,7 @@ TORCH_LIBRARY(inplace_abn, m) {
 }
 
 void register_ops(torch::Library& m) {
+  m.impl("check", &check);
   m.impl("statistics", &statistics);
   m.impl("combine", &combine);
   m.impl("forward", &forward);

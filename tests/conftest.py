@@ -3,9 +3,38 @@
 import pytest
 import torch
 
+from inplace_abn import functions
+
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow: takes more than a few seconds")
+
+
+# What holds of the graph node in C++ holds without it.
+BOTH_NODES = {
+    "test_allocations",
+    "test_calibration",
+    "test_double_backward",
+    "test_holders",
+    "test_hooks",
+    "test_modified",
+    "test_ownership",
+    "test_reuse",
+    "test_threads",
+}
+
+
+def pytest_generate_tests(metafunc):
+    if metafunc.module.__name__.split(".")[-1] in BOTH_NODES:
+        metafunc.fixturenames.append("node")
+        compiled = ["C++ node"] if functions._node is not None else []
+        metafunc.parametrize("node", [*compiled, "Python node"], indirect=True)
+
+
+@pytest.fixture
+def node(request, monkeypatch):
+    if request.param == "Python node":
+        monkeypatch.setattr(functions, "_node", None)
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,8 @@ the activation.
 import torch
 from torch import nn
 
-from inplace_abn import InPlaceABN, reference
+from inplace_abn import InPlaceABN
+from inplace_abn.activations import activate
 
 
 class NativeNorm(nn.BatchNorm2d):
@@ -19,7 +20,7 @@ class NativeNorm(nn.BatchNorm2d):
 
     def forward(self, x, residual=None):
         y = super().forward(x)
-        return reference.activate(y if residual is None else y + residual, self.activation, 0.01, inplace=True)
+        return activate(y if residual is None else y + residual, self.activation, 0.01, inplace=True)
 
 
 def inplace_norm(channels, activation):

@@ -1,4 +1,4 @@
-"""What a sole holder looks like is seen at import, wherever that happens."""
+"""What a sole holder looks like is seen when the first graph is built, wherever that happens."""
 
 import os
 import subprocess
@@ -14,9 +14,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from inplace_abn import inplace_abn, ownership
-from inplace_abn.autograd import marked_as_overwritten
-from inplace_abn.ops import backend
+from inplace_abn import functions, inplace_abn, ownership
 
 
 @contextmanager
@@ -74,31 +72,39 @@ SURROUNDINGS = {
 }
 
 
-def forget(monkeypatch):
-    monkeypatch.setattr(ownership, "_sole_gradients", frozenset())
-    monkeypatch.setattr(ownership, "_sole_output", None)
-    backend.set_sole_holders([], None)
+def forget():
+    ownership.set_sole_holders(frozenset(), None)
+    if functions._node is not None:
+        functions._node.set_sole_holders([], None)
+    ownership._calibrated = False
 
 
 def calibrate():
-    ownership.calibrate(inplace_abn, marked_as_overwritten)
+    ownership.calibrate(functions._observe_sole_holders)
+
+
+def sole():
+    return ownership._sole_gradients, ownership._sole_output
 
 
 @pytest.fixture
 def uncalibrated(monkeypatch):
-    before = ownership._sole_gradients, ownership._sole_output
-    forget(monkeypatch)
+    calibrate()
+    before = sole()
+    forget()
+    ownership._calibrated = True
     assert used_by(after(lambda z: z * 2)("cpu")) == ["fresh"]
     assert used_by(after(lambda z: z)("cpu")) == ["fresh"]
+    forget()
     yield
     monkeypatch.undo()
+    forget()
     calibrate()
-    assert (ownership._sole_gradients, ownership._sole_output) == before
+    assert sole() == before
 
 
 def check_reuse():
-    assert ownership._sole_gradients
-    assert ownership._sole_output
+    assert all(sole())
     assert used_by(after(lambda z: z * 2)("cpu")) == ["dz"]
     assert used_by(after(lambda z: z)("cpu")) == ["z"]
     assert used_by(after(lambda z: z * 2, watch=keep_gradient)("cpu")) == ["z"]
@@ -115,7 +121,7 @@ def test_calibration_does_not_depend_on_where_it_happens(surroundings, uncalibra
 
 def test_calibration_in_a_thread_in_a_backward_and_in_transforms(uncalibrated, monkeypatch):
     def again(*_):
-        forget(monkeypatch)
+        forget()
         calibrate()
 
     thread = threading.Thread(target=again)
@@ -133,9 +139,8 @@ def test_calibration_in_a_thread_in_a_backward_and_in_transforms(uncalibrated, m
 
 
 def test_a_calibration_that_cannot_tell_leaves_reuse_off(uncalibrated, monkeypatch):
-    monkeypatch.setattr(backend, "holders", lambda t: (1, 1, 1))
-    monkeypatch.setattr(backend, "gradient_holders", lambda t: (1, 1, 1))
-    monkeypatch.setattr(backend, "last_observed", lambda: ((1, 1, 1), 1))
+    monkeypatch.setattr(functions, "_node", None)
+    monkeypatch.setattr(ownership, "last_observed", lambda: ((1, 1, 1), 1))
     calibrate()
     assert not ownership._sole_gradients
     assert ownership._sole_output is None
@@ -166,6 +171,23 @@ assert ownership._sole_gradients and ownership._sole_output
 assert a.grad.isfinite().all()
 """
 
+FORK_AFTER_IMPORT = """
+import os, threading
+import inplace_abn
+import torch
+assert threading.active_count() == 1
+with torch.no_grad():
+    inplace_abn.InPlaceABN(3)(torch.ones(2, 3))
+child = os.fork()
+if child == 0:
+    a = torch.randn(4, 3, 5, requires_grad=True)
+    inplace_abn.InPlaceABN(3)(a * 2).square().sum().backward()
+    os._exit(0 if a.grad.isfinite().all() else 1)
+assert os.waitpid(child, 0)[1] == 0
+from inplace_abn import ownership
+assert not ownership.is_calibrated()
+"""
+
 DISABLED = """
 import torch
 from inplace_abn import ABN, InPlaceABN, InPlaceABNSync
@@ -187,7 +209,13 @@ for module in (InPlaceABN, InPlaceABNSync):
 
 
 @pytest.mark.parametrize(
-    ("code", "environment"), [(IMPORT_IN_INFERENCE_MODE, {}), (DISABLED, {"INPLACE_ABN_DISABLE": "1"})]
+    ("code", "environment"),
+    [
+        (IMPORT_IN_INFERENCE_MODE, {}),
+        (IMPORT_IN_INFERENCE_MODE, {"INPLACE_ABN_NODE": "0"}),
+        (FORK_AFTER_IMPORT, {}),
+        (DISABLED, {"INPLACE_ABN_DISABLE": "1"}),
+    ],
 )
 def test_in_a_process_of_its_own(code, environment):
     result = subprocess.run(

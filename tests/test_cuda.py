@@ -8,11 +8,12 @@ import torch.nn.functional as F
 from cases import ACTIVATIONS, DTYPES, TOLERANCE, relative_error
 from nets import inplace_norm, resnet
 
-from inplace_abn import InPlaceABN, _backend, inplace_abn, ops
+from inplace_abn import InPlaceABN, inplace_abn, ops
+from inplace_abn.activations import find
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-    pytest.mark.skipif(not _backend.with_cuda, reason="built without CUDA"),
+    pytest.mark.skipif(not ops.with_cuda, reason="built without CUDA"),
 ]
 
 CUDA = torch.device("cuda")
@@ -60,7 +61,7 @@ def test_small_tensors_of_any_alignment_agree_with_the_cpu(dtype, activation, pa
         for device in ("cpu", CUDA):
             z, dx = VIEWS[view](x.to(device)), VIEWS[view](dz.to(device))
             w, b = weight.to(device), bias.to(device)
-            arithmetic = (1e-3, False, int(_backend.Activation.__members__[activation]), param)
+            arithmetic = (1e-3, False, find(activation).code, param)
             _, var = ops.local_forward(z, w, b, None, None, None, 0.0, None, *arithmetic, True)
             forward = z.clone()
             dw, db = torch.empty_like(w), torch.empty_like(b)
@@ -111,7 +112,7 @@ def test_more_elements_than_32_bits_can_count(case):
     x, dz = fill(values), fill(gradients)
     channels = shape[1]
     weight, bias = torch.ones(channels, device=CUDA), torch.zeros(channels, device=CUDA)
-    arithmetic = (1e-5, False, int(_backend.Activation.leaky_relu), 0.2)
+    arithmetic = (1e-5, False, find("leaky_relu").code, 0.2)
     expected_mean, expected_var = ops.statistics(values.view(shape) if repeat > 1 else values.view(1, 1, period))
     mean, var = ops.local_forward(x, weight, bias, None, None, None, 0.0, None, *arithmetic, True)
     torch.testing.assert_close(mean, expected_mean, rtol=1e-4, atol=1e-5)

@@ -65,14 +65,41 @@ struct PlainRelu {
   INPLACE_ABN_INLINE scalar_t forward(opmath_t y) const { return static_cast<scalar_t>(y <= 0 ? opmath_t(0) : y); }
 };
 
-// An invertible ReLU is a leaky one whose slope is a power of two, so that the inverse is exact, and so small that the
-// negative branch is zero to whoever reads it, yet keeps y a normal number (in fp16 nearly so).
+// The slope of an invertible ReLU's negative branch: a power of two, so that the inverse is exact, and so small that
+// the branch is zero to whoever reads it, yet keeps y a normal number (in fp16 nearly so).
 template <typename scalar_t>
 constexpr double relu_slope() {
   if constexpr (std::is_same_v<scalar_t, double>) return 0x1p-300;
   if constexpr (std::is_same_v<scalar_t, c10::Half>) return 0x1p-15;
   return 0x1p-48;
 }
+
+// dy is selected, not multiplied: it is zero on the negative branch whatever dz is, NaN and infinity included. A y
+// below what the storage type holds has no inverse; it becomes -0, as torch's -inf becomes 0.
+template <typename scalar_t>
+struct Relu {
+  using opmath_t = at::opmath_type<scalar_t>;
+  static constexpr opmath_t slope = static_cast<opmath_t>(relu_slope<scalar_t>()), inverse_slope = 1 / slope;
+
+  INPLACE_ABN_INLINE scalar_t forward(opmath_t y) const {
+    constexpr opmath_t least = -largest();
+    const opmath_t trace = y < least ? opmath_t(0) : y * slope;
+    return static_cast<scalar_t>(y > 0 ? y : -std::abs(trace));
+  }
+  INPLACE_ABN_INLINE void inverse(scalar_t z, opmath_t dz, opmath_t& y, opmath_t& dy) const {
+    const auto value = static_cast<opmath_t>(z);
+    const bool negative = sign_bit(value);
+    y = negative ? value * inverse_slope : value;
+    dy = negative ? opmath_t(0) : dz;
+  }
+
+ private:
+  INPLACE_ABN_INLINE static constexpr opmath_t largest() {
+    if constexpr (std::is_same_v<scalar_t, c10::Half>) return 65504;
+    if constexpr (std::is_same_v<scalar_t, c10::BFloat16>) return 0x1.fep127f;
+    return std::numeric_limits<opmath_t>::max();
+  }
+};
 
 template <typename scalar_t>
 struct Elu {
@@ -265,7 +292,7 @@ struct Hardswish {
     const bool linear = z > 3;
     const opmath_t unbounded = linear ? z : on_parabola, steepness = linear ? opmath_t(1) : slope;
     y = flat ? dropped : unbounded;
-    dy = dz * (flat ? opmath_t(0) : steepness);
+    dy = flat ? opmath_t(0) : dz * steepness;
   }
 };
 
@@ -289,9 +316,10 @@ decltype(auto) visit_activation(Activation activation, double param, F&& f) {
     case Activation::identity:
       return f(Identity<scalar_t>{});
     case Activation::leaky_relu:
-      return f(LeakyRelu<scalar_t>(param == 0 ? relu_slope<scalar_t>() : param));
+      if (param == 0) return f(Relu<scalar_t>{});
+      return f(LeakyRelu<scalar_t>(param));
     case Activation::relu:
-      return f(LeakyRelu<scalar_t>(relu_slope<scalar_t>()));
+      return f(Relu<scalar_t>{});
     case Activation::elu:
       return f(Elu<scalar_t>(param));
     case Activation::silu:

@@ -37,6 +37,9 @@ inline void check_activations(const char* op, const char* name, const at::Tensor
   TORCH_CHECK_VALUE(t.layout() == at::kStrided, op, ": expected a strided ", name, ", got layout ", t.layout());
   TORCH_CHECK_VALUE(t.dim() >= 2, op, ": expected ", name, " of shape (batch, channel, *), got ", t.dim(),
                     "-dimensional ", t.sizes());
+  TORCH_CHECK_VALUE(!t.is_neg() && !t.is_conj(), op, ": expected ", name,
+                    " without torch's negative or conjugate bit, which its memory does not show. Pass ", name,
+                    ".resolve_neg() instead");
   const auto type = t.scalar_type();
   TORCH_CHECK_TYPE(type == at::kDouble || type == at::kFloat || type == at::kBFloat16 || type == at::kHalf, op,
                    ": expected ", name, " of dtype float64, float32, bfloat16 or float16, got ", type);
@@ -97,6 +100,10 @@ inline void check_running(const char* op, const std::optional<at::Tensor>& mean,
                     mean.has_value() ? "running_mean" : "running_var");
   check_channels(op, "running_mean", mean, x);
   check_channels(op, "running_var", var, x);
+  if (mean.has_value()) {
+    check_written(op, "running_mean", *mean);
+    check_written(op, "running_var", *var);
+  }
   TORCH_CHECK_TYPE(!mean.has_value() || mean->scalar_type() == var->scalar_type(), op,
                    ": expected running_mean and running_var of one dtype, got ", mean->scalar_type(), " and ",
                    var->scalar_type());

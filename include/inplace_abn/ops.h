@@ -11,6 +11,9 @@ namespace inplace_abn {
 
 using OptTensor = std::optional<at::Tensor>;
 
+void check(const at::Tensor& x, const OptTensor& weight, const OptTensor& bias, const OptTensor& residual,
+           const OptTensor& running_mean, const OptTensor& running_var);
+
 std::tuple<at::Tensor, at::Tensor> statistics(const at::Tensor& x);
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> combine(const at::Tensor& gathered, const OptTensor& running_mean,

@@ -69,6 +69,8 @@ constexpr bool heavy<Identity<scalar_t>> = false;
 template <typename scalar_t>
 constexpr bool heavy<LeakyRelu<scalar_t>> = false;
 template <typename scalar_t>
+constexpr bool heavy<Relu<scalar_t>> = false;
+template <typename scalar_t>
 constexpr bool heavy<PlainRelu<scalar_t>> = false;
 
 // Blocks that a multiprocessor holds at least, which bounds the registers of a thread: 3 blocks to 80, 2 to 128, which

@@ -1,0 +1,85 @@
+"""Every private name of torch that Python code uses, one line of reason each. ``tests/test_private_names.py`` has a
+test for each, which fails with that name when it is gone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+# Ops below autograd cost a microsecond less than under no_grad, and are seen by modes all the same.
+BelowAutograd = torch._C._AutoDispatchBelowADInplaceOrView
+
+# Whether one of torch.func's transforms is running: under it nothing is reused, and graphs have levels.
+transforms_active = torch._C._are_functorch_transforms_active
+
+# What the transforms have wrapped, to refuse vmap before anything is written.
+is_batched = torch._C._functorch.is_batchedtensor
+is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+unwrapped = torch._C._functorch.get_unwrapped
+
+# Whether the running backward pass will keep the graph (retain_graph), and with it need the saved output again.
+keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
+
+# Whether autograd allows to write to a view; without it the error comes after the writing.
+creation_meta = torch._C._autograd._get_creation_meta
+CREATED_BY_DEFAULT = torch._C._autograd.CreationMeta.DEFAULT
+
+# Whether autograd knows a tensor as a view, which it lets be written to by rules of their own.
+is_view = Tensor._is_view
+
+# Whether a tensor's memory is a lazy copy of another one's.
+is_lazy_copy = torch._C._is_cow_tensor  # type: ignore[attr-defined]
+
+# The hooks that saved tensors go through by default: saving under them is no simple reference.
+top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+# How many dispatch modes are active; zero in almost every call, which spares it the look at each.
+count_dispatch_modes = torch._C._len_torch_dispatch_stack
+
+_SelectiveCheckpointModes = (
+    torch.utils.checkpoint._CachingTorchDispatchMode,
+    torch.utils.checkpoint._CachedTorchDispatchMode,
+)
+
+
+def in_forward_mode() -> bool:
+    """Whether tensors may have tangents, of forward-mode differentiation."""
+    return forward_ad._current_level >= 0
+
+
+def has_tangent(t: Tensor) -> bool:
+    """Whether the tensor has a tangent at the one level that torch has."""
+    return forward_ad.unpack_dual(t, level=0).tangent is not None
+
+
+def use_count(t: Tensor) -> int:
+    """References to the tensor from C++, of which Python's object is one or none, depending on torch's release."""
+    count: int = t._use_count()  # type: ignore[attr-defined]
+    return count
+
+
+def storage_use_count(t: Tensor) -> int:
+    """References to the tensor's memory: from tensors, and from the handle that is made to ask."""
+    count: int = torch._C._storage_Use_Count(t.untyped_storage()._cdata)  # type: ignore[attr-defined]
+    return count
+
+
+def saves_its_result(t: Tensor) -> bool:
+    """Whether the op that made the tensor keeps it for its own backward."""
+    return hasattr(type(t.grad_fn), "_saved_result")
+
+
+def is_captured() -> bool:
+    """Whether a tracer is recording the ops that run: torch.jit.trace or make_fx."""
+    return torch._C._get_tracing_state() is not None or get_proxy_mode() is not None
+
+
+def is_checkpointed_selectively() -> bool:
+    """Whether checkpointing keeps the results of some ops and skips these when it computes again."""
+    modes: list[Any] = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    return any(isinstance(mode, _SelectiveCheckpointModes) for mode in modes)

@@ -1,0 +1,94 @@
+"""The table of activations: everything that Python knows about each. Their inverses are in
+``include/inplace_abn/activation.h``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Activation(NamedTuple):
+    code: int
+    """Its number in ``activation.h``."""
+    apply: Callable[[Tensor, float, bool], Tensor]
+    """z of y, the parameter, and whether y may be overwritten."""
+    slope: Callable[[Tensor, float], Tensor]
+    """act'(y) of y and the parameter."""
+    dead: Callable[[Tensor], Tensor] | None = None
+    """Where the gradient is zero whatever arrives, infinity and NaN included."""
+
+
+def _leaky_relu(y: Tensor, param: float, inplace: bool) -> Tensor:
+    return F.relu(y, inplace) if param == 0 else F.leaky_relu(y, param, inplace)
+
+
+def _silu_slope(y: Tensor, param: float) -> Tensor:
+    sigmoid = torch.sigmoid(y)
+    return sigmoid * (1 + y * (1 - sigmoid))
+
+
+def _not_positive(y: Tensor) -> Tensor:
+    return y <= 0
+
+
+ACTIVATIONS: dict[str, Activation] = {
+    "identity": Activation(0, lambda y, _, __: y, lambda y, _: torch.ones_like(y)),
+    "leaky_relu": Activation(1, _leaky_relu, lambda y, param: torch.where(y > 0, torch.ones_like(y), param)),
+    "elu": Activation(
+        2,
+        lambda y, param, inplace: F.elu(y, param, inplace),
+        lambda y, param: torch.where(y > 0, 1.0, param * torch.exp(torch.clamp_max(y, 0))),
+    ),
+    "relu": Activation(
+        3, lambda y, _, inplace: F.relu(y, inplace), lambda y, _: torch.ones_like(y), dead=_not_positive
+    ),
+    "silu": Activation(4, lambda y, _, inplace: F.silu(y, inplace), _silu_slope),
+    "hardswish": Activation(
+        5,
+        lambda y, _, inplace: F.hardswish(y, inplace),
+        lambda y, _: torch.where(y < 3, (2 * y + 3) / 6, 1.0),
+        dead=lambda y: y <= -3,
+    ),
+}
+ACTIVATIONS["none"] = ACTIVATIONS["identity"]
+
+_NAMES = {activation.code: name for name, activation in ACTIVATIONS.items() if name != "none"}
+
+
+def find(activation: str) -> Activation:
+    """The table's entry. Raises ValueError for an unknown activation."""
+    found = ACTIVATIONS.get(activation)
+    if found is None:
+        raise ValueError(f"inplace_abn: expected activation to be one of {sorted(ACTIVATIONS)}, got {activation!r}")
+    return found
+
+
+def name_of(code: int) -> str:
+    return _NAMES[code]
+
+
+def check_activation(activation: str, activation_param: float) -> None:
+    """Raises ValueError for an unknown activation, a negative slope or an alpha that is not positive."""
+    find(activation)
+    if activation == "leaky_relu" and not 0 <= activation_param < math.inf:
+        raise ValueError(f"inplace_abn: expected a finite leaky_relu slope >= 0, got {activation_param}")
+    if activation == "elu" and not 0 < activation_param < math.inf:
+        raise ValueError(f"inplace_abn: expected a finite elu alpha > 0, got {activation_param}")
+
+
+def activate(y: Tensor, activation: str, param: float, inplace: bool = False) -> Tensor:
+    """act(y). ``param`` is leaky_relu's slope or elu's alpha."""
+    return find(activation).apply(y, param, inplace)
+
+
+def activation_backward(y: Tensor, dz: Tensor, activation: str, param: float) -> Tensor:
+    """dy = dz * act'(y)."""
+    name = "relu" if activation == "leaky_relu" and param == 0 else activation
+    entry = find(name)
+    dy = dz * entry.slope(y, param)
+    return dy if entry.dead is None else torch.where(entry.dead(y), 0.0, dy)

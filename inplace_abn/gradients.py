@@ -1,0 +1,196 @@
+"""The backward pass from z alone (arXiv 1712.02616), in memory that is backward's own where there is some."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from inplace_abn import _torch, collectives, ops, reference
+from inplace_abn.settings import Settings
+
+
+class Saved(NamedTuple):
+    """What backward has of the forward pass."""
+
+    z: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    residual: Tensor | None
+    var: Tensor
+
+
+class Gradients(NamedTuple):
+    x: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    residual: Tensor | None
+
+
+class Needed(NamedTuple):
+    """Which gradients are asked for."""
+
+    x: bool
+    weight: bool
+    bias: bool
+    residual: bool
+
+
+def values_per_channel(x: Tensor) -> int:
+    return x.shape[0] * math.prod(x.shape[2:])
+
+
+def gradients(need: Needed, saved: Saved, dz: Tensor, own_z: bool, own_dz: bool, settings: Settings) -> Gradients:
+    """``own_z`` and ``own_dz``: whether z and dz may be overwritten, which results then are."""
+    compute = _local if settings.group is None else _synchronised
+    return compute(need, saved, dz, own_z, own_dz, settings)
+
+
+def _local(need: Needed, saved: Saved, dz: Tensor, own_z: bool, own_dz: bool, settings: Settings) -> Gradients:
+    """The residual's gradient is written over dz or z, and dx over what of the two is left; xhat over z where both are
+    backward's own and the activation's inverse takes longer than storing what it gave."""
+    z, weight, bias, residual, var = saved
+    reusable = [t for t, own in ((z, own_z), (dz, own_dz)) if own]
+
+    def activation_sized(needed: bool) -> Tensor | None:
+        if not needed:
+            return None
+        return reusable.pop() if reusable else torch.empty_like(z)
+
+    dresidual, dx = activation_sized(need.residual), activation_sized(need.x)
+    dweight = torch.empty_like(weight) if weight is not None and need.weight else None
+    dbias = torch.empty_like(bias) if bias is not None and need.bias else None
+    costly_inverse = settings.activation == "silu"
+    ops.run(
+        ops.local_backward,
+        [t for t in (dx, dweight, dbias, dresidual) if t is not None],
+        z,
+        dz,
+        var,
+        weight,
+        bias,
+        residual,
+        *settings.arithmetic(),
+        settings.training,
+        dx=dx,
+        dweight=dweight,
+        dbias=dbias,
+        dresidual=dresidual,
+        xhat=z if costly_inverse and own_z and own_dz and need.x else None,
+    )
+    return Gradients(dx, dweight, dbias, dresidual)
+
+
+def _synchronised(need: Needed, saved: Saved, dz: Tensor, own_z: bool, own_dz: bool, settings: Settings) -> Gradients:
+    """With a collective in between: the sums over all ranks' dy and xhat * dy, and their count.
+
+    xhat is written over z and dy over dz where these are backward's own; dx over xhat if the residual takes dy, else
+    over dy.
+    """
+    z, weight, bias, residual, var = saved
+    xhat = z if own_z else torch.empty_like(z)
+    dy = dz if own_dz else torch.empty_like(z)
+    sum_dy, sum_xhat_dy = ops.run(
+        ops.backward_reduce_out,
+        [xhat, dy],
+        z,
+        dz,
+        weight,
+        bias,
+        residual,
+        *settings.arithmetic(),
+        xhat=xhat,
+        dy=dy,
+    )
+    dweight = dbias = dx = None
+    if weight is not None and need.weight:
+        signed = sum_xhat_dy if settings.signed_weight else torch.where(weight < 0, -sum_xhat_dy, sum_xhat_dy)
+        dweight = signed.to(weight.dtype)
+    if bias is not None and need.bias:
+        dbias = sum_dy.to(bias.dtype)
+    if need.x:
+        means: tuple[Tensor | None, ...] = (None, None)
+        if settings.training:
+            share = torch.cat([sum_dy, sum_xhat_dy, sum_dy.new_full((1,), values_per_channel(z))])
+            sums = collectives.all_reduce(share, cast(ProcessGroup, settings.group))
+            means = (sums[:-1] / sums[-1]).view(2, -1).unbind()
+        dx = xhat if need.residual else dy
+        ops.run(ops.backward_out, [dx], xhat, dy, var, weight, settings.eps, settings.signed_weight, *means, dx=dx)
+    return Gradients(dx, dweight, dbias, dy if need.residual else None)
+
+
+class _WithEdge(torch.autograd.Function):
+    @staticmethod
+    def forward(edge: Tensor, values: Tensor) -> Tensor:
+        return values.view_as(values)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+def input_edge(x: Tensor) -> Tensor:
+    """A tensor without memory that has x's place in the graph, also when x has another one."""
+    # No view, so autograd does not renew its edge when x is overwritten.
+    (edge,) = torch.unsafe_split(x, max(1, x.shape[0]))
+    if not _torch.transforms_active():
+        edge.data = x.new_empty(0)
+    return edge
+
+
+def differentiable(saved: Saved, dz: Tensor, edge: Tensor | None, settings: Settings) -> Gradients:
+    """For ``create_graph=True``, in plain torch.
+
+    z alone does not do: var depends on x along xhat, a direction that z's own graph edge annihilates. So x is computed
+    from z and takes the place in the graph that ``edge`` has, the `input_edge` of x before it was overwritten;
+    everything else is a function of that x. Its mean is arbitrary, because only x - mean matters.
+    """
+    z, weight, bias, residual, var = saved
+    if settings.group is not None:
+        raise RuntimeError(
+            "inplace_abn: create_graph=True is not supported by synchronised statistics; "
+            "use InPlaceABN, or set INPLACE_ABN_DISABLE=1 for plain out-of-place synchronised batch norm"
+        )
+    with torch.no_grad():
+        xhat, dy = torch.empty_like(z), torch.empty_like(z)
+        ops.run(
+            ops.backward_reduce_out,
+            [xhat, dy],
+            z,
+            dz,
+            weight,
+            bias,
+            residual,
+            *settings.arithmetic(),
+            xhat=xhat,
+            dy=dy,
+        )
+        x = xhat * reference.per_channel(torch.sqrt(var + settings.eps), xhat).to(xhat.dtype)
+    if edge is not None:
+        x = _WithEdge.apply(edge, x)
+    dx, dweight, dbias, dresidual = reference.backward(
+        x,
+        dz,
+        weight,
+        bias,
+        mean=None if settings.training else torch.zeros_like(var),
+        var=None if settings.training else var,
+        eps=settings.eps,
+        activation=settings.activation,
+        activation_param=settings.activation_param,
+        signed_weight=settings.signed_weight,
+        residual=residual,
+    )
+    return Gradients(
+        dx,
+        None if weight is None else dweight,
+        None if bias is None else dbias,
+        None if residual is None else dresidual,
+    )

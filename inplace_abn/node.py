@@ -1,0 +1,36 @@
+"""The optional graph node in C++, which takes less time per call than Python's and does the same.
+
+``INPLACE_ABN_NODE=0`` in the environment turns it off.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from types import ModuleType
+
+import torch
+
+
+def _release(version: str) -> list[str]:
+    return version.split("+")[0].split(".")[:2]
+
+
+def load() -> ModuleType | None:
+    """The compiled module, or None, told once through ``logging``, where there is none for this torch."""
+    if os.environ.get("INPLACE_ABN_NODE") == "0":
+        return None
+    logger = logging.getLogger("inplace_abn")
+    try:
+        from inplace_abn import _node
+    except ImportError as error:
+        logger.info("graph nodes are made in Python: the C++ node cannot be loaded (%s)", error)
+        return None
+    if _release(_node.torch_version) != _release(torch.__version__):
+        logger.info(
+            "graph nodes are made in Python: the C++ node was built for torch %s, this is %s",
+            _node.torch_version,
+            torch.__version__,
+        )
+        return None
+    return _node

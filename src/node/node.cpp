@@ -1,0 +1,272 @@
+// The Python module _node: the graph node of the local in-place op in C++. It does what inplace_abn/functions.py does
+// in eager mode, by the same rules, in less time per call; without it functions.py does everything.
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <c10/core/Allocator.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/extension.h>
+#include <torch/version.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <optional>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+namespace inplace_abn {
+namespace {
+
+using at::Tensor;
+using OptTensor = std::optional<Tensor>;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+// Ops are called through the dispatcher, where modes and profilers see them, below autograd, which has no part in them.
+template <typename Op, typename... Args>
+auto call(const char* name, Args&&... args) {
+  static const auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Op>();
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  return handle.call(std::forward<Args>(args)...);
+}
+
+using LocalForward = std::tuple<Tensor, Tensor>(const Tensor& x, const OptTensor& weight, const OptTensor& bias,
+                                                const OptTensor& residual, const OptTensor& running_mean,
+                                                const OptTensor& running_var, double momentum,
+                                                const OptTensor& momentum_tensor, double eps, bool signed_weight,
+                                                int64_t activation, double activation_param, bool invertible);
+using Forward = void(const Tensor& x, const Tensor& mean, const Tensor& var, const OptTensor& weight,
+                     const OptTensor& bias, const OptTensor& residual, double eps, bool signed_weight,
+                     int64_t activation, double activation_param, bool invertible);
+using LocalBackward = void(const Tensor& y_act, const Tensor& dy_act, const Tensor& var, const OptTensor& weight,
+                           const OptTensor& bias, const OptTensor& residual, double eps, bool signed_weight,
+                           int64_t activation, double activation_param, bool training, const OptTensor& dx,
+                           const OptTensor& dweight, const OptTensor& dbias, const OptTensor& dresidual,
+                           const OptTensor& xhat);
+
+constexpr int64_t silu = 4;  // its code in activation.h
+
+void bump_version(const OptTensor& t) {
+  if (t.has_value() && t->defined() && !t->is_inference()) t->unsafeGetTensorImpl()->bump_version();
+}
+
+// References to a gradient from Python, counting the one that is made to ask; from C++; and to its storage.
+using Counts = std::tuple<int64_t, int64_t, int64_t>;
+
+std::vector<Counts> sole_gradients;
+std::optional<int64_t> sole_output;
+thread_local std::pair<std::optional<Counts>, std::optional<int64_t>> observed;
+
+// Whether the memory can have one owner: only if torch's own allocator gave it, as it is. Lazy copies, memory of numpy
+// and memory that processes share have other deleters.
+bool has_one_owner(const Tensor& t) {
+  constexpr c10::DispatchKeySet opaque{c10::DispatchKey::Python,    c10::DispatchKey::FuncTorchBatched,
+                                       c10::DispatchKey::Conjugate, c10::DispatchKey::FuncTorchGradWrapper,
+                                       c10::DispatchKey::Negative,  c10::DispatchKey::Functionalize,
+                                       c10::DispatchKey::ZeroTensor};
+  if (t.key_set().has_any(opaque) || !t.has_storage()) return false;
+  return t.storage().data_ptr().get_deleter() == c10::GetAllocator(t.device().type())->raw_deleter();
+}
+
+bool owns_gradient(const Tensor& dz) {
+  observed.first = std::nullopt;
+  if (!has_one_owner(dz)) return false;
+  const auto tensors = static_cast<int64_t>(dz.use_count()), storages = static_cast<int64_t>(dz.storage().use_count());
+  const pybind11::gil_scoped_acquire gil;
+  const auto object = pybind11::reinterpret_steal<pybind11::object>(THPVariable_Wrap(dz));
+  if (!THPVariable_CheckTypeExact(Py_TYPE(object.ptr()))) return false;
+  observed.first = Counts{object.ref_count(), tensors, storages};
+  return std::find(sole_gradients.begin(), sole_gradients.end(), *observed.first) != sole_gradients.end();
+}
+
+// Unpacking made a tensor of its own, so it is the storage that others could hold.
+bool owns_output(const Tensor& z) {
+  observed.second = std::nullopt;
+  if (has_one_owner(z)) observed.second = static_cast<int64_t>(z.storage().use_count());
+  return observed.second.has_value() && observed.second == sole_output &&
+         !torch::autograd::get_current_graph_task_keep_graph();
+}
+
+// What a call does, beside its tensors.
+struct Settings {
+  double eps;
+  bool signed_weight;
+  int64_t activation;
+  double activation_param;
+  bool training;
+
+  void save(AutogradContext* ctx) const {
+    ctx->saved_data["eps"] = eps;
+    ctx->saved_data["signed_weight"] = signed_weight;
+    ctx->saved_data["activation"] = activation;
+    ctx->saved_data["activation_param"] = activation_param;
+    ctx->saved_data["training"] = training;
+  }
+  static Settings of(AutogradContext* ctx) {
+    const auto& data = ctx->saved_data;
+    return {data.at("eps").toDouble(), data.at("signed_weight").toBool(), data.at("activation").toInt(),
+            data.at("activation_param").toDouble(), data.at("training").toBool()};
+  }
+};
+
+struct Arguments {
+  OptTensor running_mean, running_var;
+  double momentum;
+  OptTensor momentum_tensor;
+};
+
+struct Saved {
+  Tensor z;
+  OptTensor weight, bias, residual;
+  Tensor var;
+};
+
+struct Needed {
+  bool x, weight, bias, residual;
+};
+
+// Writes z over x, and returns the variance that backward needs.
+Tensor write(const Tensor& x, const OptTensor& weight, const OptTensor& bias, const OptTensor& residual,
+             const Arguments& given, const Settings& s, bool invertible) {
+  if (!s.training) {
+    call<Forward>("inplace_abn::forward", x, *given.running_mean, *given.running_var, weight, bias, residual, s.eps,
+                  s.signed_weight, s.activation, s.activation_param, invertible);
+    return *given.running_var;
+  }
+  const auto [mean, var] = call<LocalForward>(
+      "inplace_abn::local_forward", x, weight, bias, residual, given.running_mean, given.running_var, given.momentum,
+      given.momentum_tensor, s.eps, s.signed_weight, s.activation, s.activation_param, invertible);
+  bump_version(given.running_mean);
+  bump_version(given.running_var);
+  return var;
+}
+
+// The residual's gradient is written over dz or z, and dx over what of the two is left; xhat over z where both are
+// backward's own and the activation's inverse takes longer than storing what it gave.
+variable_list gradients(const Saved& saved, const Tensor& dz, const Needed& need, bool own_z, bool own_dz,
+                        const Settings& s) {
+  const auto& [z, weight, bias, residual, var] = saved;
+  std::vector<Tensor> reusable;
+  if (own_z) reusable.push_back(z);
+  if (own_dz) reusable.push_back(dz);
+  const auto activation_sized = [&](bool needed) -> OptTensor {
+    if (!needed) return std::nullopt;
+    if (reusable.empty()) return at::empty_like(z);
+    const Tensor memory = reusable.back();
+    reusable.pop_back();
+    return memory;
+  };
+  const auto per_channel = [](bool needed, const OptTensor& like) -> OptTensor {
+    return needed ? OptTensor(at::empty_like(*like)) : std::nullopt;
+  };
+  const OptTensor dresidual = activation_sized(need.residual), dx = activation_sized(need.x);
+  const OptTensor dweight = per_channel(need.weight, weight), dbias = per_channel(need.bias, bias);
+  const OptTensor xhat = s.activation == silu && own_z && own_dz && need.x ? OptTensor(z) : std::nullopt;
+  call<LocalBackward>("inplace_abn::local_backward", z, dz, var, weight, bias, residual, s.eps, s.signed_weight,
+                      s.activation, s.activation_param, s.training, dx, dweight, dbias, dresidual, xhat);
+  for (const OptTensor& t : {dx, dresidual, xhat}) bump_version(t);
+  return {dx.value_or(Tensor()), dweight.value_or(Tensor()), dbias.value_or(Tensor()), dresidual.value_or(Tensor())};
+}
+
+// For create_graph=True: in plain torch, by functions.py.
+variable_list differentiable(const Saved& saved, const Tensor& dz, const Tensor& edge, const Settings& s) {
+  const pybind11::gil_scoped_acquire gil;
+  const pybind11::object result =
+      pybind11::module_::import("inplace_abn.functions")
+          .attr("differentiable")(saved.z, saved.weight, saved.bias, saved.residual, saved.var, dz, edge, s.eps,
+                                  s.signed_weight, s.activation, s.activation_param, s.training);
+  const auto [x, weight, bias, residual] = result.cast<std::tuple<OptTensor, OptTensor, OptTensor, OptTensor>>();
+  return {x.value_or(Tensor()), weight.value_or(Tensor()), bias.value_or(Tensor()), residual.value_or(Tensor())};
+}
+
+// Its name is what profiles and messages show.
+class InPlaceABNFunction final : public torch::autograd::Function<InPlaceABNFunction> {
+ public:
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const OptTensor& weight, const OptTensor& bias,
+                        const OptTensor& residual, const Arguments& given, const Settings& settings,
+                        AutogradContext** context) {
+    const Tensor var = write(x, weight, bias, residual, given, settings, true);
+    ctx->mark_dirty({x});
+    ctx->set_materialize_grads(false);
+    ctx->save_for_backward({x, weight.value_or(Tensor()), bias.value_or(Tensor()), residual.value_or(Tensor()), var});
+    settings.save(ctx);
+    *context = ctx;
+    return x;
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& incoming) {
+    variable_list results(7);
+    const Tensor& dz = incoming[0];
+    if (!dz.defined()) return results;
+    const Settings settings = Settings::of(ctx);
+    // Without a node, this is code that autograd's compiler made, which is functional: nothing is reused.
+    const auto node = torch::autograd::get_current_node();
+    const bool own_dz = node && owns_gradient(dz);
+    const variable_list unpacked = ctx->get_saved_variables();
+    const auto optional = [](const Tensor& t) { return t.defined() ? OptTensor(t) : std::nullopt; };
+    Saved saved{unpacked[0], optional(unpacked[1]), optional(unpacked[2]), optional(unpacked[3]), unpacked[4]};
+
+    // Edges exist for the tensors that were given only.
+    size_t edge = 0;
+    const auto needs = [&](bool given) { return given && ctx->needs_input_grad(edge++); };
+    const bool need_x = needs(true), need_weight = needs(saved.weight.has_value());
+    const bool need_bias = needs(saved.bias.has_value()), need_residual = needs(saved.residual.has_value());
+
+    variable_list found;
+    if (at::GradMode::is_enabled()) {
+      const Tensor input_edge = at::empty({0}, saved.z.options());
+      if (node) torch::autograd::impl::set_gradient_edge(input_edge, node->next_edge(0));
+      found = differentiable(saved, dz, input_edge, settings);
+    } else {
+      const bool reuse_dz = own_dz && saved.z.strides() == dz.strides();
+      const bool reuse_z = node && owns_output(unpacked[0]);
+      // z itself is part of the graph, its memory as a gradient must not be.
+      saved.z = saved.z.detach();
+      found = gradients(saved, dz, {need_x, need_weight, need_bias, need_residual}, reuse_z, reuse_dz, settings);
+    }
+    std::move(found.begin(), found.end(), results.begin());
+    return results;
+  }
+};
+
+Tensor inplace_abn(const Tensor& x, const OptTensor& weight, const OptTensor& bias, const OptTensor& residual,
+                   const OptTensor& running_mean, const OptTensor& running_var, bool training, double momentum,
+                   const OptTensor& momentum_tensor, double eps, bool signed_weight, int64_t activation,
+                   double activation_param) {
+  const auto is_trained = [](const OptTensor& t) { return t.has_value() && t->requires_grad(); };
+  const Settings settings{eps, signed_weight, activation, activation_param, training};
+  const Arguments given{running_mean, running_var, momentum, momentum_tensor};
+  if (!at::GradMode::is_enabled() ||
+      !(x.requires_grad() || is_trained(weight) || is_trained(bias) || is_trained(residual))) {
+    write(x, weight, bias, residual, given, settings, false);
+    bump_version(x);
+    return x;
+  }
+  AutogradContext* context = nullptr;
+  const Tensor z = InPlaceABNFunction::apply(x, weight, bias, residual, given, settings, &context);
+  // The graph knows by now that x was overwritten; a context that lists it is refused by autograd's compiler.
+  context->mark_dirty({});
+  return z;
+}
+
+}  // namespace
+}  // namespace inplace_abn
+
+PYBIND11_MODULE(_node, m) {
+  using pybind11::arg;
+  m.def("inplace_abn", &inplace_abn::inplace_abn, arg("x"), arg("weight"), arg("bias"), arg("residual"),
+        arg("running_mean"), arg("running_var"), arg("training"), arg("momentum"), arg("momentum_tensor"), arg("eps"),
+        arg("signed_weight"), arg("activation"), arg("activation_param"),
+        pybind11::call_guard<pybind11::gil_scoped_release>());
+  m.def("set_sole_holders", [](std::vector<inplace_abn::Counts> gradients, std::optional<int64_t> output) {
+    inplace_abn::sole_gradients = std::move(gradients);
+    inplace_abn::sole_output = output;
+  });
+  m.def("last_observed", [] { return inplace_abn::observed; });
+  m.attr("torch_version") = TORCH_VERSION;
+}
