@@ -22,9 +22,9 @@ def inplace_abn(
 ) -> Tensor:
     """`functions.inplace_abn` of tensors that autograd lets be overwritten."""
 
-def set_sole_holders(gradients: list[tuple[int, int, int]], output: int | None) -> None:
-    """The references to a gradient (from Python, from C++, to its storage), and those to a saved output's storage, that
-    leave backward alone with them. Until they are set, nothing is reused."""
+def set_sole_output(references: int | None) -> None:
+    """The references to a saved output's storage that leave backward alone with it. Until they are set, no output is
+    reused."""
 
-def last_observed() -> tuple[tuple[int, int, int] | None, int | None]:
-    """What the calling thread's last backward saw of both."""
+def observed_output() -> int:
+    """The references that the calling thread's last backward saw."""

@@ -375,13 +375,13 @@ def _is_for_node(x: Tensor) -> bool:
 def _observe_sole_holders() -> None:
     ownership.set_sole_holders(*ownership.sole_holders(_as_identity, ownership.last_observed))
     if _node is not None:
-        identity = (1e-5, False, ACTIVATIONS["identity"].code, 0.0)
         compiled = _node
-        gradients_alone, output = ownership.sole_holders(
+        identity = (1e-5, False, ACTIVATIONS["identity"].code, 0.0)
+        _, output = ownership.sole_holders(
             lambda x: compiled.inplace_abn(x, None, None, None, None, None, True, 0.0, None, *identity),
-            compiled.last_observed,
+            lambda: (None, compiled.observed_output()),
         )
-        compiled.set_sole_holders(list(gradients_alone), output)
+        compiled.set_sole_output(output)
 
 
 def _check_count(x: Tensor, count: float | None = None) -> None:

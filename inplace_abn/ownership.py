@@ -124,21 +124,23 @@ def sole_holders(
     ``overwritten`` gives a tensor a node of the in-place op, ``observed`` tells what its backward saw.
     """
 
-    def holders(hook: Callable[[Tensor], None] | None = None, keep_output: bool = False) -> tuple[Any, Any]:
-        x = torch.ones(2, 1, device="cpu", requires_grad=True)
-        z = overwritten(x * 1.0)
+    def look(hook: Callable[[Tensor], None] | None = None, keep: bool = False, share: bool = False) -> tuple[Any, Any]:
+        # Made first, so that its own backward comes last, and its gradient waits meanwhile.
+        other = torch.ones(2, 1, device="cpu", requires_grad=True) * 1.0
+        z = overwritten(torch.ones(2, 1, device="cpu", requires_grad=True) * 1.0)
         if hook is not None:
             z.register_hook(hook)
-        kept = z if keep_output else None
-        loss = (z * 2.0).sum()
+        kept = z if keep else None
+        loss = ((z + other) * 2.0 if share else z * 2.0).sum()
         del z
         loss.backward()
         del kept
         return observed()
 
-    kept: list[Tensor] = []
-    unseen, output = holders()
-    seen, _ = holders(hook=lambda gradient: None)
-    kept_gradient, _ = holders(hook=kept.append)
-    _, kept_output = holders(keep_output=True)
-    return frozenset({unseen, seen} - {kept_gradient, None}), None if output == kept_output else output
+    held: list[Tensor] = []
+    unseen, output = look()
+    seen, _ = look(hook=lambda gradient: None)
+    kept, _ = look(hook=held.append)
+    shared, _ = look(share=True)
+    _, kept_output = look(keep=True)
+    return frozenset({unseen, seen} - {kept, shared, None}), None if output == kept_output else output

@@ -8,11 +8,9 @@
 #include <c10/core/Allocator.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/graph_task.h>
-#include <torch/csrc/autograd/python_variable.h>
 #include <torch/extension.h>
 #include <torch/version.h>
 
-#include <algorithm>
 #include <cstdint>
 #include <optional>
 #include <tuple>
@@ -55,12 +53,9 @@ void bump_version(const OptTensor& t) {
   if (t.has_value() && t->defined() && !t->is_inference()) t->unsafeGetTensorImpl()->bump_version();
 }
 
-// References to a gradient from Python, counting the one that is made to ask; from C++; and to its storage.
-using Counts = std::tuple<int64_t, int64_t, int64_t>;
-
-std::vector<Counts> sole_gradients;
+// References to a saved output's storage that leave backward alone with it; until it is known, nothing is reused.
 std::optional<int64_t> sole_output;
-thread_local std::pair<std::optional<Counts>, std::optional<int64_t>> observed;
+thread_local int64_t observed_output = 0;
 
 // Whether the memory can have one owner: only if torch's own allocator gave it, as it is. Lazy copies, memory of numpy
 // and memory that processes share have other deleters.
@@ -73,23 +68,16 @@ bool has_one_owner(const Tensor& t) {
   return t.storage().data_ptr().get_deleter() == c10::GetAllocator(t.device().type())->raw_deleter();
 }
 
+// The list that the engine hands over holds one reference. A Python object, another node's input and a consumer's saved
+// tensor would each hold another.
 bool owns_gradient(const Tensor& dz) {
-  observed.first = std::nullopt;
-  if (!has_one_owner(dz)) return false;
-  const auto tensors = static_cast<int64_t>(dz.use_count()), storages = static_cast<int64_t>(dz.storage().use_count());
-  const pybind11::gil_scoped_acquire gil;
-  const auto object = pybind11::reinterpret_steal<pybind11::object>(THPVariable_Wrap(dz));
-  if (!THPVariable_CheckTypeExact(Py_TYPE(object.ptr()))) return false;
-  observed.first = Counts{object.ref_count(), tensors, storages};
-  return std::find(sole_gradients.begin(), sole_gradients.end(), *observed.first) != sole_gradients.end();
+  return has_one_owner(dz) && dz.use_count() == 1 && dz.storage().use_count() == 1;
 }
 
 // Unpacking made a tensor of its own, so it is the storage that others could hold.
 bool owns_output(const Tensor& z) {
-  observed.second = std::nullopt;
-  if (has_one_owner(z)) observed.second = static_cast<int64_t>(z.storage().use_count());
-  return observed.second.has_value() && observed.second == sole_output &&
-         !torch::autograd::get_current_graph_task_keep_graph();
+  observed_output = static_cast<int64_t>(z.storage().use_count());
+  return has_one_owner(z) && observed_output == sole_output && !torch::autograd::get_current_graph_task_keep_graph();
 }
 
 // What a call does, beside its tensors.
@@ -263,10 +251,7 @@ PYBIND11_MODULE(_node, m) {
         arg("running_mean"), arg("running_var"), arg("training"), arg("momentum"), arg("momentum_tensor"), arg("eps"),
         arg("signed_weight"), arg("activation"), arg("activation_param"),
         pybind11::call_guard<pybind11::gil_scoped_release>());
-  m.def("set_sole_holders", [](std::vector<inplace_abn::Counts> gradients, std::optional<int64_t> output) {
-    inplace_abn::sole_gradients = std::move(gradients);
-    inplace_abn::sole_output = output;
-  });
-  m.def("last_observed", [] { return inplace_abn::observed; });
+  m.def("set_sole_output", [](std::optional<int64_t> references) { inplace_abn::sole_output = references; });
+  m.def("observed_output", [] { return inplace_abn::observed_output; });
   m.attr("torch_version") = TORCH_VERSION;
 }

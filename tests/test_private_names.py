@@ -1,0 +1,176 @@
+"""The private names of torch that ``inplace_abn/_torch.py`` uses do what they are used for. A test that fails here
+names what a release of torch has changed."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from inplace_abn import _torch, functions
+
+
+def test_below_autograd_makes_no_graph_and_bumps_no_version():
+    x = torch.ones(3, requires_grad=True) * 1
+    with _torch.BelowAutograd():
+        y = x * 2
+        x.add_(1)
+    assert y.grad_fn is None
+    assert x._version == 0
+
+
+def test_increment_version_bumps_and_leaves_inference_tensors_alone():
+    x = torch.ones(3)
+    torch.autograd.graph.increment_version([x])
+    assert x._version == 1
+    with torch.inference_mode():
+        torch.autograd.graph.increment_version([torch.ones(3)])
+
+
+def test_transforms_active():
+    seen = []
+    torch.func.grad(lambda x: (seen.append(_torch.transforms_active()), x.sum())[1])(torch.ones(2))
+    assert seen == [True]
+    assert not _torch.transforms_active()
+
+
+def test_wrapped_tensors_are_told_and_unwrapped():
+    def look(x):
+        batched = x
+        while not _torch.is_batched(batched):
+            assert _torch.is_wrapped(batched)
+            batched = _torch.unwrapped(batched)
+        assert not _torch.is_wrapped(_torch.unwrapped(batched))
+        return x.sum()
+
+    torch.func.vmap(torch.func.grad(look))(torch.ones(2, 3))
+    assert not _torch.is_wrapped(torch.ones(2))
+
+
+def test_keeps_graph():
+    seen = []
+    for retain in (True, False):
+        x = torch.ones(2, requires_grad=True) * 1
+        x.register_hook(lambda g: seen.append(_torch.keeps_graph()))
+        x.sum().backward(retain_graph=retain)
+    assert seen == [True, False]
+
+
+def test_creation_meta_tells_views_that_must_not_be_written():
+    x = torch.ones(4, 2, requires_grad=True) * 1
+    assert _torch.creation_meta(x[1:]) == _torch.CREATED_BY_DEFAULT
+    assert _torch.creation_meta(x.chunk(2)[0]) != _torch.CREATED_BY_DEFAULT
+    assert _torch.is_view(x[1:])
+    assert not _torch.is_view(x)
+    assert x[1:]._base is x
+
+
+def test_is_lazy_copy():
+    x = torch.ones(2)
+    copied = torch._lazy_clone(x)
+    assert _torch.is_lazy_copy(copied)
+    assert not _torch.is_lazy_copy(torch.ones(2))
+
+
+def test_top_saved_tensors_hooks():
+    assert _torch.top_saved_tensors_hooks(True) is None
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        assert _torch.top_saved_tensors_hooks(True) is not None
+
+
+def test_dispatch_modes_are_counted():
+    class PassOn(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    assert _torch.count_dispatch_modes() == 0
+    with PassOn():
+        assert _torch.count_dispatch_modes() == 1
+        assert not _torch.is_checkpointed_selectively()
+
+
+def test_selective_checkpointing_is_told_in_both_passes():
+    seen = []
+
+    def look(x):
+        seen.append(_torch.is_checkpointed_selectively())
+        return x.sin()
+
+    x = torch.ones(2, requires_grad=True)
+    contexts = lambda: create_selective_checkpoint_contexts([torch.ops.aten.sin.default])  # noqa: E731
+    checkpoint(look, x, use_reentrant=False, context_fn=contexts).sum().backward()
+    assert seen == [True, True]
+
+
+def test_use_counts_tell_holders():
+    x = torch.ones(2)
+    before = _torch.use_count(x), _torch.storage_use_count(x)
+    alias = x.detach()
+    assert (_torch.use_count(x), _torch.storage_use_count(x)) == (before[0], before[1] + 1)
+    del alias
+    y = torch.ones(2, requires_grad=True)
+    held = y * 2
+    before = _torch.use_count(held)
+    consumer = held * held
+    assert _torch.use_count(held) >= before
+    assert consumer.grad_fn is not None
+
+
+def test_saves_its_result():
+    x = torch.ones(2, requires_grad=True)
+    assert _torch.saves_its_result(torch.sigmoid(x))
+    assert not _torch.saves_its_result(x * 2)
+    assert not _torch.saves_its_result(x)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_tracers_are_told():
+    seen = []
+
+    def look(x):
+        seen.append(_torch.is_captured())
+        return x * 2
+
+    x = torch.ones(2)
+    for options in ({}, {"tracing_mode": "symbolic"}, {"pre_dispatch": True}):
+        make_fx(look, **options)(x)
+    torch.jit.trace(look, x, check_trace=False)
+    assert seen == [True] * 4
+    assert not _torch.is_captured()
+
+
+def test_tangents_are_told():
+    assert not _torch.in_forward_mode()
+    with torch.autograd.forward_ad.dual_level():
+        assert _torch.in_forward_mode()
+        dual = torch.autograd.forward_ad.make_dual(torch.ones(2), torch.ones(2))
+        assert _torch.has_tangent(dual)
+        assert not _torch.has_tangent(torch.ones(2))
+
+
+def test_raw_saved_tensors_tell_hooks(monkeypatch):
+    monkeypatch.setattr(functions, "_node", None)
+    z = functions.inplace_abn(torch.ones(2, 3, requires_grad=True) * torch.rand(2, 3), None, None, None, None)
+    assert not functions._is_hooked(z.grad_fn)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        hooked = functions.inplace_abn(torch.ones(2, 3, requires_grad=True) * torch.rand(2, 3), None, None, None, None)
+    assert functions._is_hooked(hooked.grad_fn)
+
+
+def test_unsafe_split_gives_a_place_in_the_graph_that_overwriting_leaves_alone():
+    x = torch.ones(2, 3, requires_grad=True) * 1
+    before = x.grad_fn
+    edge = functions.gradients.input_edge(x)
+    x.mul_(2)
+    assert edge.numel() == 0
+    assert edge.grad_fn.next_functions[0][0] is before
+
+
+def test_every_private_name_is_tested():
+    names = [n for n, value in vars(_torch).items() if not n.startswith("_") and getattr(value, "__module__", "") != ""]
+    ours = [n for n in names if n not in ("annotations", "Any", "Tensor", "torch", "forward_ad", "get_proxy_mode")]
+    text = Path(__file__).read_text()
+    assert [n for n in ours if f"_torch.{n}" not in text] == []
