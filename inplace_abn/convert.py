@@ -18,7 +18,7 @@ from inplace_abn import reference, rewrite
 from inplace_abn.abn import InPlaceABN, InPlaceABNSync
 from inplace_abn.analysis import analyze, is_fused_batch_norm
 from inplace_abn.plan import Plan
-from inplace_abn.recording import Example
+from inplace_abn.example import Example
 
 _ORIGINAL = "_inplace_abn_original"
 """Attribute of a converted module: the class that it had."""

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from inplace_abn.analysis import analyze
 from inplace_abn.convert import convert
 from inplace_abn.plan import Plan, readable
-from inplace_abn.recording import Example, tensors_in
+from inplace_abn.example import Example, tensors_in
 
 _BACKWARD = "inplace_abn.memory: backward"
 _END = "inplace_abn.memory: end"

@@ -59,6 +59,10 @@ class Plan:
     """The verdict on every BatchNorm of a model, by name. Print it, or see `to_dict`."""
 
     layers: tuple[Layer, ...]
+    evaluation_errors: tuple[str, ...] = ()
+    """Of the model's forward pass in evaluation, which therefore nothing is known of; one for each example."""
+    residual: bool = False
+    """Whether residual blocks are converted too, as by ``residual=True`` of `inplace_abn.convert`."""
 
     @property
     def convertible(self) -> tuple[Layer, ...]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from inplace_abn import reference
-from inplace_abn.recording import preserved
+from inplace_abn.preservation import preserved
 
 _ADDITIONS = (operator.add, operator.iadd, torch.add, "add", "add_")
 

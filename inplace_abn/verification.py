@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from inplace_abn.abn import ABN
-from inplace_abn.recording import Example, preserved, tensors_in
+from inplace_abn.example import Example, tensors_in
+from inplace_abn.preservation import preserved
 
 _EXACT = ("identity", "none", "relu", "leaky_relu", "elu")
 _TOLERANCE = 1e-9
