@@ -241,6 +241,11 @@ def _subclass(base: type[nn.Module], source: str, names: dict[str, Any]) -> type
     return created
 
 
+def is_rewritten(kind: type[nn.Module]) -> bool:
+    """Whether `rewritten` made the class."""
+    return "_inplace_abn_source" in vars(kind)
+
+
 def _reduce(module: Any, protocol: Any) -> tuple[Any, ...]:
     """How copy and pickle, which would look for the class by its name, make the module again."""
     source, names = type(module)._inplace_abn_source
