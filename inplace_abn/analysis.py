@@ -11,9 +11,9 @@ from torch import nn
 
 from inplace_abn import reference, rewrite
 from inplace_abn.conditioning import expected_error
+from inplace_abn.example import examples_of
 from inplace_abn.findings import Activation, Finding, examine, examine_residual
 from inplace_abn.plan import Layer, Plan, Residual
-from inplace_abn.example import examples_of
 from inplace_abn.recording import Recording, record
 from inplace_abn.settings import check_hyperparameters
 

@@ -18,8 +18,8 @@ from torch.nn.utils import parametrize
 from inplace_abn import reference, rewrite
 from inplace_abn.abn import InPlaceABN, InPlaceABNSync
 from inplace_abn.analysis import analyze, is_fused_batch_norm
-from inplace_abn.plan import Plan
 from inplace_abn.example import Example
+from inplace_abn.plan import Plan
 
 _ORIGINAL = "_inplace_abn_original"
 """Attribute of a converted module: the class that it had."""
@@ -270,8 +270,8 @@ def _check_scale(name: str, module: InPlaceABN) -> None:
     scale = reference.gamma(module.weight.detach(), module.eps, module.signed_weight)
     if not torch.equal(scale, module.weight):
         raise ValueError(
-            f"inplace_abn.revert: {name or 'the model'} has a weight that is computed from other parameters, and scales "
-            "by another one (within eps of zero, or by the magnitude); remove the parametrization, weight norm or "
+            f"inplace_abn.revert: {name or 'the model'} has a weight that is computed from other parameters, and "
+            "scales by another one (within eps of zero, or by the magnitude); remove the parametrization, weight norm or "
             "pruning before"
         )
 

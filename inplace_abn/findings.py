@@ -228,9 +228,7 @@ def _fused_reasons(recording: Recording, y: int, op: int, activation: Activation
     if z != y:
         foreign = [s for s in recording.saves if s.storage == y and abs(s.before - activation.op) > 1]
         reasons += [f"its pre-activation is also kept for backward by {recording.saved_by(s)}" for s in foreign]
-    reasons += _watched_reasons(
-        "its pre-activation", recording.watched(y, op, activation.op if z == y else None)
-    )
+    reasons += _watched_reasons("its pre-activation", recording.watched(y, op, activation.op if z == y else None))
     reasons += _node_reasons(recording, z, activation.op)
     reasons += tags.readers(recording, z, activation.op, activation.name, activation.param)
     return reasons + _modified_reasons(recording, z, activation.op)
@@ -249,7 +247,7 @@ def _watched_reasons(what: str, watches: Sequence[Watch]) -> list[str]:
 
 
 def _node_reasons(recording: Recording, z: int, op: int) -> list[str]:
-    """A hook on the node of the result is given the gradients of all of the node's inputs, which are others in place."""
+    """A hook on the node of the result gets the gradients of all of the node's inputs, which are others in place."""
     return _watched_reasons("its output", [w for w in recording.watched(z, op) if w.kind == "node"])
 
 

@@ -197,8 +197,12 @@ class _Recorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if func.namespace == "prim":
-            return result
+        if func.namespace != "prim":
+            with torch._C.DisableTorchFunction():
+                self._note(func, args, kwargs, result)
+        return result
+
+    def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         schema = func._schema
         tensors: list[Seen] = []
         values: dict[str, Any] = {}
@@ -228,12 +232,12 @@ class _Recorder(TorchDispatchMode):
                     torch.is_grad_enabled(),
                 )
             )
-        return result
 
     def pack(self, t: Tensor) -> _Ticket:
         """Autograd gets a ticket instead of the tensor, so what is alive afterwards is held by somebody else."""
         ticket = _Ticket()
-        self.recording.saves.append(Save(self.storage(t), len(self.recording.ops), tuple(self._modules)))
+        with torch._C.DisableTorchFunction():
+            self.recording.saves.append(Save(self.storage(t), len(self.recording.ops), tuple(self._modules)))
         self._tickets.append(weakref.ref(ticket))
         return ticket
 

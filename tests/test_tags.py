@@ -68,7 +68,9 @@ def test_pooling_indices_that_place_values_are_a_reader_and_verify_would_tell():
     plan = analyze(model, x)
     for i in range(3):
         layer = next(layer for layer in plan.layers if layer.name == f"encoders.{i}.1")
-        words = "its relu's zeros are tiny negative numbers in training: max_pool2d_with_indices in pool chooses by them"
+        words = (
+            "its relu's zeros are tiny negative numbers in training: max_pool2d_with_indices in pool chooses by them"
+        )
         assert any(words in r and "max_unpool2d in unpool reads its choice" in r for r in layer.reasons), layer.reasons
     assert [layer.name for layer in plan.convertible] == ["decoders.0.1", "decoders.1.1", "decoders.2.1"]
     assert verify(model, convert(copy.deepcopy(model), plan), x)
