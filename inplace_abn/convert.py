@@ -271,8 +271,8 @@ def _check_scale(name: str, module: InPlaceABN) -> None:
     if not torch.equal(scale, module.weight):
         raise ValueError(
             f"inplace_abn.revert: {name or 'the model'} has a weight that is computed from other parameters, and "
-            "scales by another one (within eps of zero, or by the magnitude); remove the parametrization, weight norm or "
-            "pruning before"
+            "scales by another one (within eps of zero, or by the magnitude); remove the parametrization, weight "
+            "norm or pruning before"
         )
 
 

@@ -33,9 +33,8 @@ _READERS = {
 }
 _READS = {name: reading for reading, names in _READERS.items() for name in names.split()}
 
-_KEEPING = frozenset(
-    (
-        # The same values, elsewhere.
+_KEEPERS = {
+    "the same values, elsewhere": (
         "cat stack clone copy contiguous _to_copy constant_pad_nd pad reflection_pad1d reflection_pad2d "
         "reflection_pad3d replication_pad1d replication_pad2d replication_pad3d index index_select gather take "
         "take_along_dim masked_select masked_fill masked_scatter where scatter scatter_add index_put index_copy "
@@ -43,18 +42,22 @@ _KEEPING = frozenset(
         "repeat_interleave tile tril triu im2col col2im pixel_shuffle pixel_unshuffle channel_shuffle unfold "
         "as_strided_copy fft_fftshift upsample_nearest1d upsample_nearest2d upsample_nearest3d "
         "_upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d grid_sampler_2d "
-        "_unsafe_index _unsafe_masked_index max_unpool2d max_unpool3d reshape view_copy permute_copy _reshape_alias "
-        # The largest or smallest of them.
+        "_unsafe_index _unsafe_masked_index max_unpool2d max_unpool3d reshape view_copy permute_copy "
+        "_reshape_alias"
+    ),
+    "the largest or smallest of them": (
         "max_pool2d_with_indices max_pool3d_with_indices max_pool1d_with_indices max_pool1d max_pool2d max_pool3d "
-        "mkldnn_max_pool2d adaptive_max_pool2d adaptive_max_pool3d fractional_max_pool2d fractional_max_pool3d "
-        "max min amax amin aminmax median nanmedian cummax cummin topk sort kthvalue mode maximum fmax "
-        # Zeros of zeros.
+        "mkldnn_max_pool2d adaptive_max_pool2d adaptive_max_pool3d fractional_max_pool2d fractional_max_pool3d max "
+        "min amax amin aminmax median nanmedian cummax cummin topk sort kthvalue mode maximum fmax"
+    ),
+    "zeros of zeros": (
         "mul neg abs square native_dropout dropout mean sum avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d "
         "adaptive_avg_pool2d _adaptive_avg_pool2d _adaptive_avg_pool3d upsample_linear1d upsample_bilinear2d "
         "_upsample_bilinear2d_aa upsample_bicubic2d upsample_trilinear3d leaky_relu tanh silu gelu sin expm1 log1p "
         "erf cumsum trunc round prod bmm mm"
-    ).split()
-)
+    ),
+}
+_KEEPING = frozenset(name for names in _KEEPERS.values() for name in names.split())
 _ONLY_TOGETHER = frozenset({"add", "sub", "maximum", "fmax", "mm", "bmm"})
 """Zero where all of their operands are; or, of matrices, whose zeros are worth following only then."""
 

@@ -49,7 +49,7 @@ class Verification:
 
     @property
     def errors(self) -> dict[str, float]:
-        """All of them, by what they are of: "loss", "evaluation", "outputs without gradient", "gradient of x", "buffer x"."""
+        """All of them, by what they are of, such as "loss", "gradient of fc.weight" and "buffer bn.running_mean"."""
         return {
             "loss": self.loss_error,
             "evaluation": self.evaluation_error,

@@ -60,7 +60,7 @@ def forced(plan):
 
 
 def test_pooling_indices_that_place_values_are_a_reader_and_verify_would_tell():
-    """SegNet's loss was off by 39 %: ties between zeros fell otherwise, and otherwise in training than in evaluation."""
+    """SegNet's loss was off by 39 %: ties between zeros fell otherwise, and not as in evaluation."""
     model, x = spread(SegNet()), torch.randn(2, 3, 32, 32)
     with torch.no_grad():
         for encoder in model.encoders:
