@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from inplace_abn.abn import ABN
 from inplace_abn.example import Example, examples_of, tensors_in
@@ -44,8 +45,9 @@ class Verification:
     output_error: float = 0.0
     """Of the outputs in training that take no part in the loss, such as masks and indices, relative."""
     sensitivity: dict[str, float] = field(default_factory=dict)
-    """By how much the original differs from itself when its inputs, parameters and buffers are moved by one rounding of
-    float64; by the names of `errors`. Empty where all errors are within ``tolerance``, or that was given."""
+    """By how much the original differs from itself when its inputs, parameters and buffers, and what its BatchNorms are
+    given and return, are moved by one rounding of float64; by the names of `errors`. Empty where all errors are within
+    ``tolerance``, or that was given."""
 
     @property
     def errors(self) -> dict[str, float]:
@@ -86,7 +88,7 @@ class Verification:
             own = max(self.sensitivity.values())
             lines.append(
                 f"the original differs from itself by {self.sensitivity[name]:.1e} there, and by {own:.1e} at most, "
-                "when inputs, parameters and buffers are moved by one rounding"
+                "when inputs, parameters, buffers and what norms are given and return are moved by one rounding"
             )
         lines.append(f"loss {self.loss_error:.1e}, outputs in evaluation {self.evaluation_error:.1e}")
         worst = sorted(self.errors.items(), key=lambda item: _order(item[1]), reverse=True)
@@ -100,8 +102,9 @@ def verify(
     """Runs a training step and an evaluation of both models in float64, from the same random state.
 
     Where the errors exceed what is accepted, the original is run again, three times, with its inputs, parameters and
-    buffers moved by one rounding each: sixteen times the largest difference that this makes to a tensor is accepted of
-    it, up to 1e-6. So an ill-conditioned model, which amplifies roundings, is not taken for a wrong one.
+    buffers, and what its BatchNorms are given and return, moved by one rounding each: sixteen times the largest
+    difference that this makes to a tensor is accepted of it, up to 1e-6. So an ill-conditioned model, which amplifies
+    roundings, is not taken for a wrong one.
 
     The loss is a fixed random combination of all outputs, so that every one of them counts. The models, which are
     copied, are left as they were.
@@ -200,14 +203,22 @@ def _run(model: nn.Module, example: Example, seed: int = 0) -> _Run:
 
     def double(t: Tensor) -> Tensor:
         if not t.is_floating_point():
-            return t.detach()
-        t = t.detach().double()
+            return t
+        t = t.double()
         if seed:
             signs = torch.randint(0, 2, t.shape, generator=moving, dtype=t.dtype).to(t.device) * 2 - 1
             t = t * (1 + signs * torch.finfo(t.dtype).eps)
         return t
 
+    def moved(result: Any) -> Any:
+        return tree_map_only(Tensor, double, result)
+
     if seed:
+        # What a norm is given has rounded before, by more than its own size where large terms cancel in the norm.
+        for module in model.modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                module.register_forward_pre_hook(lambda _, args: moved(args))
+                module.register_forward_hook(lambda _, __, result: moved(result))
         with torch.no_grad():
             for own in (*model.parameters(), *model.buffers()):
                 if own.is_floating_point():
@@ -216,7 +227,7 @@ def _run(model: nn.Module, example: Example, seed: int = 0) -> _Run:
         inputs: list[Tensor] = []
 
         def fresh(t: Tensor) -> Tensor:
-            t = double(t)
+            t = double(t.detach())
             t.requires_grad_(t.is_floating_point())
             inputs.append(t)
             # A model may write over its input, but not over a leaf.
@@ -239,7 +250,7 @@ def _run(model: nn.Module, example: Example, seed: int = 0) -> _Run:
         buffers = {name: b.detach().clone() for name, b in model.named_buffers() if b.is_floating_point()}
         model.eval()
         with torch.no_grad():
-            arguments = example.map_tensors(double)
+            arguments = example.map_tensors(lambda t: double(t.detach()))
             evaluated = list(tensors_in(model(*arguments.args, **arguments.kwargs)))
     return _Run(loss.detach(), gradients, buffers, others, evaluated)
 
