@@ -11,9 +11,10 @@ from torch import nn
 
 from inplace_abn import reference, rewrite
 from inplace_abn.conditioning import expected_error
+from inplace_abn.example import examples_of
 from inplace_abn.findings import Activation, Finding, examine, examine_residual
 from inplace_abn.plan import Layer, Plan, Residual
-from inplace_abn.recording import Example, Recording, record
+from inplace_abn.recording import Recording, record
 from inplace_abn.settings import check_hyperparameters
 
 _THRESHOLD = 1e-2
@@ -30,7 +31,7 @@ def is_fused_batch_norm(module: nn.Module) -> bool:
     )
 
 
-def analyze(model: nn.Module, *example_inputs: Any, **kwargs: Any) -> Plan:
+def analyze(model: nn.Module, /, *example_inputs: Any, **kwargs: Any) -> Plan:
     """Tells which BatchNorms of ``model`` can go in place, why the others cannot, and what it saves.
 
     The model runs once in training mode, and once more to see what only evaluation does, on fake tensors: nothing is
@@ -49,22 +50,25 @@ def analyze(model: nn.Module, *example_inputs: Any, **kwargs: Any) -> Plan:
     Raises:
         TypeError: ``model`` is no module, or an `Example` is mixed with other arguments.
 
-    Errors of the model's own forward pass are passed on.
+    Errors of the model's own forward pass in training mode are passed on; those in evaluation are in the plan. Scripted
+    and traced submodules are opaque: the BatchNorms in them are not looked at, what they read is.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"inplace_abn.analyze: expected model to be a torch.nn.Module, got {type(model).__name__}")
-    several = [example for example in example_inputs if isinstance(example, Example)]
-    if several and (kwargs or len(several) != len(example_inputs)):
-        raise TypeError("inplace_abn.analyze: expected either Example objects or the arguments of one call, got both")
+    examples = examples_of("inplace_abn.analyze", example_inputs, kwargs)
     norms = {
         name: module
         for name, module in model.named_modules()
         if isinstance(module, nn.modules.batchnorm._BatchNorm) or is_fused_batch_norm(module)
     }
     unfit = {name: _unfit(module) for name, module in norms.items()}
-    examples = several or [Example(*example_inputs, **kwargs)]
-    recordings = [recording for example in examples for recording in record(model, example)]
-    return _Decision(model, norms, unfit, recordings).plan()
+    recordings: list[Recording] = []
+    errors: list[str] = []
+    for example in examples:
+        recorded, error = record(model, example)
+        recordings += recorded
+        errors += [error] if error else []
+    return replace(_Decision(model, norms, unfit, recordings).plan(), evaluation_errors=_unique(errors))
 
 
 def _unfit(module: nn.Module) -> list[str]:

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.nn.utils import parametrize
 
 from inplace_abn import reference, rewrite
 from inplace_abn.abn import InPlaceABN, InPlaceABNSync
 from inplace_abn.analysis import analyze, is_fused_batch_norm
+from inplace_abn.example import Example
 from inplace_abn.plan import Plan
-from inplace_abn.recording import Example
 
 _ORIGINAL = "_inplace_abn_original"
 """Attribute of a converted module: the class that it had."""
@@ -72,7 +73,8 @@ def convert(
             tensor, a tuple of arguments or an `Example`.
         sync: make all converted BatchNorms synchronise their statistics, in the default process group.
         residual: also make BatchNorm, addition of a residual and activation one, by rewriting the forward pass of the
-            module that adds with torch.fx.
+            module that adds with torch.fx. A plan whose ``residual`` is True, as that of a memory report of it, does so
+            anyway.
 
     Returns:
         ``model``.
@@ -84,6 +86,7 @@ def convert(
     if not isinstance(model, nn.Module):
         raise TypeError(f"inplace_abn.convert: expected model to be a torch.nn.Module, got {type(model).__name__}")
     plan = _plan(model, plan_or_example)
+    residual = residual or plan.residual
     modules = dict(model.named_modules())
     activations = {layer.name: (layer.activation, layer.activation_param) for layer in plan.convertible}
     edits: dict[str, list[rewrite.Edit]] = {}
@@ -199,11 +202,21 @@ def revert(model: nn.Module, batch_norm: type[nn.Module] = nn.BatchNorm2d) -> nn
 
     Returns:
         ``model``, or what takes its place if it is an in-place module itself.
+
+    Raises:
+        ValueError: a converted module has got another class since, other than by torch.nn.utils.parametrize; or a
+            weight cannot be set to what it scaled by, because it is computed from other parameters. Nothing has been
+            modified.
     """
-    for module in list(model.modules()):
-        original = vars(module).get(_ORIGINAL)
-        if original is None:
-            continue
+    classes = {
+        name: _original_class(name, module) for name, module in model.named_modules() if _ORIGINAL in vars(module)
+    }
+    for name, module in model.named_modules():
+        if isinstance(module, InPlaceABN):
+            _check_scale(name, module)
+    modules = dict(model.named_modules())
+    for name, original in classes.items():
+        module = modules[name]
         if isinstance(module, InPlaceABN):
             _take_scale(module)
             _strip(module)
@@ -220,8 +233,51 @@ def revert(model: nn.Module, batch_norm: type[nn.Module] = nn.BatchNorm2d) -> nn
     return replaced.get(model, model)
 
 
+def _original_class(name: str, module: nn.Module) -> type[nn.Module]:
+    """What a converted module is to become: the class that it had, parametrized if it is now.
+
+    Raises:
+        ValueError: somebody has given it another class since.
+    """
+    original: type[nn.Module] = vars(module)[_ORIGINAL]
+    current = type(module)
+    if _is_made_by_convert(current):
+        return original
+    if parametrize.is_parametrized(module) and _is_made_by_convert(current.__bases__[0]):
+        # torch.nn.utils.parametrize makes a subclass for each module, whose attributes are the parametrized tensors.
+        members = {key: value for key, value in vars(current).items() if key not in ("__dict__", "__weakref__")}
+        return type(f"Parametrized{original.__name__}", (original,), members)
+    raise ValueError(
+        f"inplace_abn.revert: {name or 'the model'} has become a {current.__name__} since it was converted; undo that "
+        "before"
+    )
+
+
+def _is_made_by_convert(kind: type[nn.Module]) -> bool:
+    return kind in (InPlaceABN, InPlaceABNSync, nn.Identity, PassedActivation) or rewrite.is_rewritten(kind)
+
+
+def _check_scale(name: str, module: InPlaceABN) -> None:
+    """Refuses a weight that is computed, by a parametrization or a hook, and is not what it scales by."""
+    converted = _ORIGINAL in vars(module)
+    if not converted and parametrize.is_parametrized(module):
+        raise ValueError(
+            f"inplace_abn.revert: {name or 'the model'} is parametrized, and not a module that was converted; use "
+            "torch.nn.utils.parametrize.remove_parametrizations before"
+        )
+    if module.weight is None or "weight" in module._parameters:
+        return
+    scale = reference.gamma(module.weight.detach(), module.eps, module.signed_weight)
+    if not torch.equal(scale, module.weight):
+        raise ValueError(
+            f"inplace_abn.revert: {name or 'the model'} has a weight that is computed from other parameters, and "
+            "scales by another one (within eps of zero, or by the magnitude); remove the parametrization, weight "
+            "norm or pruning before"
+        )
+
+
 def _take_scale(module: InPlaceABN) -> None:
-    if module.weight is not None:
+    if "weight" in module._parameters and module.weight is not None:
         with torch.no_grad():
             module.weight.copy_(reference.gamma(module.weight, module.eps, module.signed_weight))
 

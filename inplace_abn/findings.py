@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from inplace_abn.recording import Call, Op, Recording, Seen
+from inplace_abn import tags
+from inplace_abn.recording import Call, Op, Recording, Seen, Watch
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -82,7 +83,7 @@ def examine(recording: Recording, name: str) -> Finding | None:
         finding.fused_reasons = _fused_reasons(recording, y.storage, op, finding.activation)
         kept = {s for s in {y.storage, z, *copies} if recording.is_held(s)}
         finding.fused_bytes = before + sum(recording.sizes[s] for s in kept) - finding.size
-    finding.identity_reasons = _modified_reasons(recording, y.storage, op)
+    finding.identity_reasons = _modified_reasons(recording, y.storage, op) + _node_reasons(recording, y.storage, op)
     finding.identity_bytes = before + finding.size * recording.is_held(y.storage) - finding.size
     last = y.storage if finding.activation is None else finding.activation.result
     savers = {recording.saved_by(s): None for s in recording.saves if s.storage == last and recording.training}
@@ -135,6 +136,10 @@ def examine_residual(
     if any(r.storage in recording.ops[i].writes for i in recording.touching(r.storage, touching[0])):
         reasons.append("the residual is modified in place later")
     reasons += _fused_reasons(recording, total.storage, touching[0], activation)
+    if total.storage != finding.output:
+        reasons += _watched_reasons("its output", recording.watched(finding.output, finding.op))
+    else:
+        reasons += _watched_reasons("its output", recording.watched(finding.output, finding.op, touching[0]))
     for user, found in findings.items():
         if found.input in (r.storage, activation.result):
             what = "the residual" if found.input == r.storage else "its output"
@@ -197,6 +202,7 @@ def _input_reasons(recording: Recording, calls: int, call: Call, x: Seen, y: See
         if not call.start <= i < call.stop:
             verb = "modified" if x.storage in later.writes else "read"
             reasons.append(f"its input is {verb} afterwards by {later}")
+    reasons += _watched_reasons("its input", recording.watched(x.storage, op))
     if x.storage in recording.alive - recording.outputs - recording.inputs - recording.state:
         reasons.append("its input is kept by somebody after the forward pass")
     return reasons
@@ -222,7 +228,27 @@ def _fused_reasons(recording: Recording, y: int, op: int, activation: Activation
     if z != y:
         foreign = [s for s in recording.saves if s.storage == y and abs(s.before - activation.op) > 1]
         reasons += [f"its pre-activation is also kept for backward by {recording.saved_by(s)}" for s in foreign]
+    reasons += _watched_reasons("its pre-activation", recording.watched(y, op, activation.op if z == y else None))
+    reasons += _node_reasons(recording, z, activation.op)
+    reasons += tags.readers(recording, z, activation.op, activation.name, activation.param)
     return reasons + _modified_reasons(recording, z, activation.op)
+
+
+def _watched_reasons(what: str, watches: Sequence[Watch]) -> list[str]:
+    """Why a tensor that vanishes, or has another content in place, is missed without any op that reads it."""
+    words = {
+        "gradient": f"{what}'s gradient is hooked: {{}}",
+        "node": f"{what}'s graph node is asked for, where a hook would see other gradients: {{}}",
+        "function": f"{what} goes through {{}}",
+        "memory": f"{what} is also read by {{}}",
+        "truth": f"{what} is also read by {{}}",
+    }
+    return [words[watch.kind].format(watch.what) for watch in watches]
+
+
+def _node_reasons(recording: Recording, z: int, op: int) -> list[str]:
+    """A hook on the node of the result gets the gradients of all of the node's inputs, which are others in place."""
+    return _watched_reasons("its output", [w for w in recording.watched(z, op) if w.kind == "node"])
 
 
 def _modified_reasons(recording: Recording, z: int, op: int) -> list[str]:
@@ -242,7 +268,8 @@ def _activation_after(recording: Recording, y: Seen, op: int) -> Activation | No
     copies: list[int] = []
     for i in recording.touching(y.storage, op):
         reader = recording.ops[i]
-        known = _known_activation(reader)
+        # In a custom autograd Function, whose backward is its own, there is no grad mode.
+        known = _known_activation(reader) if reader.differentiable or not recording.ops[op].differentiable else None
         written = y.storage in reader.writes
         whole = bool(reader.tensors) and math.prod(reader.tensors[0].shape) == math.prod(y.shape)
         if known is not None and whole:

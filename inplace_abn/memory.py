@@ -2,7 +2,8 @@
 
     python -m inplace_abn.memory torchvision.models:resnet50 --input 8x3x512x512 --convert --png memory.png
 
-measures any model that a function without arguments, or a module object, gives.
+measures any model that is a module object or that a function makes, with ``--kwargs '{"model_name": "resnet50"}'`` for
+its arguments.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ import argparse
 import copy
 import gc
 import importlib
+import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,8 +25,9 @@ from torch import Tensor, nn
 
 from inplace_abn.analysis import analyze
 from inplace_abn.convert import convert
+from inplace_abn.example import Example, examples_of, tensors_in
 from inplace_abn.plan import Plan, readable
-from inplace_abn.recording import Example, tensors_in
+from inplace_abn.plot import check_plot, save_plot
 
 _BACKWARD = "inplace_abn.memory: backward"
 _END = "inplace_abn.memory: end"
@@ -68,7 +71,7 @@ def _less(after: int, before: int) -> str:
     return f"{readable(before - after)} ({(before - after) / before:.0%})" if before else "-"
 
 
-def measure(model: nn.Module, *example: Any, tick: Callable[[], None] | None = None) -> Usage:
+def measure(model: nn.Module, /, *example: Any, tick: Callable[[], None] | None = None, **kwargs: Any) -> Usage:
     """Runs one training step of ``model`` and tells what the allocator did.
 
     The loss is the sum of the outputs. Buffers are updated and gradients set to None, as by a training step that is
@@ -77,15 +80,20 @@ def measure(model: nn.Module, *example: Any, tick: Callable[[], None] | None = N
     Args:
         model: on the device of its inputs; is put into training mode for the step.
         example: arguments of the forward pass, or one `Example`.
-        tick: called after each call of a submodule, for a progress bar.
+        tick: called after each call of a submodule, for a progress bar. An argument of the model that has this name is
+            given within an `Example`.
+        kwargs: keyword arguments of the forward pass.
 
     Returns:
         Bytes held after the forward pass, the peak of the step, and the timeline.
 
     Raises:
+        TypeError: an `Example` is mixed with other arguments, or there are several: a step has one.
         ValueError: no output requires grad.
     """
-    first = example[0] if len(example) == 1 and isinstance(example[0], Example) else Example(*example)
+    first, *more = examples_of("inplace_abn.memory.measure", example, kwargs)
+    if more:
+        raise TypeError(f"inplace_abn.memory.measure: expected the arguments of one call, got {1 + len(more)} Examples")
     cuda = any(t.device.type == "cuda" for t in (*model.parameters(), *tensors_in((first.args, first.kwargs))))
     training = [(module, module.training) for module in model.modules()]
     model.train()
@@ -184,75 +192,75 @@ def _leaves(model: nn.Module) -> list[nn.Module]:
 
 
 def memory_report(
-    model: nn.Module, *example: Any, converted: bool = True, residual: bool = False, progress: bool = False
+    model: nn.Module,
+    /,
+    *example: Any,
+    converted: bool = True,
+    residual: bool = False,
+    progress: bool = False,
+    **kwargs: Any,
 ) -> MemoryReport:
     """Measures a training step of ``model`` and, unless ``converted`` is False, of a converted copy of it.
 
     Args:
         model: left as it is, but for its buffers, which a training step updates.
-        example: arguments of the forward pass, or one `Example`.
+        example: arguments of the forward pass; or several `Example`, of which all are analyzed and the first is
+            measured.
         converted: measure a converted copy too.
-        residual: as for `inplace_abn.convert`.
+        residual: as for `inplace_abn.convert`. The plan then tells of it.
         progress: show a bar, for which tqdm is needed.
+        kwargs: keyword arguments of the forward pass. Those that are named as an option of this function are given
+            within an `Example`.
 
     Returns:
         Both measurements and the plan; print it.
+
+    Raises:
+        TypeError: an `Example` is mixed with other arguments.
+        ValueError: no output requires grad.
+        ImportError: a bar is wanted, but tqdm is not installed.
     """
-    steps = 4 if converted else 2
-    with _bar(progress, steps * len(_leaves(model))) as tick:
-        before = measure(model, *example, tick=tick)
+    examples = examples_of("inplace_abn.memory.memory_report", example, kwargs)
+    with _bar(progress) as bar:
+        before = measure(model, examples[0], tick=bar.tick)
         if not converted:
             return MemoryReport(before)
-        plan = analyze(model, *example)
-        other = convert(copy.deepcopy(model), plan, residual=residual)
-        return MemoryReport(before, measure(other, *example, tick=tick), plan)
+        bar.expect(2 * bar.count)
+        plan = replace(analyze(model, *examples), residual=residual)
+        other = convert(copy.deepcopy(model), plan)
+        return MemoryReport(before, measure(other, examples[0], tick=bar.tick), plan)
+
+
+class _Progress:
+    """Counts calls of submodules, and shows them. How many there are is known after the first measurement."""
+
+    def __init__(self, shown: Any = None) -> None:
+        self.count = 0
+        self._shown = shown
+
+    def tick(self) -> None:
+        self.count += 1
+        # A converted model may make more calls, which the end of the bar does not wait for.
+        if self._shown is not None and (self._shown.total is None or self._shown.n < self._shown.total):
+            self._shown.update()
+
+    def expect(self, total: int) -> None:
+        if self._shown is not None:
+            self._shown.total = total
+            self._shown.refresh()
 
 
 @contextmanager
-def _bar(shown: bool, total: int) -> Iterator[Callable[[], None] | None]:
+def _bar(shown: bool) -> Iterator[_Progress]:
     if not shown:
-        yield None
+        yield _Progress()
         return
     try:
         from tqdm import tqdm  # type: ignore[import-untyped]
     except ImportError as error:
         raise ImportError("inplace_abn.memory: a progress bar needs tqdm: pip install 'inplace-abn[demo]'") from error
-    with tqdm(total=total, unit="call", desc="training steps", leave=False) as bar:
-
-        def tick() -> None:
-            bar.update()
-
-        yield tick
-
-
-def save_plot(report: MemoryReport, path: str, title: str = "") -> None:
-    """Writes the timeline of the report as a picture, in the format that the file's name tells.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("inplace_abn.memory: a plot needs matplotlib: pip install 'inplace-abn[demo]'") from error
-    figure = Figure(figsize=(9, 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    for name, usage, colour in (("native", report.before, "tab:red"), ("in place", report.after, "tab:blue")):
-        if usage is not None:
-            # Time as a share of the step, so that both are comparable.
-            end = usage.timeline[-1][0] if usage.timeline else 1.0
-            axes.step(
-                [time / end for time, _ in usage.timeline],
-                [size / 2**20 for _, size in usage.timeline],
-                where="post",
-                color=colour,
-                label=f"{name}: {readable(usage.held)} held, {readable(usage.peak)} peak",
-            )
-            axes.axvline(usage.backward_start / end, color=colour, linestyle=":", linewidth=1)
-    axes.set(xlabel="share of a training step (dotted: backward starts)", ylabel="MiB allocated", title=title)
-    axes.set_ylim(bottom=0)
-    axes.legend()
-    figure.savefig(path, dpi=150)
+    with tqdm(unit="call", desc="training steps", leave=False) as bar:
+        yield _Progress(bar)
 
 
 def parse_shape(text: str) -> tuple[int, ...]:
@@ -274,11 +282,11 @@ def _shape(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def load_model(text: str) -> nn.Module:
-    """The model that ``MODULE:FACTORY`` names: a module object, or what calling it without arguments returns.
+def load_model(text: str, kwargs: Mapping[str, Any] | None = None) -> nn.Module:
+    """The model that ``MODULE:FACTORY`` names: a module object, or what calling it with ``kwargs`` returns.
 
     Raises:
-        ValueError: the text or what it names is something else.
+        ValueError: the text or what it names is something else, or calling it fails.
         ImportError: there is no such Python module.
     """
     module, colon, name = text.partition(":")
@@ -289,16 +297,43 @@ def load_model(text: str) -> nn.Module:
         if not hasattr(found, part):
             raise ValueError(f"{module} has no {name}")
         found = getattr(found, part)
-    model = found if isinstance(found, nn.Module) else found()
+    if isinstance(found, nn.Module):
+        if kwargs:
+            raise ValueError(f"{text} is a module, which takes no arguments {sorted(kwargs)}")
+        return found
+    if not callable(found):
+        raise ValueError(f"expected {text} to be a module or to make one, got {type(found).__name__}")
+    try:
+        model = found(**(kwargs or {}))
+    except Exception as error:
+        given = f"({', '.join(f'{key}={value!r}' for key, value in (kwargs or {}).items())})"
+        raise ValueError(f"{text}{given} failed: {type(error).__name__}: {error}") from error
     if not isinstance(model, nn.Module):
         raise ValueError(f"expected {text} to give a torch.nn.Module, got {type(model).__name__}")
     return model
+
+
+def _keywords(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"expected JSON, got {text!r}: {error}") from error
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"expected a JSON object, got {text!r}")
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m inplace_abn.memory", description=__doc__.split("\n\n")[0])
     parser.add_argument(
         "model", metavar="MODULE:FACTORY", help="what makes the model, such as torchvision.models:vgg11_bn"
+    )
+    parser.add_argument(
+        "--kwargs",
+        metavar="JSON",
+        default={},
+        type=_keywords,
+        help='arguments of FACTORY: \'{"model_name": "resnet50"}\'',
     )
     parser.add_argument(
         "--input",
@@ -314,12 +349,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--png", metavar="FILE", help="write the timeline as a picture")
     parser.add_argument("--no-progress", action="store_true", help="no progress bar")
     args = parser.parse_args(arguments)
+    if args.residual and not args.convert:
+        parser.error("--residual is about the conversion: add --convert")
     try:
+        if args.png:
+            check_plot(args.png)
         device = torch.device(args.device)
         if device.type == "cuda" and not torch.cuda.is_available():
             parser.error("torch sees no CUDA device")
-        model = load_model(args.model).to(device)
-    except (ValueError, RuntimeError, ImportError) as error:
+        model = load_model(args.model, args.kwargs).to(device)
+    except (ValueError, RuntimeError, ImportError, OSError) as error:
         parser.error(str(error))
     example = [torch.randn(shape, device=device) for shape in args.input]
     progress = not args.no_progress and sys.stderr.isatty()

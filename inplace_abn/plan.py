@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+import textwrap
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -59,6 +62,10 @@ class Plan:
     """The verdict on every BatchNorm of a model, by name. Print it, or see `to_dict`."""
 
     layers: tuple[Layer, ...]
+    evaluation_errors: tuple[str, ...] = ()
+    """Of the model's forward pass in evaluation, which therefore nothing is known of; one for each example."""
+    residual: bool = False
+    """Whether residual blocks are converted too, as by ``residual=True`` of `inplace_abn.convert`."""
 
     @property
     def convertible(self) -> tuple[Layer, ...]:
@@ -88,40 +95,88 @@ class Plan:
             "bytes_saved": self.bytes_saved,
             "residuals": len(self.residuals),
             "residual_bytes_saved": self.residual_bytes_saved,
+            "residual": self.residual,
+            "evaluation_errors": self.evaluation_errors,
         }
 
     def __str__(self) -> str:
-        rows = [("name", "input from", "activation", "verdict", "saves", "reasons")]
-        for layer in self.layers:
-            saves = readable(layer.bytes_saved) if layer.convertible else "-"
-            verdict = "in place" if layer.convertible else "refused"
-            activation = layer.activation + (f" ({layer.site})" if layer.site else "")
-            rows.append((layer.name, layer.producer, activation, verdict, saves, "; ".join(_notes(layer))))
+        """The table, as wide as the terminal (80 columns where there is none)."""
+        return self.table(shutil.get_terminal_size().columns)
+
+    def table(self, width: int) -> str:
+        """A row for each BatchNorm, its reasons below it, and the totals.
+
+        Args:
+            width: of the lines. Reasons are wrapped, and where the input comes from is shortened or left out; names
+                never are, so that long ones make longer lines.
+        """
+        rows = [("name", "activation", "verdict", "saves", "input from")]
+        rows += [self._row(layer) for layer in self.layers]
         widths = [max(len(row[i]) for row in rows) for i in range(5)]
-        lines = [" | ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[5]]) for row in rows]
-        lines.insert(1, "-|-".join("-" * width for width in [*widths, len("reasons")]))
-        lines.append(
+        widths[4] = max(0, min(widths[4], width - sum(widths[:4]) - 4 * len(" | ")))
+        shown = 5 if widths[4] >= len(rows[0][4]) else 4
+        lines = [_line(row[:shown], widths) for row in rows]
+        lines[0] += "\n" + "-|-".join("-" * width for width in widths[:shown])
+        for i, layer in enumerate(self.layers):
+            for note in self._notes(layer):
+                lines[i + 1] += "\n" + textwrap.fill(
+                    note, max(width, 40), initial_indent="    ", subsequent_indent="      ", break_on_hyphens=False
+                )
+        totals = [
             f"{len(self.convertible)} of {len(self.layers)} BatchNorms go in place and save "
             f"{readable(self.bytes_saved)} per training step"
-        )
+        ]
         if self.residuals:
-            lines.append(
-                f"residual=True would convert {len(self.residuals)} residual blocks and save "
+            verb = ("converts", "saves") if self.residual else ("would convert", "save")
+            totals.append(
+                f"residual=True {verb[0]} {len(self.residuals)} residual blocks and {verb[1]} "
                 f"{readable(self.residual_bytes_saved)} more"
             )
-        return "\n".join(line.rstrip() for line in lines)
+        totals += [
+            f"The model failed in evaluation, so what it reads only there is not known: {error}"
+            for error in self.evaluation_errors
+        ]
+        lines += [textwrap.fill(total, max(width, 40), break_on_hyphens=False) for total in totals]
+        return "\n".join(lines)
+
+    def _partners(self) -> dict[str, str]:
+        """BatchNorms that go in place with a residual block's own, by name, and whose they are."""
+        return {layer.residual.partner: layer.name for layer in self.residuals if layer.residual is not None}
+
+    def _row(self, layer: Layer) -> tuple[str, str, str, str, str]:
+        activation = layer.activation + (f" ({layer.site})" if layer.site else "")
+        verdict, saves = ("in place", readable(layer.bytes_saved)) if layer.convertible else ("refused", "-")
+        if self.residual and layer in self.residuals and layer.residual is not None:
+            activation, verdict = layer.residual.activation, "residual"
+            saves = readable(layer.residual.bytes_saved + layer.bytes_saved * layer.convertible)
+        elif self.residual and layer.name in self._partners() and not layer.convertible:
+            activation, verdict = "identity", "residual"
+        return layer.name, activation, verdict, saves, layer.producer
+
+    def _notes(self, layer: Layer) -> list[str]:
+        residual = layer.residual
+        if self.residual and layer in self.residuals:
+            return []
+        if self.residual and layer.name in self._partners() and not layer.convertible:
+            return [f"it makes the residual of {self._partners()[layer.name]}"]
+        notes = ["; ".join(layer.reasons)] if layer.reasons else []
+        if residual is not None:
+            saved = readable(residual.bytes_saved)
+            notes.append(
+                f"residual= would save {saved}, but {'; '.join(residual.reasons)}"
+                if residual.reasons
+                else f"residual=True would save {saved}"
+            )
+        return notes
 
 
-def _notes(layer: Layer) -> list[str]:
-    notes = list(layer.reasons)
-    if layer.residual is not None:
-        saved = readable(layer.residual.bytes_saved)
-        notes.append(
-            f"residual= would save {saved}, but {'; '.join(layer.residual.reasons)}"
-            if layer.residual.reasons
-            else f"residual=True would save {saved}"
-        )
-    return notes
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    """Cells side by side; what is too long loses its middle, since names differ at their ends."""
+    short = [
+        cell if len(cell) <= width else cell[: (width - 1) // 2] + "…" + cell[len(cell) - width // 2 :]
+        for cell, width in zip(cells, widths, strict=False)
+    ]
+    return " | ".join(cell.ljust(width) for cell, width in zip(short, widths, strict=False)).rstrip()
 
 
 def readable(size: float) -> str:

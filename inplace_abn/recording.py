@@ -6,13 +6,10 @@ never given twice: the recorder holds a weak reference, which keeps the address 
 
 from __future__ import annotations
 
-import copy
 import gc
-import random
-import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,21 +18,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.function import BackwardCFunction
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
+from inplace_abn.example import Example, tensors_in
+from inplace_abn.preservation import local_statistics, preserved
 
-class Example:
-    """Arguments of one call of a model: ``Example(x, mask=m)`` stands for ``model(x, mask=m)``."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.args = args
-        self.kwargs = kwargs
-
-    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> Example:
-        """The example with ``function`` of each tensor."""
-        args, kwargs = tree_map_only(Tensor, function, (self.args, self.kwargs))
-        return Example(*args, **kwargs)
+_MEMORY = ("numpy", "__array__", "tolist", "data_ptr", "untyped_storage", "storage", "__dlpack__", "__reduce_ex__")
+"""Methods of a tensor that give its values or its memory away without an op."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +54,8 @@ class Op:
     reads: frozenset[int]
     writes: frozenset[int]
     results: tuple[Seen, ...]
+    differentiable: bool
+    """Whether autograd would record it: not so under no_grad, which is also inside of a custom autograd Function."""
 
     def touches(self, storage: int) -> bool:
         return storage in self.reads or storage in self.writes
@@ -102,6 +94,20 @@ class Save:
     """Whether the graph of the result holds it; not so in branches that lead nowhere."""
 
 
+@dataclass(frozen=True)
+class Watch:
+    """Something that learns of a tensor or of its gradient without an op."""
+
+    storage: int
+    before: int
+    """Number of ops that had run."""
+    kind: str
+    """"gradient" (a hook on it), "node" (its grad_fn was asked for), "function" (a custom autograd Function made a view
+    of it), "memory" (its values were given away) or "truth" (it was converted to bool)."""
+    what: str
+    """In words."""
+
+
 @dataclass
 class Recording:
     """What was observed in one forward pass."""
@@ -110,6 +116,7 @@ class Recording:
     ops: list[Op] = field(default_factory=list)
     calls: dict[str, list[Call]] = field(default_factory=dict)
     saves: list[Save] = field(default_factory=list)
+    watches: list[Watch] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     """Bytes of each storage."""
     inputs: set[int] = field(default_factory=set)
@@ -122,6 +129,14 @@ class Recording:
     def touching(self, storage: int, after: int) -> list[int]:
         """Numbers of the ops beyond ``after`` that read or write the storage."""
         return [i for i in range(after + 1, len(self.ops)) if self.ops[i].touches(storage)]
+
+    def watched(self, storage: int, after: int, until: int | None = None) -> list[Watch]:
+        """Who learned of the storage beyond op ``after``, and not beyond the start of op ``until``."""
+        return [
+            w
+            for w in self.watches
+            if w.storage == storage and w.before > after and (until is None or w.before <= until)
+        ]
 
     def is_held(self, storage: int) -> bool:
         """Whether autograd keeps it after the pass."""
@@ -182,8 +197,12 @@ class _Recorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if func.namespace == "prim":
-            return result
+        if func.namespace != "prim":
+            with torch._C.DisableTorchFunction():
+                self._note(func, args, kwargs, result)
+        return result
+
+    def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         schema = func._schema
         tensors: list[Seen] = []
         values: dict[str, Any] = {}
@@ -201,21 +220,40 @@ class _Recorder(TorchDispatchMode):
         reads = frozenset(seen.storage for seen in tensors) - shared
         if reads or written or not tensors:
             name = schema.name.split("::")[-1]
-            op = Op(name, self._modules[-1], tuple(tensors), values, reads, frozenset(written), results)
-            self.recording.ops.append(op)
-        return result
+            self.recording.ops.append(
+                Op(
+                    name,
+                    self._modules[-1],
+                    tuple(tensors),
+                    values,
+                    reads,
+                    frozenset(written),
+                    results,
+                    torch.is_grad_enabled(),
+                )
+            )
 
     def pack(self, t: Tensor) -> _Ticket:
         """Autograd gets a ticket instead of the tensor, so what is alive afterwards is held by somebody else."""
         ticket = _Ticket()
-        self.recording.saves.append(Save(self.storage(t), len(self.recording.ops), tuple(self._modules)))
+        with torch._C.DisableTorchFunction():
+            self.recording.saves.append(Save(self.storage(t), len(self.recording.ops), tuple(self._modules)))
         self._tickets.append(weakref.ref(ticket))
         return ticket
 
     def unpack(self, ticket: _Ticket) -> Tensor:
         raise RuntimeError("inplace_abn: analyze runs the forward pass only, but the model unpacks a saved tensor")
 
-    def enter(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def watch(self, t: Tensor, kind: str, what: str) -> None:
+        self.recording.watches.append(Watch(self.storage(t), len(self.recording.ops), kind, what))
+
+    @property
+    def module(self) -> str:
+        """The innermost module that is being called, in words."""
+        return self._modules[-1] or "the model"
+
+    def enter(self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._watch_backward_hooks(module, name, (args, kwargs))
         call = Call(name, len(self.recording.ops))
         x = next(tensors_in((args, kwargs)), None)
         if x is not None:
@@ -223,9 +261,7 @@ class _Recorder(TorchDispatchMode):
             call.by_keyword = not args
             reference, source = self._returned.get(id(x), (None, ""))
             call.source = source if reference is not None and reference() is x else ""
-            for node in (x.grad_fn, x._base.grad_fn if x._base is not None else None):
-                if isinstance(node, BackwardCFunction):
-                    call.custom_function = node.name().removesuffix("Backward")
+            call.custom_function = _custom_function(x)
             default = torch._C._autograd.CreationMeta.DEFAULT
             multiple = x._is_view() and torch._C._autograd._get_creation_meta(x) != default
             call.protected = (x.is_leaf and x.requires_grad) or multiple
@@ -233,11 +269,17 @@ class _Recorder(TorchDispatchMode):
         self._open.append(call)
         self._modules.append(name)
 
-    def leave(self, name: str, result: Any) -> None:
+    def leave(self, module: nn.Module, name: str, result: Any) -> None:
+        self._watch_backward_hooks(module, name, result)
         self._modules.pop()
         self._open.pop().stop = len(self.recording.ops)
         if isinstance(result, Tensor):
             self._returned[id(result)] = (weakref.ref(result), name)
+
+    def _watch_backward_hooks(self, module: nn.Module, name: str, tensors: Any) -> None:
+        if module._backward_hooks or module._backward_pre_hooks:
+            for t in tensors_in(tensors):
+                self.watch(t, "gradient", f"a backward hook of {name or 'the model'}")
 
     def finish(self, result: Any) -> None:
         self.recording.outputs = {self.storage(t) for t in tensors_in(result)}
@@ -253,99 +295,77 @@ class _Recorder(TorchDispatchMode):
         return {i for i, reference in enumerate(self._references) if not reference.expired()}
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """In lists, mappings and objects such as dataclasses."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, (list, tuple, set)):
-        for item in value:
-            yield from tensors_in(item)
-    elif hasattr(value, "__dataclass_fields__"):
-        yield from tensors_in(vars(value))
+class _Watcher(TorchFunctionMode):
+    """Tells the recorder of what is done with tensors above autograd, and is no op."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        recorder, name = self._recorder, getattr(func, "__name__", "")
+        if name == "__get__":
+            result = func(*args, **kwargs)
+            # The node of a custom function stays what it is.
+            if getattr(func.__self__, "__name__", "") == "grad_fn" and not isinstance(result, BackwardCFunction):
+                recorder.watch(args[0], "node", f"grad_fn in {recorder.module}")
+            return result
+        if name in ("register_hook", "retain_grad"):
+            recorder.watch(args[0], "gradient", f"{name} in {recorder.module}")
+        elif name in _MEMORY:
+            recorder.watch(args[0], "memory", f"{name} in {recorder.module}")
+        elif name == "__bool__":
+            recorder.watch(args[0], "truth", f"bool in {recorder.module}")
+        for t in tensors_in((args, kwargs)):
+            function = _custom_function(t)
+            if function:
+                recorder.watch(t, "function", f"the custom autograd Function {function}")
+        return func(*args, **kwargs)
 
 
-class _LocalStatistics(nn.modules.batchnorm._BatchNorm):
-    """What a SyncBatchNorm is during the recording: on one rank alone a collective would wait for ever."""
-
-    def _check_input_dim(self, input: Tensor) -> None:
-        if input.dim() < 2:
-            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
-
-
-@contextmanager
-def preserved(model: nn.Module) -> Iterator[None]:
-    """Gives back buffers, attributes, hooks, training flags and the state of random generators as they were."""
-    attributes = [(module, dict(vars(module))) for module in model.modules()]
-    # Buffers, hooks and submodules are entries of dicts; what models collect is mostly in lists.
-    containers = [
-        (value, copy.copy(value))
-        for _, values in attributes
-        for value in values.values()
-        if isinstance(value, (dict, list, set))
-    ]
-    values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    devices = [*{t.device for t in (*model.parameters(), *model.buffers()) if t.device.type == "cuda"}]
-    numpy = sys.modules.get("numpy")
-    numpy_state = numpy.random.get_state() if numpy else None
-    python_state = random.getstate()
-    try:
-        with torch.random.fork_rng(devices):
-            yield
-    finally:
-        random.setstate(python_state)
-        if numpy:
-            numpy.random.set_state(numpy_state)
-        for module, was in attributes:
-            now = vars(module)
-            for name in now.keys() - was.keys():
-                del now[name]
-            now.update(was)
-        for container, content in containers:
-            if isinstance(container, list):
-                container[:] = content
-            else:
-                container.clear()
-                container.update(content)
-        with torch.no_grad():
-            for buffer, value in values:
-                if buffer.device.type != "meta" and not torch.equal(buffer, value):
-                    buffer.copy_(value)
+def _custom_function(t: Tensor) -> str:
+    """The custom autograd Function that made the tensor, or what it is a view of; empty if none did."""
+    for node in (t.grad_fn, t._base.grad_fn if t._base is not None else None):
+        if isinstance(node, BackwardCFunction):
+            return node.name().removesuffix("Backward")
+    return ""
 
 
-@contextmanager
-def _local_statistics(model: nn.Module) -> Iterator[None]:
-    synchronised = [module for module in model.modules() if type(module) is nn.SyncBatchNorm]
-    for module in synchronised:
-        module.__class__ = _LocalStatistics  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        for module in synchronised:
-            module.__class__ = nn.SyncBatchNorm
+def is_scripted(module: nn.Module) -> bool:
+    """Whether TorchScript runs it: its ops are seen, but it takes neither hooks nor other parameters."""
+    return isinstance(module, torch.jit.ScriptModule)
+
+
+def _replaceable(tensors: Iterable[tuple[str, Tensor]], scripted: Sequence[str]) -> dict[str, Tensor]:
+    """Those that no scripted module owns, of which a call takes no others."""
+    return {name: t for name, t in tensors if not any(name.startswith(prefix) for prefix in scripted)}
 
 
 def _run(model: nn.Module, example: Example, fake: bool) -> Recording:
     recorder = _Recorder()
     recorder.recording.training = model.training
-    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    scripted = [name + "." if name else "" for name, module in model.named_modules() if is_scripted(module)]
+    own = [*model.parameters(), *model.buffers()]
+    state = _replaceable([*model.named_parameters(), *model.named_buffers()], scripted)
     with ExitStack() as stack:
         if fake:
             mode = FakeTensorMode(allow_non_fake_inputs=True)
             state = {name: mode.from_tensor(t, static_shapes=True) for name, t in state.items()}
             example = example.map_tensors(lambda t: mode.from_tensor(t, static_shapes=True))
             stack.enter_context(mode)
-        recorder.recording.state = {recorder.storage(t) for t in state.values()}
+        recorder.recording.state = {recorder.storage(t) for t in (*state.values(), *own)}
         recorder.recording.inputs = {recorder.storage(t) for t in tensors_in((example.args, example.kwargs))}
         for name, module in model.named_modules():
-            for handle in _hook(module, name, recorder):
-                stack.callback(handle.remove)
+            if not is_scripted(module):
+                for handle in _hook(module, name, recorder):
+                    stack.callback(handle.remove)
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack))
-        with recorder:
+        with recorder, _Watcher(recorder):
             if fake:
                 result = torch.func.functional_call(model, state, example.args, example.kwargs)
             else:
@@ -356,10 +376,12 @@ def _run(model: nn.Module, example: Example, fake: bool) -> Recording:
 
 def _hook(module: nn.Module, name: str, recorder: _Recorder) -> list[Any]:
     def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        recorder.enter(name, args, kwargs)
+        with torch._C.DisableTorchFunction():
+            recorder.enter(module, name, args, kwargs)
 
     def leave(_: nn.Module, __: Any, result: Any) -> None:
-        recorder.leave(name, result)
+        with torch._C.DisableTorchFunction():
+            recorder.leave(module, name, result)
 
     return [
         module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
@@ -367,21 +389,29 @@ def _hook(module: nn.Module, name: str, recorder: _Recorder) -> list[Any]:
     ]
 
 
-def record(model: nn.Module, example: Example) -> list[Recording]:
+def record(model: nn.Module, example: Example) -> tuple[list[Recording], str]:
     """The recording of ``model(*example.args, **example.kwargs)`` in training mode, and one in evaluation.
 
     Nothing is computed, unless the model needs to know values (``.item()``, ``float(tensor)``): then it runs with the
-    tensors that it has. Either way the model is left as it was. An evaluation that fails is left out.
+    tensors that it has. Either way the model is left as it was.
+
+    Returns:
+        The recordings, and the error of the evaluation, which is then missing; empty if there was none.
+
+    Errors in training mode are passed on.
     """
     recordings: list[Recording] = []
+    failed = ""
     for training, fake in ((True, True), (True, False), (False, True), (False, False)):
         if any(recording.training is training for recording in recordings):
             continue
-        with preserved(model), _local_statistics(model):
+        with preserved(model), local_statistics(model):
             model.train(training)
             try:
                 recordings.append(_run(model, example, fake))
-            except Exception:
-                if training and not fake:
-                    raise
-    return recordings
+            except Exception as error:
+                if not fake:
+                    if training:
+                        raise
+                    failed = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(": ")
+    return recordings, failed

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from inplace_abn.activations import activate
-from inplace_abn.recording import preserved
+from inplace_abn.preservation import preserved
 
 _ADDITIONS = (operator.add, operator.iadd, torch.add, "add", "add_")
 
@@ -239,6 +239,11 @@ def _subclass(base: type[nn.Module], source: str, names: dict[str, Any]) -> type
     created = type(base.__name__, (base,), members)
     created._inplace_abn_source = (source, names)  # type: ignore[attr-defined]
     return created
+
+
+def is_rewritten(kind: type[nn.Module]) -> bool:
+    """Whether `rewritten` made the class."""
+    return "_inplace_abn_source" in vars(kind)
 
 
 def _reduce(module: Any, protocol: Any) -> tuple[Any, ...]:

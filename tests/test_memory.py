@@ -1,18 +1,20 @@
 """The memory report, as a function and on the command line."""
 
 import builtins
+import copy
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from foreign_nets import ResNet, conv
+from foreign_nets import ResNet, conv, spread
 from torch import nn
 
 import inplace_abn
-from inplace_abn import Example, InPlaceABN
+from inplace_abn import Example, InPlaceABN, analyze, convert, verify
 from inplace_abn.memory import load_model, main, measure, memory_report, parse_shape, save_plot
 
 
@@ -123,6 +125,154 @@ def test_the_command_prints_plan_and_report_and_draws(capsys, tmp_path):
         with pytest.raises(SystemExit):
             main(wrong)
         assert "expected" in capsys.readouterr().err
+
+
+def test_all_functions_take_the_arguments_of_a_call_alike():
+    """analyze took keyword arguments, which Hugging Face's models need; verify and the report refused them."""
+
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = chain(1)
+
+        def forward(self, model, *, mask=None, tolerance=1.0):
+            return self.body(model) * (2.0 if mask is None else mask) * tolerance
+
+    net, x, mask = spread(Masked()), torch.randn(2, 4, 8, 8), torch.rand(2, 1, 8, 8)
+    for args, kwargs in (
+        ((x,), {"mask": mask}),
+        ((), {"model": x, "mask": mask}),
+        ((Example(x, mask=mask, tolerance=2.0),), {}),
+        ((Example(x), Example(model=x, mask=mask)), {}),
+    ):
+        plan = analyze(net, *args, **kwargs)
+        assert len(plan.convertible) == 1
+        converted = convert(copy.deepcopy(net), plan)
+        assert verify(net, converted, *args, **kwargs)
+        assert memory_report(net, *args, **kwargs).plan.to_dict() == plan.to_dict()
+        if len(args) < 2:
+            assert measure(net, *args, **kwargs).held > measure(converted, *args, **kwargs).held
+    for call in (
+        lambda *a, **k: analyze(net, *a, **k),
+        lambda *a, **k: verify(net, net, *a, **k),
+        lambda *a, **k: measure(net, *a, **k),
+        lambda *a, **k: memory_report(net, *a, **k),
+    ):
+        with pytest.raises(TypeError, match="either Example objects or the arguments of one call, got both"):
+            call(Example(x), mask=mask)
+        with pytest.raises(TypeError, match="either Example objects or the arguments of one call, got both"):
+            call(Example(x), x)
+    with pytest.raises(TypeError, match="expected the arguments of one call, got 2 Examples"):
+        measure(net, Example(x), Example(x))
+
+
+def test_verify_looks_at_every_example():
+    class Branching(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = chain(1), chain(1)
+
+        def forward(self, x, second=False):
+            return self.b(x) if second else self.a(x)
+
+    net, x = spread(Branching()), torch.randn(2, 4, 8, 8)
+    wrong = copy.deepcopy(net)
+    with torch.no_grad():
+        wrong.b[0].weight += 0.1
+    assert verify(net, wrong, x)
+    assert not verify(net, wrong, Example(x), Example(x, second=True))
+
+
+def test_a_report_of_residual_blocks_tells_what_was_done():
+    """The table called "refused" what had been converted."""
+    x = torch.randn(2, 3, 32, 32)
+    plan = memory_report(ResNet(), x, residual=True).plan
+    rows = {line.split(" | ")[0].strip(): line.split(" | ")[1:3] for line in str(plan).splitlines() if " | " in line}
+    assert [cell.strip() for cell in rows["layer1.0.bn2"]] == ["relu", "residual"]
+    assert [cell.strip() for cell in rows["layer2.0.downsample.1"]] == ["identity", "residual"]
+    assert "refused" not in str(plan)
+    assert "residual=True converts 4 residual blocks and saves" in str(plan)
+    assert "refused" in str(memory_report(ResNet(), x).plan)
+    converted = convert(ResNet(), plan)
+    assert sum(isinstance(m, InPlaceABN) for m in converted.modules()) == 10
+
+
+def test_the_bar_does_not_go_beyond_its_end(monkeypatch):
+    """A module that is called twice counted twice: 119 of 104 calls."""
+    seen = []
+
+    class Bar:
+        total, n = None, 0
+
+        def __enter__(self):
+            seen.append(self)
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def update(self):
+            self.n += 1
+            assert self.total is None or self.n <= self.total
+
+        def refresh(self):
+            assert self.n * 2 == self.total
+
+    tqdm = pytest.importorskip("tqdm")
+    monkeypatch.setattr(tqdm, "tqdm", lambda **_: Bar())
+    memory_report(ResNet(), torch.randn(2, 3, 32, 32), progress=True, residual=True)
+    (bar,) = seen
+    # A converted model calls fewer modules: its residual blocks' activations are in the norms.
+    assert bar.total * 0.9 < bar.n <= bar.total
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_a_table_is_as_wide_as_the_terminal(width, monkeypatch):
+    """Reasons made lines of 300 characters."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    plan = analyze(ResNet(), torch.randn(2, 3, 32, 32))
+    lines = str(plan).splitlines()
+    # Of names, activations, verdicts and bytes nothing is left out.
+    assert max(map(len, lines)) <= max(width, 57)
+    words = " ".join(str(plan).split())
+    for layer in plan.layers:
+        assert layer.name in words
+        assert all(reason in words for reason in layer.reasons)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--residual"], "add --convert"),
+        (["--png", "no/such/folder/out.png"], "No such file or directory"),
+        (["--png", "."], "Is a directory"),
+        (["--png", "out.txt"], "expected a picture in one of the formats"),
+        (["--kwargs", "{"], "expected JSON"),
+        (["--kwargs", "3"], "expected a JSON object"),
+        (["--kwargs", '{"width": []}'], r"ResNet\(width=\[\]\) failed: TypeError"),
+        (["--kwargs", '{"depth": 3}'], r"ResNet\(depth=3\) failed: TypeError"),
+    ],
+)
+def test_the_command_refuses_before_it_measures(arguments, message, capsys, monkeypatch, tmp_path):
+    """A picture that could not be written was told after minutes of measuring; a factory's TypeError was a trace."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("inplace_abn.memory.memory_report", None)
+    with pytest.raises(SystemExit) as stopped:
+        main(["foreign_nets:ResNet", "--input", "2x3x32x32", *arguments])
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err
+    assert re.search(message, error), error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command_gives_the_factory_its_arguments(capsys):
+    main(["foreign_nets:ResNet", "--kwargs", '{"width": 4}', "--input", "2x3x32x32", "--convert"])
+    assert "layer2.1.bn2" in capsys.readouterr().out
+    assert load_model("foreign_nets:ResNet", {"width": 4}).fc.in_features == 8
+    for text in ("torch.nn:init.math.pi", "foreign_nets:BasicBlock"):
+        with pytest.raises(ValueError, match=r"failed: TypeError|to be a module or to make one, got float"):
+            load_model(text)
 
 
 def test_the_command_finds_models_in_the_current_folder(tmp_path):

@@ -7,11 +7,12 @@ import pytest
 import torch
 from cases import relative_error
 from convertible_nets import ALL, images, make
-from foreign_nets import conv, spread
+from foreign_nets import CalledActivation, conv, spread
 from torch import nn
 from torch.fx.experimental.optimization import fuse
+from torch.nn.utils import parametrizations, parametrize, prune
 
-from inplace_abn import InPlaceABN, InPlaceABNSync, convert, convert_sync, revert, verify
+from inplace_abn import InPlaceABN, InPlaceABNSync, analyze, convert, convert_sync, revert, verify
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -139,3 +140,113 @@ def test_in_place_modules_that_were_built_as_such_become_batch_norm_and_activati
     torch.jit.script(reverted)
     assert not any(isinstance(m, nn.BatchNorm2d) for m in fuse(reverted).modules())
     assert type(revert(InPlaceABN(3), nn.BatchNorm1d)[0]) is nn.BatchNorm1d
+
+
+class Halved(nn.Module):
+    def forward(self, w):
+        return w * 0.5
+
+    def right_inverse(self, w):
+        return w * 2
+
+
+PARAMETRIZATIONS = {
+    "weight": lambda bn: parametrize.register_parametrization(bn, "weight", Halved()),
+    "bias": lambda bn: parametrize.register_parametrization(bn, "bias", Halved()),
+    "weight_norm": lambda bn: parametrizations.weight_norm(bn, "weight"),
+    "spectral_norm": lambda bn: parametrizations.spectral_norm(bn, "weight"),
+    "weight_norm by hooks": lambda bn: torch.nn.utils.weight_norm(bn, "weight"),
+    "pruned": lambda bn: prune.identity(bn, "weight"),
+}
+
+
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("name", PARAMETRIZATIONS)
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+def test_what_was_parametrized_after_conversion_stays_so(name, residual):
+    """revert gave a plain class to what torch had made a subclass of: AttributeError, no attribute 'weight'."""
+    x = images().double()
+    converted = convert(make("resnet").double(), x, residual=residual)
+    for norm in (converted.bn1, converted.layer1[0].bn1, *([converted.layer1[0].bn2] if residual else [])):
+        PARAMETRIZATIONS[name](norm)
+    converted.train()(x).sum().backward()
+    converted.eval()
+    expected, keys = converted(x), list(converted.state_dict())
+    reverted = revert(converted)
+    assert relative_error(reverted(x), expected) < 1e-9
+    assert list(reverted.state_dict()) == keys
+    assert isinstance(reverted.bn1, nn.BatchNorm2d)
+    reverted.train()(x).sum().backward()
+    assert all(p.grad is not None for p in reverted.parameters())
+    if parametrize.is_parametrized(reverted.bn1):
+        again = copy.deepcopy(reverted).eval()
+        assert torch.equal(again(x), reverted.eval()(x))
+        for tensor in list(reverted.bn1.parametrizations):
+            parametrize.remove_parametrizations(reverted.bn1, tensor)
+        assert type(reverted.bn1) is nn.BatchNorm2d
+
+
+@pytest.mark.parametrize("name", PARAMETRIZATIONS)
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+def test_what_was_parametrized_before_is_not_converted(name):
+    model, x = make("resnet"), images()
+    PARAMETRIZATIONS[name](model.bn1)
+    layer = analyze(model, x).layers[0]
+    assert not layer.convertible
+    kind = type(model.bn1)
+    expected = model.eval()(x)
+    assert type(convert(model, x).bn1) is kind
+    assert torch.allclose(model(x), expected, atol=1e-5)
+
+
+def test_a_block_whose_forward_pass_was_rewritten_may_be_parametrized():
+    converted, x = convert(make("inception"), images()), images()
+    converted[1].scale = nn.Parameter(torch.ones(3))
+    parametrize.register_parametrization(converted[1], "scale", Halved())
+    expected = converted.eval()(x)
+    reverted = revert(converted)
+    assert isinstance(reverted[1], CalledActivation)
+    assert torch.equal(reverted[1].scale, torch.ones(3))
+    assert torch.allclose(reverted(x), expected, atol=1e-6)
+
+
+class Other(InPlaceABN):
+    """As fully_shard makes a subclass for itself."""
+
+
+def of_another_class(model):
+    model.layer2[1].bn1.__class__ = Other
+    return "'?layer2.1.bn1'? has become a Other"
+
+
+def pruned_to_zero(model):
+    prune.l1_unstructured(model.layer2[1].bn1, "weight", amount=0.5)
+    return "layer2.1.bn1 has a weight that is computed from other parameters"
+
+
+def parametrized_to_zero(model):
+    parametrize.register_parametrization(model.layer2[1].bn1, "weight", Zeroed())
+    return "layer2.1.bn1 has a weight that is computed from other parameters"
+
+
+def built_as_such(model):
+    model.layer2[1].conv1 = nn.Sequential(model.layer2[1].conv1, InPlaceABN(16))
+    parametrize.register_parametrization(model.layer2[1].conv1[1], "weight", Halved())
+    return "layer2.1.conv1.1 is parametrized, and not a module that was converted"
+
+
+class Zeroed(nn.Module):
+    def forward(self, w):
+        return w * 0
+
+
+@pytest.mark.parametrize("change", [of_another_class, pruned_to_zero, parametrized_to_zero, built_as_such])
+def test_revert_refuses_before_anything_is_modified(change):
+    converted = convert(make("resnet"), images(), residual=True)
+    message = change(converted)
+    before = [(type(m), dict(vars(m))) for m in converted.modules()]
+    state = {key: value.clone() for key, value in converted.state_dict().items()}
+    with pytest.raises(ValueError, match=message):
+        revert(converted)
+    assert [(type(m), dict(vars(m))) for m in converted.modules()] == before
+    assert all(torch.equal(value, state[key]) for key, value in converted.state_dict().items())

@@ -97,3 +97,78 @@ def test_verify_follows_dropout_and_every_output():
         converted.b.weight[0] += 0.1
     assert verify(model, converted, images()).gradient_errors["a.weight"] < 1e-9
     assert not verify(model, converted, images())
+
+
+class Shifted(nn.Module):
+    """A norm whose input has a mean of 5e6 and a deviation of about one: it loses six digits of what it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.bn, self.relu, self.last = conv(3, 4), nn.BatchNorm2d(4), nn.ReLU(), conv(4, 4)
+
+    def forward(self, x):
+        return self.last(self.relu(self.bn(self.conv(x) + 5e6)))
+
+
+def test_an_ill_conditioned_model_is_no_wrong_one_and_a_wrong_one_is_still_told():
+    """starnet_s1, unchanged but for the order of its sums, was called different at 1.4e-9."""
+    model, x = spread(Shifted()), images()
+    converted = convert(copy.deepcopy(model), x)
+    verification = verify(model, converted, x)
+    assert verification, str(verification)
+    assert max(verification.errors.values()) > 1e-9
+    assert not verify(model, converted, x, tolerance=1e-9)
+    name, _ = verification.worst
+    assert 1e-10 < verification.sensitivity[name] < 1e-6
+    assert "the original differs from itself by" in str(verification)
+    with torch.no_grad():
+        converted.last.weight[0, 0] *= 1 + 1e-4
+    wrong = verify(model, converted, x)
+    assert not wrong
+    assert wrong.worst[1] > 1e-6
+    assert wrong.worst[0] in str(wrong)
+
+
+def test_however_ill_conditioned_a_model_is_a_millionth_is_told():
+    class Chaotic(Shifted):
+        def forward(self, x):
+            return self.last(self.relu(self.bn(self.conv(x) + 1e14)))
+
+    model = spread(Chaotic())
+    verification = verify(model, convert(copy.deepcopy(model), images()), images())
+    assert not verification
+    assert verification.accepted(verification.worst[0]) <= 1e-6
+
+
+def test_what_is_no_number_is_told_wherever_it_is():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.scale = conv(3, 4), 1.0
+
+        def forward(self, x):
+            y = self.body(x)
+            return y, (y if self.training else y * self.scale)
+
+    model = Two()
+    wrong = copy.deepcopy(model)
+    wrong.scale = float("nan")
+    assert verify(model, model, images())
+    assert verify(model, wrong, images()).worst[0] == "evaluation"
+    assert not verify(model, wrong, images())
+
+
+def test_outputs_that_have_no_gradient_are_compared_too():
+    class Masking(nn.Module):
+        def __init__(self, least):
+            super().__init__()
+            self.body, self.least = conv(3, 4), least
+
+        def forward(self, x):
+            y = self.body(x)
+            return y, (y > self.least if self.training else y)
+
+    model, other = Masking(0.0), Masking(0.1)
+    other.load_state_dict(model.state_dict())
+    assert verify(model, other, images()).worst[0] == "outputs without gradient"
+    assert verify(model, copy.deepcopy(model), images())
