@@ -1,4 +1,4 @@
-"""The compiled module. Importing it registers the ops ``torch.ops.inplace_abn.*`` (see ``ops.py``)."""
+"""Autograd in C++, above the ops ``torch.ops.inplace_abn.*`` (see ``ops.py``)."""
 
 from typing import ClassVar
 
@@ -6,10 +6,6 @@ from torch import Tensor
 
 torch_version: str
 """The torch it was built for."""
-with_openmp: bool
-"""Whether CPU kernels use torch's threads."""
-with_cuda: bool
-"""Whether it holds the CUDA backend."""
 
 class Activation:
     __members__: ClassVar[dict[str, Activation]]

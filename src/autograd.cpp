@@ -1,4 +1,4 @@
-#include "inplace_abn/autograd.h"
+#include "autograd.h"
 
 #include <ATen/SavedTensorHooks.h>
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -11,6 +11,7 @@
 #include <torch/extension.h>
 
 #include <algorithm>
+#include <initializer_list>
 #include <memory>
 #include <mutex>
 #include <string_view>
@@ -20,7 +21,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "inplace_abn/checks.h"
+#include "node_checks.h"
 
 namespace inplace_abn {
 namespace {
@@ -31,6 +32,7 @@ using torch::autograd::Node;
 using torch::autograd::variable_list;
 
 // Ops are called through the dispatcher, where modes and profilers see them, below autograd, which has no part in them.
+// So the version counters of what they write are the caller's to bump.
 #define CALL_OP(op, name, overload, ...)                                                                      \
   [&] {                                                                                                       \
     static const auto handle =                                                                                \
@@ -38,6 +40,12 @@ using torch::autograd::variable_list;
     const at::AutoDispatchBelowADInplaceOrView guard;                                                         \
     return handle.call(__VA_ARGS__);                                                                          \
   }()
+
+void bump_versions(std::initializer_list<OptTensor> written) {
+  for (const OptTensor& t : written) {
+    if (t.has_value() && !t->is_inference()) t->unsafeGetTensorImpl()->bump_version();
+  }
+}
 
 // Keeps a node's watch.
 class WatchHook final : public torch::autograd::FunctionPreHook {
@@ -126,6 +134,7 @@ Gradients local_gradients(const Saved& saved, const Tensor& dz, const Need& need
   const OptTensor dweight = per_channel(need.weight, weight), dbias = per_channel(need.bias, bias);
   CALL_OP(local_backward, "local_backward", "", z, dz, var, weight, bias, residual, s.eps, s.signed_weight,
           s.activation, s.activation_param, s.training, dx, dweight, dbias, dresidual, xhat);
+  bump_versions({dx, dresidual, xhat});
   return {dx.value_or(Tensor()), dweight.value_or(Tensor()), dbias.value_or(Tensor()), dresidual.value_or(Tensor())};
 }
 
@@ -311,10 +320,12 @@ Tensor inplace_abn(const Tensor& x, const OptTensor& weight, const OptTensor& bi
     var = std::get<1>(CALL_OP(local_forward, "local_forward", "", x, weight, bias, residual, running_mean, running_var,
                               momentum, momentum_tensor, eps, signed_weight, activation, activation_param,
                               requires_grad));
+    bump_versions({x, running_mean, running_var});
   } else {
     var = *running_var;
     CALL_OP(forward, "forward", "", x, *running_mean, var, weight, bias, residual, eps, signed_weight, activation,
             activation_param, requires_grad);
+    bump_versions({x});
   }
   if (!requires_grad) return x;
   const bool hooked = at::SavedTensorDefaultHooks::get_hooks().has_value();

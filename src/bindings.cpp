@@ -1,11 +1,11 @@
-// The Python module _backend. Importing it registers the ops.
+// The Python module _backend. It calls the ops, which the kernels' library has registered.
 
 #include <torch/extension.h>
 #include <torch/version.h>
 
+#include "autograd.h"
+#include "graph.h"
 #include "inplace_abn/activation.h"
-#include "inplace_abn/autograd.h"
-#include "inplace_abn/graph.h"
 
 PYBIND11_MODULE(_backend, m) {
   using inplace_abn::Activation;
@@ -37,14 +37,4 @@ PYBIND11_MODULE(_backend, m) {
   m.def("check_transforms", &inplace_abn::check_transforms, arg("tensor"));
   m.def("set_input_edge", &inplace_abn::set_input_edge, arg("tensor"), arg("output"));
   m.attr("torch_version") = TORCH_VERSION;
-#if defined(_OPENMP)
-  m.attr("with_openmp") = true;
-#else
-  m.attr("with_openmp") = false;
-#endif
-#if defined(INPLACE_ABN_WITH_CUDA)
-  m.attr("with_cuda") = true;
-#else
-  m.attr("with_cuda") = false;
-#endif
 }

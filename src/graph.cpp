@@ -1,4 +1,4 @@
-#include "inplace_abn/graph.h"
+#include "graph.h"
 
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/COW.h>
@@ -9,7 +9,7 @@
 #include <memory>
 #include <utility>
 
-#include "inplace_abn/checks.h"
+#include "node_checks.h"
 
 namespace inplace_abn {
 namespace {

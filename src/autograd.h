@@ -8,8 +8,8 @@
 #include <utility>
 #include <vector>
 
-#include "inplace_abn/graph.h"
-#include "inplace_abn/ops.h"
+#include "graph.h"
+#include "node_ops.h"
 
 namespace inplace_abn {
 

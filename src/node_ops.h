@@ -1,4 +1,4 @@
-// The ops as C++ functions; dispatch.cpp registers them, inplace_abn/ops.py says what each one does.
+// The signatures of the ops, by which the dispatcher is called; inplace_abn/ops.py says what each one does.
 #pragma once
 
 #include <ATen/core/Tensor.h>
