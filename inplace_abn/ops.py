@@ -16,9 +16,11 @@
 
 Activations have shape (batch, channel, \\*) and dtype float64, float32, bfloat16 or float16, in any strides;
 contiguous and channels-last ones are walked without a copy. Statistics are float32 for 16-bit activations, otherwise of
-their dtype; parameters are of either. Ops raise ValueError or TypeError before they write anything, and bump the version
-counters of what they have written. Callers that go below autograd (`torch._C._AutoDispatchBelowADInplaceOrView`) do that
-themselves, with `torch.autograd.graph.increment_version`; all errors are ValueErrors there.
+their dtype; parameters are of either. Ops raise ValueError or TypeError before they write anything, and bump the
+version counters of what they have written.
+
+Callers that go below autograd (`torch._C._AutoDispatchBelowADInplaceOrView`) bump versions themselves, with
+`torch.autograd.graph.increment_version`. Errors are a ValueError or a RuntimeError there, depending on torch's release.
 """
 
 from __future__ import annotations
@@ -61,8 +63,8 @@ try:
     torch.ops.load_library(str(_kernels))
 except OSError as error:
     raise ImportError(
-        f"inplace_abn's kernels cannot be loaded under torch {torch.__version__}; they were built for another platform, "
-        f"or for a later torch. Build them again: `{_REBUILD}` (in a source tree: `{_BUILD_SOURCE}`). "
+        f"inplace_abn's kernels cannot be loaded under torch {torch.__version__}; they were built for another "
+        f"platform, or for a later torch. Build them again: `{_REBUILD}` (in a source tree: `{_BUILD_SOURCE}`). "
         f"The loader said: {error}"
     ) from error
 
@@ -106,9 +108,16 @@ _library = torch.library.Library("inplace_abn", "IMPL")
 _below_autograd = torch._C._after_ADInplaceOrView_keyset
 
 
+def _error(message: str) -> Exception:
+    """The kernels' complaint as what it is. The class of an exception does not survive the way from there in every
+    release of torch, the words do (checks.h)."""
+    if "dtype" in message:
+        return TypeError(message)
+    return RuntimeError(message) if "it overlaps" in message else ValueError(message)
+
+
 def _bump_versions(op: Any) -> None:
-    """Has calls of ``op`` bump the version counters of what its schema says is written. Raises TypeError for what the
-    kernels, which have no exception for it, say of dtypes."""
+    """Has calls of ``op`` bump the version counters of what its schema says is written."""
     arguments = [a for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     names = [a.name for a in arguments if a.kwarg_only]
     positions = [i for i, a in enumerate(op._schema.arguments) if a in arguments and not a.kwarg_only]
@@ -116,10 +125,10 @@ def _bump_versions(op: Any) -> None:
     def call(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             result = op.redispatch(keyset & _below_autograd, *args, **kwargs)
-        except ValueError as error:
-            if "dtype" in str(error):
-                raise TypeError(str(error)) from None
-            raise
+        except (ValueError, RuntimeError) as error:
+            if not str(error).startswith("inplace_abn::"):
+                raise
+            raise _error(str(error)) from None
         written = [args[i] for i in positions] + [kwargs.get(name) for name in names]
         increment_version([t for t in written if t is not None])
         return result

@@ -6,13 +6,14 @@ import sys
 import tarfile
 from pathlib import Path
 
+import check_symbols
 import pytest
-from torch.utils.cpp_extension import get_cxx_compiler
 
 import inplace_abn
 from inplace_abn import _backend
 
 PACKAGE = Path(inplace_abn.__file__).parent
+KERNELS = PACKAGE / "_kernels.so"
 
 
 # Without the finders that an editable installation puts before the path.
@@ -41,19 +42,40 @@ def test_a_source_tree_that_was_never_built_names_the_command(copy_of_sources):
     assert "pip install --no-build-isolation -e ." in result.stderr
 
 
-def test_a_module_that_cannot_be_loaded_names_the_cause_and_the_command(copy_of_sources):
-    name = Path(_backend.__file__).name
-    (copy_of_sources / "inplace_abn" / name).write_bytes(b"\x7fELF of another torch")
+@pytest.mark.parametrize("broken", [KERNELS, Path(_backend.__file__)], ids=["kernels", "backend"])
+def test_a_module_that_cannot_be_loaded_names_the_cause_and_the_command(broken, copy_of_sources):
+    shutil.copy(KERNELS, copy_of_sources / "inplace_abn")
+    (copy_of_sources / "inplace_abn" / broken.name).write_bytes(b"\x7fELF of another torch")
     result = import_in(copy_of_sources)
-    assert "for another torch or Python" in result.stderr
-    assert "Build it again: `pip install" in result.stderr
+    assert "cannot be loaded under torch" in result.stderr
+    assert "again: `pip install" in result.stderr
 
 
 def test_a_build_for_another_torch_names_both_versions(copy_of_sources):
+    shutil.copy(KERNELS, copy_of_sources / "inplace_abn")
     (copy_of_sources / "inplace_abn" / "_backend.py").write_text('torch_version = "1.4.2"\n')
     result = import_in(copy_of_sources)
     assert "ImportError" in result.stderr
     assert "built for torch 1.4.2 but torch" in result.stderr
+
+
+def test_kernels_need_nothing_of_torch_but_its_stable_abi(capsys):
+    if shutil.which("nm") is None or sys.platform != "linux":
+        pytest.skip("needs nm and readelf")
+    assert check_symbols.main(str(KERNELS)) == 0
+    printed = capsys.readouterr().out
+    assert "aoti_torch_get_data_ptr" in printed or "torch_get_const_data_ptr" in printed
+    assert "torch_parallel_for" in printed
+
+
+def test_symbols_outside_of_the_stable_abi_are_found(capsys):
+    if shutil.which("nm") is None or sys.platform != "linux":
+        pytest.skip("needs nm and readelf")
+    assert check_symbols.main(_backend.__file__) == 1
+    printed = capsys.readouterr().out
+    assert "Py" in printed
+    assert "at::Tensor" in printed or "c10::" in printed
+    assert "libc10.so" in printed
 
 
 def test_source_distribution_holds_all_that_a_build_needs(tmp_path):
@@ -77,15 +99,10 @@ def test_source_distribution_holds_all_that_a_build_needs(tmp_path):
     assert needed <= names
 
 
-def compiler_is_gcc():
-    command = [*get_cxx_compiler().split(), "--version"]
-    return "clang" not in subprocess.run(command, capture_output=True, text=True, check=False).stdout
-
-
-@pytest.mark.skipif(sys.platform != "linux" or not compiler_is_gcc(), reason="threads are used with GCC on Linux only")
-def test_cpu_kernels_use_torchs_threads():
-    assert _backend.with_openmp
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at Linux's list of mapped files")
+def test_the_only_pool_of_threads_is_torchs():
     code = "import inplace_abn; print(open('/proc/self/maps').read())"
     maps = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     libraries = {Path(line.split()[-1]).name for line in maps.splitlines() if ".so" in line}
+    assert KERNELS.name in libraries
     assert len([name for name in libraries if name.startswith(("libgomp", "libomp", "libiomp"))]) == 1

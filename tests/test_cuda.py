@@ -12,7 +12,7 @@ from inplace_abn import InPlaceABN, _backend, inplace_abn, ops
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-    pytest.mark.skipif(not _backend.with_cuda, reason="built without CUDA"),
+    pytest.mark.skipif(not ops.with_cuda, reason="built without CUDA"),
 ]
 
 CUDA = torch.device("cuda")

@@ -1,7 +1,8 @@
 // Argument checks. Every message names the op, the argument, what was expected and what was got.
 //
-// All are std::invalid_argument, which becomes a ValueError. Those about a dtype, and only those, say "dtype": by that
-// word ops.py makes a TypeError of them, for which the standard library has no exception.
+// Messages start with the full name of the op. By them ops.py knows the class of an error, which torch does not carry
+// from here to Python in every release: what is wrong with a dtype, and only that, says "dtype" (TypeError), memory that
+// is shared between tensors "it overlaps" (RuntimeError), everything else is a ValueError.
 #pragma once
 
 #include <cmath>

@@ -36,17 +36,17 @@ inline ScalarType stats_type(ScalarType type) {
 inline Tensor empty_strided(IntHeaderOnlyArrayRef sizes, IntHeaderOnlyArrayRef strides, ScalarType type,
                             const Tensor& like) {
   int32_t device_type = 0;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
   const auto dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
   AtenTensorHandle handle = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(),
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(),
                                                          strides.data(), dtype, device_type, like.get_device_index(),
                                                          &handle));
   return Tensor(handle);
 }
 
 inline void copy(const Tensor& to, const Tensor& from) {
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_copy_(to.get(), from.get(), 0));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_copy_(to.get(), from.get(), 0));
 }
 
 // Dimensions sorted by stride, each stepping over the whole extent of the smaller ones: no two indices share memory.

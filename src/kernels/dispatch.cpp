@@ -86,7 +86,7 @@ struct KernelActivation {
   void finish(const Tensor& x) const {
     if (!then_silu) return;
     std::array<StableIValue, 1> stack{torch::stable::detail::from(x)};
-    STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::silu_", "", stack.data(), TORCH_ABI_VERSION));
+    TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::silu_", "", stack.data(), TORCH_ABI_VERSION));
     // The result is a new handle of x.
     torch::stable::detail::to<Tensor>(stack[0]);
   }

@@ -6,6 +6,7 @@
 #include <cuda_runtime.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/util/shim_utils.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -35,7 +36,7 @@ inline int current_index() {
 
 inline cudaStream_t current_stream() {
   void* stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(current_index(), &stream));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(current_index(), &stream));
   return static_cast<cudaStream_t>(stream);
 }
 
@@ -83,7 +84,7 @@ class Scratch {
   static torch::stable::Tensor allocate(int64_t bytes) {
     constexpr int64_t stride = 1;
     AtenTensorHandle handle = nullptr;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(1, &bytes, &stride, aoti_torch_dtype_uint8(),
+    TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(1, &bytes, &stride, aoti_torch_dtype_uint8(),
                                                            aoti_torch_device_type_cuda(), current_index(), &handle));
     return torch::stable::Tensor(handle);
   }
