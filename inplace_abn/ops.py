@@ -118,9 +118,10 @@ def _error(message: str) -> Exception:
 
 def _bump_versions(op: Any) -> None:
     """Has calls of ``op`` bump the version counters of what its schema says is written."""
-    arguments = [a for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    names = [a.name for a in arguments if a.kwarg_only]
-    positions = [i for i, a in enumerate(op._schema.arguments) if a in arguments and not a.kwarg_only]
+    arguments = list(enumerate(op._schema.arguments))
+    mutated = [(i, a) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    positions = [i for i, a in mutated if not a.kwarg_only]
+    names = [a.name for _, a in mutated if a.kwarg_only]
 
     def call(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -129,7 +130,7 @@ def _bump_versions(op: Any) -> None:
             if not str(error).startswith("inplace_abn::"):
                 raise
             raise _error(str(error)) from None
-        written = [args[i] for i in positions] + [kwargs.get(name) for name in names]
+        written = (*map(args.__getitem__, positions), *map(kwargs.get, names))
         increment_version([t for t in written if t is not None])
         return result
 

@@ -1,8 +1,8 @@
 // Argument checks. Every message names the op, the argument, what was expected and what was got.
 //
 // Messages start with the full name of the op. By them ops.py knows the class of an error, which torch does not carry
-// from here to Python in every release: what is wrong with a dtype, and only that, says "dtype" (TypeError), memory that
-// is shared between tensors "it overlaps" (RuntimeError), everything else is a ValueError.
+// from here to Python in every release: what is wrong with a dtype, and only that, says "dtype" (TypeError), memory
+// that is shared between tensors "it overlaps" (RuntimeError), everything else is a ValueError.
 #pragma once
 
 #include <cmath>
@@ -49,11 +49,11 @@ inline void check_written(const char* op, const char* name, const Tensor& t) {
 inline void check_channels(const char* op, const char* name, const Tensor& t, const Tensor& x) {
   INPLACE_ABN_CHECK(t.dim() == 1 && t.size(0) == x.size(1), op, ": expected ", name, " of shape (", x.size(1),
                     ",) for x of shape ", text(x.sizes()), ", got ", text(t.sizes()));
-  INPLACE_ABN_CHECK(t.device() == x.device(), op, ": expected ", name, " on ", text(x.device()), " like x, got ",
+  INPLACE_ABN_CHECK(same_device(t, x), op, ": expected ", name, " on ", text(x.device()), " like x, got ",
                     text(t.device()));
-  const ScalarType type = t.scalar_type(), x_type = x.scalar_type();
-  INPLACE_ABN_CHECK(type == x_type || type == stats_type(x_type), op, ": expected ", name, " of dtype ",
-                    stats_type(x_type), " or of x's dtype ", x_type, ", got ", type);
+  INPLACE_ABN_CHECK(same_dtype(t, x) || t.scalar_type() == stats_type(x.scalar_type()), op, ": expected ", name,
+                    " of dtype ", stats_type(x.scalar_type()), " or of x's dtype ", x.scalar_type(), ", got ",
+                    t.scalar_type());
 }
 
 inline void check_channels(const char* op, const char* name, const OptTensor& t, const Tensor& x) {
@@ -63,10 +63,9 @@ inline void check_channels(const char* op, const char* name, const OptTensor& t,
 inline void check_like(const char* op, const char* name, const Tensor& t, const Tensor& x) {
   INPLACE_ABN_CHECK(equal(t.sizes(), x.sizes()), op, ": expected ", name, " of shape ", text(x.sizes()), ", got ",
                     text(t.sizes()));
-  INPLACE_ABN_CHECK(t.scalar_type() == x.scalar_type(), op, ": expected ", name, " of dtype ", x.scalar_type(),
-                    ", got ", t.scalar_type());
-  INPLACE_ABN_CHECK(t.device() == x.device(), op, ": expected ", name, " on ", text(x.device()), ", got ",
-                    text(t.device()));
+  INPLACE_ABN_CHECK(same_dtype(t, x), op, ": expected ", name, " of dtype ", x.scalar_type(), ", got ",
+                    t.scalar_type());
+  INPLACE_ABN_CHECK(same_device(t, x), op, ": expected ", name, " on ", text(x.device()), ", got ", text(t.device()));
   INPLACE_ABN_CHECK(t.layout() == torch::headeronly::Layout::Strided, op, ": expected a strided ", name);
 }
 
@@ -92,7 +91,7 @@ inline void check_running(const char* op, const OptTensor& mean, const OptTensor
                     mean.has_value() ? "running_mean" : "running_var");
   check_channels(op, "running_mean", mean, x);
   check_channels(op, "running_var", var, x);
-  INPLACE_ABN_CHECK(!mean.has_value() || mean->scalar_type() == var->scalar_type(), op,
+  INPLACE_ABN_CHECK(!mean.has_value() || same_dtype(*mean, *var), op,
                     ": expected running_mean and running_var of one dtype, got ", mean->scalar_type(), " and ",
                     var->scalar_type());
 }
@@ -118,7 +117,7 @@ inline void check_momentum(const char* op, double momentum, const OptTensor& mom
   INPLACE_ABN_CHECK(momentum_tensor->scalar_type() == ScalarType::Double && momentum_tensor->numel() == 1, op,
                     ": expected momentum as one float64 value, got dtype ", momentum_tensor->scalar_type(),
                     " and shape ", text(momentum_tensor->sizes()));
-  INPLACE_ABN_CHECK(momentum_tensor->device() == x.device(), op, ": expected momentum on ", text(x.device()), ", got ",
+  INPLACE_ABN_CHECK(same_device(*momentum_tensor, x), op, ": expected momentum on ", text(x.device()), ", got ",
                     text(momentum_tensor->device()));
 }
 

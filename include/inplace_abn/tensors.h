@@ -27,6 +27,21 @@ inline bool equal(IntHeaderOnlyArrayRef a, IntHeaderOnlyArrayRef b) {
   return std::equal(a.begin(), a.end(), b.begin(), b.end());
 }
 
+// Cheaper than comparing scalar_type() and device(), which translate torch's numbers into the enumerations of here.
+inline bool same_dtype(const Tensor& a, const Tensor& b) {
+  int32_t of_a = 0, of_b = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(a.get(), &of_a));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(b.get(), &of_b));
+  return of_a == of_b;
+}
+
+inline bool same_device(const Tensor& a, const Tensor& b) {
+  int32_t of_a = 0, of_b = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(a.get(), &of_a));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(b.get(), &of_b));
+  return of_a == of_b && a.get_device_index() == b.get_device_index();
+}
+
 // Of statistics of activations of this type, and of what arithmetic on them is done in.
 inline ScalarType stats_type(ScalarType type) {
   return type == ScalarType::Half || type == ScalarType::BFloat16 ? ScalarType::Float : type;
@@ -39,9 +54,8 @@ inline Tensor empty_strided(IntHeaderOnlyArrayRef sizes, IntHeaderOnlyArrayRef s
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
   const auto dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
   AtenTensorHandle handle = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(),
-                                                         strides.data(), dtype, device_type, like.get_device_index(),
-                                                         &handle));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
+                                                  dtype, device_type, like.get_device_index(), &handle));
   return Tensor(handle);
 }
 

@@ -90,9 +90,10 @@ class Operands {
     return true;
   }
 
+  // Of the two dtypes that a channel's values may have, the smaller one is x's.
   template <typename scalar_t>
   static bool is_narrow(const Tensor& t) {
-    return t.scalar_type() == torch::headeronly::CppTypeToScalarType<scalar_t>::value;
+    return t.element_size() == sizeof(scalar_t);
   }
 
   // The tensor itself or its stand-in: one per tensor, so that an output that is also an input stays so.

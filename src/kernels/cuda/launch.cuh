@@ -85,7 +85,7 @@ class Scratch {
     constexpr int64_t stride = 1;
     AtenTensorHandle handle = nullptr;
     TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(1, &bytes, &stride, aoti_torch_dtype_uint8(),
-                                                           aoti_torch_device_type_cuda(), current_index(), &handle));
+                                                    aoti_torch_device_type_cuda(), current_index(), &handle));
     return torch::stable::Tensor(handle);
   }
 
