@@ -79,7 +79,8 @@ print(f"inplace_abn: torch {torch.__version__}, CUDA archs: {archs}")
 
 kernel_sources = relative("src/kernels/*.cpp") + relative("src/kernels/cpu/*.cpp")
 nvcc_flags = CUDA_FLAGS + os.environ.get("INPLACE_ABN_NVCC_FLAGS", "").split()
-macros, libraries, link_flags = [STABLE_ABI], ["torch_cpu"], []
+# libtorch_cpu exports some of the C++ runtime's symbols in some releases: they are to come from the runtime in all.
+macros, libraries, link_flags = [STABLE_ABI], ["stdc++", "torch_cpu"], []
 if cuda:
     kernel_sources += relative("src/kernels/cuda/*.cu")
     macros += [("INPLACE_ABN_WITH_CUDA", None)]
