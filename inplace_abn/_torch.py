@@ -14,6 +14,12 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 # Ops below autograd cost a microsecond less than under no_grad, and are seen by modes all the same.
 BelowAutograd = torch._C._AutoDispatchBelowADInplaceOrView
 
+# What comes below autograd when an op is dispatched: from there calls go on that have bumped versions.
+BELOW_AUTOGRAD = torch._C._after_ADInplaceOrView_keyset
+
+# Whether the kernels have a backend.
+has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+
 # Whether one of torch.func's transforms is running: under it nothing is reused, and graphs have levels.
 transforms_active = torch._C._are_functorch_transforms_active
 

@@ -79,22 +79,29 @@ def inplace_abn(
     settings = Settings(activation, activation_param, eps, signed_weight, training, None)
     if _node is not None and _is_for_node(x):
         requires_grad = _requires_grad(x, weight, bias, residual)
+        _check_tensors(
+            x, weight=weight, bias=bias, residual=residual, running_mean=running_mean, running_var=running_var
+        )
         _check_overwritable(x, requires_grad)
         if training:
             _check_count(x)
         if requires_grad and not ownership.is_calibrated():
             ownership.calibrate(_observe_sole_holders)
-        return _node.inplace_abn(  # type: ignore[no-any-return]
-            x,
-            weight,
-            bias,
-            residual,
-            running_mean,
-            running_var,
-            training,
-            *_momentum_arguments(momentum),
-            *settings.arithmetic(),
-        )
+        try:
+            z: Tensor = _node.inplace_abn(
+                x,
+                weight,
+                bias,
+                residual,
+                running_mean,
+                running_var,
+                training,
+                *_momentum_arguments(momentum),
+                *settings.arithmetic(),
+            )
+        except (ValueError, RuntimeError) as raised:
+            raise ops.error(raised) from None
+        return z
     return _forward(x, weight, bias, residual, running_mean, running_var, momentum, settings)
 
 
@@ -319,6 +326,25 @@ def _check_transforms(tensors: tuple[Tensor | None, ...]) -> None:
             _check_no_tangent(t)
 
 
+def _check_tensors(x: Tensor, **others: Tensor | None) -> None:
+    """Raises for what the ops, which are chosen by device and layout, would not see as an error of this one."""
+    if x.layout is not torch.strided:
+        raise ValueError(f"inplace_abn: expected a strided x, got layout {x.layout}")
+    device = x.device
+    for name, t in others.items():
+        if t is not None and t.device != device:
+            raise ValueError(f"inplace_abn: expected {name} on {device} like x, got {t.device}")
+    if (others["running_mean"] is None) != (others["running_var"] is None):
+        given = "running_mean" if others["running_var"] is None else "running_var"
+        raise ValueError(f"inplace_abn: expected running_mean and running_var both or neither, got only {given}")
+    for name, t in (("x", x), ("residual", others["residual"])):
+        if t is not None and (t.is_neg() or t.is_conj()):
+            raise ValueError(
+                f"inplace_abn: expected {name} without torch's negative or conjugate bit, which its memory does not "
+                f"show. Pass {name}.resolve_neg() instead"
+            )
+
+
 def _check_overwritable(x: Tensor, requires_grad: bool) -> None:
     """Raises if autograd does not let x be overwritten, before it is."""
     if x.is_inference() and not torch.is_inference_mode_enabled():
@@ -422,9 +448,12 @@ def _forward(
     compiling = torch.compiler.is_compiling()
     if not compiling:
         _check_transforms(tensors)
+        _check_tensors(
+            x, weight=weight, bias=bias, residual=residual, running_mean=running_mean, running_var=running_var
+        )
         _check_overwritable(x, requires_grad)
         if settings.group is not None:
-            ops.check(x, weight, bias, residual, running_mean, running_var)
+            ops.run(ops.check, [], x, weight, bias, residual, running_mean, running_var)
     if settings.training and settings.group is None:
         _check_count(x)
     if not requires_grad:

@@ -44,8 +44,9 @@ export TORCH_CUDA_ARCH_LIST="${TORCH_CUDA_ARCH_LIST:-9.0+PTX}" MAX_JOBS="${MAX_J
 INPLACE_ABN_FORCE_CUDA=1 INPLACE_ABN_NVCC_FLAGS="-Xptxas=-v" python setup.py build_ext --inplace --force \
   >build.log 2>&1 || { grep -E -A 4 'error|Error' build.log || tail -n 40 build.log; exit 1; }
 echo "build_cuda: compiled for $TORCH_CUDA_ARCH_LIST in $SECONDS s; the log is $tree/build.log"
-python scripts/check_sass.py build.log inplace_abn/_backend*.so
+python scripts/check_sass.py build.log inplace_abn/_kernels.so
 
-python -c "from inplace_abn import _backend; assert _backend.with_cuda; print('build_cuda: torch', _backend.torch_version)"
+python scripts/check_symbols.py inplace_abn/_kernels.so
+python -c "import torch; from inplace_abn import ops; assert ops.with_cuda; print('build_cuda: torch', torch.__version__)"
 python -m pytest --quiet --exitfirst tests -m "not slow"
 echo "build_cuda: done in $SECONDS s"

@@ -40,7 +40,7 @@ source scripts/cuda_headers.sh
 build() {
   INPLACE_ABN_FORCE_CUDA=1 INPLACE_ABN_NVCC_FLAGS="--split-compile=0" MAX_JOBS=$(nproc) \
     "$python" setup.py build_ext --inplace && "$python" -c \
-    "import inplace_abn, torch; from inplace_abn import _backend; assert _backend.with_cuda and torch.cuda.is_available()"
+    "import torch; from inplace_abn import ops; assert ops.with_cuda and torch.cuda.is_available()"
 }
 export -f build
 export python

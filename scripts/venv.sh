@@ -8,7 +8,7 @@ source .venv/bin/activate
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 python -c "import torch" 2>/dev/null || pip install --quiet "${TORCH:-torch==2.13.0}"
 # Building takes minutes, so it is done again only where something that is built from has changed.
-if [ ! -e .venv/installed ] || ! ls inplace_abn/_backend*.so >/dev/null 2>&1 ||
+if [ ! -e .venv/installed ] || ! ls inplace_abn/_kernels.so >/dev/null 2>&1 ||
   [ -n "$(find setup.py pyproject.toml include src -newer .venv/installed)" ]; then
   pip install --quiet "setuptools>=77" wheel ninja pybind11 numpy
   pip install --no-build-isolation --quiet --editable ".[demo,test,lint]"

@@ -6,7 +6,7 @@
 #include <random>
 #include <vector>
 
-#include "../src/cuda/partition.h"
+#include "../src/kernels/cuda/partition.h"
 
 using namespace inplace_abn;
 using namespace inplace_abn::cuda;

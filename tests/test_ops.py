@@ -3,6 +3,7 @@
 import pytest
 import torch
 from cases import ACTIVATIONS, DTYPES, TOLERANCE, laid_out, oracle, parameters, relative_error, stats_dtype
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from inplace_abn import ops, reference
 from inplace_abn.activations import activation_backward, find
@@ -233,6 +234,125 @@ def op_samples(dtype, device):
 def test_schemas_and_fakes_tell_the_truth(name, dtype, device):
     args, kwargs = op_samples(dtype, device)[name]
     torch.library.opcheck(getattr(ops, name.split(",")[0]), args, kwargs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", op_samples(torch.float32, "cpu"))
+def test_exactly_what_is_written_gets_another_version(name, dtype, device):
+    args, kwargs = op_samples(dtype, device)[name]
+    op = getattr(ops, name.split(",")[0])
+    given = dict(zip([a.name for a in op._schema.arguments], args, strict=False)) | kwargs
+    before = {key: t._version for key, t in given.items() if isinstance(t, torch.Tensor)}
+    op(*args, **kwargs)
+    written = {a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+    for key, version in before.items():
+        assert (given[key]._version > version) == (key in written), key
+
+
+@pytest.mark.parametrize("strides", ["dense", "every other"])
+def test_a_call_that_fails_changes_neither_values_nor_versions(strides, device):
+    memory = torch.randn(4, 3, 10, device=device)
+    x = memory if strides == "dense" else memory[..., ::2]
+    kept, version = x.clone(), x._version
+    statistics = torch.zeros(3, device=device), torch.ones(3, device=device)
+    tail = (None, None, None, EPS, False, code("silu"), 0.0, False)
+    for wrong, error in [(torch.ones(4), ValueError), (torch.ones(3).double(), TypeError)]:
+        with pytest.raises(error, match="inplace_abn::forward: expected var of"):
+            ops.forward(x, statistics[0], wrong.to(device), *tail)
+        with torch._C._AutoDispatchBelowADInplaceOrView(), pytest.raises((ValueError, RuntimeError)):
+            ops.forward(x, statistics[0], wrong.to(device), *tail)
+    assert x._version == version
+    assert torch.equal(x, kept)
+
+
+def test_tensors_without_versions_are_written_too(device):
+    with torch.inference_mode():
+        x = torch.randn(4, 3, 5, device=device)
+        expected = torch.nn.functional.silu(torch.nn.functional.batch_norm(x, None, None, training=True))
+        running = torch.zeros(3, device=device), torch.ones(3, device=device)
+        ops.local_forward(x, None, None, None, *running, 0.1, None, EPS, False, code("silu"), 0.0, False)
+        assert relative_error(x, expected) < 1e-6
+
+
+def test_ops_leave_no_trace_in_the_graph(device):
+    """Also where they call torch's own ops: to copy what kernels cannot walk, and for silu."""
+    leaf = torch.randn(4, 3, 10, device=device, requires_grad=True)
+    statistics = torch.zeros(3, device=device), torch.ones(3, device=device)
+    for step in (1, 2):
+        base = leaf * 1
+        node = base.grad_fn
+        ops.forward(base[..., ::step], *statistics, None, None, None, EPS, False, code("silu"), 0.0, False)
+        assert base.grad_fn is node
+        assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("strides", ["dense", "every other", "permuted"])
+@pytest.mark.parametrize("name", ["statistics", "local_forward", "local_backward"])
+def test_running_statistics_and_parameters_may_have_gaps(name, strides, device):
+    shape = (3, 4, 6, 8)
+    dense = torch.randn(shape, dtype=torch.float64, device=device)
+    x = {
+        "dense": dense,
+        "every other": torch.stack([dense, dense], -1)[..., 0],
+        "permuted": dense.permute(2, 0, 3, 1).contiguous().permute(1, 3, 0, 2),
+    }[strides]
+    assert torch.equal(x, dense)
+    weight, bias, mean, var = (torch.rand(4, 2, dtype=torch.float64, device=device)[:, 0] for _ in range(4))
+    tail = (EPS, False, code("leaky_relu"), 0.2)
+
+    def run(x, weight, bias, mean, var):
+        if name == "statistics":
+            return ops.statistics(x)
+        x, mean, var = (
+            torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device).copy_(t) for t in (x, mean, var)
+        )
+        _, batch_var = ops.local_forward(x, weight, bias, None, mean, var, 0.1, None, *tail, True)
+        if name == "local_forward":
+            return x, mean, var
+        outputs = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device) for t in (x, weight, bias)]
+        names = ["dx", "dweight", "dbias"]
+        ops.local_backward(
+            x, x * 2, batch_var, weight, bias, None, *tail, True, **dict(zip(names, outputs, strict=True))
+        )
+        return outputs
+
+    expected = run(dense, *(t.contiguous() for t in (weight, bias, mean, var)))
+    for actual, wanted in zip(run(x, weight, bias, mean, var), expected, strict=True):
+        assert torch.allclose(actual, wanted, rtol=1e-12, atol=1e-12)
+
+
+WRONG_WHEN_TRACED = {
+    "integer x": ("statistics", TypeError, "x of dtype", lambda a: [a[0].long()]),
+    "x without channels": ("statistics", ValueError, "x of shape", lambda a: [a[0][0, 0, 0]]),
+    "gathered of even width": ("combine", ValueError, "gathered of shape", lambda a: [a[0][:, 1:], *a[1:]]),
+    "running_var alone": ("combine", ValueError, "both or neither", lambda a: [a[0], None, *a[2:]]),
+    "momentum of float32": ("combine", TypeError, "momentum of dtype", lambda a: [*a[:4], torch.ones(())]),
+    "var of another length": ("forward", ValueError, "var of shape", lambda a: [*a[:2], a[2][1:], *a[3:]]),
+    "residual of another shape": (
+        "local_forward",
+        ValueError,
+        "residual of shape",
+        lambda a: [*a[:3], a[3][1:], *a[4:]],
+    ),
+    "float64 weight": ("local_forward", TypeError, "weight of dtype", lambda a: [a[0], a[1].double(), *a[2:]]),
+    "dy of another dtype": ("backward_reduce", TypeError, "dy_act of dtype", lambda a: [a[0], a[1].half(), *a[2:]]),
+    "mean_dy alone": ("backward", ValueError, "both or neither", lambda a: [*a[:-1], None]),
+    "weight elsewhere": ("backward", ValueError, "weight on", lambda a: [*a[:3], a[3].to("meta"), *a[4:]]),
+    "dweight without weight": ("local_backward", ValueError, "without a weight", lambda a: [*a[:3], None, *a[4:]]),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_WHEN_TRACED)
+def test_a_wrong_call_fails_while_it_is_traced(case):
+    name, error, message, change = WRONG_WHEN_TRACED[case]
+    args, kwargs = op_samples(torch.float32, "cpu")[name]
+    op = getattr(ops, name)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        args = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args]
+        kwargs = {key: mode.from_tensor(value) for key, value in kwargs.items()}
+        op(*args, **kwargs)
+        with pytest.raises(error, match=message):
+            op(*change(args), **kwargs)
 
 
 @pytest.mark.parametrize("with_residual", [False, True])

@@ -102,7 +102,7 @@ def test_a_net_in_eval_mode_exports_with_a_dynamic_batch(strict, device):
     with torch.no_grad():
         exported = torch.export.export(module, (x,), dynamic_shapes=({0: torch.export.Dim("batch")},), strict=strict)
         names = {str(node.target) for node in exported.graph.nodes}
-        assert "inplace_abn.forward.default" in names
+        assert not [name for name in names if "inplace_abn" in name]
         for batch in (4, 7):
             x = torch.randn(batch, *SHAPE[1:], dtype=torch.float64, device=device)
             assert_same(exported.module()(x.clone()), module(x.clone()))

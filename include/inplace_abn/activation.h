@@ -8,18 +8,16 @@
 // y = 0 belongs to the negative branch, as in torch's own derivatives.
 #pragma once
 
-#include <ATen/OpMathType.h>
-#include <c10/util/BFloat16.h>
-#include <c10/util/Exception.h>
-#include <c10/util/Half.h>
-
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <stdexcept>
+#include <string>
 #include <type_traits>
 #include <utility>
 
 #include "inplace_abn/math.h"
+#include "inplace_abn/types.h"
 
 namespace inplace_abn {
 
@@ -28,7 +26,7 @@ constexpr int64_t activation_count = 6;
 
 template <typename scalar_t>
 struct Identity {
-  using opmath_t = at::opmath_type<scalar_t>;
+  using opmath_t = opmath_type<scalar_t>;
 
   INPLACE_ABN_INLINE scalar_t forward(opmath_t y) const { return static_cast<scalar_t>(y); }
   INPLACE_ABN_INLINE void inverse(scalar_t z, opmath_t dz, opmath_t& y, opmath_t& dy) const {
@@ -39,7 +37,7 @@ struct Identity {
 
 template <typename scalar_t>
 struct LeakyRelu {
-  using opmath_t = at::opmath_type<scalar_t>;
+  using opmath_t = opmath_type<scalar_t>;
   opmath_t slope;
   opmath_t inverse_slope;
 
@@ -60,7 +58,7 @@ struct LeakyRelu {
 // ReLU as the next layer will see it, without the trace that makes it invertible.
 template <typename scalar_t>
 struct PlainRelu {
-  using opmath_t = at::opmath_type<scalar_t>;
+  using opmath_t = opmath_type<scalar_t>;
 
   INPLACE_ABN_INLINE scalar_t forward(opmath_t y) const { return static_cast<scalar_t>(y <= 0 ? opmath_t(0) : y); }
 };
@@ -78,7 +76,7 @@ constexpr double relu_slope() {
 // below what the storage type holds has no inverse; it becomes -0, as torch's -inf becomes 0.
 template <typename scalar_t>
 struct Relu {
-  using opmath_t = at::opmath_type<scalar_t>;
+  using opmath_t = opmath_type<scalar_t>;
   static constexpr opmath_t slope = static_cast<opmath_t>(relu_slope<scalar_t>()), inverse_slope = 1 / slope;
 
   INPLACE_ABN_INLINE scalar_t forward(opmath_t y) const {
@@ -103,7 +101,7 @@ struct Relu {
 
 template <typename scalar_t>
 struct Elu {
-  using opmath_t = at::opmath_type<scalar_t>;
+  using opmath_t = opmath_type<scalar_t>;
   opmath_t alpha;
   opmath_t inverse_alpha;
 
@@ -183,7 +181,7 @@ struct FineSiluFit {  // error 4e-7
 // y * sigmoid(y), whose minimum divides it into two invertible branches. The bit is stolen from negative values only.
 template <typename scalar_t>
 struct Silu {
-  using opmath_t = at::opmath_type<scalar_t>;
+  using opmath_t = opmath_type<scalar_t>;
   static constexpr bool is_16_bit = sizeof(scalar_t) == 2, is_double = std::is_same_v<scalar_t, double>;
   using Fit = std::conditional_t<is_16_bit, CoarseSiluFit, FineSiluFit>;
   static constexpr opmath_t y_min = static_cast<opmath_t>(silu_y_min), z_min = static_cast<opmath_t>(silu_z_min);
@@ -265,7 +263,7 @@ struct Silu {
 // value much smaller than |y|, which its low bit tells from the parabola's own.
 template <typename scalar_t>
 struct Hardswish {
-  using opmath_t = at::opmath_type<scalar_t>;
+  using opmath_t = opmath_type<scalar_t>;
   static constexpr opmath_t scale = static_cast<opmath_t>(relu_slope<scalar_t>());
   // Positive values below this carry the bit.
   static constexpr opmath_t tagged = std::is_same_v<scalar_t, c10::Half> ? opmath_t(0.5) : opmath_t(0x1p-8);
@@ -299,7 +297,7 @@ struct Hardswish {
 // hardswish as torch computes it, from y as it would have been stored.
 template <typename scalar_t>
 struct PlainHardswish {
-  using opmath_t = at::opmath_type<scalar_t>;
+  using opmath_t = opmath_type<scalar_t>;
 
   INPLACE_ABN_INLINE scalar_t forward(opmath_t unrounded) const {
     const auto y = static_cast<opmath_t>(static_cast<scalar_t>(unrounded));
@@ -327,7 +325,7 @@ decltype(auto) visit_activation(Activation activation, double param, F&& f) {
     case Activation::hardswish:
       return f(Hardswish<scalar_t>{});
   }
-  TORCH_CHECK_VALUE(false, "inplace_abn: unknown activation ", static_cast<int64_t>(activation));
+  throw std::invalid_argument("inplace_abn: unknown activation " + std::to_string(static_cast<int64_t>(activation)));
 }
 
 // Calls f with the functor for a forward pass: invertible, or the plain activation where no backward will follow.

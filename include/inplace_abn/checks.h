@@ -1,101 +1,92 @@
 // Argument checks. Every message names the op, the argument, what was expected and what was got.
+//
+// Messages start with the full name of the op. By them ops.py knows the class of an error, which torch does not carry
+// from here to Python in every release: what is wrong with a dtype, and only that, says "dtype" (TypeError), memory
+// that is shared between tensors "it overlaps" (RuntimeError), everything else is a ValueError.
 #pragma once
 
-#include <ATen/OpMathType.h>
-#include <ATen/core/Tensor.h>
-
-#include <algorithm>
 #include <cmath>
-#include <optional>
-#include <utility>
-#include <vector>
+#include <sstream>
+#include <stdexcept>
 
 #include "inplace_abn/activation.h"
+#include "inplace_abn/tensors.h"
+
+// Parts of the message are evaluated only where the condition fails.
+#define INPLACE_ABN_CHECK_AS(exception, condition, ...)          \
+  do {                                                           \
+    if (!(condition)) [[unlikely]]                               \
+      throw exception(::inplace_abn::concatenated(__VA_ARGS__)); \
+  } while (false)
+#define INPLACE_ABN_CHECK(condition, ...) INPLACE_ABN_CHECK_AS(std::invalid_argument, condition, __VA_ARGS__)
 
 namespace inplace_abn {
 
-inline c10::ScalarType stats_type(c10::ScalarType type) {
-  return at::toOpMathType(type);
+template <typename... Parts>
+std::string concatenated(const Parts&... parts) {
+  std::ostringstream message;
+  (message << ... << parts);
+  return message.str();
 }
 
-// Dimensions sorted by stride, each stepping over the whole extent of the smaller ones: no two indices share memory.
-inline bool non_overlapping(const at::Tensor& t) {
-  std::vector<std::pair<int64_t, int64_t>> dims;
-  for (int64_t d = 0; d < t.dim(); ++d) {
-    if (t.size(d) > 1) dims.emplace_back(t.stride(d), t.size(d));
-  }
-  std::sort(dims.begin(), dims.end());
-  int64_t extent = 1;
-  for (const auto& [stride, size] : dims) {
-    if (stride < extent) return false;
-    extent += stride * (size - 1);
-  }
-  return true;
+inline void check_activations(const char* op, const char* name, const Tensor& t) {
+  INPLACE_ABN_CHECK(t.layout() == torch::headeronly::Layout::Strided, op, ": expected a strided ", name);
+  INPLACE_ABN_CHECK(t.dim() >= 2, op, ": expected ", name, " of shape (batch, channel, *), got ", t.dim(),
+                    "-dimensional ", text(t.sizes()));
+  const ScalarType type = t.scalar_type();
+  INPLACE_ABN_CHECK(type == ScalarType::Double || type == ScalarType::Float || type == ScalarType::BFloat16 ||
+                        type == ScalarType::Half,
+                    op, ": expected ", name, " of dtype float64, float32, bfloat16 or float16, got ", type);
 }
 
-inline void check_activations(const char* op, const char* name, const at::Tensor& t) {
-  TORCH_CHECK_VALUE(t.layout() == at::kStrided, op, ": expected a strided ", name, ", got layout ", t.layout());
-  TORCH_CHECK_VALUE(t.dim() >= 2, op, ": expected ", name, " of shape (batch, channel, *), got ", t.dim(),
-                    "-dimensional ", t.sizes());
-  TORCH_CHECK_VALUE(!t.is_neg() && !t.is_conj(), op, ": expected ", name,
-                    " without torch's negative or conjugate bit, which its memory does not show. Pass ", name,
-                    ".resolve_neg() instead");
-  const auto type = t.scalar_type();
-  TORCH_CHECK_TYPE(type == at::kDouble || type == at::kFloat || type == at::kBFloat16 || type == at::kHalf, op,
-                   ": expected ", name, " of dtype float64, float32, bfloat16 or float16, got ", type);
-}
-
-inline void check_written(const char* op, const char* name, const at::Tensor& t) {
-  TORCH_CHECK_VALUE(t.numel() == 0 || non_overlapping(t), op, ": expected ", name,
-                    " without internal overlap, because it is written in place; got shape ", t.sizes(),
-                    " with strides ", t.strides(), ". Pass ", name, ".clone() instead");
+inline void check_written(const char* op, const char* name, const Tensor& t) {
+  INPLACE_ABN_CHECK(t.numel() == 0 || non_overlapping(geometry(t)), op, ": expected ", name,
+                    " without internal overlap, because it is written in place; got shape ", text(t.sizes()),
+                    " with strides ", text(t.strides()), ". Pass ", name, ".clone() instead");
 }
 
 // `t` has one value per channel of x, on x's device, in x's dtype or in the dtype of its statistics.
-inline void check_channels(const char* op, const char* name, const at::Tensor& t, const at::Tensor& x) {
-  TORCH_CHECK_VALUE(t.dim() == 1 && t.size(0) == x.size(1), op, ": expected ", name, " of shape (", x.size(1),
-                    ",) for x of shape ", x.sizes(), ", got ", t.sizes());
-  TORCH_CHECK_VALUE(t.device() == x.device(), op, ": expected ", name, " on ", x.device(), " like x, got ", t.device());
-  TORCH_CHECK_TYPE(t.scalar_type() == x.scalar_type() || t.scalar_type() == stats_type(x.scalar_type()), op,
-                   ": expected ", name, " of dtype ", stats_type(x.scalar_type()), " or of x's dtype ", x.scalar_type(),
-                   ", got ", t.scalar_type());
+inline void check_channels(const char* op, const char* name, const Tensor& t, const Tensor& x) {
+  INPLACE_ABN_CHECK(t.dim() == 1 && t.size(0) == x.size(1), op, ": expected ", name, " of shape (", x.size(1),
+                    ",) for x of shape ", text(x.sizes()), ", got ", text(t.sizes()));
+  INPLACE_ABN_CHECK(same_device(t, x), op, ": expected ", name, " on ", text(x.device()), " like x, got ",
+                    text(t.device()));
+  INPLACE_ABN_CHECK(same_dtype(t, x) || t.scalar_type() == stats_type(x.scalar_type()), op, ": expected ", name,
+                    " of dtype ", stats_type(x.scalar_type()), " or of x's dtype ", x.scalar_type(), ", got ",
+                    t.scalar_type());
 }
 
-inline void check_channels(const char* op, const char* name, const std::optional<at::Tensor>& t, const at::Tensor& x) {
+inline void check_channels(const char* op, const char* name, const OptTensor& t, const Tensor& x) {
   if (t.has_value()) check_channels(op, name, *t, x);
 }
 
-inline void check_like(const char* op, const char* name, const at::Tensor& t, const at::Tensor& x) {
-  TORCH_CHECK_VALUE(t.sizes() == x.sizes(), op, ": expected ", name, " of shape ", x.sizes(), ", got ", t.sizes());
-  TORCH_CHECK_TYPE(t.scalar_type() == x.scalar_type(), op, ": expected ", name, " of dtype ", x.scalar_type(), ", got ",
-                   t.scalar_type());
-  TORCH_CHECK_VALUE(t.device() == x.device(), op, ": expected ", name, " on ", x.device(), ", got ", t.device());
-  TORCH_CHECK_VALUE(t.layout() == at::kStrided, op, ": expected a strided ", name, ", got layout ", t.layout());
+inline void check_like(const char* op, const char* name, const Tensor& t, const Tensor& x) {
+  INPLACE_ABN_CHECK(equal(t.sizes(), x.sizes()), op, ": expected ", name, " of shape ", text(x.sizes()), ", got ",
+                    text(t.sizes()));
+  INPLACE_ABN_CHECK(same_dtype(t, x), op, ": expected ", name, " of dtype ", x.scalar_type(), ", got ",
+                    t.scalar_type());
+  INPLACE_ABN_CHECK(same_device(t, x), op, ": expected ", name, " on ", text(x.device()), ", got ", text(t.device()));
+  INPLACE_ABN_CHECK(t.layout() == torch::headeronly::Layout::Strided, op, ": expected a strided ", name);
 }
 
-// From a tensor's first byte to behind its last one, wherever its elements lie in between.
-inline std::pair<const char*, const char*> memory_range(const at::Tensor& t) {
-  const auto* first = static_cast<const char*>(t.const_data_ptr());
-  int64_t last = 0;
-  for (int64_t d = 0; d < t.dim(); ++d) last += (t.size(d) - 1) * t.stride(d);
-  return {first, first + (last + 1) * t.element_size()};
-}
-
-inline void check_residual(const char* op, const std::optional<at::Tensor>& residual, const at::Tensor& x) {
+inline void check_residual(const char* op, const OptTensor& residual, const Tensor& x) {
   if (!residual.has_value()) return;
   check_like(op, "residual", *residual, x);
-  // Tensors that transforms wrap have no storage; the op meets the ones within.
-  if (x.numel() == 0 || !x.has_storage() || !residual->has_storage() || !x.is_alias_of(*residual)) return;
-  const auto [x_begin, x_end] = memory_range(x);
-  const auto [begin, end] = memory_range(*residual);
-  TORCH_CHECK_VALUE(end <= x_begin || x_end <= begin, op,
+  INPLACE_ABN_CHECK(!ranges_meet(*residual, x), op,
                     ": expected residual in memory of its own, because x is written in place; it shares x's. Pass "
                     "residual.clone() instead");
 }
 
-inline void check_running(const char* op, const std::optional<at::Tensor>& mean, const std::optional<at::Tensor>& var,
-                          const at::Tensor& x) {
-  TORCH_CHECK_VALUE(mean.has_value() == var.has_value(), op,
+// A call's outputs, and an output and an input: `whole` says whether they may be the same memory.
+inline void check_overlap(const char* op, const char* name, const Tensor& output, const Tensor& other, bool whole) {
+  INPLACE_ABN_CHECK_AS(std::runtime_error,
+                       !partly_overlap(output, other) && (whole || !is_same(output, other) || output.numel() == 0), op,
+                       ": expected ", name, " in memory of its own", whole ? " or exactly that of an input" : "",
+                       ", but it overlaps another tensor of the call. Pass other memory");
+}
+
+inline void check_running(const char* op, const OptTensor& mean, const OptTensor& var, const Tensor& x) {
+  INPLACE_ABN_CHECK(mean.has_value() == var.has_value(), op,
                     ": expected running_mean and running_var both or neither, got only ",
                     mean.has_value() ? "running_mean" : "running_var");
   check_channels(op, "running_mean", mean, x);
@@ -104,35 +95,34 @@ inline void check_running(const char* op, const std::optional<at::Tensor>& mean,
     check_written(op, "running_mean", *mean);
     check_written(op, "running_var", *var);
   }
-  TORCH_CHECK_TYPE(!mean.has_value() || mean->scalar_type() == var->scalar_type(), op,
-                   ": expected running_mean and running_var of one dtype, got ", mean->scalar_type(), " and ",
-                   var->scalar_type());
+  INPLACE_ABN_CHECK(!mean.has_value() || same_dtype(*mean, *var), op,
+                    ": expected running_mean and running_var of one dtype, got ", mean->scalar_type(), " and ",
+                    var->scalar_type());
 }
 
 inline void check_eps(const char* op, double eps) {
-  TORCH_CHECK_VALUE(eps > 0 && std::isfinite(eps), op, ": expected a finite eps > 0, got ", eps);
+  INPLACE_ABN_CHECK(eps > 0 && std::isfinite(eps), op, ": expected a finite eps > 0, got ", eps);
 }
 
 inline void check_activation(const char* op, int64_t activation, double param) {
   const auto kind = static_cast<Activation>(activation);
-  TORCH_CHECK_VALUE(activation >= 0 && activation < activation_count, op, ": unknown activation ", activation);
-  TORCH_CHECK_VALUE(kind != Activation::leaky_relu || (param >= 0 && std::isfinite(param)), op,
+  INPLACE_ABN_CHECK(activation >= 0 && activation < activation_count, op, ": unknown activation ", activation);
+  INPLACE_ABN_CHECK(kind != Activation::leaky_relu || (param >= 0 && std::isfinite(param)), op,
                     ": expected a finite leaky_relu slope >= 0, got ", param);
-  TORCH_CHECK_VALUE(kind != Activation::elu || (param > 0 && std::isfinite(param)), op,
+  INPLACE_ABN_CHECK(kind != Activation::elu || (param > 0 && std::isfinite(param)), op,
                     ": expected a finite elu alpha > 0, got ", param);
 }
 
-inline void check_momentum(const char* op, double momentum, const std::optional<at::Tensor>& momentum_tensor,
-                           const at::Tensor& x) {
+inline void check_momentum(const char* op, double momentum, const OptTensor& momentum_tensor, const Tensor& x) {
   if (!momentum_tensor.has_value()) {
-    TORCH_CHECK_VALUE(std::isfinite(momentum), op, ": expected a finite momentum, got ", momentum);
+    INPLACE_ABN_CHECK(std::isfinite(momentum), op, ": expected a finite momentum, got ", momentum);
     return;
   }
-  TORCH_CHECK_TYPE(momentum_tensor->scalar_type() == at::kDouble && momentum_tensor->numel() == 1, op,
-                   ": expected momentum as one float64 value, got ", momentum_tensor->scalar_type(), " of shape ",
-                   momentum_tensor->sizes());
-  TORCH_CHECK_VALUE(momentum_tensor->device() == x.device(), op, ": expected momentum on ", x.device(), ", got ",
-                    momentum_tensor->device());
+  INPLACE_ABN_CHECK(momentum_tensor->scalar_type() == ScalarType::Double && momentum_tensor->numel() == 1, op,
+                    ": expected momentum as one float64 value, got dtype ", momentum_tensor->scalar_type(),
+                    " and shape ", text(momentum_tensor->sizes()));
+  INPLACE_ABN_CHECK(same_device(*momentum_tensor, x), op, ": expected momentum on ", text(x.device()), ", got ",
+                    text(momentum_tensor->device()));
 }
 
 }  // namespace inplace_abn

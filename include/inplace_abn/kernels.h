@@ -6,8 +6,6 @@
 // `__restrict__`, for that reason. A residual's view has null data where there is no residual.
 #pragma once
 
-#include <ATen/OpMathType.h>
-
 #include "inplace_abn/activation.h"
 #include "inplace_abn/layout.h"
 
@@ -16,7 +14,7 @@ namespace inplace_abn {
 // One value per channel, stored in x's type (`narrow`) or in its opmath type. `data` may be null: no such parameter.
 template <typename scalar_t>
 struct ChannelVector {
-  using opmath_t = at::opmath_type<scalar_t>;
+  using opmath_t = opmath_type<scalar_t>;
   void* data;
   bool narrow;
 
@@ -36,7 +34,7 @@ struct ChannelVector {
 
 template <typename scalar_t>
 struct Affine {
-  using opmath_t = at::opmath_type<scalar_t>;
+  using opmath_t = opmath_type<scalar_t>;
   ChannelVector<scalar_t> weight, bias;
   double eps;
   bool signed_weight;
@@ -83,15 +81,15 @@ template <typename scalar_t>
 struct StatisticsArgs {
   Extent extent;
   View<const scalar_t> x;
-  at::opmath_type<scalar_t>*mean, *var;
+  opmath_type<scalar_t>*mean, *var;
 };
 
 // Merges the statistics of `parts` shares of a batch, laid out [parts][2 * channels + 1]: means, variances, count.
 template <typename scalar_t>
 struct CombineArgs {
   int64_t parts, channels;
-  const at::opmath_type<scalar_t>* gathered;
-  at::opmath_type<scalar_t>*mean, *var, *count;
+  const opmath_type<scalar_t>* gathered;
+  opmath_type<scalar_t>*mean, *var, *count;
   RunningUpdate<scalar_t> running;
 };
 
@@ -114,7 +112,7 @@ struct LocalForwardArgs {
   Extent extent;
   View<const scalar_t> x;
   View<scalar_t> z;
-  at::opmath_type<scalar_t>*mean, *var;
+  opmath_type<scalar_t>*mean, *var;
   Affine<scalar_t> affine;
   ActivationArgs activation;
   bool invertible;
@@ -130,7 +128,7 @@ struct BackwardReduceArgs {
   View<scalar_t> xhat, dy;
   Affine<scalar_t> affine;
   ActivationArgs activation;
-  at::opmath_type<scalar_t>*sum_dy, *sum_xhat_dy;
+  opmath_type<scalar_t>*sum_dy, *sum_xhat_dy;
   View<const scalar_t> residual{};
 };
 
@@ -142,7 +140,7 @@ struct BackwardArgs {
   View<scalar_t> dx;
   ChannelVector<scalar_t> var;
   Affine<scalar_t> affine;
-  const at::opmath_type<scalar_t>*mean_dy, *mean_xhat_dy;
+  const opmath_type<scalar_t>*mean_dy, *mean_xhat_dy;
 };
 
 // backward_reduce and backward in one. dresidual is dy. All outputs may be null. Backends may use `xhat`, which may be

@@ -2,8 +2,9 @@
 // have one loop nest per order and no layout test inside.
 #pragma once
 
-#include <ATen/core/Tensor.h>
+#include <torch/headeronly/util/HeaderOnlyArrayRef.h>
 
+#include <cstdint>
 #include <optional>
 
 namespace inplace_abn {
@@ -11,6 +12,20 @@ namespace inplace_abn {
 enum class Order {
   planes,  // the space of one (batch, channel) pair is one contiguous run: NCHW and its batch or channel slices
   rows,    // the channels of one position are one contiguous run: NHWC, (N, C), and channel slices; space is 1
+};
+
+// The sizes and strides of a tensor, valid for as long as it lives.
+struct Geometry {
+  torch::headeronly::IntHeaderOnlyArrayRef sizes, strides;
+
+  int64_t dim() const { return static_cast<int64_t>(sizes.size()); }
+  int64_t size(int64_t d) const { return sizes[d]; }
+  int64_t stride(int64_t d) const { return strides[d]; }
+  int64_t numel() const {
+    int64_t product = 1;
+    for (const int64_t size : sizes) product *= size;
+    return product;
+  }
 };
 
 // What all tensors of one call have in common.
@@ -31,7 +46,7 @@ struct View {
 namespace layout_detail {
 
 // The stride with which dimensions `first...` (and, if asked, the batch) can be walked as one, if they can.
-inline std::optional<int64_t> merged_stride(const at::Tensor& t, bool with_batch) {
+inline std::optional<int64_t> merged_stride(const Geometry& t, bool with_batch) {
   std::optional<int64_t> innermost;
   int64_t expected = 0;
   for (int64_t d = t.dim() - 1; d >= 0; --d) {
@@ -48,7 +63,7 @@ inline std::optional<int64_t> merged_stride(const at::Tensor& t, bool with_batch
 
 }  // namespace layout_detail
 
-inline bool has_order(const at::Tensor& t, Order order) {
+inline bool has_order(const Geometry& t, Order order) {
   if (t.numel() == 0) return true;
   if (order == Order::rows) {
     return (t.size(1) == 1 || t.stride(1) == 1) && layout_detail::merged_stride(t, true).has_value();
@@ -56,14 +71,14 @@ inline bool has_order(const at::Tensor& t, Order order) {
   return layout_detail::merged_stride(t, false) == 1;
 }
 
-inline Extent make_extent(const at::Tensor& t, Order order) {
+inline Extent make_extent(const Geometry& t, Order order) {
   const int64_t positions = t.numel() == 0 ? 0 : t.numel() / t.size(1);
   if (order == Order::rows) return {order, positions, t.size(1), 1};
   return {order, t.size(0), t.size(1), t.size(0) == 0 ? 0 : positions / t.size(0)};
 }
 
 // The order in which `t` can be walked without a copy, preferring the one with the longer contiguous runs.
-inline std::optional<Order> native_order(const at::Tensor& t) {
+inline std::optional<Order> native_order(const Geometry& t) {
   const bool rows = has_order(t, Order::rows), planes = has_order(t, Order::planes);
   const bool single_position_planes = t.numel() == 0 || t.numel() == t.size(0) * t.size(1);
   if (planes && !(rows && single_position_planes)) return Order::planes;
@@ -72,13 +87,7 @@ inline std::optional<Order> native_order(const at::Tensor& t) {
 }
 
 template <typename scalar_t>
-View<scalar_t> make_view(const at::Tensor& t, Order order) {
-  scalar_t* data = nullptr;
-  if constexpr (std::is_const_v<scalar_t>) {
-    data = t.const_data_ptr<std::remove_const_t<scalar_t>>();
-  } else {
-    data = t.mutable_data_ptr<scalar_t>();
-  }
+View<scalar_t> make_view(scalar_t* data, const Geometry& t, Order order) {
   if (order == Order::rows) return {data, *layout_detail::merged_stride(t, true), 1};
   return {data, t.stride(0), t.stride(1)};
 }

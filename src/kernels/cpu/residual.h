@@ -2,8 +2,6 @@
 // also takes dy as its gradient.
 #pragma once
 
-#include <ATen/OpMathType.h>
-
 #include "inplace_abn/activation.h"
 #include "parallel.h"
 #include "vectors.h"
@@ -14,7 +12,7 @@ namespace inplace_abn::cpu {
 // `run` of the panel's channel `channel`, or of row `run`. `End` is the end of a run (vectors.h).
 template <typename scalar_t>
 struct NoResidual {
-  using opmath_t = at::opmath_type<scalar_t>;
+  using opmath_t = opmath_type<scalar_t>;
   struct End {
     INPLACE_ABN_INLINE void take(NoResidual, int64_t) {}
     INPLACE_ABN_INLINE NoResidual get() { return {}; }
@@ -33,7 +31,7 @@ struct NoResidual {
 
 template <typename scalar_t>
 struct Residual {
-  using opmath_t = at::opmath_type<scalar_t>;
+  using opmath_t = opmath_type<scalar_t>;
   View<const scalar_t> value;
   View<scalar_t> gradient;
 

@@ -1,31 +1,26 @@
 // The ops: schemas, validation, and the way to a backend. Devices are known here, autograd is not.
 //
-// Memory an op writes has its version counter bumped, so that autograd notices a reader that comes too late. Keyword
-// outputs may be the very tensors that are read (as in torch.add(a, b, out=a)); otherwise they must be disjoint from
-// them.
+// Whoever calls an op bumps the version counters of what it writes: torch's stable ABI has no call for it. ops.py does
+// so for calls through the dispatcher. Keyword outputs may be the very tensors that are read (as in torch.add(a, b,
+// out=a)); otherwise they must be disjoint from them.
 
-#include <ATen/Dispatch_v2.h>
-#include <ATen/MemoryOverlap.h>
-#include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/silu.h>
-#include <c10/core/DeviceGuard.h>
-#include <torch/library.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/headeronly/core/Dispatch_v2.h>
 
+#include <array>
+#include <initializer_list>
+#include <optional>
 #include <tuple>
 #include <utility>
 
 #include "inplace_abn/checks.h"
 #include "inplace_abn/kernels.h"
-#include "inplace_abn/ops.h"
+#include "inplace_abn/tensors.h"
 #include "operands.h"
 
 namespace inplace_abn {
 namespace {
-
-#define DISPATCH_TYPES(type, name, ...) \
-  AT_DISPATCH_V2(type, name, AT_WRAP(__VA_ARGS__), at::kDouble, at::kFloat, at::kBFloat16, at::kHalf)
 
 #if defined(INPLACE_ABN_WITH_CUDA)
 #define CALL_BACKEND(tensor, kernel, args) ((tensor).is_cuda() ? cuda::kernel(args) : cpu::kernel(args))
@@ -33,13 +28,38 @@ namespace {
 #define CALL_BACKEND(tensor, kernel, args) cpu::kernel(args)
 #endif
 
+// Calls f with the type of the elements as its template argument.
+template <typename F>
+void dispatch_types(ScalarType type, const F& f) {
+  THO_DISPATCH_V2(
+      type, "inplace_abn", [&] { f.template operator()<scalar_t>(); }, ScalarType::Double, ScalarType::Float,
+      ScalarType::BFloat16, ScalarType::Half);
+}
+
+// What the body of an op runs under: x's device, and no grad mode, lest ops of torch's that it calls be recorded.
+class Scope {
+ public:
+  explicit Scope(const Tensor& x) {
+    if (x.is_cuda()) device_.emplace(x.get_device_index());
+    grad_mode_ = aoti_torch_grad_mode_is_enabled();
+    aoti_torch_grad_mode_set_enabled(false);
+  }
+  Scope(const Scope&) = delete;
+  Scope& operator=(const Scope&) = delete;
+  ~Scope() { aoti_torch_grad_mode_set_enabled(grad_mode_); }
+
+ private:
+  std::optional<torch::stable::accelerator::DeviceGuard> device_;
+  bool grad_mode_ = false;
+};
+
 Tensor empty_statistic(const Tensor& x) {
-  return at::empty({x.size(1)}, x.options().dtype(stats_type(x.scalar_type())).memory_format(std::nullopt));
+  return empty_strided({x.size(1)}, {1}, stats_type(x.scalar_type()), x);
 }
 
 template <typename scalar_t>
-at::opmath_type<scalar_t>* statistic_ptr(const Tensor& t) {
-  return t.mutable_data_ptr<at::opmath_type<scalar_t>>();
+opmath_type<scalar_t>* statistic_ptr(const Tensor& t) {
+  return static_cast<opmath_type<scalar_t>*>(t.mutable_data_ptr());
 }
 
 void check_affine(const char* op, const Tensor& x, const OptTensor& weight, const OptTensor& bias, double eps,
@@ -54,7 +74,7 @@ void check_output(const char* op, const char* name, const Tensor& output, const 
                   std::initializer_list<const Tensor*> inputs) {
   check_like(op, name, output, like);
   check_written(op, name, output);
-  for (const Tensor* input : inputs) at::assert_no_partial_overlap(output, *input);
+  for (const Tensor* input : inputs) check_overlap(op, name, output, *input, true);
 }
 
 // silu without its stolen bit is torch's own, bit for bit, so it is left to torch: the kernel stops at y.
@@ -63,20 +83,21 @@ struct KernelActivation {
       : then_silu(!invertible && static_cast<Activation>(activation) == Activation::silu),
         args{then_silu ? Activation::identity : static_cast<Activation>(activation), param} {}
 
-  void finish(Tensor x) const {
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    if (then_silu) at::silu_(x);
+  void finish(const Tensor& x) const {
+    if (!then_silu) return;
+    std::array<StableIValue, 1> stack{torch::stable::detail::from(x)};
+    TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::silu_", "", stack.data(), TORCH_ABI_VERSION));
+    // The result is a new handle of x.
+    torch::stable::detail::to<Tensor>(stack[0]);
   }
 
   bool then_silu;
   ActivationArgs args;
 };
 
-}  // namespace
-
 void check(const Tensor& x, const OptTensor& weight, const OptTensor& bias, const OptTensor& residual,
            const OptTensor& running_mean, const OptTensor& running_var) {
-  constexpr auto op = "inplace_abn";
+  constexpr auto op = "inplace_abn::check";
   check_activations(op, "x", x);
   check_written(op, "x", x);
   check_channels(op, "weight", weight, x);
@@ -87,10 +108,10 @@ void check(const Tensor& x, const OptTensor& weight, const OptTensor& bias, cons
 
 std::tuple<Tensor, Tensor> statistics(const Tensor& x) {
   check_activations("inplace_abn::statistics", "x", x);
-  const c10::DeviceGuard guard(x.device());
+  const Scope scope(x);
   const Tensor mean = empty_statistic(x), var = empty_statistic(x);
   Operands operands(x);
-  DISPATCH_TYPES(x.scalar_type(), "inplace_abn::statistics", [&] {
+  dispatch_types(x.scalar_type(), [&]<typename scalar_t>() {
     const StatisticsArgs<scalar_t> args{operands.extent(), operands.input<scalar_t>(x), statistic_ptr<scalar_t>(mean),
                                         statistic_ptr<scalar_t>(var)};
     CALL_BACKEND(x, statistics, args);
@@ -102,28 +123,29 @@ std::tuple<Tensor, Tensor, Tensor> combine(const Tensor& gathered, const OptTens
                                            const OptTensor& running_var, double momentum,
                                            const OptTensor& momentum_tensor) {
   constexpr auto op = "inplace_abn::combine";
-  TORCH_CHECK_VALUE(gathered.dim() == 2 && gathered.size(1) % 2 == 1, op,
-                    ": expected gathered of shape (parts, 2 * channels + 1), got ", gathered.sizes());
-  TORCH_CHECK_TYPE(gathered.scalar_type() == at::kFloat || gathered.scalar_type() == at::kDouble, op,
-                   ": expected gathered of dtype float32 or float64, got ", gathered.scalar_type());
+  INPLACE_ABN_CHECK(gathered.dim() == 2 && gathered.size(1) % 2 == 1, op,
+                    ": expected gathered of shape (parts, 2 * channels + 1), got ", text(gathered.sizes()));
+  INPLACE_ABN_CHECK(gathered.scalar_type() == ScalarType::Float || gathered.scalar_type() == ScalarType::Double, op,
+                    ": expected gathered of dtype float32 or float64, got ", gathered.scalar_type());
   const int64_t channels = gathered.size(1) / 2;
   const auto type = running_mean.has_value() ? running_mean->scalar_type() : gathered.scalar_type();
-  const Tensor like = at::empty({0, channels}, gathered.options().dtype(type));
+  const Tensor like = empty_strided({0, channels}, {channels, 1}, type, gathered);
   check_running(op, running_mean, running_var, like);
   check_momentum(op, momentum, momentum_tensor, like);
-  TORCH_CHECK_TYPE(stats_type(type) == gathered.scalar_type(), op, ": expected running_mean that combines with ",
-                   gathered.scalar_type(), " statistics, got ", type);
+  INPLACE_ABN_CHECK(stats_type(type) == gathered.scalar_type(), op,
+                    ": expected running_mean of a dtype that combines with ", gathered.scalar_type(),
+                    " statistics, got ", type);
 
-  const c10::DeviceGuard guard(gathered.device());
-  const Tensor dense = gathered.contiguous();
+  const Scope scope(gathered);
+  const Tensor dense = gathered.is_contiguous() ? gathered : torch::stable::contiguous(gathered);
   const Tensor mean = empty_statistic(like), var = empty_statistic(like);
-  const Tensor count = at::empty({}, gathered.options());
+  const Tensor count = empty_strided({}, {}, gathered.scalar_type(), gathered);
   Operands operands(like);
-  DISPATCH_TYPES(type, op, [&] {
-    using opmath_t = at::opmath_type<scalar_t>;
+  dispatch_types(type, [&]<typename scalar_t>() {
+    using opmath_t = opmath_type<scalar_t>;
     const CombineArgs<scalar_t> args{dense.size(0),
                                      channels,
-                                     dense.const_data_ptr<opmath_t>(),
+                                     static_cast<const opmath_t*>(dense.const_data_ptr()),
                                      statistic_ptr<scalar_t>(mean),
                                      statistic_ptr<scalar_t>(var),
                                      statistic_ptr<scalar_t>(count),
@@ -145,10 +167,10 @@ void forward(const Tensor& x, const Tensor& mean, const Tensor& var, const OptTe
   check_residual(op, residual, x);
   check_affine(op, x, weight, bias, eps, activation, activation_param);
 
-  const c10::DeviceGuard guard(x.device());
+  const Scope scope(x);
   Operands operands(x);
   const KernelActivation kernel_activation(activation, activation_param, invertible);
-  DISPATCH_TYPES(x.scalar_type(), op, [&] {
+  dispatch_types(x.scalar_type(), [&]<typename scalar_t>() {
     const ForwardArgs<scalar_t> args{operands.extent(),
                                      operands.input<scalar_t>(x),
                                      operands.output<scalar_t>(x),
@@ -177,11 +199,11 @@ std::tuple<Tensor, Tensor> local_forward(const Tensor& x, const OptTensor& weigh
   check_momentum(op, momentum, momentum_tensor, x);
   check_affine(op, x, weight, bias, eps, activation, activation_param);
 
-  const c10::DeviceGuard guard(x.device());
+  const Scope scope(x);
   const Tensor mean = empty_statistic(x), var = empty_statistic(x);
   Operands operands(x);
   const KernelActivation kernel_activation(activation, activation_param, invertible);
-  DISPATCH_TYPES(x.scalar_type(), op, [&] {
+  dispatch_types(x.scalar_type(), [&]<typename scalar_t>() {
     const LocalForwardArgs<scalar_t> args{
         operands.extent(),
         operands.input<scalar_t>(x),
@@ -207,16 +229,16 @@ std::tuple<Tensor, Tensor> backward_reduce_out(const Tensor& y_act, const Tensor
   constexpr auto op = "inplace_abn::backward_reduce";
   check_activations(op, "y_act", y_act);
   check_like(op, "dy_act", dy_act, y_act);
-  check_output(op, xhat.is_same(y_act) ? "y_act" : "xhat", xhat, y_act, {&y_act, &dy_act});
-  check_output(op, dy.is_same(dy_act) ? "dy_act" : "dy", dy, y_act, {&y_act, &dy_act});
-  at::assert_no_overlap(xhat, dy);
+  check_output(op, is_same(xhat, y_act) ? "y_act" : "xhat", xhat, y_act, {&y_act, &dy_act});
+  check_output(op, is_same(dy, dy_act) ? "dy_act" : "dy", dy, y_act, {&y_act, &dy_act});
+  check_overlap(op, "dy", dy, xhat, false);
   if (residual.has_value()) check_like(op, "residual", *residual, y_act);
   check_affine(op, y_act, weight, bias, eps, activation, activation_param);
 
-  const c10::DeviceGuard guard(y_act.device());
+  const Scope scope(y_act);
   const Tensor sum_dy = empty_statistic(y_act), sum_xhat_dy = empty_statistic(y_act);
   Operands operands(y_act);
-  DISPATCH_TYPES(y_act.scalar_type(), op, [&] {
+  dispatch_types(y_act.scalar_type(), [&]<typename scalar_t>() {
     const BackwardReduceArgs<scalar_t> args{operands.extent(),
                                             operands.input<scalar_t>(y_act),
                                             operands.input<scalar_t>(dy_act),
@@ -245,23 +267,23 @@ void backward_out(const Tensor& xhat, const Tensor& dy, const Tensor& var, const
   constexpr auto op = "inplace_abn::backward";
   check_activations(op, "xhat", xhat);
   check_like(op, "dy", dy, xhat);
-  check_output(op, dx.is_same(dy) ? "dy" : "dx", dx, xhat, {&xhat, &dy});
+  check_output(op, is_same(dx, dy) ? "dy" : "dx", dx, xhat, {&xhat, &dy});
   check_channels(op, "var", var, xhat);
   check_channels(op, "weight", weight, xhat);
   check_eps(op, eps);
-  TORCH_CHECK_VALUE(mean_dy.has_value() == mean_xhat_dy.has_value(), op,
+  INPLACE_ABN_CHECK(mean_dy.has_value() == mean_xhat_dy.has_value(), op,
                     ": expected mean_dy and mean_xhat_dy both or neither, got only ",
                     mean_dy.has_value() ? "mean_dy" : "mean_xhat_dy");
   for (const auto& [name, mean] : {std::pair{"mean_dy", &mean_dy}, std::pair{"mean_xhat_dy", &mean_xhat_dy}}) {
     check_channels(op, name, *mean, xhat);
-    TORCH_CHECK_TYPE(!mean->has_value() || (*mean)->scalar_type() == stats_type(xhat.scalar_type()), op, ": expected ",
-                     name, " of dtype ", stats_type(xhat.scalar_type()), ", got ", (*mean)->scalar_type());
+    INPLACE_ABN_CHECK(!mean->has_value() || (*mean)->scalar_type() == stats_type(xhat.scalar_type()), op, ": expected ",
+                      name, " of dtype ", stats_type(xhat.scalar_type()), ", got ", (*mean)->scalar_type());
   }
 
-  const c10::DeviceGuard guard(xhat.device());
+  const Scope scope(xhat);
   Operands operands(xhat);
-  DISPATCH_TYPES(xhat.scalar_type(), op, [&] {
-    using opmath_t = at::opmath_type<scalar_t>;
+  dispatch_types(xhat.scalar_type(), [&]<typename scalar_t>() {
+    using opmath_t = opmath_type<scalar_t>;
     const auto mean_data = [&](const OptTensor& t) {
       return static_cast<const opmath_t*>(operands.channels<scalar_t>(t).data);
     };
@@ -293,24 +315,24 @@ void local_backward(const Tensor& y_act, const Tensor& dy_act, const Tensor& var
   check_like(op, "dy_act", dy_act, y_act);
   check_channels(op, "var", var, y_act);
   check_affine(op, y_act, weight, bias, eps, activation, activation_param);
-  if (dx.has_value()) check_output(op, dx->is_same(dy_act) ? "dy_act" : "dx", *dx, y_act, {&y_act, &dy_act});
+  if (dx.has_value()) check_output(op, is_same(*dx, dy_act) ? "dy_act" : "dx", *dx, y_act, {&y_act, &dy_act});
   if (residual.has_value()) check_like(op, "residual", *residual, y_act);
   if (dresidual.has_value()) {
-    check_output(op, dresidual->is_same(dy_act) ? "dy_act" : "dresidual", *dresidual, y_act, {&y_act, &dy_act});
-    if (dx.has_value()) at::assert_no_overlap(*dx, *dresidual);
+    check_output(op, is_same(*dresidual, dy_act) ? "dy_act" : "dresidual", *dresidual, y_act, {&y_act, &dy_act});
+    if (dx.has_value()) check_overlap(op, "dresidual", *dresidual, *dx, false);
   }
   if (xhat.has_value()) {
-    TORCH_CHECK_VALUE(dx.has_value(), op, ": memory for xhat was given, but no dx was asked for");
-    check_output(op, xhat->is_same(y_act) ? "y_act" : "xhat", *xhat, y_act, {&y_act, &dy_act});
-    at::assert_no_overlap(*xhat, dresidual.has_value() ? *dresidual : *dx);
+    INPLACE_ABN_CHECK(dx.has_value(), op, ": memory for xhat was given, but no dx was asked for");
+    check_output(op, is_same(*xhat, y_act) ? "y_act" : "xhat", *xhat, y_act, {&y_act, &dy_act});
+    check_overlap(op, "xhat", *xhat, dresidual.has_value() ? *dresidual : *dx, false);
   }
-  TORCH_CHECK_VALUE(!dweight.has_value() || weight.has_value(), op, ": dweight was asked for without a weight");
+  INPLACE_ABN_CHECK(!dweight.has_value() || weight.has_value(), op, ": dweight was asked for without a weight");
   check_channels(op, "dweight", dweight, y_act);
   check_channels(op, "dbias", dbias, y_act);
 
-  const c10::DeviceGuard guard(y_act.device());
+  const Scope scope(y_act);
   Operands operands(y_act);
-  DISPATCH_TYPES(y_act.scalar_type(), op, [&] {
+  dispatch_types(y_act.scalar_type(), [&]<typename scalar_t>() {
     const LocalBackwardArgs<scalar_t> args{operands.extent(),
                                            operands.input<scalar_t>(y_act),
                                            operands.input<scalar_t>(dy_act),
@@ -329,9 +351,7 @@ void local_backward(const Tensor& y_act, const Tensor& dy_act, const Tensor& var
   operands.finish();
 }
 
-namespace {
-
-TORCH_LIBRARY(inplace_abn, m) {
+STABLE_TORCH_LIBRARY(inplace_abn, m) {
   m.def(
       "check(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor? running_mean, Tensor? running_var) "
       "-> ()");
@@ -370,24 +390,24 @@ TORCH_LIBRARY(inplace_abn, m) {
       "Tensor(e!)? xhat=None) -> ()");
 }
 
-void register_ops(torch::Library& m) {
-  m.impl("check", &check);
-  m.impl("statistics", &statistics);
-  m.impl("combine", &combine);
-  m.impl("forward", &forward);
-  m.impl("local_forward", &local_forward);
-  m.impl("backward_reduce", &backward_reduce);
-  m.impl("backward_reduce.out", &backward_reduce_out);
-  m.impl("backward", &backward);
-  m.impl("backward.out", &backward_out);
-  m.impl("local_backward", &local_backward);
+void register_ops(torch::stable::detail::StableLibrary& m) {
+  m.impl("check", TORCH_BOX(&check));
+  m.impl("statistics", TORCH_BOX(&statistics));
+  m.impl("combine", TORCH_BOX(&combine));
+  m.impl("forward", TORCH_BOX(&forward));
+  m.impl("local_forward", TORCH_BOX(&local_forward));
+  m.impl("backward_reduce", TORCH_BOX(&backward_reduce));
+  m.impl("backward_reduce.out", TORCH_BOX(&backward_reduce_out));
+  m.impl("backward", TORCH_BOX(&backward));
+  m.impl("backward.out", TORCH_BOX(&backward_out));
+  m.impl("local_backward", TORCH_BOX(&local_backward));
 }
 
-TORCH_LIBRARY_IMPL(inplace_abn, CPU, m) {
+STABLE_TORCH_LIBRARY_IMPL(inplace_abn, CPU, m) {
   register_ops(m);
 }
 #if defined(INPLACE_ABN_WITH_CUDA)
-TORCH_LIBRARY_IMPL(inplace_abn, CUDA, m) {
+STABLE_TORCH_LIBRARY_IMPL(inplace_abn, CUDA, m) {
   register_ops(m);
 }
 #endif

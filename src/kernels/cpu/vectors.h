@@ -2,8 +2,6 @@
 // more vector, so that no element is handled on its own.
 #pragma once
 
-#include <ATen/OpMathType.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <cstring>

@@ -7,7 +7,7 @@ namespace inplace_abn::cpu {
 
 template <typename scalar_t>
 void statistics(const StatisticsArgs<scalar_t>& args) {
-  using opmath_t = at::opmath_type<scalar_t>;
+  using opmath_t = opmath_type<scalar_t>;
   const auto store = [&](int64_t c, const Moments& moments) {
     args.mean[c] = static_cast<opmath_t>(moments.mean);
     args.var[c] = static_cast<opmath_t>(moments.var());
@@ -31,7 +31,7 @@ void statistics(const StatisticsArgs<scalar_t>& args) {
 
 template <typename scalar_t>
 void combine(const CombineArgs<scalar_t>& args) {
-  using opmath_t = at::opmath_type<scalar_t>;
+  using opmath_t = opmath_type<scalar_t>;
   const int64_t channels = args.channels, row = 2 * channels + 1;
   double count = 0;
   for (int64_t i = 0; i < args.parts; ++i) count += static_cast<double>(args.gathered[i * row + 2 * channels]);

@@ -5,8 +5,6 @@
 // the one about m, is at most n / k times the latter: that is the most that the subtraction costs, for whatever values.
 #pragma once
 
-#include <ATen/OpMathType.h>
-
 #include <algorithm>
 
 #include "parallel.h"
@@ -35,7 +33,7 @@ struct Moments {
 // Of the first elements of a run.
 template <typename scalar_t>
 INPLACE_ABN_CLONES scalar_t sample_mean(const scalar_t* run, int64_t length) {
-  using opmath_t = at::opmath_type<scalar_t>;
+  using opmath_t = opmath_type<scalar_t>;
   constexpr int64_t wide = sum_lanes<opmath_t>;
   const int64_t sampled = std::min(length, wide);
   opmath_t sample[wide] = {};
@@ -84,7 +82,7 @@ INPLACE_ABN_CLONES void add_run(const scalar_t* run, const scalar_t* ahead, int6
 template <typename scalar_t>
 void panel_moments(const scalar_t* x, int64_t stride, int64_t channel_stride, int64_t channels, int64_t runs,
                    int64_t length, Moments* moments) {
-  using opmath_t = at::opmath_type<scalar_t>;
+  using opmath_t = opmath_type<scalar_t>;
   constexpr int64_t wide = sum_lanes<opmath_t>;
   alignas(64) opmath_t deviations[max_group][wide], squares[max_group][wide];
   scalar_t shifts[max_group];

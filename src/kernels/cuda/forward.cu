@@ -8,7 +8,7 @@ namespace {
 template <typename scalar_type, typename Act, bool with_residual>
 struct Transform {
   using scalar_t = scalar_type;
-  using opmath_t = at::opmath_type<scalar_t>;
+  using opmath_t = opmath_type<scalar_t>;
   static constexpr int inputs = with_residual ? 2 : 1, outputs = 1, needed_outputs = 1;
   static constexpr int unroll = 4 / inputs;
   static constexpr bool at_once = false, reduces = false, much_arithmetic = heavy<Act>;

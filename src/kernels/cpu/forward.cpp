@@ -17,8 +17,8 @@ struct Transform {
 };
 
 template <typename scalar_t>
-Transform<at::opmath_type<scalar_t>> make_transform(const Affine<scalar_t>& affine, int64_t c,
-                                                    at::opmath_type<scalar_t> mean, at::opmath_type<scalar_t> var) {
+Transform<opmath_type<scalar_t>> make_transform(const Affine<scalar_t>& affine, int64_t c, opmath_type<scalar_t> mean,
+                                                opmath_type<scalar_t> var) {
   return {mean, affine.gamma(c) * affine.inv_std(var), affine.beta(c)};
 }
 
@@ -76,7 +76,7 @@ INPLACE_ABN_CLONES void transform_rows(const scalar_t* x, int64_t x_stride, scal
 template <typename scalar_t, typename Res, typename Act, typename Load>
 void transform_all_rows(const RowGrid& grid, const View<const scalar_t>& x, const View<scalar_t>& z,
                         const Affine<scalar_t>& affine, const Load& load, Res residual, Act act) {
-  const ChannelArrays<at::opmath_type<scalar_t>, 3> arrays(grid);
+  const ChannelArrays<opmath_type<scalar_t>, 3> arrays(grid);
   for (int64_t c = 0; c < grid.channels; ++c) {
     const auto [mean, var] = load(c);
     const auto t = make_transform(affine, c, mean, var);
@@ -94,7 +94,7 @@ void transform_all_rows(const RowGrid& grid, const View<const scalar_t>& x, cons
 // Applies a transform to one panel; shared by the step-wise and the local forward.
 template <typename scalar_t, typename Res, typename Act>
 auto panel_transformer(const View<const scalar_t>& x, const View<scalar_t>& z, Res residual, Act act) {
-  using opmath_t = at::opmath_type<scalar_t>;
+  using opmath_t = opmath_type<scalar_t>;
   return [=](int64_t first, int64_t channels, const Panel& panel, const Transform<opmath_t>* transforms) {
     transform_panel(panel.view(x, first), panel.view(z, first), channels, panel.runs, panel.length, transforms,
                     residual.panel(panel, first), act);
@@ -114,7 +114,7 @@ void visit(const Args& args, const F& f) {
 
 template <typename scalar_t>
 void forward(const ForwardArgs<scalar_t>& args) {
-  using opmath_t = at::opmath_type<scalar_t>;
+  using opmath_t = opmath_type<scalar_t>;
   visit<scalar_t>(args, [&](auto residual, auto act) {
     if (args.extent.order == Order::rows) {
       transform_all_rows(
@@ -132,7 +132,7 @@ void forward(const ForwardArgs<scalar_t>& args) {
 
 template <typename scalar_t>
 void local_forward(const LocalForwardArgs<scalar_t>& args) {
-  using opmath_t = at::opmath_type<scalar_t>;
+  using opmath_t = opmath_type<scalar_t>;
   const auto store = [&](int64_t c, const Moments& moments) {
     args.mean[c] = static_cast<opmath_t>(moments.mean);
     args.var[c] = static_cast<opmath_t>(moments.var());

@@ -8,7 +8,7 @@ namespace {
 template <typename scalar_type>
 struct Statistics {
   using scalar_t = scalar_type;
-  using opmath_t = at::opmath_type<scalar_t>;
+  using opmath_t = opmath_type<scalar_t>;
   static constexpr int inputs = 1, outputs = 0, needed_outputs = 0;
   static constexpr int unroll = 4;
   static constexpr bool at_once = true, reduces = true, much_arithmetic = false;
@@ -43,14 +43,14 @@ INPLACE_ABN_INLINE double variance(const Partial<Moments>& partial) {
 
 template <typename scalar_t>
 struct StoreMoments {
-  at::opmath_type<scalar_t>*mean, *var;
+  opmath_type<scalar_t>*mean, *var;
   RunningUpdate<scalar_t> running;
   double count;
 
   __device__ void operator()(int64_t c, const Partial<Moments>& partial) const {
     const double batch_mean = partial.value.mean, batch_var = variance(partial);
-    mean[c] = static_cast<at::opmath_type<scalar_t>>(batch_mean);
-    var[c] = static_cast<at::opmath_type<scalar_t>>(batch_var);
+    mean[c] = static_cast<opmath_type<scalar_t>>(batch_mean);
+    var[c] = static_cast<opmath_type<scalar_t>>(batch_var);
     running.apply(c, batch_mean, batch_var, count);
   }
 };
@@ -58,7 +58,7 @@ struct StoreMoments {
 template <typename scalar_t>
 __global__ void __launch_bounds__(block_threads)
     combine_kernel(const int64_t first_block, const CombineArgs<scalar_t> args) {
-  using opmath_t = at::opmath_type<scalar_t>;
+  using opmath_t = opmath_type<scalar_t>;
   const int64_t row = 2 * args.channels + 1, c = (first_block + blockIdx.x) * blockDim.x + threadIdx.x;
   if (c == 0) {
     double count = 0;
@@ -81,8 +81,8 @@ __global__ void __launch_bounds__(block_threads)
 }  // namespace
 
 template <typename scalar_t>
-void reduce_moments(const Extent& extent, const View<const scalar_t>& x, at::opmath_type<scalar_t>* mean,
-                    at::opmath_type<scalar_t>* var, const RunningUpdate<scalar_t>& running) {
+void reduce_moments(const Extent& extent, const View<const scalar_t>& x, opmath_type<scalar_t>* mean,
+                    opmath_type<scalar_t>* var, const RunningUpdate<scalar_t>& running) {
   const auto count = static_cast<double>(extent.batch * extent.space);
   reduce(extent, Statistics<scalar_t>{}, {{x}}, StoreMoments<scalar_t>{mean, var, running, count});
 }
@@ -98,10 +98,10 @@ void combine(const CombineArgs<scalar_t>& args) {
   launch(combine_kernel<scalar_t>, blocks, block_threads, args);
 }
 
-#define INSTANTIATE(scalar_t)                                                                          \
-  template void reduce_moments(const Extent&, const View<const scalar_t>&, at::opmath_type<scalar_t>*, \
-                               at::opmath_type<scalar_t>*, const RunningUpdate<scalar_t>&);            \
-  template void statistics(const StatisticsArgs<scalar_t>&);                                           \
+#define INSTANTIATE(scalar_t)                                                                      \
+  template void reduce_moments(const Extent&, const View<const scalar_t>&, opmath_type<scalar_t>*, \
+                               opmath_type<scalar_t>*, const RunningUpdate<scalar_t>&);            \
+  template void statistics(const StatisticsArgs<scalar_t>&);                                       \
   template void combine(const CombineArgs<scalar_t>&);
 INPLACE_ABN_FOR_ALL_TYPES(INSTANTIATE)
 

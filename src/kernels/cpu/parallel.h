@@ -3,7 +3,7 @@
 // depend on the number of threads.
 #pragma once
 
-#include <ATen/Parallel.h>
+#include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -153,7 +153,7 @@ void reduce_and_apply_planes(const Extent& extent, int64_t element_size, const R
   if (parts == 1) {
     const int64_t group = channels_per_group(extent, element_size);
     const int64_t groups = (extent.channels + group - 1) / group;
-    at::parallel_for(0, groups, grain(per_task * group), [&](int64_t begin, int64_t end) {
+    torch::stable::parallel_for(0, groups, grain(per_task * group), [&](int64_t begin, int64_t end) {
       for (int64_t g = begin; g < end; ++g) {
         const int64_t first = g * group, channels = std::min(group, extent.channels - first);
         Partial partials[max_group];
@@ -166,7 +166,7 @@ void reduce_and_apply_planes(const Extent& extent, int64_t element_size, const R
     return;
   }
   std::vector<Partial> partials(extent.channels * parts);
-  at::parallel_for(0, extent.channels * parts, grain(per_task), [&](int64_t begin, int64_t end) {
+  torch::stable::parallel_for(0, extent.channels * parts, grain(per_task), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) reduce_part(i / parts, 1, i % parts, &partials[i]);
   });
   std::vector<Finished> finished;
@@ -175,7 +175,7 @@ void reduce_and_apply_planes(const Extent& extent, int64_t element_size, const R
     for (int64_t part = 1; part < parts; ++part) partials[c * parts].merge(partials[c * parts + part]);
     finished.push_back(finish(c, partials[c * parts]));
   }
-  at::parallel_for(0, extent.channels * parts, grain(per_task), [&](int64_t begin, int64_t end) {
+  torch::stable::parallel_for(0, extent.channels * parts, grain(per_task), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       grid.for_each(i % parts, [&](const Panel& panel) { apply(i / parts, 1, panel, &finished[i / parts]); });
     }

@@ -31,8 +31,8 @@ struct DoNotStore {
   DoNotStore rows(int64_t, int64_t) const { return {}; }
 
   INPLACE_ABN_INLINE DoNotStore at(int64_t, int64_t, int64_t) const { return {}; }
-  INPLACE_ABN_INLINE void operator()(int64_t, at::opmath_type<scalar_t>, at::opmath_type<scalar_t>,
-                                     at::opmath_type<scalar_t>) const {}
+  INPLACE_ABN_INLINE void operator()(int64_t, opmath_type<scalar_t>, opmath_type<scalar_t>,
+                                     opmath_type<scalar_t>) const {}
 };
 
 template <typename scalar_t>
@@ -63,8 +63,8 @@ struct StoreXhatAndDy {
     return {{xhat.data + channel * xhat.channel_stride + run * xhat.batch_stride + i, 0, 0},
             {dy.data + channel * dy.channel_stride + run * dy.batch_stride + i, 0, 0}};
   }
-  INPLACE_ABN_INLINE void operator()(int64_t i, at::opmath_type<scalar_t> centred, at::opmath_type<scalar_t> gradient,
-                                     at::opmath_type<scalar_t> inverse_gamma) const {
+  INPLACE_ABN_INLINE void operator()(int64_t i, opmath_type<scalar_t> centred, opmath_type<scalar_t> gradient,
+                                     opmath_type<scalar_t> inverse_gamma) const {
     xhat.data[i] = static_cast<scalar_t>(centred * inverse_gamma);
     dy.data[i] = static_cast<scalar_t>(gradient);
   }
@@ -187,7 +187,7 @@ template <typename scalar_t, typename Res, typename Act, typename Store>
 auto panel_sums_of(const View<const scalar_t>& z, const View<const scalar_t>& dz, const Affine<scalar_t>& affine,
                    Res residual, Act act, Store store) {
   return [=](int64_t first, int64_t channels, const Panel& panel, Sums* sums) {
-    ChannelValues<at::opmath_type<scalar_t>> values[max_group];
+    ChannelValues<opmath_type<scalar_t>> values[max_group];
     for (int64_t i = 0; i < channels; ++i) values[i] = {affine.beta(first + i), 1 / affine.gamma(first + i)};
     reduce_panel(panel.view(z, first), panel.view(dz, first), channels, panel.runs, panel.length, values,
                  residual.panel(panel, first), act, store.panel(panel, first), sums);
@@ -199,7 +199,7 @@ template <typename scalar_t, typename Res, typename Act, typename Store, typenam
 void reduce_all_rows(const Extent& extent, const RowGrid& grid, const View<const scalar_t>& z,
                      const View<const scalar_t>& dz, const Affine<scalar_t>& affine, Res residual, Act act, Store store,
                      const Finish& finish) {
-  using opmath_t = at::opmath_type<scalar_t>;
+  using opmath_t = opmath_type<scalar_t>;
   const ChannelArrays<opmath_t, 2> values(grid);
   for (int64_t c = 0; c < grid.channels; ++c) {
     values.set(0, c, affine.beta(c));

@@ -2,11 +2,8 @@
 // and the shares of the chunks are merged in double; then all rows are walked once more.
 #pragma once
 
-#include <ATen/OpMathType.h>
-#include <c10/core/CPUAllocator.h>
-#include <c10/core/alignment.h>
-
 #include <algorithm>
+#include <cstdint>
 #include <initializer_list>
 #include <numeric>
 #include <vector>
@@ -46,13 +43,14 @@ template <typename opmath_t, int arrays>
 class ChannelArrays {
  public:
   explicit ChannelArrays(const RowGrid& grid)
-      : grid_(grid),
-        stride_((grid.wide + per_line - 1) / per_line * per_line),
-        memory_(c10::GetCPUAllocator()->allocate(arrays * stride_ * sizeof(opmath_t))) {
-    std::fill_n((*this)[0], arrays * stride_, opmath_t(0));
+      : grid_(grid), stride_((grid.wide + per_line - 1) / per_line * per_line), memory_(arrays * stride_ + per_line) {
+    const auto past_line = reinterpret_cast<uintptr_t>(memory_.data()) / sizeof(opmath_t) % per_line;
+    first_ = memory_.data() + (per_line - past_line) % per_line;
   }
+  ChannelArrays(const ChannelArrays&) = delete;
+  ChannelArrays& operator=(const ChannelArrays&) = delete;
 
-  opmath_t* operator[](int array) const { return static_cast<opmath_t*>(memory_.get()) + array * stride_; }
+  opmath_t* operator[](int array) const { return first_ + array * stride_; }
   void set(int array, int64_t channel, opmath_t value) const {
     for (int64_t f = 0; f < grid_.fold; ++f) (*this)[array][f * grid_.channels + channel] = value;
   }
@@ -63,10 +61,11 @@ class ChannelArrays {
   }
 
  private:
-  static constexpr int64_t per_line = c10::gAlignment / sizeof(opmath_t);
+  static constexpr int64_t per_line = 64 / sizeof(opmath_t);
   const RowGrid& grid_;
   int64_t stride_;
-  c10::DataPtr memory_;
+  std::vector<opmath_t> memory_;
+  opmath_t* first_;
 };
 
 // How two fields per channel of `count` and `part_count` rows become those of their union.
@@ -107,13 +106,13 @@ void reduce_rows(const Extent& extent, int64_t element_size, const Reduce& reduc
   const int64_t chunks = std::max<int64_t>(1, (rows + chunk - 1) / chunk);
   std::vector<double> fields(2 * chunks * channels);
   const auto field = [&](int64_t i, int which) { return fields.data() + (2 * i + which) * channels; };
-  at::parallel_for(0, chunks, grain(chunk * channels), [&](int64_t begin, int64_t end) {
+  torch::stable::parallel_for(0, chunks, grain(chunk * channels), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t count = std::min(chunk, rows - i * chunk);
       if (count > 0) reduce(i * chunk, count, field(i, 0), field(i, 1));
     }
   });
-  at::parallel_for(0, channels, grain(chunks), [&](int64_t begin, int64_t end) {
+  torch::stable::parallel_for(0, channels, grain(chunks), [&](int64_t begin, int64_t end) {
     for (int64_t i = 1; i < chunks; ++i) {
       Merge::merge(end - begin, static_cast<double>(i * chunk), static_cast<double>(std::min(chunk, rows - i * chunk)),
                    field(0, 0) + begin, field(0, 1) + begin, field(i, 0) + begin, field(i, 1) + begin);
@@ -126,7 +125,7 @@ void reduce_rows(const Extent& extent, int64_t element_size, const Reduce& reduc
 template <typename Apply>
 void apply_rows(const RowGrid& grid, const Apply& apply) {
   const int64_t folded = (grid.rows + grid.fold - 1) / grid.fold;
-  at::parallel_for(0, folded, grain(grid.wide), [&](int64_t begin, int64_t end) {
+  torch::stable::parallel_for(0, folded, grain(grid.wide), [&](int64_t begin, int64_t end) {
     const int64_t first = begin * grid.fold;
     grid.for_each(first, std::min(end * grid.fold, grid.rows) - first, apply);
   });
@@ -182,7 +181,7 @@ INPLACE_ABN_CLONES void shifted_moments(int64_t channels, double count, const op
 template <typename scalar_t>
 void row_moments(const RowGrid& grid, const View<const scalar_t>& x, int64_t first, int64_t rows, double* mean,
                  double* m2) {
-  using opmath_t = at::opmath_type<scalar_t>;
+  using opmath_t = opmath_type<scalar_t>;
   const ChannelArrays<opmath_t, 3> arrays(grid);
   const auto at_row = [&](int64_t row) { return x.data + row * x.batch_stride; };
   const int64_t sampled = std::min(rows, std::max<int64_t>(16, rows / 64));

@@ -122,7 +122,7 @@ void finish_channels_of(const Partial<Value>* partials, int64_t parts, int64_t c
 
 // mean and var of x per channel, and the update of the running statistics (null: none). Defined in statistics.cu.
 template <typename scalar_t>
-void reduce_moments(const Extent& extent, const View<const scalar_t>& x, at::opmath_type<scalar_t>* mean,
-                    at::opmath_type<scalar_t>* var, const RunningUpdate<scalar_t>& running);
+void reduce_moments(const Extent& extent, const View<const scalar_t>& x, opmath_type<scalar_t>* mean,
+                    opmath_type<scalar_t>* var, const RunningUpdate<scalar_t>& running);
 
 }  // namespace inplace_abn::cuda

@@ -125,7 +125,7 @@ void set(const ChannelArrays<opmath_t, 3>& arrays, int64_t c, const Combination<
 
 template <typename scalar_t>
 void combine_all_rows(const RowGrid& grid, const View<const scalar_t>& xhat, const View<const scalar_t>& dy,
-                      const View<scalar_t>& dx, const ChannelArrays<at::opmath_type<scalar_t>, 3>& k) {
+                      const View<scalar_t>& dx, const ChannelArrays<opmath_type<scalar_t>, 3>& k) {
   apply_rows(grid, [&](int64_t first, int64_t rows, int64_t fold, int64_t width) {
     combine_rows(xhat.data + first * xhat.batch_stride, xhat.batch_stride * fold, dy.data + first * dy.batch_stride,
                  dy.batch_stride * fold, dx.data + first * dx.batch_stride, dx.batch_stride * fold, rows, width, k[0],
@@ -136,11 +136,11 @@ void combine_all_rows(const RowGrid& grid, const View<const scalar_t>& xhat, con
 // The same for reduce_and_apply_planes.
 template <typename scalar_t>
 auto panel_combiner(const View<const scalar_t>& xhat, const View<const scalar_t>& dy, const View<scalar_t>& dx) {
-  return [=](int64_t first, int64_t channels, const Panel& panel,
-             const Combination<at::opmath_type<scalar_t>>* combinations) {
-    combine_panel(panel.view(xhat, first), panel.view(dy, first), panel.view(dx, first), channels, panel.runs,
-                  panel.length, combinations);
-  };
+  return
+      [=](int64_t first, int64_t channels, const Panel& panel, const Combination<opmath_type<scalar_t>>* combinations) {
+        combine_panel(panel.view(xhat, first), panel.view(dy, first), panel.view(dx, first), channels, panel.runs,
+                      panel.length, combinations);
+      };
 }
 
 // The functors for one call: the residual and the activation.
@@ -155,7 +155,7 @@ void visit(const Args& args, const View<scalar_t>& dresidual, const F& f) {
 
 template <typename scalar_t>
 void backward_reduce(const BackwardReduceArgs<scalar_t>& args) {
-  using opmath_t = at::opmath_type<scalar_t>;
+  using opmath_t = opmath_type<scalar_t>;
   const auto finish = [&args](int64_t c, const Sums& sums) {
     args.sum_dy[c] = static_cast<opmath_t>(sums.dy);
     args.sum_xhat_dy[c] = static_cast<opmath_t>(sums.dy_centred / static_cast<double>(args.affine.gamma(c)));
@@ -178,7 +178,7 @@ void backward_reduce(const BackwardReduceArgs<scalar_t>& args) {
 
 template <typename scalar_t>
 void backward(const BackwardArgs<scalar_t>& args) {
-  using opmath_t = at::opmath_type<scalar_t>;
+  using opmath_t = opmath_type<scalar_t>;
   const auto combination = [&](int64_t c) {
     const opmath_t scale = args.affine.gamma(c) * args.affine.inv_std(args.var.load(c));
     if (args.mean_dy == nullptr) return Combination<opmath_t>{scale, 0, 0};
@@ -198,7 +198,7 @@ void backward(const BackwardArgs<scalar_t>& args) {
 
 template <typename scalar_t>
 void local_backward(const LocalBackwardArgs<scalar_t>& args) {
-  using opmath_t = at::opmath_type<scalar_t>;
+  using opmath_t = opmath_type<scalar_t>;
   const auto& affine = args.affine;
   const bool reduce = args.training || args.dweight || args.dbias;
   const auto count = static_cast<double>(args.extent.batch * args.extent.space);

@@ -85,7 +85,7 @@ T* from_channel(T* values, int64_t c) {
 template <typename scalar_t>
 ChannelVector<scalar_t> from_channel(const ChannelVector<scalar_t>& vector, int64_t c) {
   if (!vector) return vector;
-  const int64_t size = vector.narrow ? sizeof(scalar_t) : sizeof(at::opmath_type<scalar_t>);
+  const int64_t size = vector.narrow ? sizeof(scalar_t) : sizeof(opmath_type<scalar_t>);
   return {static_cast<char*>(vector.data) + c * size, vector.narrow};
 }
 

@@ -8,7 +8,7 @@ namespace {
 template <typename scalar_type, typename Act, bool with_residual, bool stores>
 struct Reduce {
   using scalar_t = scalar_type;
-  using opmath_t = at::opmath_type<scalar_t>;
+  using opmath_t = opmath_type<scalar_t>;
   static constexpr int inputs = with_residual ? 3 : 2, outputs = stores ? 2 : 0, needed_outputs = outputs;
   static constexpr int unroll = stores && heavy<Act> ? 1 : 2;
   static constexpr bool at_once = false, reduces = true, much_arithmetic = heavy<Act>;
@@ -59,7 +59,7 @@ struct Combination {
 template <typename scalar_type>
 struct Combine {
   using scalar_t = scalar_type;
-  using opmath_t = at::opmath_type<scalar_t>;
+  using opmath_t = opmath_type<scalar_t>;
   static constexpr int inputs = 2, outputs = 1, needed_outputs = 1, unroll = 2;
   static constexpr bool at_once = false, reduces = false, much_arithmetic = false;
   template <typename T>
@@ -93,7 +93,7 @@ struct Combine {
 template <typename scalar_type, typename Act, bool with_residual>
 struct InvertAndCombine {
   using scalar_t = scalar_type;
-  using opmath_t = at::opmath_type<scalar_t>;
+  using opmath_t = opmath_type<scalar_t>;
   static constexpr int inputs = with_residual ? 3 : 2, outputs = inputs - 1;
   static constexpr int needed_outputs = with_residual ? 0 : 1, unroll = 2;
   static constexpr bool at_once = false, reduces = false, much_arithmetic = heavy<Act>;
@@ -140,10 +140,10 @@ void visit(const ActivationArgs& activation, const View<const scalar_t>& residua
 template <typename scalar_t>
 struct StoreSums {
   Affine<scalar_t> affine;
-  at::opmath_type<scalar_t>*sum_dy, *sum_xhat_dy;
+  opmath_type<scalar_t>*sum_dy, *sum_xhat_dy;
 
   __device__ void operator()(int64_t c, const Partial<Sums>& partial) const {
-    using opmath_t = at::opmath_type<scalar_t>;
+    using opmath_t = opmath_type<scalar_t>;
     sum_dy[c] = static_cast<opmath_t>(partial.value.dy);
     sum_xhat_dy[c] = static_cast<opmath_t>(partial.value.dy_centred / static_cast<double>(affine.gamma(c)));
   }
@@ -152,7 +152,7 @@ struct StoreSums {
 // Stores the parameters' gradients, and dx as a combination of dy and y.
 template <typename scalar_t>
 struct StoreCombination {
-  using opmath_t = at::opmath_type<scalar_t>;
+  using opmath_t = opmath_type<scalar_t>;
   Affine<scalar_t> affine;
   ChannelVector<scalar_t> var, dweight, dbias;
   bool training;
@@ -191,7 +191,7 @@ void backward(const BackwardArgs<scalar_t>& args) {
 
 template <typename scalar_t>
 void local_backward(const LocalBackwardArgs<scalar_t>& args) {
-  using opmath_t = at::opmath_type<scalar_t>;
+  using opmath_t = opmath_type<scalar_t>;
   const bool sums_needed = args.training || args.dweight || args.dbias;
   const bool writes = args.dx.data != nullptr || args.dresidual.data != nullptr;
   const auto count = static_cast<double>(args.extent.batch * args.extent.space);

@@ -1,2 +1,0 @@
-#include <torch/extension.h>
-PYBIND11_MODULE(_backend, m) {}

@@ -1,0 +1,127 @@
+// How an op's tensors are handed to kernels, and what is to be done once they have run.
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+
+#include <deque>
+#include <utility>
+#include <vector>
+
+#include "inplace_abn/kernels.h"
+#include "inplace_abn/layout.h"
+#include "inplace_abn/tensors.h"
+
+namespace inplace_abn {
+
+// The tensors of one call. Activations are seen in one memory order; those that kernels cannot walk in it get a dense
+// stand-in. `finish` copies the stand-ins of outputs back.
+class Operands {
+ public:
+  explicit Operands(const Tensor& like) {
+    const Geometry g = geometry(like);
+    order_ = native_order(g).value_or(channels_are_innermost(g) ? Order::rows : Order::planes);
+    extent_ = make_extent(g, order_);
+  }
+
+  const Extent& extent() const { return extent_; }
+
+  template <typename scalar_t>
+  View<const scalar_t> input(const Tensor& t) {
+    const Tensor& walked = walkable(t);
+    return make_view(static_cast<const scalar_t*>(walked.const_data_ptr()), geometry(walked), order_);
+  }
+
+  template <typename scalar_t>
+  View<scalar_t> output(const Tensor& t) {
+    const Tensor& walked = walkable(t);
+    if (&walked != &t) copied_back_.emplace_back(t, walked);
+    return make_view(static_cast<scalar_t*>(walked.mutable_data_ptr()), geometry(walked), order_);
+  }
+
+  template <typename scalar_t>
+  View<const scalar_t> optional_input(const OptTensor& t) {
+    return t.has_value() ? input<scalar_t>(*t) : View<const scalar_t>{};
+  }
+
+  template <typename scalar_t>
+  View<scalar_t> optional_output(const OptTensor& t) {
+    return t.has_value() ? output<scalar_t>(*t) : View<scalar_t>{};
+  }
+
+  template <typename scalar_t>
+  ChannelVector<scalar_t> channels(const OptTensor& t) {
+    if (!t.has_value()) return {nullptr, false};
+    const Tensor& dense = is_dense_vector(*t) ? *t : held_.emplace_back(torch::stable::contiguous(*t));
+    // Nothing is written through it.
+    return {const_cast<void*>(dense.const_data_ptr()), is_narrow<scalar_t>(dense)};
+  }
+
+  template <typename scalar_t>
+  ChannelVector<scalar_t> written_channels(const OptTensor& t) {
+    if (!t.has_value()) return {nullptr, false};
+    const Tensor& dense =
+        is_dense_vector(*t) ? *t : copied_back_.emplace_back(*t, torch::stable::contiguous(*t)).second;
+    return {dense.mutable_data_ptr(), is_narrow<scalar_t>(dense)};
+  }
+
+  template <typename scalar_t>
+  Affine<scalar_t> affine(const OptTensor& weight, const OptTensor& bias, double eps, bool signed_weight) {
+    return {channels<scalar_t>(weight), channels<scalar_t>(bias), eps, signed_weight};
+  }
+
+  template <typename scalar_t>
+  RunningUpdate<scalar_t> running(const OptTensor& mean, const OptTensor& var, double momentum,
+                                  const OptTensor& momentum_tensor) {
+    return {written_channels<scalar_t>(mean), written_channels<scalar_t>(var), momentum,
+            momentum_tensor.has_value() ? static_cast<const double*>(momentum_tensor->const_data_ptr()) : nullptr};
+  }
+
+  void finish() const {
+    for (const auto& [original, walked] : copied_back_) copy(original, walked);
+  }
+
+ private:
+  static bool is_dense_vector(const Tensor& t) { return t.size(0) <= 1 || t.stride(0) == 1; }
+
+  static bool channels_are_innermost(const Geometry& g) {
+    for (int64_t d = 2; d < g.dim(); ++d) {
+      if (g.size(d) > 1 && g.stride(d) < g.stride(1)) return false;
+    }
+    return true;
+  }
+
+  // Of the two dtypes that a channel's values may have, the smaller one is x's.
+  template <typename scalar_t>
+  static bool is_narrow(const Tensor& t) {
+    return t.element_size() == sizeof(scalar_t);
+  }
+
+  // The tensor itself or its stand-in: one per tensor, so that an output that is also an input stays so.
+  const Tensor& walkable(const Tensor& t) {
+    const Geometry g = geometry(t);
+    if (has_order(g, order_)) return t;
+    for (const auto& [original, stand_in] : stand_ins_) {
+      if (is_same(original, t)) return stand_in;
+    }
+    std::vector<int64_t> strides(g.dim());
+    int64_t step = order_ == Order::rows ? g.size(1) : 1;
+    for (int64_t d = g.dim() - 1; d >= 0; --d) {
+      if (d == 1 && order_ == Order::rows) {
+        strides[d] = 1;
+      } else {
+        strides[d] = step;
+        step *= g.size(d);
+      }
+    }
+    const Tensor dense = empty_strided(g.sizes, strides, t.scalar_type(), t);
+    copy(dense, t);
+    return stand_ins_.emplace_back(t, dense).second;
+  }
+
+  Order order_;
+  Extent extent_;
+  std::deque<std::pair<Tensor, Tensor>> stand_ins_, copied_back_;  // whose elements stay where they are
+  std::deque<Tensor> held_;
+};
+
+}  // namespace inplace_abn
