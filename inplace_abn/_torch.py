@@ -3,6 +3,8 @@ test for each, which fails with that name when it is gone."""
 
 from __future__ import annotations
 
+import sys
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -86,6 +88,12 @@ def storage_use_count(t: Tensor) -> int:
 def saves_its_result(t: Tensor) -> bool:
     """Whether the op that made the tensor keeps it for its own backward."""
     return hasattr(type(t.grad_fn), "_saved_result")
+
+
+def uncompiled_autograd() -> AbstractContextManager[Any]:
+    """Where backward is not handed to a compiler, as it may be in all threads at once."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return nullcontext() if module is None else module._disable()
 
 
 def is_captured() -> bool:
