@@ -73,6 +73,12 @@ def kinds_of_wrappers(t: Tensor) -> set[str]:
     return kinds
 
 
+def is_batched(t: Tensor) -> bool:
+    """Whether the tensor is many, by vmap or by ``torch.autograd.grad(is_grads_batched=True)``."""
+    keys = torch._C._dispatch_keys(t)
+    return keys.has(torch._C.DispatchKey.FuncTorchBatched) or keys.has(torch._C.DispatchKey.Batched)
+
+
 def use_count(t: Tensor) -> int:
     """References to the tensor from C++, of which Python's object is one or none, depending on torch's release."""
     count: int = t._use_count()  # type: ignore[attr-defined]

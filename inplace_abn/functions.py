@@ -192,6 +192,8 @@ class InPlaceABNFunction(torch.autograd.Function):
     def backward(ctx: Any, dz: Tensor | None) -> tuple[Tensor | None, ...]:
         if dz is None:
             return (None,) * 8
+        if _torch.is_batched(dz):
+            raise RuntimeError("inplace_abn: gradients in batches are not supported. Use ABN, which works out of place")
         settings: Settings = ctx.settings
         need = Needed(*ctx.needs_input_grad[:4])
         # Compiled code is functional: nothing is reused, the compiler does that.

@@ -52,6 +52,16 @@ def test_wrappers_of_transforms_are_told():
     assert _torch.kinds_of_wrappers(torch.ones(2)) == set()
 
 
+def test_batched_gradients_are_told():
+    seen = []
+    x = torch.ones(2, requires_grad=True) * 1
+    x.register_hook(lambda g: seen.append(_torch.is_batched(g)))
+    torch.autograd.grad(x.sum(), x, torch.ones(3), is_grads_batched=True, retain_graph=True)
+    torch.func.vmap(lambda g: (seen.append(_torch.is_batched(g)), g)[1])(torch.ones(2))
+    x.sum().backward()
+    assert seen == [True, True, False]
+
+
 def test_keeps_graph():
     seen = []
     for retain in (True, False):
