@@ -47,6 +47,8 @@ top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 # How many dispatch modes are active; zero in almost every call, which spares it the look at each.
 count_dispatch_modes = torch._C._len_torch_dispatch_stack
 
+_BATCHED = [torch._C._parse_dispatch_key(key) for key in ("FuncTorchBatched", "Batched")]
+
 _SelectiveCheckpointModes = (
     torch.utils.checkpoint._CachingTorchDispatchMode,
     torch.utils.checkpoint._CachedTorchDispatchMode,
@@ -76,7 +78,7 @@ def kinds_of_wrappers(t: Tensor) -> set[str]:
 def is_batched(t: Tensor) -> bool:
     """Whether the tensor is many, by vmap or by ``torch.autograd.grad(is_grads_batched=True)``."""
     keys = torch._C._dispatch_keys(t)
-    return keys.has(torch._C.DispatchKey.FuncTorchBatched) or keys.has(torch._C.DispatchKey.Batched)
+    return any(keys.has(key) for key in _BATCHED)
 
 
 def use_count(t: Tensor) -> int:
