@@ -1,0 +1,26 @@
+# shellcheck shell=bash
+# Sourced by the other scripts: finds the CUDA toolkit and enters a virtual environment with a torch that has CUDA, made
+# if there is none. Sets CUDA_HOME.
+#
+#   CUDA_HOME  the toolkit; by default that of the nvcc on the path
+#   CUDA_VENV  the virtual environment; by default build/cuda-venv
+nvcc="${CUDA_HOME:+$CUDA_HOME/bin/}nvcc"
+if ! command -v "$nvcc" >/dev/null; then
+  echo "cuda_venv: there is no nvcc (install the CUDA toolkit or set CUDA_HOME): nothing is compiled for CUDA"
+  exit 1
+fi
+# The nvcc on the path may be a wrapper or a link; it knows where it is at home.
+home=$("$nvcc" --dryrun -x cu /dev/null 2>&1 | sed -n 's/^#\$ TOP=//p')
+CUDA_HOME=$(cd "$home" && pwd -P)
+export CUDA_HOME
+"$CUDA_HOME/bin/nvcc" --version | tail -n 2
+
+venv=${CUDA_VENV:-build/cuda-venv}
+if [ ! -d "$venv" ]; then
+  "${PYTHON:-python3}" -m venv "$venv"
+fi
+source "$venv/bin/activate"
+python -c "import torch; assert torch.version.cuda" 2>/dev/null || pip install --quiet torch==2.11.0
+pip install --quiet "setuptools>=77,<82" ninja pytest hypothesis numpy expecttest
+python=python
+source scripts/cuda_headers.sh
