@@ -23,11 +23,6 @@ has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 # Whether one of torch.func's transforms is running: under it nothing is reused, and graphs have levels.
 transforms_active = torch._C._are_functorch_transforms_active
 
-# What the transforms have wrapped, to refuse vmap before anything is written.
-is_batched = torch._C._functorch.is_batchedtensor
-is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-unwrapped = torch._C._functorch.get_unwrapped
-
 # Whether the running backward pass will keep the graph (retain_graph), and with it need the saved output again.
 keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 
@@ -58,9 +53,19 @@ def in_forward_mode() -> bool:
     return forward_ad._current_level >= 0
 
 
-def has_tangent(t: Tensor) -> bool:
-    """Whether the tensor has a tangent at the one level that torch has."""
-    return forward_ad.unpack_dual(t, level=0).tangent is not None
+def kinds_of_wrappers(t: Tensor) -> set[str]:
+    """Of those that torch.func's transforms have put around the tensor: "vmap", "grad", "jvp" and others. A tangent
+    outside of them is a "jvp" too."""
+    functorch = torch._C._functorch
+    stack = functorch.get_interpreter_stack() or []
+    by_level = {interpreter.level(): interpreter.key().name.lower() for interpreter in stack}
+    kinds = set()
+    while functorch.is_functorch_wrapped_tensor(t):
+        kinds.add("vmap" if functorch.is_batchedtensor(t) else by_level.get(functorch.maybe_get_level(t), ""))
+        t = functorch.get_unwrapped(t)
+    if not stack and in_forward_mode() and forward_ad.unpack_dual(t, level=0).tangent is not None:
+        kinds.add("jvp")
+    return kinds
 
 
 def use_count(t: Tensor) -> int:

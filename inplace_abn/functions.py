@@ -100,7 +100,7 @@ def inplace_abn(
                 *settings.arithmetic(),
             )
         except (ValueError, RuntimeError) as raised:
-            raise ops.error(raised) from None
+            raise ops.translated(raised) from None
         return z
     return _forward(x, weight, bias, residual, running_mean, running_var, momentum, settings)
 
@@ -301,29 +301,18 @@ def differentiable(
     return gradients.differentiable(Saved(z, weight, bias, residual, var), dz, edge, settings)
 
 
-def _check_no_tangent(t: Tensor | None) -> None:
-    if t is not None and _torch.has_tangent(t):
+def _check_transforms(tensors: tuple[Tensor | None, ...]) -> None:
+    """Raises for vmap and forward-mode differentiation, at every level of torch.func's transforms."""
+    kinds = {kind for t in tensors if t is not None for kind in _torch.kinds_of_wrappers(t)}
+    if "vmap" in kinds:
+        raise ValueError(
+            "inplace_abn: vmap is not supported: batch statistics mix the samples it separates. Use ABN, which works "
+            "out of place"
+        )
+    if "jvp" in kinds:
         raise ValueError(
             "inplace_abn: forward-mode differentiation is not supported. Use ABN, which works out of place"
         )
-
-
-def _check_transforms(tensors: tuple[Tensor | None, ...]) -> None:
-    """Raises for vmap and forward-mode differentiation, at every level of torch.func's transforms."""
-    if _torch.transforms_active():
-        for t in tensors:
-            while t is not None and _torch.is_wrapped(t):
-                if _torch.is_batched(t):
-                    raise ValueError(
-                        "inplace_abn: vmap is not supported: batch statistics mix the samples it separates. Use ABN, "
-                        "which works out of place"
-                    )
-                _check_no_tangent(t)
-                t = _torch.unwrapped(t)
-            _check_no_tangent(t)
-    elif _torch.in_forward_mode():
-        for t in tensors:
-            _check_no_tangent(t)
 
 
 def _check_tensors(x: Tensor, **others: Tensor | None) -> None:
@@ -403,11 +392,11 @@ def _observe_sole_holders() -> None:
     if _node is not None:
         compiled = _node
         identity = (1e-5, False, ACTIVATIONS["identity"].code, 0.0)
-        _, output = ownership.sole_holders(
+        seen, output = ownership.sole_holders(
             lambda x: compiled.inplace_abn(x, None, None, None, None, None, True, 0.0, None, *identity),
-            lambda: (None, compiled.observed_output()),
+            compiled.last_observed,
         )
-        compiled.set_sole_output(output)
+        compiled.set_sole_holders(list(seen), output)
 
 
 def _check_count(x: Tensor, count: float | None = None) -> None:
@@ -447,7 +436,8 @@ def _forward(
     requires_grad = _requires_grad(*tensors)
     compiling = torch.compiler.is_compiling()
     if not compiling:
-        _check_transforms(tensors)
+        if _torch.transforms_active() or _torch.in_forward_mode():
+            _check_transforms(tensors)
         _check_tensors(
             x, weight=weight, bias=bias, residual=residual, running_mean=running_mean, running_var=running_var
         )
@@ -467,7 +457,9 @@ def _forward(
         return x.copy_(TracedABNFunction.apply(x, data, weight, bias, residual, var, settings))
     if not ownership.is_calibrated():
         ownership.calibrate(_observe_sole_holders)
-    edge = gradients.input_edge(x) if settings.group is None and x.requires_grad else None
+    # Under transforms x may need a gradient at another level than this one.
+    differentiated = x.requires_grad or _torch.transforms_active()
+    edge = gradients.input_edge(x) if settings.group is None and differentiated else None
     var = _write(x.detach(), weight, bias, residual, running_mean, running_var, momentum, settings, invertible=True)
     return overwritten(x, weight, bias, residual, var, settings, edge)
 

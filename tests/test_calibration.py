@@ -75,7 +75,7 @@ SURROUNDINGS = {
 def forget():
     ownership.set_sole_holders(frozenset(), None)
     if functions._node is not None:
-        functions._node.set_sole_output(None)
+        functions._node.set_sole_holders([], None)
     ownership._calibrated = False
 
 

@@ -36,17 +36,18 @@ def test_transforms_active():
     assert not _torch.transforms_active()
 
 
-def test_wrapped_tensors_are_told_and_unwrapped():
+def test_wrappers_of_transforms_are_told():
+    seen = []
+
     def look(x):
-        batched = x
-        while not _torch.is_batched(batched):
-            assert _torch.is_wrapped(batched)
-            batched = _torch.unwrapped(batched)
-        assert not _torch.is_wrapped(_torch.unwrapped(batched))
+        seen.append(_torch.kinds_of_wrappers(x))
         return x.sum()
 
     torch.func.vmap(torch.func.grad(look))(torch.ones(2, 3))
-    assert not _torch.is_wrapped(torch.ones(2))
+    torch.func.jvp(look, (torch.ones(2),), (torch.ones(2),))
+    torch.func.hessian(look)(torch.ones(2))
+    assert seen == [{"vmap", "grad"}, {"jvp"}, {"jvp", "grad"}]
+    assert _torch.kinds_of_wrappers(torch.ones(2)) == set()
 
 
 def test_keeps_graph():
@@ -147,8 +148,18 @@ def test_tangents_are_told():
     with torch.autograd.forward_ad.dual_level():
         assert _torch.in_forward_mode()
         dual = torch.autograd.forward_ad.make_dual(torch.ones(2), torch.ones(2))
-        assert _torch.has_tangent(dual)
-        assert not _torch.has_tangent(torch.ones(2))
+        assert _torch.kinds_of_wrappers(dual) == {"jvp"}
+        assert _torch.kinds_of_wrappers(torch.ones(2)) == set()
+
+
+def test_ops_go_on_below_autograd_with_the_keys_that_come_after_it():
+    assert not _torch.BELOW_AUTOGRAD.has(torch._C.DispatchKey.ADInplaceOrView)
+    assert _torch.BELOW_AUTOGRAD.has(torch._C.DispatchKey.CPU)
+
+
+def test_kernels_of_a_backend_are_told():
+    assert _torch.has_kernel("inplace_abn::forward", "CPU")
+    assert not _torch.has_kernel("inplace_abn::forward", "XPU")
 
 
 def test_raw_saved_tensors_tell_hooks(monkeypatch):

@@ -8,9 +8,11 @@
 #include <c10/core/Allocator.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/python_variable.h>
 #include <torch/extension.h>
 #include <torch/version.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 #include <tuple>
@@ -53,9 +55,15 @@ void bump_version(const OptTensor& t) {
   if (t.has_value() && t->defined() && !t->is_inference()) t->unsafeGetTensorImpl()->bump_version();
 }
 
-// References to a saved output's storage that leave backward alone with it; until it is known, nothing is reused.
+// References to a gradient: from Python, counting the one that is made to ask; from C++ before; and from C++ after,
+// which are more if there was no Python object before.
+using Counts = std::tuple<int64_t, int64_t, int64_t>;
+
+// What leaves backward alone with a gradient that Python has seen, and the references to a saved output's storage that
+// leave it alone with that. Until they are known, neither is reused.
+std::vector<Counts> sole_gradients;
 std::optional<int64_t> sole_output;
-thread_local int64_t observed_output = 0;
+thread_local std::pair<std::optional<Counts>, int64_t> observed;
 
 // Whether the memory can have one owner: only if torch's own allocator gave it, as it is. Lazy copies, memory of numpy
 // and memory that processes share have other deleters.
@@ -68,16 +76,23 @@ bool has_one_owner(const Tensor& t) {
   return t.storage().data_ptr().get_deleter() == c10::GetAllocator(t.device().type())->raw_deleter();
 }
 
-// The list that the engine hands over holds one reference. A Python object, another node's input and a consumer's saved
-// tensor would each hold another.
 bool owns_gradient(const Tensor& dz) {
-  return has_one_owner(dz) && dz.use_count() == 1 && dz.storage().use_count() == 1;
+  observed.first = std::nullopt;
+  if (!has_one_owner(dz) || dz.storage().use_count() != 1) return false;
+  // The list that the engine hands over holds one reference. Another node's input, a consumer's saved tensor, and the
+  // object of a Python variable would each hold another.
+  const auto before = static_cast<int64_t>(dz.use_count());
+  if (before == 1) return true;
+  const pybind11::gil_scoped_acquire gil;
+  const auto object = pybind11::reinterpret_steal<pybind11::object>(THPVariable_Wrap(dz));
+  observed.first = Counts{object.ref_count(), before, static_cast<int64_t>(dz.use_count())};
+  return std::find(sole_gradients.begin(), sole_gradients.end(), *observed.first) != sole_gradients.end();
 }
 
 // Unpacking made a tensor of its own, so it is the storage that others could hold.
 bool owns_output(const Tensor& z) {
-  observed_output = static_cast<int64_t>(z.storage().use_count());
-  return has_one_owner(z) && observed_output == sole_output && !torch::autograd::get_current_graph_task_keep_graph();
+  observed.second = static_cast<int64_t>(z.storage().use_count());
+  return has_one_owner(z) && observed.second == sole_output && !torch::autograd::get_current_graph_task_keep_graph();
 }
 
 // What a call does, beside its tensors.
@@ -251,7 +266,10 @@ PYBIND11_MODULE(_node, m) {
         arg("running_mean"), arg("running_var"), arg("training"), arg("momentum"), arg("momentum_tensor"), arg("eps"),
         arg("signed_weight"), arg("activation"), arg("activation_param"),
         pybind11::call_guard<pybind11::gil_scoped_release>());
-  m.def("set_sole_output", [](std::optional<int64_t> references) { inplace_abn::sole_output = references; });
-  m.def("observed_output", [] { return inplace_abn::observed_output; });
+  m.def("set_sole_holders", [](std::vector<inplace_abn::Counts> gradients, std::optional<int64_t> output) {
+    inplace_abn::sole_gradients = std::move(gradients);
+    inplace_abn::sole_output = output;
+  });
+  m.def("last_observed", [] { return inplace_abn::observed; });
   m.attr("torch_version") = TORCH_VERSION;
 }
