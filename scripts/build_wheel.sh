@@ -25,6 +25,8 @@ system=manylinux_2_28_$(uname -m)
 
 export MAX_JOBS="${MAX_JOBS:-$(nproc)}" PIP_DISABLE_PIP_VERSION_CHECK=1
 export INPLACE_ABN_PORTABLE=1 INPLACE_ABN_NODE=0
+# Python's own commands may name folders of the machine that it was built on, where the loader would look.
+export LDSHARED="${CC:-gcc} -shared" LDCXXSHARED="${CXX:-g++} -shared"
 options=()
 if [ -n "$cuda" ]; then
   if [ -z "${PYTHON:-}" ]; then
@@ -79,7 +81,9 @@ with zipfile.ZipFile(wheel) as archive, tempfile.TemporaryDirectory() as folder:
     outside = {name.split("/")[0] for name in names if not name.startswith("inplace_abn/")}
     assert len(outside) == 1, f"files outside of the package: {outside}"
     assert Path(wheel).name.endswith(f"-py3-none-{system}.whl"), wheel
-    status = check_symbols.main(archive.extract(compiled[0], folder))
+    kernels = archive.extract(compiled[0], folder)
+    assert "PATH" not in check_symbols.output("readelf", "--dynamic", "--wide", kernels), "the loader is told where to look"
+    status = check_symbols.main(kernels)
 sys.exit(status)
 PYTHON
 

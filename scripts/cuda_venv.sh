@@ -19,6 +19,7 @@ venv=${CUDA_VENV:-build/cuda-venv}
 if [ ! -d "$venv" ]; then
   "${PYTHON:-python3}" -m venv "$venv"
 fi
+# shellcheck source=/dev/null
 source "$venv/bin/activate"
 python -c "import torch; assert torch.version.cuda" 2>/dev/null || pip install --quiet torch==2.11.0
 pip install --quiet "setuptools>=77,<82" ninja pytest hypothesis numpy expecttest

@@ -2,7 +2,7 @@
 # Installs one wheel on several releases of torch and of Python, without a compiler on the path and away from the source
 # tree, runs the suite on each, and prints the table of README.md. Fails if a test does, or if there was nothing to run.
 #
-#   scripts/test_wheel.sh [WHEEL [PYTEST ARGUMENTS...]]      WHEEL is the newest one in dist/ unless given
+#   scripts/test_wheel.sh [WHEEL [PYTEST ARGUMENTS...]]      WHEEL is the newest one in dist/ unless given, or empty
 #
 #   ON          what to run on, by default "2.11.0:3.10 2.12.1:3.12 2.13.0:3.11 2.14.1:3.12 2.15.0:3.13". Each is a
 #               release of torch, or "newest", and a release of Python; or the path of an interpreter that has torch.
@@ -20,12 +20,10 @@ unset CC CXX CUDA_HOME PYTHONPATH INPLACE_ABN_NODE
 on=${ON:-2.11.0:3.10 2.12.1:3.12 2.13.0:3.11 2.14.1:3.12 2.15.0:3.13}
 envs=${TORCH_ENVS:-build/torch}
 workers=${WORKERS:-$(nproc)}
-if [ $# -gt 0 ]; then
-  wheel=$1
-  shift
-else
-  wheel=$(find dist -name '*.whl' -printf '%T@ %p\n' | sort -n | tail -n 1 | cut -d' ' -f2-)
-fi
+wheel=${1:-}
+[ $# -eq 0 ] || shift
+[ -n "$wheel" ] || wheel=$(find dist -name '*.whl' -printf '%T@ %p\n' | sort -n | tail -n 1 | cut -d' ' -f2-)
+[ -f "$wheel" ] || { echo "test_wheel: there is no wheel${wheel:+ $wheel}: scripts/build_wheel.sh makes one"; exit 1; }
 wheel=$(realpath "$wheel")
 echo "test_wheel: $wheel"
 
@@ -93,16 +91,18 @@ for each in $on; do
   torch=$("$base" -c "import torch; print(torch.__version__)" 2>/dev/null)
   python=$("$base" -c "import platform; print(platform.python_version())")
   "$base" -c "import importlib.metadata as m; print('torch==' + m.version('torch'))" >"$work/constraints"
-  "$env/bin/pip" install --quiet --no-index --no-deps --force-reinstall "$wheel"
-  "$env/bin/pip" install --quiet --constraint "$work/constraints" "${wheel}[demo,test]"
+  "$env/bin/pip" install -qq --no-index --no-deps --force-reinstall "$wheel"
+  "$env/bin/pip" install -qq --constraint "$work/constraints" "${wheel}[demo,test]"
 
   tree=$work/tree$number
   mkdir "$tree"
   cp -r tests scripts pyproject.toml "$tree"
   started=$SECONDS
   options=(-q -p no:cacheprovider "--junitxml=$logs/$number.xml")
-  [ "$workers" -gt 1 ] && options+=(-n "$workers")
+  [ "$workers" -gt 1 ] && options+=(-n "$workers" --dist worksteal)
   (
+    # Threads of several processes that wait for work must not keep each other from it.
+    export OMP_WAIT_POLICY=passive
     cd "$tree"
     export PATH=$env/bin
     for compiler in cc c++ gcc g++ clang clang++ nvcc; do
@@ -115,7 +115,7 @@ for each in $on; do
 import sys, inplace_abn.ops, inplace_abn.functions
 assert inplace_abn.ops.__file__.startswith(sys.prefix), inplace_abn.ops.__file__
 assert inplace_abn.functions._node is None"
-    exec "$env/bin/python" -m pytest "${options[@]}" "$@" tests
+    exec "$env/bin/python" -m pytest "${options[@]}" "$@"
   ) >"$logs/$number.log" 2>&1 || { status=1; grep -E '^(FAILED|ERROR)|Error' "$logs/$number.log" || tail -n 20 "$logs/$number.log"; }
   row=$("$base" - "$logs/$number.xml" "$torch" "$python" $((SECONDS - started)) <<'PYTHON'
 import sys

@@ -12,7 +12,6 @@ from pathlib import Path
 import check_symbols
 import pytest
 import torch
-from torch.utils.cpp_extension import get_cxx_compiler
 
 import inplace_abn
 from inplace_abn import functions
@@ -150,8 +149,8 @@ def test_a_torch_that_is_too_old_is_refused_before_it_compiles(source_tree, tmp_
 @pytest.fixture
 def small_tree(source_tree, tmp_path):
     """The source tree with other sources, which compile in a moment or not at all."""
-    if shutil.which(get_cxx_compiler()) is None:
-        pytest.skip("needs a compiler")
+    if shutil.which(os.environ.get("CXX", "c++")) is None:
+        pytest.skip("needs a C++ compiler")
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(source_tree / name, tmp_path)
     shutil.copytree(PACKAGE, tmp_path / "inplace_abn", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
