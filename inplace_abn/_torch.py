@@ -36,6 +36,9 @@ is_view = Tensor._is_view
 # Whether a tensor's memory is a lazy copy of another one's.
 is_lazy_copy = torch._C._is_cow_tensor  # type: ignore[attr-defined]
 
+# Whether a tensor has no memory, because all of it is zero.
+is_zero_tensor = Tensor._is_zerotensor
+
 # The hooks that saved tensors go through by default: saving under them is no simple reference.
 top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 

@@ -75,6 +75,11 @@ def test_is_lazy_copy():
     assert not _torch.is_lazy_copy(torch.ones(2))
 
 
+def test_is_zero_tensor():
+    assert _torch.is_zero_tensor(torch._efficientzerotensor((2, 3)))
+    assert not _torch.is_zero_tensor(torch.zeros(2, 3))
+
+
 def test_top_saved_tensors_hooks():
     assert _torch.top_saved_tensors_hooks(True) is None
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
