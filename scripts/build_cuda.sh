@@ -20,17 +20,17 @@ source scripts/cuda_venv.sh
 out=${1:-build/cuda-wheel}
 rm -f "$out"/*-1cu*.whl
 # What ptxas tells of registers is in the log only if everything is compiled.
-rm -rf build/cuda
+rm -rf build/cuda/src/kernels/cuda
 PYTHON=python TORCH_CUDA_ARCH_LIST="${TORCH_CUDA_ARCH_LIST:-9.0+PTX}" INPLACE_ABN_NVCC_FLAGS="-Xptxas=-v" \
   scripts/build_wheel.sh --cuda "$out"
 pip install --quiet --quiet --no-index --no-deps --force-reinstall "$out"/*-1cu*.whl
-python scripts/check_sass.py build/wheel.log "$(python -P -c "import sysconfig; print(sysconfig.get_path('purelib'))")/inplace_abn/_kernels.so"
+python scripts/check_sass.py build/wheel.log "$(python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/inplace_abn/_kernels.so"
 
 tree=$(mktemp -d)
 trap 'rm -rf "$tree"' EXIT
 cp -r tests scripts pyproject.toml include "$tree"
 cd "$tree"
 python -c "import torch; from inplace_abn import ops; assert ops.with_cuda; print('build_cuda: torch', torch.__version__)"
-python -m pytest --quiet --exitfirst -p no:cacheprovider \
+python -m pytest --quiet --exitfirst -p no:cacheprovider -n auto \
   tests/test_ops.py tests/test_errors.py tests/test_cuda.py tests/test_partition.py -m "not slow"
 echo "build_cuda: done in $SECONDS s"

@@ -21,7 +21,10 @@ if [ ! -d "$venv" ]; then
 fi
 # shellcheck source=/dev/null
 source "$venv/bin/activate"
-python -c "import torch; assert torch.version.cuda" 2>/dev/null || pip install --quiet torch==2.11.0
-pip install --quiet "setuptools>=77,<82" ninja pytest hypothesis numpy expecttest
+toolkit=$("$CUDA_HOME/bin/nvcc" --version | sed -n 's/.*release \([0-9]*\)\..*/\1/p')
+# Its CUDA's major release is to be the toolkit's, the minor one does not matter.
+python -c "import torch; assert (torch.version.cuda or '').split('.')[0] == '$toolkit'" 2>/dev/null ||
+  pip install --quiet torch==2.11.0
+pip install --quiet "setuptools>=77,<82" ninja pytest pytest-xdist hypothesis numpy expecttest
 python=python
 source scripts/cuda_headers.sh
