@@ -3,6 +3,8 @@ test for each, which fails with that name when it is gone."""
 
 from __future__ import annotations
 
+import sys
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -45,6 +47,8 @@ top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 # How many dispatch modes are active; zero in almost every call, which spares it the look at each.
 count_dispatch_modes = torch._C._len_torch_dispatch_stack
 
+_BATCHED = [torch._C._parse_dispatch_key(key) for key in ("FuncTorchBatched", "Batched")]
+
 _SelectiveCheckpointModes = (
     torch.utils.checkpoint._CachingTorchDispatchMode,
     torch.utils.checkpoint._CachedTorchDispatchMode,
@@ -71,6 +75,12 @@ def kinds_of_wrappers(t: Tensor) -> set[str]:
     return kinds
 
 
+def is_batched(t: Tensor) -> bool:
+    """Whether the tensor is many, by vmap or by ``torch.autograd.grad(is_grads_batched=True)``."""
+    keys = torch._C._dispatch_keys(t)
+    return any(keys.has(key) for key in _BATCHED)
+
+
 def use_count(t: Tensor) -> int:
     """References to the tensor from C++, of which Python's object is one or none, depending on torch's release."""
     count: int = t._use_count()  # type: ignore[attr-defined]
@@ -86,6 +96,12 @@ def storage_use_count(t: Tensor) -> int:
 def saves_its_result(t: Tensor) -> bool:
     """Whether the op that made the tensor keeps it for its own backward."""
     return hasattr(type(t.grad_fn), "_saved_result")
+
+
+def uncompiled_autograd() -> AbstractContextManager[Any]:
+    """Where backward is not handed to a compiler, as it may be in all threads at once."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return nullcontext() if module is None else module._disable()
 
 
 def is_captured() -> bool:

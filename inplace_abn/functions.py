@@ -192,6 +192,8 @@ class InPlaceABNFunction(torch.autograd.Function):
     def backward(ctx: Any, dz: Tensor | None) -> tuple[Tensor | None, ...]:
         if dz is None:
             return (None,) * 8
+        if _torch.is_batched(dz):
+            raise RuntimeError("inplace_abn: gradients in batches are not supported. Use ABN, which works out of place")
         settings: Settings = ctx.settings
         need = Needed(*ctx.needs_input_grad[:4])
         # Compiled code is functional: nothing is reused, the compiler does that.
@@ -379,14 +381,19 @@ def _check_overwritable(x: Tensor, requires_grad: bool) -> None:
         name = t.grad_fn.name()
         ours = "InPlaceABNFunction" in name
         if ours or _torch.saves_its_result(t):
+            producer = "InPlaceABNFunction" if ours else name
             raise RuntimeError(
-                f"inplace_abn: x is the output of {'InPlaceABNFunction' if ours else name}, which needs it for its own backward, so it cannot be "
+                f"inplace_abn: x is the output of {producer}, which needs it for its own backward, so it cannot be "
                 f"overwritten{_REMEDY}"
             )
 
 
 def _requires_grad(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    if torch.is_grad_enabled():
+        for t in tensors:
+            if t is not None and t.requires_grad:
+                return True
+    return False
 
 
 def _observe_sole_holders() -> None:

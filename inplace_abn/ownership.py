@@ -51,8 +51,8 @@ def references_of_frames() -> int:
 
 
 def _has_one_owner(t: Tensor) -> bool:
-    """Whether the memory can have one: not if torch did not allocate it itself, if it is a lazy copy, if other processes
-    share it, or if there is none, because all is zero."""
+    """Whether the memory can have one: not if torch did not allocate it itself, if it is a lazy copy, if other
+    processes share it, or if there is none, because all is zero."""
     if type(t) is not Tensor or t.layout is not torch.strided or _torch.transforms_active():
         return False
     storage = t.untyped_storage()
@@ -110,9 +110,10 @@ def calibrate(observe: Callable[[], None]) -> None:
     global _calibrated
     with _lock:
         if not _calibrated:
-            thread = threading.Thread(target=observe)
-            thread.start()
-            thread.join()
+            with _torch.uncompiled_autograd():
+                thread = threading.Thread(target=observe)
+                thread.start()
+                thread.join()
             _calibrated = True
 
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
+import torch._dynamo.compiled_autograd
 from buffers import after, identity_hooks, keep_gradient, kept_gradients, leaf, used_by
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import save_on_cpu
@@ -69,6 +70,7 @@ SURROUNDINGS = {
     "anomaly mode": lambda: torch.autograd.set_detect_anomaly(True),
     "autocast": lambda: torch.autocast("cpu"),
     "debugger": traced,
+    "compiled autograd": lambda: torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")),
 }
 
 

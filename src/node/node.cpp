@@ -228,6 +228,8 @@ class InPlaceABNFunction final : public torch::autograd::Function<InPlaceABNFunc
     variable_list results(7);
     const Tensor& dz = incoming[0];
     if (!dz.defined()) return results;
+    TORCH_CHECK(!dz.key_set().has(c10::DispatchKey::FuncTorchBatched) && !dz.key_set().has(c10::DispatchKey::Batched),
+                "inplace_abn: gradients in batches are not supported. Use ABN, which works out of place");
     const Settings settings = Settings::of(ctx);
     // Without a node, this is code that autograd's compiler made, which is functional: nothing is reused.
     const auto node = torch::autograd::get_current_node();
