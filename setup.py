@@ -22,7 +22,6 @@ from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 
 OLDEST_TORCH = (2, 11)
-
 NEEDED = f"torch >= {OLDEST_TORCH[0]}.{OLDEST_TORCH[1]}"
 try:
     import torch
