@@ -47,7 +47,7 @@ top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 # How many dispatch modes are active; zero in almost every call, which spares it the look at each.
 count_dispatch_modes = torch._C._len_torch_dispatch_stack
 
-_BATCHED = [torch._C._parse_dispatch_key(key) for key in ("FuncTorchBatched", "Batched")]
+_BATCHED: list[Any] = [torch._C._parse_dispatch_key(key) for key in ("FuncTorchBatched", "Batched")]
 
 _SelectiveCheckpointModes = (
     torch.utils.checkpoint._CachingTorchDispatchMode,
