@@ -1,35 +1,47 @@
 """Builds two libraries; see pyproject.toml for everything else.
 
 ``inplace_abn/_kernels.so`` holds the ops. It is made against torch's stable ABI, so that one build serves torch 2.11
-and later and every Python; torch loads it. ``inplace_abn._node``, the graph node in C++, is optional, and for the torch
-and the Python that it was built with.
+and later and every Python; torch loads it. ``inplace_abn._node``, the graph node in C++, is for the torch and the
+Python that it was built with, and optional: where it does not compile, one line tells so.
 
 ``INPLACE_ABN_FORCE_CPU=1`` leaves CUDA out, ``INPLACE_ABN_FORCE_CUDA=1`` insists on it (for instance to cross-compile
-on a machine without a GPU), ``TORCH_CUDA_ARCH_LIST`` selects the architectures, ``INPLACE_ABN_NVCC_FLAGS`` adds flags
-for nvcc and ``MAX_JOBS`` limits the parallel compilations.
+on a machine without a GPU), ``INPLACE_ABN_NODE=0`` leaves the node out, ``INPLACE_ABN_PORTABLE=1`` makes kernels that
+ask for no newer C and C++ runtimes than manylinux_2_28 has. ``TORCH_CUDA_ARCH_LIST`` selects the architectures,
+``INPLACE_ABN_NVCC_FLAGS`` adds flags for nvcc and ``MAX_JOBS`` limits the parallel compilations.
 """
 
+import contextlib
 import os
 import platform
 import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-import torch
 from setuptools import Extension, setup
-from torch.utils.cpp_extension import (
-    CUDA_HOME,
-    BuildExtension,
-    CppExtension,
-    get_cxx_compiler,
-    include_paths,
-    library_paths,
-)
+from setuptools.command.bdist_wheel import bdist_wheel
+
+OLDEST_TORCH = (2, 11)
+NEEDED = f"torch >= {OLDEST_TORCH[0]}.{OLDEST_TORCH[1]}"
+try:
+    import torch
+    from torch.utils import cpp_extension
+except ModuleNotFoundError as error:
+    raise SystemExit(
+        f"inplace_abn: a build without isolation needs {NEEDED}, and {sys.prefix} has none ({error}). Install torch, "
+        "setuptools and ninja first, or leave out --no-build-isolation"
+    ) from None
+if tuple(int(part) for part in torch.__version__.split(".")[:2]) < OLDEST_TORCH:
+    raise SystemExit(
+        f"inplace_abn: torch {torch.__version__} in {sys.prefix} is too old, its stable ABI lacks what the kernels "
+        f"call: install {NEEDED}"
+    )
 
 ROOT = Path(__file__).parent
 
 
 def is_gcc() -> bool:
-    command = [*get_cxx_compiler().split(), "-dM", "-E", "-x", "c++", os.devnull]
+    command = [*cpp_extension.get_cxx_compiler().split(), "-dM", "-E", "-x", "c++", os.devnull]
     macros = subprocess.run(command, capture_output=True, text=True, check=False).stdout
     return "__GNUC__" in macros and "__clang__" not in macros
 
@@ -49,7 +61,7 @@ CUDA_FLAGS = ["-std=c++20", "-O3", "--expt-relaxed-constexpr", "--extended-lambd
 # Division and square root of floats to 2 ulp, in few instructions and registers. Doubles stay exact.
 CUDA_FLAGS += ["--prec-div=false", "--prec-sqrt=false", "--compiler-options=-fvisibility=hidden"]
 # The oldest torch whose stable ABI has all that is called: major and minor in the two highest bytes.
-STABLE_ABI = ("TORCH_TARGET_VERSION", "0x020b000000000000")
+STABLE_ABI = ("TORCH_TARGET_VERSION", f"0x{OLDEST_TORCH[0]:02x}{OLDEST_TORCH[1]:02x}000000000000")
 
 
 def want_cuda() -> tuple[bool, str]:
@@ -61,11 +73,11 @@ def want_cuda() -> tuple[bool, str]:
     if force_cpu:
         return False, "INPLACE_ABN_FORCE_CPU=1"
     missing = "torch was built without CUDA" if torch.version.cuda is None else None
-    if missing is None and CUDA_HOME is None:
+    if missing is None and cpp_extension.CUDA_HOME is None:
         missing = "no CUDA toolkit found (set CUDA_HOME)"
     if force_cuda and missing is not None:
         raise SystemExit(f"inplace_abn: INPLACE_ABN_FORCE_CUDA=1, but {missing}")
-    return missing is None, missing or f"torch has CUDA {torch.version.cuda}, toolkit at {CUDA_HOME}"
+    return missing is None, missing or f"torch has CUDA {torch.version.cuda}, toolkit at {cpp_extension.CUDA_HOME}"
 
 
 def relative(pattern: str) -> list[str]:
@@ -73,9 +85,13 @@ def relative(pattern: str) -> list[str]:
 
 
 cuda, reason = want_cuda()
+portable = os.environ.get("INPLACE_ABN_PORTABLE") == "1"
+with_node = os.environ.get("INPLACE_ABN_NODE") != "0"
 archs = os.environ.get("TORCH_CUDA_ARCH_LIST", "those of the visible GPUs") if cuda else "none"
 print(f"inplace_abn: building for {'CPU and CUDA' if cuda else 'CPU'} ({reason})")
 print(f"inplace_abn: torch {torch.__version__}, CUDA archs: {archs}")
+print(f"inplace_abn: kernels for {'manylinux_2_28' if portable else 'the runtimes of this machine'}")
+print(f"inplace_abn: {'with the C++ node if it compiles' if with_node else 'no C++ node (INPLACE_ABN_NODE=0)'}")
 
 kernel_sources = relative("src/kernels/*.cpp") + relative("src/kernels/cpu/*.cpp")
 nvcc_flags = CUDA_FLAGS + os.environ.get("INPLACE_ABN_NVCC_FLAGS", "").split()
@@ -88,11 +104,14 @@ if cuda:
     # is empty itself, brings libtorch_cuda where there is one.
     libraries += ["cudart_static", "dl", "pthread", "rt"]
     link_flags += ["-Wl,--no-as-needed", "-ltorch", "-Wl,--as-needed", "-Wl,--exclude-libs,ALL"]
+if portable:
+    kernel_sources += relative("src/portable/*.cpp")
+    link_flags += [f"-Wl,--version-script={ROOT / 'src/portable/exports.map'}"]
 kernels = Extension(
     "inplace_abn._kernels",
     sources=kernel_sources,
-    include_dirs=[str(ROOT / "include"), *include_paths("cuda" if cuda else "cpu")],
-    library_dirs=library_paths("cuda" if cuda else "cpu"),
+    include_dirs=[str(ROOT / "include"), *cpp_extension.include_paths("cuda" if cuda else "cpu")],
+    library_dirs=cpp_extension.library_paths("cuda" if cuda else "cpu"),
     libraries=libraries,
     extra_link_args=link_flags,
     depends=relative("include/inplace_abn/*.h") + relative("src/kernels/**/*.h") + relative("src/kernels/cuda/*.cuh"),
@@ -100,23 +119,67 @@ kernels = Extension(
     extra_compile_args={"cxx": CPU_FLAGS, "nvcc": nvcc_flags},
     language="c++",
 )
-node = CppExtension(
+node = cpp_extension.CppExtension(
     "inplace_abn._node",
     sources=relative("src/node/*.cpp"),
     extra_compile_args=["-std=c++20", "-O2", "-fvisibility=hidden", "-Wall", "-g0"],
+    optional=True,
 )
 
 
-class Build(BuildExtension):
+@contextlib.contextmanager
+def output_to(path: Path) -> Iterator[None]:
+    """What this process and those that it starts print goes to a file."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    kept = os.dup(1), os.dup(2)
+    with open(path, "w") as file:
+        try:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+            yield
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            for descriptor, number in zip(kept, (1, 2), strict=True):
+                os.dup2(descriptor, number)
+                os.close(descriptor)
+
+
+class Build(cpp_extension.BuildExtension):
+    def finalize_options(self) -> None:
+        """Objects stay in the source tree, so that a build finds those of the build before."""
+        super().finalize_options()
+        self.build_temp = str(ROOT / "build" / ("cuda" if cuda else "cpu"))
+
     def get_ext_filename(self, ext_name: str) -> str:
         """Without the tag of a Python ABI where Python has no part in it."""
         name = Path(super().get_ext_filename(ext_name))
         plain = name.with_name(name.name.split(".", 1)[0] + name.suffix)
         return str(plain if plain.stem == "_kernels" else name)
 
+    def build_extension(self, ext: Extension) -> None:
+        if not ext.optional:
+            return super().build_extension(ext)
+        Path(self.build_temp).mkdir(parents=True, exist_ok=True)
+        log = Path(self.build_temp) / f"{ext.name}.log"
+        try:
+            with output_to(log):
+                super().build_extension(ext)
+        except Exception as error:
+            lines = [*log.read_text(errors="replace").splitlines(), str(error)]
+            cause = next((line for line in lines if "error" in line.lower()), lines[-1])
+            print(
+                f"inplace_abn: the optional C++ node was not built for torch {torch.__version__}; nodes are made in "
+                f"Python, at some microseconds per call. The first error: {cause.strip()}"
+            )
 
-setup(
-    ext_modules=[kernels, node],
-    cmdclass={"build_ext": Build},
-    data_files=[("include/inplace_abn", relative("include/inplace_abn/*.h"))],
-)
+
+class Wheel(bdist_wheel):
+    def get_tag(self) -> tuple[str, str, str]:
+        """Of any Python, where nothing in it was made for one."""
+        *python, system = super().get_tag()
+        return (*(python if with_node else ("py3", "none")), system)
+
+
+setup(ext_modules=[kernels, node] if with_node else [kernels], cmdclass={"build_ext": Build, "bdist_wheel": Wheel})

@@ -1,7 +1,11 @@
+# shellcheck shell=bash disable=SC2154
 # Sourced by the other scripts: a toolkit of the compiler alone lacks the headers of the libraries that torch's headers
 # name; torch's own wheels bring them. $python is the interpreter that has torch.
-for include in "$("$python" -c "import sysconfig; print(sysconfig.get_path('purelib'))")"/nvidia/cu*/include; do
-  if [ -d "$include" ]; then
-    export CPATH="${CPATH:+$CPATH:}$include"
-  fi
-done
+headers=$("$python" -c "
+import glob, importlib.util
+spec = importlib.util.find_spec('nvidia')
+folders = spec.submodule_search_locations if spec else []
+print(':'.join(found for folder in folders for found in sorted(glob.glob(f'{folder}/cu*/include'))))")
+if [ -n "$headers" ]; then
+  export CPATH="${CPATH:+$CPATH:}$headers"
+fi

@@ -7,7 +7,7 @@
 #   PYTHON  by default python3; it has torch with CUDA, setuptools, ninja, numpy, pytest, hypothesis, matplotlib, and
 #           pytest-xdist if tests are to run side by side
 set -uo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/.." || exit 1
 out=${OUT:-build/gpu}
 python=${PYTHON:-python3}
 mkdir -p "$out"

@@ -1,8 +1,16 @@
 """The axes of the tests, as data."""
 
+import os
+import shutil
+
+import pytest
 import torch
 
 from inplace_abn import reference
+
+# The package itself needs none where it is installed.
+needs_compiler = pytest.mark.skipif(shutil.which(os.environ.get("CXX", "c++")) is None, reason="needs a C++ compiler")
+INDUCTOR = pytest.param("inductor", marks=needs_compiler)
 
 # Relative error in the 2-norm that a result in this dtype may have against float64.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 1e-2}

@@ -1,10 +1,12 @@
 """What a user sees when the build does not fit."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
+import zipfile
 from pathlib import Path
 
 import check_symbols
@@ -26,10 +28,14 @@ sys.path.insert(0, ".")
 """
 
 
-def import_in(folder, code="import inplace_abn"):
+def run_in(folder, *command, **environment):
     return subprocess.run(
-        [sys.executable, "-c", IMPORT + code], cwd=folder, capture_output=True, text=True, check=False
+        command, cwd=folder, env=os.environ | environment, capture_output=True, text=True, check=False
     )
+
+
+def import_in(folder, code="import inplace_abn"):
+    return run_in(folder, sys.executable, "-c", IMPORT + code)
 
 
 @pytest.fixture
@@ -112,10 +118,85 @@ def test_symbols_outside_of_the_stable_abi_are_found(capsys):
     assert "libc10.so" in printed
 
 
-def test_source_distribution_holds_all_that_a_build_needs(tmp_path):
+@pytest.fixture
+def source_tree():
     root = PACKAGE.parent
     if not (root / "setup.py").exists():
         pytest.skip("not in a source tree")
+    return root
+
+
+def test_a_build_without_torch_says_so_before_it_compiles(source_tree):
+    code = "import runpy, sys; sys.modules['torch'] = None; runpy.run_path('setup.py')"
+    result = run_in(source_tree, sys.executable, "-c", code)
+    assert result.returncode == 1
+    assert result.stdout == ""
+    assert re.fullmatch(
+        r"inplace_abn: a build without isolation needs torch >= 2\.11, and .* has none .*\n", result.stderr
+    )
+
+
+def test_a_torch_that_is_too_old_is_refused_before_it_compiles(source_tree, tmp_path):
+    (tmp_path / "torch" / "utils").mkdir(parents=True)
+    (tmp_path / "torch" / "__init__.py").write_text('__version__ = "2.9.1+cpu"\n')
+    (tmp_path / "torch" / "utils" / "cpp_extension.py").touch()
+    result = run_in(source_tree, sys.executable, "setup.py", "build_ext", PYTHONPATH=str(tmp_path))
+    assert result.returncode == 1
+    assert result.stdout == ""
+    assert re.fullmatch(r"inplace_abn: torch 2\.9\.1\+cpu in .* is too old.*: install torch >= 2\.11\n", result.stderr)
+
+
+@pytest.fixture
+def small_tree(source_tree, tmp_path):
+    """The source tree with other sources, which compile in a moment or not at all."""
+    if shutil.which(os.environ.get("CXX", "c++")) is None:
+        pytest.skip("needs a C++ compiler")
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(source_tree / name, tmp_path)
+    shutil.copytree(PACKAGE, tmp_path / "inplace_abn", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    for name in ("kernels/dispatch.cpp", "node/node.cpp"):
+        (tmp_path / "src" / name).parent.mkdir(parents=True)
+        (tmp_path / "src" / name).touch()
+    return tmp_path
+
+
+def build_wheel(tree, **environment):
+    command = [sys.executable, "setup.py", "bdist_wheel"]
+    result = run_in(tree, *command, INPLACE_ABN_FORCE_CPU="1", INPLACE_ABN_FORCE_CUDA="0", **environment)
+    assert result.returncode == 0, result.stdout + result.stderr
+    (wheel,) = tree.glob("dist/*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        return result.stdout, wheel.name, archive.namelist()
+
+
+def test_a_node_that_does_not_compile_costs_one_line(small_tree):
+    (small_tree / "src/node/node.cpp").write_text("#error torch has changed\nint f( {\n")
+    printed, name, contents = build_wheel(small_tree)
+    (line,) = [line for line in printed.splitlines() if "error" in line]
+    assert re.match("inplace_abn: the optional C\\+\\+ node was not built for torch .*#error torch has changed", line)
+    assert "-py3-none-" not in name
+    assert [name for name in contents if name.endswith(".so")] == ["inplace_abn/_kernels.so"]
+
+
+def test_a_wheel_without_the_node_is_for_every_python_and_holds_the_package_alone(small_tree):
+    printed, name, contents = build_wheel(small_tree, INPLACE_ABN_NODE="0")
+    assert "no C++ node" in printed
+    assert name.startswith(f"inplace_abn-{inplace_abn.__version__}-py3-none-linux_")
+    assert [name for name in contents if name.endswith(".so")] == ["inplace_abn/_kernels.so"]
+    assert {name.split("/")[0] for name in contents} == {
+        "inplace_abn",
+        f"inplace_abn-{inplace_abn.__version__}.dist-info",
+    }
+
+
+def test_nothing_tells_to_install_the_other_project_of_this_name(source_tree):
+    texts = [source_tree / "setup.py", *PACKAGE.glob("*.py")]
+    for path in texts:
+        assert not re.search(r"pip install (-U |--upgrade )?inplace[-_]abn", path.read_text()), path
+
+
+def test_source_distribution_holds_all_that_a_build_needs(source_tree, tmp_path):
+    root = source_tree
     command = [sys.executable, "setup.py", "-q", "egg_info", "-e", str(tmp_path), "sdist", "-d", str(tmp_path)]
     subprocess.run(command, cwd=root, check=True, capture_output=True)
     (archive,) = tmp_path.glob("*.tar.gz")
@@ -123,13 +204,17 @@ def test_source_distribution_holds_all_that_a_build_needs(tmp_path):
         names = {name.split("/", 1)[1] for name in tar.getnames() if "/" in name}
     needed = {"setup.py", "pyproject.toml", "README.md", "LICENSE", "inplace_abn/py.typed", "inplace_abn/_node.pyi"}
     for folder, pattern in [
+        ("scripts", "*"),
+        ("tests", "*.py"),
         ("include", "*.h"),
         ("src", "*.cpp"),
         ("src", "*.h"),
         ("src", "*.cu*"),
+        ("src", "*.map"),
         ("inplace_abn", "*.py"),
     ]:
-        needed |= {str(path.relative_to(root)) for path in (root / folder).rglob(pattern)}
+        found = [path for path in (root / folder).rglob(pattern) if path.is_file()]
+        needed |= {str(path.relative_to(root)) for path in found if "__pycache__" not in path.parts}
     assert needed <= names
 
 

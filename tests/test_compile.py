@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch._dynamo
 import torch.nn.functional as F
-from cases import parameters
+from cases import INDUCTOR, needs_compiler, parameters
 from compiled_nets import SHAPE, WIRINGS, abn, assert_same, drawn, expected_abn, net
 from torch import nn
 
@@ -46,7 +46,8 @@ def step(function, module, x):
 
 
 @pytest.mark.parametrize(
-    ("training", "backend"), [*((t, b) for t in (True, False) for b in BACKENDS), (False, "inductor")]
+    ("training", "backend"),
+    [*((t, b) for t in (True, False) for b in BACKENDS), pytest.param(False, "inductor", marks=needs_compiler)],
 )
 def test_nets_compile_in_one_graph_and_train_as_in_eager(training, backend, device):
     eager = net_for(backend, device).train(training)
@@ -60,7 +61,7 @@ def test_nets_compile_in_one_graph_and_train_as_in_eager(training, backend, devi
     assert set(counts) == {2 if training else 0}
 
 
-@pytest.mark.parametrize("backend", [*BACKENDS, "inductor"])
+@pytest.mark.parametrize("backend", [*BACKENDS, INDUCTOR])
 def test_dynamic_shapes(backend, device):
     eager = net_for(backend, device)
     module = copy.deepcopy(eager)
@@ -148,7 +149,7 @@ def test_compiled_wirings_are_right_or_refused(wiring, backend, device):
         assert_same(actual, gradients(lambda *leaves: WIRINGS[wiring](expected_abn, *leaves), device))
 
 
-@pytest.mark.parametrize("backend", [*BACKENDS, "inductor"])
+@pytest.mark.parametrize("backend", [*BACKENDS, INDUCTOR])
 def test_an_input_of_the_compiled_region_is_overwritten_as_in_eager(backend, device):
     compiled = torch.compile(abn, backend=backend, fullgraph=True)
 

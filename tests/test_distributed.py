@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from cases import INDUCTOR
 from distributed import check_same_on_all_ranks, on_each_rank
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -275,7 +276,7 @@ def test_create_graph_is_refused_and_the_graph_stays_usable():
     check((kept, x.grad, *(over_ranks(t.grad) for t in affine)), single_process(drawn, *affine))
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", INDUCTOR])
 @on_each_rank(2)
 def test_compiled_with_fullgraph_equals_eager(backend):
     torch.compiler.reset()

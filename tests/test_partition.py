@@ -5,11 +5,13 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from cases import needs_compiler
 from torch.utils import cpp_extension
 
 ROOT = Path(__file__).parents[1]
 
 
+@needs_compiler
 @pytest.mark.skipif(os.name != "posix", reason="needs a compiler that takes Unix options")
 def test_every_element_is_visited_once_and_groups_of_channels_fit_into_the_cache(tmp_path):
     program = tmp_path / "partition_walk"

