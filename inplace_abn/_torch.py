@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import AbstractContextManager, nullcontext
+from sys import getrefcount
 from typing import Any
 
 import torch
@@ -91,9 +92,16 @@ def use_count(t: Tensor) -> int:
 
 
 def storage_use_count(t: Tensor) -> int:
-    """References to the tensor's memory: from tensors, and from the handle that is made to ask."""
-    count: int = torch._C._storage_Use_Count(t.untyped_storage()._cdata)  # type: ignore[attr-defined]
-    return count
+    """References to the tensor's memory: from tensors, and from handles in Python, that which is made to ask included.
+    Handles are one object or several, depending on torch's release."""
+    storage = t.untyped_storage()
+    count: int = torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]
+    return count + getrefcount(storage)
+
+
+def is_exporting() -> bool:
+    """Whether torch.export is tracing. Its public question is answered with yes by the compiler of torch 2.11, too."""
+    return torch.compiler._is_exporting_flag
 
 
 def saves_its_result(t: Tensor) -> bool:

@@ -107,6 +107,8 @@ class ABN(nn.Module):
             momentum = (batches + 1).double().reciprocal()
         if batches is not None and not torch.compiler.is_compiling() and _torch.transforms_active():
             # A counter that the transform has captured is an error, before the running statistics are updated.
+            if function is not plain.abn:
+                functions.check_transforms((x, weight, bias, options.get("residual")))
             batches.add_(0)
         z = function(
             x,

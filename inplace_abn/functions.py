@@ -321,7 +321,7 @@ def differentiable(
     return gradients.differentiable(Saved(z, weight, bias, residual, var), dz, edge, settings)
 
 
-def _check_transforms(tensors: tuple[Tensor | None, ...]) -> None:
+def check_transforms(tensors: tuple[Tensor | None, ...]) -> None:
     """Raises for vmap and forward-mode differentiation, at every level of torch.func's transforms."""
     kinds = {kind for t in tensors if t is not None for kind in _torch.kinds_of_wrappers(t)}
     if "vmap" in kinds:
@@ -433,7 +433,7 @@ def _check_count(x: Tensor, count: float | None = None) -> None:
 def _is_plain() -> bool:
     """Whether the call has to be torch's own ops out of place: tracers record what runs, and would record ops without
     gradients; selective checkpointing skips ops whose results it kept, and with them what they write."""
-    if _DISABLED or torch.compiler.is_exporting():
+    if _DISABLED or _torch.is_exporting():
         return True
     if torch.compiler.is_compiling():
         return False
@@ -457,7 +457,7 @@ def _forward(
     compiling = torch.compiler.is_compiling()
     if not compiling:
         if _torch.transforms_active() or _torch.in_forward_mode():
-            _check_transforms(tensors)
+            check_transforms(tensors)
         _check_tensors(
             x, weight=weight, bias=bias, residual=residual, running_mean=running_mean, running_var=running_var
         )

@@ -38,6 +38,21 @@ def test_transforms_active():
     assert not _torch.transforms_active()
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_exporting_is_told_from_compiling(strict, fresh_compiler):
+    class Looks(torch.nn.Module):
+        def forward(self, x):
+            seen.append(_torch.is_exporting())
+            return x * 2
+
+    seen = []
+    torch.export.export(Looks(), (torch.ones(2),), strict=strict)
+    assert seen[0] if seen else strict
+    doubled = torch.compile(lambda x: x * (2 if _torch.is_exporting() else 3), backend="eager", fullgraph=True)
+    assert doubled(torch.ones(1)).item() == 3
+    assert not _torch.is_exporting()
+
+
 def test_wrappers_of_transforms_are_told():
     seen = []
 
@@ -147,6 +162,10 @@ def test_use_counts_tell_holders():
     alias = x.detach()
     assert (_torch.use_count(x), _torch.storage_use_count(x)) == (before[0], before[1] + 1)
     del alias
+    handle = x.untyped_storage()
+    assert _torch.storage_use_count(x) > before[1]
+    del handle
+    assert _torch.storage_use_count(x) == before[1]
     y = torch.ones(2, requires_grad=True)
     held = y * 2
     before = _torch.use_count(held)
