@@ -80,6 +80,11 @@ def saves_its_result(t: Tensor) -> bool:
     return hasattr(type(t.grad_fn), "_saved_result")
 
 
+def in_backward() -> bool:
+    """Whether autograd is running a backward pass, in which checkpoints compute their forward pass again."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def is_captured() -> bool:
     """Whether a tracer is recording the ops that run: torch.jit.trace or make_fx."""
     return torch._C._get_tracing_state() is not None or get_proxy_mode() is not None

@@ -27,7 +27,9 @@ sys.path.insert(0, ".")
 
 
 def import_in(folder, code="import inplace_abn"):
-    return subprocess.run([sys.executable, "-c", IMPORT + code], cwd=folder, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", IMPORT + code], cwd=folder, capture_output=True, text=True, check=False
+    )
 
 
 @pytest.fixture

@@ -3,11 +3,11 @@
 import pytest
 import torch
 from cases import relative_error
+from inplace_abn.conditioning import expected_error
 from nets import NativeNorm, ResidualBlock, efficientnet, inplace_norm, resnet, segmenter
 from torch import nn
 
 from inplace_abn import InPlaceABN, check_conditioning
-from inplace_abn.conditioning import expected_error
 
 
 def losses(make, norm, activation, dtype, steps, device):
