@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from inplace_abn import rewrite
+from inplace_abn import guard, recovery, rewrite
 from inplace_abn.example import examples_of
 from inplace_abn.findings import Activation, Finding, examine, examine_residual
 from inplace_abn.plan import Layer, Plan, Residual
@@ -207,6 +208,7 @@ class _Decision:
             saved_by=saved_by,
             followed_by=next((f.followed_by for f in found), "") if activation == "identity" else "",
             residual=self._residual(name, reasons),
+            note=_note(module, activation, param, self._dtype(name)),
         )
 
     def _activation(self, name: str, found: list[Finding]) -> tuple[str, float, str, str, str, list[str]]:
@@ -310,3 +312,24 @@ class _Decision:
 
 def _unique(reasons: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(reasons))
+
+
+def _note(module: nn.Module, activation: str, param: float, dtype: torch.dtype) -> str:
+    """Why the guard will not trust the layer as it is now, as far as its parameters tell."""
+    weight, bias = module.weight, module.bias
+    tensors = [t.detach() for t in (weight, bias) if isinstance(t, torch.Tensor)]
+    if not tensors or any(t.device.type == "meta" or type(t) is not torch.Tensor for t in tensors):
+        return ""
+    eps: float = module.eps  # type: ignore[assignment]
+    if isinstance(weight, torch.Tensor):
+        small = int((weight.detach().abs() < eps).sum())
+        if small:
+            return f"in place once its weights have grown: {small} of {len(weight)} are within eps of zero"
+    threshold = guard.THRESHOLDS.get(dtype, math.inf)
+    errors = recovery.predicted(weight, bias, dtype, activation, param, eps)  # type: ignore[arg-type]
+    if not errors.worst() > threshold:
+        return ""
+    return (
+        f"in place once its output tells its input: expected error of dx {errors.x:.2g}, of dweight "
+        f"{errors.weight.max():.2g} in channel {int(errors.weight.argmax())}, trusted up to {threshold:.2g}"
+    )

@@ -33,9 +33,9 @@ THRESHOLDS = {
     torch.float32: 2.0**-14,
     torch.float64: 2.0**-30,
 }
-"""Errors above which trust is lost: 8, 32, 2**10 and 2**23 unit roundoffs. Typical parameters give 0.5 to 2 of them,
-and next to the minimum of silu and hardswish, whose errors grow as roundoff to the 3/4, 7 in bfloat16, 12 in float16 and
-200 in float32 (``scripts/fidelity.py``)."""
+"""Errors above which trust is lost: 8, 32, 2**10 and 2**23 unit roundoffs. Typical parameters give 0.5 to 2 of them;
+next to the minimum of silu and hardswish, where errors grow as roundoff to the 3/4, 7 in bfloat16, 12 in float16 and 200
+in float32 (``scripts/fidelity.py``)."""
 HYSTERESIS = 4.0
 ON_UNTRUSTED = ("fallback", "warn", "raise")
 
