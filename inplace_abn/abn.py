@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup
 
-from inplace_abn import functions, guard, plain
+from inplace_abn import collectives, functions, guard, plain
 from inplace_abn.activations import check_activation
 from inplace_abn.settings import check_hyperparameters
 
@@ -260,6 +260,15 @@ class InPlaceABNSync(InPlaceABN):
         self.group = group
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        return self._call(
-            functions.inplace_abn_sync, x, group=self.group, signed_weight=self.signed_weight, residual=residual
-        )
+        options = {"signed_weight": self.signed_weight, "residual": residual}
+        if not self._is_synchronised():
+            # Warns where torch.distributed is not initialised, and is local.
+            if not self._may_overwrite(x, residual):
+                return self._call(plain.kept, x, **options)
+            return self._call(functions.inplace_abn_sync, x, group=self.group, **options)
+        watch = guard.Frozen(self._trusted) if is_compiling() else guard.Watch(self, x, residual)
+        return self._call(functions.inplace_abn_sync, x, group=self.group, watch=watch, **options)
+
+    def _is_synchronised(self) -> bool:
+        training = self.training or self._buffers.get("running_mean") is None
+        return training and collectives.participating_group(self.group) is not None

@@ -5,8 +5,8 @@ activation saturates, where |beta| is much larger than |gamma|, where gamma is n
 that does to the gradients depends on dz, and is largest where dz follows xhat. Two figures say it, each relative to
 what an exact backward would have:
 
-- ``x``, of the whole layer: the error of dx that dz = xhat causes, relative to gamma / sqrt(var + eps) * dy, root mean
-  square over all channels. Channels enter with their scale, as they do in dx.
+- ``x``, of the whole layer: the error of dx that dz = xhat or dz = slope * xhat causes, whichever is larger, relative
+  to gamma / sqrt(var + eps) * dy, root mean square over all channels. Channels enter with their scale, as in dx.
 - ``weight``, of each channel: the error of dweight that the worst dz causes, relative to |xhat| |dy|. The worst channel
   counts: an average would hide one whose weight is driven the wrong way.
 
@@ -17,24 +17,26 @@ where there are no data. Source of the scheme: arXiv 1712.02616.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from inplace_abn import ops, reference
-from inplace_abn.activations import find
+from inplace_abn.activations import Activation, find
 from inplace_abn.settings import Settings
 
-_SAMPLE = 1 << 18
+_SAMPLE = 1 << 17
 """Values of a batch that `sample` takes at most."""
 _NODES = 1024
-_REACH = 4.5
+_REACH = 4.7
 """Standard deviations up to which a prediction looks: one in 10^5 values lies beyond, as many as a channel of a batch
 has. Errors of a saturated activation grow faster than the density falls, so that a wider view would tell of values that
 no batch has."""
 _DENSITY = 1e4
-"""How much denser than far away the values of a prediction lie next to a minimum, whose errors come from few values."""
+"""How much denser than far away the values of a prediction lie where errors come from few values."""
 _MEAN, _VAR = 0.37, 1.7
 """Of the input that predictions are made with. Without them y would be a number that a 16-bit dtype can hold, and have
 no rounding."""
@@ -101,15 +103,16 @@ class _Moments(NamedTuple):
 
     x_error: Tensor
     x: Tensor
+    steep_error: Tensor
+    steep: Tensor
     weight_error: Tensor
     slope: Tensor
 
 
 def _errors(moments: _Moments) -> Errors:
-    return Errors(
-        torch.sqrt(_ratio(moments.x_error.sum(), moments.x.sum())),
-        torch.sqrt(_ratio(moments.weight_error, moments.slope)),
-    )
+    x = _ratio(moments.x_error.sum(), moments.x.sum())
+    steep = _ratio(moments.steep_error.sum(), moments.steep.sum())
+    return Errors(torch.sqrt(torch.maximum(x, steep)), torch.sqrt(_ratio(moments.weight_error, moments.slope)))
 
 
 def _ratio(error: Tensor, size: Tensor) -> Tensor:
@@ -143,11 +146,11 @@ def _moments(
     affine = y
     if residual is not None:
         y = y + residual
-    slope = entry.slope(y, settings.activation_param)
-    if entry.dead is not None:
-        slope = torch.where(entry.dead(y), 0.0, slope)
+    slope, torchs = (_slope(entry, t, settings.activation_param) for t in (y, y.to(x.dtype).double()))
     ops.run(ops.forward, [x], x, mean, var, weight, bias, residual, *settings.arithmetic(), True)
     recovered_xhat, recovered = _recovered(x, weight, bias, residual, settings)
+    # Where the slope jumps, rounding y decides on which side it is, in torch as well.
+    slope = torch.where((recovered - torchs).abs() < (recovered - slope).abs(), torchs, slope)
 
     def average(t: Tensor) -> Tensor:
         return reference.channel_mean(t) if density is None else reference.channel_sum(t * density)
@@ -155,24 +158,34 @@ def _moments(
     def seen(t: Tensor) -> Tensor:
         return reference.per_channel(t, x)
 
-    dy = slope * xhat
-    error = recovered * xhat - dy
-    rounding = torch.zeros_like(inv_std)
-    if settings.training:
-        projection, recovered_projection = average(xhat * dy), average(recovered_xhat * recovered * xhat)
-        error = error - seen(average(error)) - (recovered_xhat * seen(recovered_projection) - xhat * seen(projection))
-        # dx is combined of dy, a multiple of y and a constant, which round once more, in the arithmetic's precision.
-        unit = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps / 2
-        rounding = unit**2 / 3 * (projection / gamma).square() * average(affine.square())
+    # dx is combined of dy, a multiple of y and a constant, which round once more, in the arithmetic's precision.
+    unit = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps / 2
+    rounding = unit**2 / 3 * average(affine.square()) / gamma.square()
     # A slope that the dtype cannot hold is none.
     least = torch.finfo(x.dtype).smallest_normal ** 2
     scale = (gamma * inv_std).square()
+
+    def of_dx(dz: Tensor) -> tuple[Tensor, Tensor]:
+        dy = slope * dz
+        error = recovered * dz - dy
+        added = torch.zeros_like(scale)
+        if settings.training:
+            projection, recovered_projection = average(xhat * dy), average(recovered_xhat * recovered * dz)
+            error -= seen(average(error)) + recovered_xhat * seen(recovered_projection) - xhat * seen(projection)
+            added = rounding * projection.square()
+        return (average(error.square()) + added) * scale, (average(dy.square()) + least) * scale
+
     return _Moments(
-        (average(error.square()) + rounding) * scale,
-        (average(dy.square()) + least) * scale,
+        *of_dx(xhat),
+        *of_dx(slope * xhat),
         average((recovered_xhat * recovered - xhat * slope).square()),
         average(slope.square()) + least,
     )
+
+
+def _slope(entry: Activation, y: Tensor, param: float) -> Tensor:
+    slope = entry.slope(y, param)
+    return slope if entry.dead is None else torch.where(entry.dead(y), 0.0, slope)
 
 
 def _recovered(
@@ -205,18 +218,27 @@ def _recovered(
     return torch.where(slope == 0, xhat.double().view(z.shape), product / slope), slope
 
 
-def _normal(centre: Tensor | None) -> tuple[Tensor, Tensor]:
+def _normal(centres: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Values of a standard normal distribution and how much each counts, of shape (1, channels or 1, values). They lie
-    densely at the ``centre`` of each channel, where there is one."""
-    steps = torch.linspace(-1, 1, _NODES, dtype=torch.float64).view(1, 1, -1)
-    values, spacing = _REACH * steps, torch.ones_like(steps)
-    if centre is not None:
-        centre = centre.double().clamp(-_REACH, _REACH).view(1, -1, 1)
-        # Equal steps of the sinh, from one end to the other.
-        low, high = (torch.asinh((end - centre) * _DENSITY) for end in (-_REACH, _REACH))
-        argument = low + (high - low) * (steps + 1) / 2
-        values, spacing = centre + torch.sinh(argument) / _DENSITY, torch.cosh(argument)
-    density = torch.exp(-values.square() / 2) * spacing
+    densely at the ``centres`` of each channel, given in ascending order."""
+    if not centres:
+        values = torch.linspace(-_REACH, _REACH, _NODES, dtype=torch.float64).view(1, 1, -1)
+        density = torch.exp(-values.square() / 2)
+        return values, density / density.sum()
+    places = [centre.double().clamp(-_REACH, _REACH).view(1, -1, 1) for centre in centres]
+    ends = [torch.full_like(places[0], -_REACH)]
+    ends += [(left + right) / 2 for left, right in pairwise(places)]
+    ends += [torch.full_like(places[0], _REACH)]
+    steps = torch.linspace(0, 1, _NODES // len(places), dtype=torch.float64).view(1, 1, -1)
+    found: list[Tensor] = []
+    counts: list[Tensor] = []
+    for centre, (start, end) in zip(places, pairwise(ends), strict=True):
+        # Equal steps of the sinh.
+        low, high = (torch.asinh((t - centre) * _DENSITY) for t in (start, end))
+        argument = low + (high - low) * steps
+        found.append(centre + torch.sinh(argument) / _DENSITY)
+        counts.append(torch.exp(-found[-1].square() / 2) * torch.cosh(argument) * (high - low))
+    values, density = torch.cat(found, dim=2), torch.cat(counts, dim=2)
     return values, density / density.sum(dim=2, keepdim=True)
 
 
@@ -248,7 +270,7 @@ def predicted(
 
     Source of the scheme: arXiv 1712.02616.
     """
-    minimum = find(activation).minimum
+    special = find(activation).special
     statistics = torch.float64 if dtype == torch.float64 else torch.float32
     given = [t.detach().to("cpu", statistics) for t in (weight, bias) if t is not None]
     channels = len(given[0]) if given else 1
@@ -259,10 +281,9 @@ def predicted(
     settings = Settings(activation, activation_param, eps, signed_weight or weight is None, True, None)
     parts = []
     for scales, shifts in zip(*(t.split(_SAMPLE // _NODES) for t in pairs), strict=True):
-        centre = None
-        if minimum is not None:
-            centre = (minimum - shifts) / reference.gamma(scales, eps, settings.signed_weight)
-        values, density = _normal(centre)
+        gamma = reference.gamma(scales, eps, settings.signed_weight)
+        centres = [(y - shifts) / gamma for y in special]
+        values, density = _normal(torch.stack(centres).sort(dim=0).values.unbind() if centres else ())
         x = (_MEAN + math.sqrt(_VAR + eps) * values).to(dtype).expand(1, len(scales), -1).contiguous()
         mean, var = torch.full_like(scales, _MEAN), torch.full_like(scales, _VAR)
         parts.append(_moments(x, mean, var, scales, shifts, None, settings, density))
