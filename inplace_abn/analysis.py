@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -325,11 +324,12 @@ def _note(module: nn.Module, activation: str, param: float, dtype: torch.dtype) 
         small = int((weight.detach().abs() < eps).sum())
         if small:
             return f"in place once its weights have grown: {small} of {len(weight)} are within eps of zero"
-    threshold = guard.THRESHOLDS.get(dtype, math.inf)
+    threshold = guard.THRESHOLDS.get(dtype)
     errors = recovery.predicted(weight, bias, dtype, activation, param, eps)  # type: ignore[arg-type]
-    if not errors.worst() > threshold:
+    if threshold is None or not threshold.exceeded(errors.x.item(), errors.weight.max().item()):
         return ""
     return (
         f"in place once its output tells its input: expected error of dx {errors.x:.2g}, of dweight "
-        f"{errors.weight.max():.2g} in channel {int(errors.weight.argmax())}, trusted up to {threshold:.2g}"
+        f"{errors.weight.max():.2g} in channel {int(errors.weight.argmax())}, trusted up to {threshold.x:.2g} and "
+        f"{threshold.weight:.2g}"
     )

@@ -194,6 +194,8 @@ class Plan:
                 if residual.reasons
                 else f"residual=True would save {saved}"
             )
+            if layer.note and not residual.reasons and not layer.convertible:
+                notes.append(layer.note)
         return notes
 
 

@@ -171,7 +171,7 @@ def main() -> None:
                         figures = (*worst(layer), measured(layer), predicted(layer))
                         unit = torch.finfo(dtype).eps / 2
                         cells = (f"{pair.x / unit:.2g}, {pair.weight / unit:.2g}" for pair in figures)
-                        verdict = "in place" if max(figures[2]) <= THRESHOLDS[dtype] else "keeps x"
+                        verdict = "keeps x" if THRESHOLDS[dtype].exceeded(*figures[2]) else "in place"
                         where = (activation, label, tails, f"{size:g}", f"{gamma:g}", f"{ratio:g}")
                         print("| " + " | ".join((*where, *cells, verdict)) + " |", flush=True)
 

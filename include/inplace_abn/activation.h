@@ -305,7 +305,8 @@ struct Hardswish {
     const opmath_t upper = 12 * on_range / (3 + root);
     const opmath_t on_parabola = left ? -3 - upper : upper;
     const opmath_t slope = left ? -root / 6 : root / 6, dropped = z * (-1 / scale);
-    const bool linear = z > 3;
+    // What rounds to 3 has the slope beyond it, as torch's has.
+    const bool linear = z >= 3;
     const opmath_t unbounded = linear ? z : on_parabola, steepness = linear ? opmath_t(1) : slope;
     y = flat ? dropped : unbounded;
     dy = flat ? opmath_t(0) : dz * steepness;
