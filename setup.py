@@ -1,8 +1,8 @@
 """Builds two libraries; see pyproject.toml for everything else.
 
 ``inplace_abn/_kernels.so`` holds the ops. It is made against torch's stable ABI, so that one build serves torch 2.11
-and later and every Python; torch loads it. ``inplace_abn._node``, the graph node in C++, is for the torch and the Python
-that it was built with, and optional.
+and later and every Python; torch loads it. ``inplace_abn._node``, the graph node in C++, is optional, and for the torch
+and the Python that it was built with.
 
 ``INPLACE_ABN_FORCE_CPU=1`` leaves CUDA out, ``INPLACE_ABN_FORCE_CUDA=1`` insists on it (for instance to cross-compile
 on a machine without a GPU), ``TORCH_CUDA_ARCH_LIST`` selects the architectures, ``INPLACE_ABN_NVCC_FLAGS`` adds flags

@@ -19,12 +19,14 @@ def inplace_abn(
     signed_weight: bool,
     activation: int,
     activation_param: float,
-) -> Tensor:
-    """`functions.inplace_abn` of tensors that autograd lets be overwritten."""
+) -> Tensor | None:
+    """`functions.inplace_abn`, or None, with nothing done, where the call is one that Python has to look at. Whether
+    the producer of ``x`` needs its result is not looked at."""
 
-def set_sole_output(references: int | None) -> None:
-    """The references to a saved output's storage that leave backward alone with it. Until they are set, no output is
-    reused."""
+def set_sole_holders(gradients: list[tuple[int, int, int]], output: int | None) -> None:
+    """The references to a gradient that Python has seen (from Python; from C++, before and after one from Python was
+    made to ask), and those to a saved output's storage, that leave backward alone with them. Until they are set,
+    no graph is built."""
 
-def observed_output() -> int:
-    """The references that the calling thread's last backward saw."""
+def last_observed() -> tuple[tuple[int, int, int] | None, int]:
+    """What the calling thread's last backward saw: None for a gradient that nothing but the engine refers to."""

@@ -3,6 +3,8 @@ test for each, which fails with that name when it is gone."""
 
 from __future__ import annotations
 
+import sys
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -23,11 +25,6 @@ has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 # Whether one of torch.func's transforms is running: under it nothing is reused, and graphs have levels.
 transforms_active = torch._C._are_functorch_transforms_active
 
-# What the transforms have wrapped, to refuse vmap before anything is written.
-is_batched = torch._C._functorch.is_batchedtensor
-is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-unwrapped = torch._C._functorch.get_unwrapped
-
 # Whether the running backward pass will keep the graph (retain_graph), and with it need the saved output again.
 keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 
@@ -41,11 +38,16 @@ is_view = Tensor._is_view
 # Whether a tensor's memory is a lazy copy of another one's.
 is_lazy_copy = torch._C._is_cow_tensor  # type: ignore[attr-defined]
 
+# Whether a tensor has no memory, because all of it is zero.
+is_zero_tensor = Tensor._is_zerotensor
+
 # The hooks that saved tensors go through by default: saving under them is no simple reference.
 top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 # How many dispatch modes are active; zero in almost every call, which spares it the look at each.
 count_dispatch_modes = torch._C._len_torch_dispatch_stack
+
+_BATCHED: list[Any] = [torch._C._parse_dispatch_key(key) for key in ("FuncTorchBatched", "Batched")]
 
 _SelectiveCheckpointModes = (
     torch.utils.checkpoint._CachingTorchDispatchMode,
@@ -58,9 +60,25 @@ def in_forward_mode() -> bool:
     return forward_ad._current_level >= 0
 
 
-def has_tangent(t: Tensor) -> bool:
-    """Whether the tensor has a tangent at the one level that torch has."""
-    return forward_ad.unpack_dual(t, level=0).tangent is not None
+def kinds_of_wrappers(t: Tensor) -> set[str]:
+    """Of those that torch.func's transforms have put around the tensor: "vmap", "grad", "jvp" and others. A tangent
+    outside of them is a "jvp" too."""
+    functorch = torch._C._functorch
+    stack = functorch.get_interpreter_stack() or []
+    by_level = {interpreter.level(): interpreter.key().name.lower() for interpreter in stack}
+    kinds = set()
+    while functorch.is_functorch_wrapped_tensor(t):
+        kinds.add("vmap" if functorch.is_batchedtensor(t) else by_level.get(functorch.maybe_get_level(t), ""))
+        t = functorch.get_unwrapped(t)
+    if not stack and in_forward_mode() and forward_ad.unpack_dual(t, level=0).tangent is not None:
+        kinds.add("jvp")
+    return kinds
+
+
+def is_batched(t: Tensor) -> bool:
+    """Whether the tensor is many, by vmap or by ``torch.autograd.grad(is_grads_batched=True)``."""
+    keys = torch._C._dispatch_keys(t)
+    return any(keys.has(key) for key in _BATCHED)
 
 
 def use_count(t: Tensor) -> int:
@@ -83,6 +101,12 @@ def saves_its_result(t: Tensor) -> bool:
 def in_backward() -> bool:
     """Whether autograd is running a backward pass, in which checkpoints compute their forward pass again."""
     return torch._C._current_graph_task_id() != -1
+
+
+def uncompiled_autograd() -> AbstractContextManager[Any]:
+    """Where backward is not handed to a compiler, as it may be in all threads at once."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return nullcontext() if module is None else module._disable()
 
 
 def is_captured() -> bool:

@@ -78,19 +78,9 @@ def inplace_abn(
     check_activation(activation, activation_param)
     check_hyperparameters(eps, momentum)
     training = training or running_mean is None
-    settings = Settings(activation, activation_param, eps, signed_weight, training, None)
-    if _node is not None and _is_for_node(x):
-        requires_grad = _requires_grad(x, weight, bias, residual)
-        _check_tensors(
-            x, weight=weight, bias=bias, residual=residual, running_mean=running_mean, running_var=running_var
-        )
-        _check_overwritable(x, requires_grad)
-        if training:
-            _check_count(x)
-        if requires_grad and not ownership.is_calibrated():
-            ownership.calibrate(_observe_sole_holders)
+    if _node is not None and not torch.compiler.is_compiling() and not _torch.saves_its_result(x):
         try:
-            z: Tensor = _node.inplace_abn(
+            z: Tensor | None = _node.inplace_abn(
                 x,
                 weight,
                 bias,
@@ -99,11 +89,16 @@ def inplace_abn(
                 running_var,
                 training,
                 *_momentum_arguments(momentum),
-                *settings.arithmetic(),
+                eps,
+                signed_weight,
+                ACTIVATIONS[activation].code,
+                activation_param,
             )
         except (ValueError, RuntimeError) as raised:
-            raise ops.error(raised) from None
-        return z
+            raise ops.translated(raised) from None
+        if z is not None:
+            return z
+    settings = Settings(activation, activation_param, eps, signed_weight, training, None)
     return _forward(x, weight, bias, residual, running_mean, running_var, momentum, settings)
 
 
@@ -160,6 +155,22 @@ def inplace_abn_sync(
     return _forward(x, weight, bias, residual, running_mean, running_var, momentum, settings, watch)
 
 
+class _Watch:
+    """Tells whether a tensor was written to, without holding its memory."""
+
+    def __init__(self, t: Tensor) -> None:
+        # What shares a version counter goes on sharing it when it gets other memory.
+        self._counter = t.detach()
+        self._counter.data = t.new_empty(0)
+        self.version = 0
+
+    def start(self) -> None:
+        self.version = self._counter._version
+
+    def is_modified(self) -> bool:
+        return self._counter._version != self.version
+
+
 class InPlaceABNFunction(torch.autograd.Function):
     """Declares that x has become z."""
 
@@ -172,12 +183,13 @@ class InPlaceABNFunction(torch.autograd.Function):
         var: Tensor,
         settings: Settings,
         edge: Tensor | None,
+        watch: _Watch | None,
     ) -> Tensor:
         return x
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, *others, ctx.settings, ctx.edge = inputs
+        x, *others, ctx.settings, ctx.edge, ctx.watch = inputs
         ctx.mark_dirty(x)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(output, *others)
@@ -185,22 +197,30 @@ class InPlaceABNFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dz: Tensor | None) -> tuple[Tensor | None, ...]:
         if dz is None:
-            return (None,) * 7
+            return (None,) * 8
+        if _torch.is_batched(dz):
+            raise RuntimeError("inplace_abn: gradients in batches are not supported. Use ABN, which works out of place")
         settings: Settings = ctx.settings
         need = Needed(*ctx.needs_input_grad[:4])
         # Compiled code is functional: nothing is reused, the compiler does that.
         if torch.compiler.is_compiling():
-            return *gradients.gradients(need, Saved(*ctx.saved_tensors), dz, False, False, settings), None, None, None
+            return (
+                *gradients.gradients(need, Saved(*ctx.saved_tensors), dz, False, False, settings),
+                None,
+                None,
+                None,
+                None,
+            )
         own_dz = ownership.owns_gradient(dz, sys.getrefcount(dz) - ownership.references_of_frames())
         saved = _unpacked(ctx)
         if torch.is_grad_enabled():
-            return *gradients.differentiable(saved, dz, ctx.edge, settings), None, None, None
+            return *gradients.differentiable(saved, dz, ctx.edge, settings), None, None, None, None
         z = saved.z
         own_dz = own_dz and z.stride() == dz.stride()
         own_z = not _is_hooked(ctx) and ownership.owns_output(z)
         # z itself is part of the graph, its memory as a gradient must not be.
         saved = saved._replace(z=z.detach())
-        return *gradients.gradients(need, saved, dz, own_z, own_dz, settings), None, None, None
+        return *gradients.gradients(need, saved, dz, own_z, own_dz, settings), None, None, None, None
 
 
 # What `torch.autograd.Function.apply` comes to where no transform is active, without the binding of default arguments
@@ -223,11 +243,11 @@ def _unpacked(ctx: Any) -> Saved:
     try:
         saved = Saved(*ctx.saved_tensors)
     except RuntimeError as error:
-        if "InPlaceABNFunctionBackward" in str(error) and "modified by an inplace operation" in str(error):
+        if "InPlaceABNFunction" in str(error) and "modified by an inplace operation" in str(error):
             raise RuntimeError(modified) from error
         raise
-    watch = getattr(ctx, "watch", None)
-    if watch is not None and watch._version != ctx.version < saved.z._version:
+    watch: _Watch | None = ctx.watch
+    if watch is not None and watch.is_modified() and saved.z._version > watch.version:
         raise RuntimeError(modified)
     return saved
 
@@ -272,13 +292,11 @@ def overwritten(
 ) -> Tensor:
     """x, whose content is z by now, with its place in the graph."""
     apply = InPlaceABNFunction.apply if _torch.transforms_active() else _apply
-    z: Tensor = apply(x, weight, bias, residual, var, settings, edge)
-    if _torch.top_saved_tensors_hooks(True) is not None:
-        # Hooks may take the output elsewhere, so what is kept of it is the counter of its versions, without its memory.
-        ctx: Any = z.grad_fn
-        watch = z.detach()
-        watch.data = z.new_empty(0)
-        ctx.watch, ctx.version = watch, z._version
+    # Hooks may take the output elsewhere, and autograd does not check the versions of what they hand out.
+    watch = None if _torch.top_saved_tensors_hooks(True) is None else _Watch(x)
+    z: Tensor = apply(x, weight, bias, residual, var, settings, edge, watch)
+    if watch is not None:
+        watch.start()
     return z
 
 
@@ -307,29 +325,18 @@ def differentiable(
     return gradients.differentiable(Saved(z, weight, bias, residual, var), dz, edge, settings)
 
 
-def _check_no_tangent(t: Tensor | None) -> None:
-    if t is not None and _torch.has_tangent(t):
+def _check_transforms(tensors: tuple[Tensor | None, ...]) -> None:
+    """Raises for vmap and forward-mode differentiation, at every level of torch.func's transforms."""
+    kinds = {kind for t in tensors if t is not None for kind in _torch.kinds_of_wrappers(t)}
+    if "vmap" in kinds:
+        raise ValueError(
+            "inplace_abn: vmap is not supported: batch statistics mix the samples it separates. Use ABN, which works "
+            "out of place"
+        )
+    if "jvp" in kinds:
         raise ValueError(
             "inplace_abn: forward-mode differentiation is not supported. Use ABN, which works out of place"
         )
-
-
-def _check_transforms(tensors: tuple[Tensor | None, ...]) -> None:
-    """Raises for vmap and forward-mode differentiation, at every level of torch.func's transforms."""
-    if _torch.transforms_active():
-        for t in tensors:
-            while t is not None and _torch.is_wrapped(t):
-                if _torch.is_batched(t):
-                    raise ValueError(
-                        "inplace_abn: vmap is not supported: batch statistics mix the samples it separates. Use ABN, "
-                        "which works out of place"
-                    )
-                _check_no_tangent(t)
-                t = _torch.unwrapped(t)
-            _check_no_tangent(t)
-    elif _torch.in_forward_mode():
-        for t in tensors:
-            _check_no_tangent(t)
 
 
 def _check_tensors(x: Tensor, **others: Tensor | None) -> None:
@@ -378,42 +385,35 @@ def _check_overwritable(x: Tensor, requires_grad: bool) -> None:
         if t is None or t.grad_fn is None:
             continue
         name = t.grad_fn.name()
-        if _torch.saves_its_result(t) or name.startswith("InPlaceABNFunction"):
+        ours = "InPlaceABNFunction" in name
+        if ours or _torch.saves_its_result(t):
+            producer = "InPlaceABNFunction" if ours else name
             raise RuntimeError(
-                f"inplace_abn: x is the output of {name}, which needs it for its own backward, so it cannot be "
+                f"inplace_abn: x is the output of {producer}, which needs it for its own backward, so it cannot be "
                 f"overwritten{_REMEDY}"
             )
 
 
 def _requires_grad(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-
-
-def _is_for_node(x: Tensor) -> bool:
-    """Whether C++ can do it all: no compiler, tracer, mode, transform or hook is watching, and x is no view, which a
-    C++ function would save in a reference cycle."""
-    return not (
-        _DISABLED
-        or torch.compiler.is_compiling()
-        or _torch.count_dispatch_modes() > 0
-        or _torch.transforms_active()
-        or _torch.is_view(x)
-        or _torch.in_forward_mode()
-        or _torch.is_captured()
-        or _torch.top_saved_tensors_hooks(True) is not None
-    )
+    if torch.is_grad_enabled():
+        for t in tensors:
+            if t is not None and t.requires_grad:
+                return True
+    return False
 
 
 def _observe_sole_holders() -> None:
     ownership.set_sole_holders(*ownership.sole_holders(_as_identity, ownership.last_observed))
     if _node is not None:
         compiled = _node
+        # Without holders nothing is reused; with them set, graphs are built.
+        compiled.set_sole_holders([], None)
         identity = (1e-5, False, ACTIVATIONS["identity"].code, 0.0)
-        _, output = ownership.sole_holders(
+        seen, output = ownership.sole_holders(
             lambda x: compiled.inplace_abn(x, None, None, None, None, None, True, 0.0, None, *identity),
-            lambda: (None, compiled.observed_output()),
+            compiled.last_observed,
         )
-        compiled.set_sole_output(output)
+        compiled.set_sole_holders(list(seen), output)
 
 
 def _check_count(x: Tensor, count: float | None = None) -> None:
@@ -454,7 +454,8 @@ def _forward(
     requires_grad = _requires_grad(*tensors)
     compiling = torch.compiler.is_compiling()
     if not compiling:
-        _check_transforms(tensors)
+        if _torch.transforms_active() or _torch.in_forward_mode():
+            _check_transforms(tensors)
         _check_tensors(
             x, weight=weight, bias=bias, residual=residual, running_mean=running_mean, running_var=running_var
         )
@@ -481,7 +482,9 @@ def _forward(
         return x.copy_(TracedABNFunction.apply(x, data, weight, bias, residual, var, settings))
     if not ownership.is_calibrated():
         ownership.calibrate(_observe_sole_holders)
-    edge = gradients.input_edge(x) if settings.group is None and x.requires_grad else None
+    # Under transforms x may need a gradient at another level than this one.
+    differentiated = x.requires_grad or _torch.transforms_active()
+    edge = gradients.input_edge(x) if settings.group is None and differentiated else None
     var = write(x.detach(), weight, bias, residual, running_mean, running_var, momentum, settings, invertible=True)
     return overwritten(x, weight, bias, residual, var, settings, edge)
 

@@ -45,12 +45,12 @@ __all__ = [
     "backward_reduce_out",
     "check",
     "combine",
-    "error",
     "forward",
     "local_backward",
     "local_forward",
     "run",
     "statistics",
+    "translated",
     "with_cuda",
 ]
 
@@ -87,7 +87,7 @@ local_backward = torch.ops.inplace_abn.local_backward.default
 check = torch.ops.inplace_abn.check.default
 
 
-def error(raised: Exception) -> Exception:
+def translated(raised: Exception) -> Exception:
     """The kernels' complaint as what it is; anything else as it was raised. The class of an exception does not survive
     the way from there in every release of torch, the words do (``checks.h``)."""
     message = str(raised)
@@ -107,7 +107,7 @@ def run(op: Any, written: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
         with _torch.BelowAutograd():
             result = op(*args, **kwargs)
     except (ValueError, RuntimeError) as raised:
-        raise error(raised) from None
+        raise translated(raised) from None
     increment_version(written)
     return result
 
@@ -126,7 +126,7 @@ def _bump_versions(op: Any) -> None:
         try:
             result = op.redispatch(keyset & _torch.BELOW_AUTOGRAD, *args, **kwargs)
         except (ValueError, RuntimeError) as raised:
-            raise error(raised) from None
+            raise translated(raised) from None
         written = (*map(args.__getitem__, positions), *map(kwargs.get, names))
         increment_version([t for t in written if t is not None])
         return result

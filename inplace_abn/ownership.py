@@ -51,13 +51,13 @@ def references_of_frames() -> int:
 
 
 def _has_one_owner(t: Tensor) -> bool:
-    """Whether the memory can have one: not if torch did not allocate it itself, if it is a lazy copy, or if other
-    processes share it."""
+    """Whether the memory can have one: not if torch did not allocate it itself, if it is a lazy copy, if other
+    processes share it, or if there is none, because all is zero."""
     if type(t) is not Tensor or t.layout is not torch.strided or _torch.transforms_active():
         return False
     storage = t.untyped_storage()
     own = storage.resizable() and not (t.is_cpu and storage.is_shared())
-    return own and not (t.is_neg() or t.is_conj() or _torch.is_lazy_copy(t))
+    return own and not (t.is_neg() or t.is_conj() or _torch.is_lazy_copy(t) or _torch.is_zero_tensor(t))
 
 
 def counts(t: Tensor, references: int) -> Counts | None:
@@ -110,9 +110,10 @@ def calibrate(observe: Callable[[], None]) -> None:
     global _calibrated
     with _lock:
         if not _calibrated:
-            thread = threading.Thread(target=observe)
-            thread.start()
-            thread.join()
+            with _torch.uncompiled_autograd():
+                thread = threading.Thread(target=observe)
+                thread.start()
+                thread.join()
             _calibrated = True
 
 

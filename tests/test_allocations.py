@@ -8,17 +8,14 @@ from torch.profiler import ProfilerActivity, profile
 from inplace_abn import InPlaceABN
 
 
-def allocations(step, at_least):
-    """Sizes of the blocks of ``at_least`` bytes allocated within each ABN's backward node, and all events' sizes."""
+def allocations(step, at_least, node="InPlaceABNFunction"):
+    """Sizes of the blocks of ``at_least`` bytes allocated within each backward node of that name, an ABN's unless told,
+    and all events' sizes."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step()
     events = profiler.profiler.kineto_results.events()
     memory = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
-    nodes = sorted(
-        (e.start_ns(), e.end_ns())
-        for e in events
-        if "evaluate_function" in e.name() and "InPlaceABNFunction" in e.name()
-    )
+    nodes = sorted((e.start_ns(), e.end_ns()) for e in events if "evaluate_function" in e.name() and node in e.name())
     within = [[size for time, size in memory if start <= time <= end and size >= at_least] for start, end in nodes]
     return within, [size for _, size in memory]
 
@@ -106,6 +103,28 @@ def test_backward_of_residual_blocks_allocates_what_sharing_forces(block):
     value = net(x).square().mean()
     within, _ = allocations(value.backward, x.nbytes)
     assert within == [*expected, *expected, []]
+
+
+VIEWS = {
+    "flattened": lambda y: y.flatten(2),
+    "part of the batch": lambda y: y[1:],
+    "part of the channels": lambda y: y[:, 2:],
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_backward_through_a_view_allocates_what_autograd_itself_does_for_ops_in_place_on_views(view):
+    """The in-place op on a view took three blocks of its own where it now takes none."""
+    sizes = []
+    for overwrite in (lambda x: InPlaceABN(x.shape[1])(x), lambda x: x.add_(1)):
+        y = activation("cpu").requires_grad_() * 2
+        z = overwrite(VIEWS[view](y))
+        at_least = z.nbytes
+        loss = z.square().sum()
+        del y, z
+        within, _ = allocations(loss.backward, at_least, node="CopySlices")
+        sizes.append(within)
+    assert sizes[0] == sizes[1]
 
 
 def test_an_output_that_is_kept_costs_one_block_where_the_gradient_is_shared_too():

@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
+import torch._dynamo.compiled_autograd
 from buffers import after, identity_hooks, keep_gradient, kept_gradients, leaf, used_by
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import save_on_cpu
@@ -69,13 +70,14 @@ SURROUNDINGS = {
     "anomaly mode": lambda: torch.autograd.set_detect_anomaly(True),
     "autocast": lambda: torch.autocast("cpu"),
     "debugger": traced,
+    "compiled autograd": lambda: torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")),
 }
 
 
 def forget():
     ownership.set_sole_holders(frozenset(), None)
     if functions._node is not None:
-        functions._node.set_sole_output(None)
+        functions._node.set_sole_holders([], None)
     ownership._calibrated = False
 
 

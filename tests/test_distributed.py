@@ -177,7 +177,6 @@ def test_module_without_running_statistics_synchronises_in_evaluation_too():
     [
         [(1, CHANNELS), (0, CHANNELS), (0, CHANNELS)],
         [(0, CHANNELS, 3), (1, CHANNELS, 1), (2, CHANNELS, 0)],
-        [(0, CHANNELS, 2), (0, CHANNELS, 2), (0, CHANNELS, 2)],
     ],
 )
 @on_each_rank(2, 3)
@@ -194,6 +193,20 @@ def test_all_ranks_raise_together_and_nothing_is_modified(shapes):
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
     drawn = [(x + 1, dz) for x, dz in batches(SHAPES["spatial sizes differ"])]
     check(synchronised(*own(drawn), *parameters()), single_process(drawn, *parameters()))
+
+
+@on_each_rank(2, 3)
+def test_a_batch_that_is_empty_on_all_ranks_is_accepted_and_leaves_the_statistics_alone():
+    module = InPlaceABNSync(CHANNELS, dtype=torch.float64)
+    module(own(batches(SHAPES["batch sizes differ"]))[0])
+    before = copy.deepcopy(module.state_dict())
+    x = torch.empty(0, CHANNELS, 2, dtype=torch.float64, requires_grad=True)
+    module(x * 1).sum().backward()
+    assert x.grad.shape == x.shape
+    assert not module.weight.grad.any()
+    assert not module.bias.grad.any()
+    for name in ("running_mean", "running_var"):
+        assert torch.equal(module.state_dict()[name], before[name])
 
 
 @on_each_rank(2)

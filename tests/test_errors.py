@@ -35,7 +35,7 @@ CASES = {
     "0-d x": ({"x": torch.tensor(1.0)}, ValueError, r"expected x of shape \(batch, channel, \*\)"),
     "1-d x": ({"x": torch.ones(3)}, ValueError, r"expected x of shape \(batch, channel, \*\)"),
     "sparse x": ({"x": torch.eye(3).to_sparse()}, ValueError, "strided x"),
-    "wrong channel count": ({"x": torch.ones(4, 5, 2)}, ValueError, r"expected weight of shape \(5,\).*got \[3\]"),
+    "wrong channel count": ({"x": torch.ones(4, 5, 2)}, ValueError, r"expected \w+ of shape \(5,\).*got \[3\]"),
     "weight of two dimensions": ({"weight": torch.ones(3, 1)}, ValueError, "expected weight of shape"),
     "bias too long": ({"bias": torch.ones(4)}, ValueError, "expected bias of shape"),
     "running_mean too long": ({"running_mean": torch.ones(4)}, ValueError, "expected (running_)?mean of shape"),

@@ -230,6 +230,7 @@ def test_nothing_is_concluded_from_tensors_whose_memory_has_other_rules():
         torch.ones(2, 3, dtype=torch.complex64).conj(),
         torch._neg_view(torch.ones(2, 3)),
         torch._lazy_clone(torch.ones(2, 3)),
+        torch._efficientzerotensor((2, 3)),
         torch.ones(2, 3).share_memory_(),
     ):
         assert counted(other) is None

@@ -78,6 +78,22 @@ def test_message_about_a_modified_output_names_the_package_and_the_remedy(contex
         loss.backward()
 
 
+def test_a_backward_within_that_frees_the_graph_is_what_the_outer_one_tells(device):
+    """It said that the output had been modified in place, which nobody had done."""
+    z = inplace_abn(leaf_input(device) * 1, None, None, None, None)
+    loss = z.square().sum()
+    runs = []
+
+    def run_once(gradient):
+        if not runs:
+            runs.append(1)
+            loss.backward()
+
+    z.register_hook(run_once)
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        loss.backward()
+
+
 @pytest.mark.parametrize("which", ["weight", "bias", "running_var", "residual"])
 def test_operands_modified_between_forward_and_backward_are_an_error(which, device):
     weight, bias = parameters(device)

@@ -183,8 +183,9 @@ def test_an_uninitialised_process_group_means_local_statistics_and_one_warning()
     collectives.warn_not_initialised.cache_clear()
     x = torch.randn(4, 3, 5)
     m = InPlaceABNSync(3)
-    with pytest.warns(UserWarning, match="not initialised"):
+    with pytest.warns(UserWarning, match="not initialised") as caught:
         first = m(x.clone())
+    assert caught[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         m(x.clone())

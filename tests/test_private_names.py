@@ -1,10 +1,12 @@
 """The private names of torch that ``inplace_abn/_torch.py`` uses do what they are used for. A test that fails here
 names what a release of torch has changed."""
 
+import ast
 from pathlib import Path
 
 import pytest
 import torch
+import torch._dynamo.compiled_autograd
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -36,17 +38,28 @@ def test_transforms_active():
     assert not _torch.transforms_active()
 
 
-def test_wrapped_tensors_are_told_and_unwrapped():
+def test_wrappers_of_transforms_are_told():
+    seen = []
+
     def look(x):
-        batched = x
-        while not _torch.is_batched(batched):
-            assert _torch.is_wrapped(batched)
-            batched = _torch.unwrapped(batched)
-        assert not _torch.is_wrapped(_torch.unwrapped(batched))
+        seen.append(_torch.kinds_of_wrappers(x))
         return x.sum()
 
     torch.func.vmap(torch.func.grad(look))(torch.ones(2, 3))
-    assert not _torch.is_wrapped(torch.ones(2))
+    torch.func.jvp(look, (torch.ones(2),), (torch.ones(2),))
+    torch.func.hessian(look)(torch.ones(2))
+    assert seen == [{"vmap", "grad"}, {"jvp"}, {"jvp", "grad"}]
+    assert _torch.kinds_of_wrappers(torch.ones(2)) == set()
+
+
+def test_batched_gradients_are_told():
+    seen = []
+    x = torch.ones(2, requires_grad=True) * 1
+    x.register_hook(lambda g: seen.append(_torch.is_batched(g)))
+    torch.autograd.grad(x.sum(), x, torch.ones(3), is_grads_batched=True, retain_graph=True)
+    torch.func.vmap(lambda g: (seen.append(_torch.is_batched(g)), g)[1])(torch.ones(2))
+    x.sum().backward()
+    assert seen == [True, True, False]
 
 
 def test_keeps_graph():
@@ -72,6 +85,11 @@ def test_is_lazy_copy():
     copied = torch._lazy_clone(x)
     assert _torch.is_lazy_copy(copied)
     assert not _torch.is_lazy_copy(torch.ones(2))
+
+
+def test_is_zero_tensor():
+    assert _torch.is_zero_tensor(torch._efficientzerotensor((2, 3)))
+    assert not _torch.is_zero_tensor(torch.zeros(2, 3))
 
 
 def test_top_saved_tensors_hooks():
@@ -147,8 +165,36 @@ def test_tangents_are_told():
     with torch.autograd.forward_ad.dual_level():
         assert _torch.in_forward_mode()
         dual = torch.autograd.forward_ad.make_dual(torch.ones(2), torch.ones(2))
-        assert _torch.has_tangent(dual)
-        assert not _torch.has_tangent(torch.ones(2))
+        assert _torch.kinds_of_wrappers(dual) == {"jvp"}
+        assert _torch.kinds_of_wrappers(torch.ones(2)) == set()
+
+
+def test_ops_go_on_below_autograd_with_the_keys_that_come_after_it():
+    assert not _torch.BELOW_AUTOGRAD.has(torch._C.DispatchKey.ADInplaceOrView)
+    assert _torch.BELOW_AUTOGRAD.has(torch._C.DispatchKey.CPU)
+
+
+def test_kernels_of_a_backend_are_told():
+    assert _torch.has_kernel("inplace_abn::forward", "CPU")
+    assert not _torch.has_kernel("inplace_abn::forward", "XPU")
+
+
+def test_autograd_is_compiled_nowhere_within(fresh_compiler):
+    def backward():
+        (torch.ones(2, requires_grad=True) * 2).sum().backward()
+
+    compiled = []
+
+    def compiler(graph):
+        compiled.append(graph)
+        return graph
+
+    with torch._dynamo.compiled_autograd._enable(compiler):
+        with _torch.uncompiled_autograd():
+            backward()
+        assert compiled == []
+        backward()
+        assert len(compiled) == 1
 
 
 def test_raw_saved_tensors_tell_hooks(monkeypatch):
@@ -170,7 +216,9 @@ def test_unsafe_split_gives_a_place_in_the_graph_that_overwriting_leaves_alone()
 
 
 def test_every_private_name_is_tested():
-    names = [n for n, value in vars(_torch).items() if not n.startswith("_") and getattr(value, "__module__", "") != ""]
-    ours = [n for n in names if n not in ("annotations", "Any", "Tensor", "torch", "forward_ad", "get_proxy_mode")]
+    tree = ast.parse(Path(_torch.__file__).read_text())
+    names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+    names += [t.id for node in tree.body if isinstance(node, ast.Assign) for t in node.targets]
     text = Path(__file__).read_text()
-    assert [n for n in ours if f"_torch.{n}" not in text] == []
+    assert len(names) > 15
+    assert [n for n in names if not n.startswith("_") and f"_torch.{n}" not in text] == []

@@ -1,18 +1,27 @@
 // The Python module _node: the graph node of the local in-place op in C++. It does what inplace_abn/functions.py does
 // in eager mode, by the same rules, in less time per call; without it functions.py does everything.
 
+#include <ATen/SavedTensorHooks.h>
+#include <ATen/TracerMode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <c10/core/Allocator.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/python_variable.h>
 #include <torch/extension.h>
 #include <torch/version.h>
 
+#include <algorithm>
 #include <cstdint>
+#include <initializer_list>
 #include <optional>
+#include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -53,31 +62,46 @@ void bump_version(const OptTensor& t) {
   if (t.has_value() && t->defined() && !t->is_inference()) t->unsafeGetTensorImpl()->bump_version();
 }
 
-// References to a saved output's storage that leave backward alone with it; until it is known, nothing is reused.
+// References to a gradient: from Python, counting the one that is made to ask; from C++ before; and from C++ after,
+// which are more if there was no Python object before.
+using Counts = std::tuple<int64_t, int64_t, int64_t>;
+
+// What leaves backward alone with a gradient that Python has seen, and the references to a saved output's storage that
+// leave it alone with that. Until they are known, neither is reused.
+std::vector<Counts> sole_gradients;
 std::optional<int64_t> sole_output;
-thread_local int64_t observed_output = 0;
+thread_local std::pair<std::optional<Counts>, int64_t> observed;
+
+// Of tensors that stand for others.
+constexpr c10::DispatchKeySet opaque{
+    c10::DispatchKey::Python,    c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper,
+    c10::DispatchKey::Negative,  c10::DispatchKey::Conjugate,        c10::DispatchKey::Functionalize,
+    c10::DispatchKey::ZeroTensor};
 
 // Whether the memory can have one owner: only if torch's own allocator gave it, as it is. Lazy copies, memory of numpy
 // and memory that processes share have other deleters.
 bool has_one_owner(const Tensor& t) {
-  constexpr c10::DispatchKeySet opaque{c10::DispatchKey::Python,    c10::DispatchKey::FuncTorchBatched,
-                                       c10::DispatchKey::Conjugate, c10::DispatchKey::FuncTorchGradWrapper,
-                                       c10::DispatchKey::Negative,  c10::DispatchKey::Functionalize,
-                                       c10::DispatchKey::ZeroTensor};
   if (t.key_set().has_any(opaque) || !t.has_storage()) return false;
   return t.storage().data_ptr().get_deleter() == c10::GetAllocator(t.device().type())->raw_deleter();
 }
 
-// The list that the engine hands over holds one reference. A Python object, another node's input and a consumer's saved
-// tensor would each hold another.
 bool owns_gradient(const Tensor& dz) {
-  return has_one_owner(dz) && dz.use_count() == 1 && dz.storage().use_count() == 1;
+  observed.first = std::nullopt;
+  if (!has_one_owner(dz) || dz.storage().use_count() != 1) return false;
+  // The list that the engine hands over holds one reference. Another node's input, a consumer's saved tensor, and the
+  // object of a Python variable would each hold another.
+  const auto before = static_cast<int64_t>(dz.use_count());
+  if (before == 1) return true;
+  const pybind11::gil_scoped_acquire gil;
+  const auto object = pybind11::reinterpret_steal<pybind11::object>(THPVariable_Wrap(dz));
+  observed.first = Counts{object.ref_count(), before, static_cast<int64_t>(dz.use_count())};
+  return std::find(sole_gradients.begin(), sole_gradients.end(), *observed.first) != sole_gradients.end();
 }
 
 // Unpacking made a tensor of its own, so it is the storage that others could hold.
 bool owns_output(const Tensor& z) {
-  observed_output = static_cast<int64_t>(z.storage().use_count());
-  return has_one_owner(z) && observed_output == sole_output && !torch::autograd::get_current_graph_task_keep_graph();
+  observed.second = static_cast<int64_t>(z.storage().use_count());
+  return has_one_owner(z) && observed.second == sole_output && !torch::autograd::get_current_graph_task_keep_graph();
 }
 
 // What a call does, beside its tensors.
@@ -172,6 +196,19 @@ variable_list differentiable(const Saved& saved, const Tensor& dz, const Tensor&
   return {x.value_or(Tensor()), weight.value_or(Tensor()), bias.value_or(Tensor()), residual.value_or(Tensor())};
 }
 
+variable_list saved_variables(const AutogradContext* ctx) {
+  try {
+    return ctx->get_saved_variables();
+  } catch (const c10::Error& error) {
+    const std::string message = error.what();
+    TORCH_CHECK(message.find("modified by an inplace operation") == std::string::npos ||
+                    message.find("InPlaceABNFunction") == std::string::npos,
+                "inplace_abn: the output of an in-place ABN has been modified in place, but its backward needs it. "
+                "Replace that operation by one out of place (z = z + y for z += y), or use ABN");
+    throw;
+  }
+}
+
 // Its name is what profiles and messages show.
 class InPlaceABNFunction final : public torch::autograd::Function<InPlaceABNFunction> {
  public:
@@ -191,11 +228,13 @@ class InPlaceABNFunction final : public torch::autograd::Function<InPlaceABNFunc
     variable_list results(7);
     const Tensor& dz = incoming[0];
     if (!dz.defined()) return results;
+    TORCH_CHECK(!dz.key_set().has(c10::DispatchKey::FuncTorchBatched) && !dz.key_set().has(c10::DispatchKey::Batched),
+                "inplace_abn: gradients in batches are not supported. Use ABN, which works out of place");
     const Settings settings = Settings::of(ctx);
     // Without a node, this is code that autograd's compiler made, which is functional: nothing is reused.
     const auto node = torch::autograd::get_current_node();
     const bool own_dz = node && owns_gradient(dz);
-    const variable_list unpacked = ctx->get_saved_variables();
+    const variable_list unpacked = saved_variables(ctx);
     const auto optional = [](const Tensor& t) { return t.defined() ? OptTensor(t) : std::nullopt; };
     Saved saved{unpacked[0], optional(unpacked[1]), optional(unpacked[2]), optional(unpacked[3]), unpacked[4]};
 
@@ -222,15 +261,46 @@ class InPlaceABNFunction final : public torch::autograd::Function<InPlaceABNFunc
   }
 };
 
-Tensor inplace_abn(const Tensor& x, const OptTensor& weight, const OptTensor& bias, const OptTensor& residual,
-                   const OptTensor& running_mean, const OptTensor& running_var, bool training, double momentum,
-                   const OptTensor& momentum_tensor, double eps, bool signed_weight, int64_t activation,
-                   double activation_param) {
+bool is_calibrated = false;
+
+// Whether nothing is asked of this call that functions.py would have to know of: no wrapper, mode, tracer or hook, no
+// view (a C++ function would save an overwritten view in a reference cycle), and nothing to complain of but to the op.
+bool is_simple(const Tensor& x, std::initializer_list<const OptTensor*> others, bool training, bool requires_grad) {
+  const auto usual = [&](const Tensor& t) {
+    return !t.key_set().has_any(opaque) && t.layout() == at::kStrided && t.device() == x.device() &&
+           !t._fw_grad(0).defined();
+  };
+  if (!usual(x) || x.dim() < 2 || (x.is_inference() && !c10::InferenceMode::is_enabled())) return false;
+  for (const OptTensor* t : others) {
+    if (t->has_value() && !usual(**t)) return false;
+  }
+  if (c10::impl::TorchDispatchModeTLS::any_modes_set() || at::tracer::impl::is_dispatch_enabled() ||
+      c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
+      c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::PreDispatch) ||
+      at::SavedTensorDefaultHooks::get_hooks().has_value()) {
+    return false;
+  }
+  if (training && x.numel() == x.size(1)) return false;
+  if (!requires_grad) return true;
+  const auto& producer = x.grad_fn();
+  const bool ours = producer && dynamic_cast<torch::autograd::CppNode<InPlaceABNFunction>*>(producer.get()) != nullptr;
+  return is_calibrated && !x.is_view() && !ours && !(x.is_leaf() && x.requires_grad());
+}
+
+OptTensor inplace_abn(const Tensor& x, const OptTensor& weight, const OptTensor& bias, const OptTensor& residual,
+                      const OptTensor& running_mean, const OptTensor& running_var, bool training, double momentum,
+                      const OptTensor& momentum_tensor, double eps, bool signed_weight, int64_t activation,
+                      double activation_param) {
   const auto is_trained = [](const OptTensor& t) { return t.has_value() && t->requires_grad(); };
+  const bool requires_grad = at::GradMode::is_enabled() &&
+                             (x.requires_grad() || is_trained(weight) || is_trained(bias) || is_trained(residual));
+  if (running_mean.has_value() != running_var.has_value() ||
+      !is_simple(x, {&weight, &bias, &residual, &running_mean, &running_var}, training, requires_grad)) {
+    return std::nullopt;
+  }
   const Settings settings{eps, signed_weight, activation, activation_param, training};
   const Arguments given{running_mean, running_var, momentum, momentum_tensor};
-  if (!at::GradMode::is_enabled() ||
-      !(x.requires_grad() || is_trained(weight) || is_trained(bias) || is_trained(residual))) {
+  if (!requires_grad) {
     write(x, weight, bias, residual, given, settings, false);
     bump_version(x);
     return x;
@@ -251,7 +321,11 @@ PYBIND11_MODULE(_node, m) {
         arg("running_mean"), arg("running_var"), arg("training"), arg("momentum"), arg("momentum_tensor"), arg("eps"),
         arg("signed_weight"), arg("activation"), arg("activation_param"),
         pybind11::call_guard<pybind11::gil_scoped_release>());
-  m.def("set_sole_output", [](std::optional<int64_t> references) { inplace_abn::sole_output = references; });
-  m.def("observed_output", [] { return inplace_abn::observed_output; });
+  m.def("set_sole_holders", [](std::vector<inplace_abn::Counts> gradients, std::optional<int64_t> output) {
+    inplace_abn::is_calibrated = true;
+    inplace_abn::sole_gradients = std::move(gradients);
+    inplace_abn::sole_output = output;
+  });
+  m.def("last_observed", [] { return inplace_abn::observed; });
   m.attr("torch_version") = TORCH_VERSION;
 }
