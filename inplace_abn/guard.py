@@ -241,8 +241,9 @@ def measure(module: Any, x: Tensor, residual: Tensor | None) -> Tensor:
 
 def _measure(module: Any, x: Tensor, residual: Tensor | None) -> Tensor:
     weight, bias = module.weight, module.bias
-    training = module.training or module.running_mean is None
-    mean, var = ops.run(ops.statistics, [], x) if training else (module.running_mean, module.running_var)
+    running_mean, running_var = _running(module)
+    training = module.training or running_mean is None
+    mean, var = ops.run(ops.statistics, [], x) if training else (running_mean, running_var)
     settings = Settings(module.activation, module.activation_param, module.eps, module.signed_weight, training, None)
     added = None if residual is None else recovery.sample(residual)
     errors = recovery.measured(recovery.sample(x), mean, var, weight, bias, added, settings)
@@ -297,6 +298,12 @@ def _described(figures: Figures, threshold: Threshold) -> str:
     return text + (f"; a weight is {figures.least:.2g} eps" if figures.least < HYSTERESIS else "")
 
 
+def _running(module: Any) -> tuple[Tensor | None, Tensor | None]:
+    """Subclasses may have none."""
+    buffers = module._buffers
+    return buffers.get("running_mean"), buffers.get("running_var")
+
+
 def _is_measurable(module: Any, x: Tensor, residual: Tensor | None, empty: bool) -> bool:
     """Whether the tensors are what the ops take, and no tracer, transform or capture is watching."""
     if type(x) not in (Tensor, nn.Parameter) or x.device.type == "meta" or x.layout is not torch.strided:
@@ -311,7 +318,7 @@ def _is_measurable(module: Any, x: Tensor, residual: Tensor | None, empty: bool)
         or residual.is_neg()
     ):
         return False
-    for t in (module.weight, module.bias, module.running_mean, module.running_var):
+    for t in (module.weight, module.bias, *_running(module)):
         if t is not None and (t.device != x.device or t.shape != x.shape[1:2]):
             return False
         if t is not None and t.dtype not in (x.dtype, torch.promote_types(x.dtype, torch.float32)):
