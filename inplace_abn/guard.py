@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -242,8 +242,8 @@ def measure(module: Any, x: Tensor, residual: Tensor | None) -> Tensor:
 def _measure(module: Any, x: Tensor, residual: Tensor | None) -> Tensor:
     weight, bias = module.weight, module.bias
     running_mean, running_var = _running(module)
-    training = module.training or running_mean is None
-    mean, var = ops.run(ops.statistics, [], x) if training else (running_mean, running_var)
+    training = module.training or running_mean is None or running_var is None
+    mean, var = ops.run(ops.statistics, [], x) if training else (cast(Tensor, running_mean), cast(Tensor, running_var))
     settings = Settings(module.activation, module.activation_param, module.eps, module.signed_weight, training, None)
     added = None if residual is None else recovery.sample(residual)
     errors = recovery.measured(recovery.sample(x), mean, var, weight, bias, added, settings)
