@@ -2,12 +2,13 @@
 
 from inplace_abn.abn import ABN, InPlaceABN, InPlaceABNSync
 from inplace_abn.analysis import analyze
-from inplace_abn.conditioning import check_conditioning
 from inplace_abn.convert import convert, convert_sync, load_public_state_dict, revert
 from inplace_abn.example import Example
 from inplace_abn.functions import inplace_abn, inplace_abn_sync
 from inplace_abn.group import active_group, set_active_group
+from inplace_abn.guard import set_guard
 from inplace_abn.plan import Plan
+from inplace_abn.recovery import check_conditioning
 from inplace_abn.verification import Verification, verify
 
 __version__ = "2.0.0"
@@ -29,5 +30,6 @@ __all__ = [
     "load_public_state_dict",
     "revert",
     "set_active_group",
+    "set_guard",
     "verify",
 ]

@@ -109,6 +109,11 @@ def saves_its_result(t: Tensor) -> bool:
     return hasattr(type(t.grad_fn), "_saved_result")
 
 
+def in_backward() -> bool:
+    """Whether autograd is running a backward pass, in which checkpoints compute their forward pass again."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def uncompiled_autograd() -> AbstractContextManager[Any]:
     """Where backward is not handed to a compiler, as it may be in all threads at once."""
     module = sys.modules.get("torch._dynamo.compiled_autograd")

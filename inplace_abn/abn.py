@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup
 
-from inplace_abn import _torch, functions, plain
+from inplace_abn import _torch, collectives, functions, guard, plain
 from inplace_abn.activations import check_activation
 from inplace_abn.settings import check_hyperparameters
 
@@ -155,11 +156,23 @@ class InPlaceABN(ABN):
     The scale is ``|weight| + eps``, or with ``signed_weight`` the weight itself, kept ``eps`` away from zero, which is
     what a standard BatchNorm's weights need. See `inplace_abn.functions.inplace_abn` for inputs and errors.
 
+    While its output would not tell what the input was, the layer keeps its input, as torch does, and returns a new
+    tensor: `inplace_abn.set_guard` says how that is watched, `inplace_abn.guard` how it is decided.
+
     Args:
         signed_weight: keep the weight's sign.
+        guard_interval: optimizer steps between two looks at that; 0 for none at all.
 
     The other arguments are those of `ABN`.
     """
+
+    # Of the guard, which leaves its own marks in the instance's dictionary.
+    guard_interval: int = 100
+    guard_threshold: float | None = None
+    on_untrusted: str = "fallback"
+    _guard: guard.State | None = None
+    _guard_generation: int = -1
+    _trusted: bool = True
 
     def __init__(
         self,
@@ -172,10 +185,13 @@ class InPlaceABN(ABN):
         activation_param: float = 0.01,
         *,
         signed_weight: bool = False,
+        guard_interval: int = 100,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        guard.check_interval(guard_interval)
         self.signed_weight = signed_weight
+        self.guard_interval = guard_interval
         super().__init__(
             num_features,
             eps,
@@ -189,7 +205,18 @@ class InPlaceABN(ABN):
         )
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        return self._call(functions.inplace_abn, x, signed_weight=self.signed_weight, residual=residual)
+        function = functions.inplace_abn if self._may_overwrite(x, residual) else plain.kept
+        return self._call(function, x, signed_weight=self.signed_weight, residual=residual)
+
+    def _may_overwrite(self, x: Tensor, residual: Tensor | None) -> bool:
+        """Whether the guard trusts z in this generation. A compiler would make a new program of every generation."""
+        if is_compiling() or self._guard_generation == guard.generation:
+            return self._trusted
+        return guard.trusts(self, x, residual)
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], *rest: Any) -> None:
+        guard.forget(self)
+        super()._load_from_state_dict(state_dict, *rest)
 
 
 class InPlaceABNSync(InPlaceABN):
@@ -215,6 +242,7 @@ class InPlaceABNSync(InPlaceABN):
         group: ProcessGroup | None = None,
         *,
         signed_weight: bool = False,
+        guard_interval: int = 100,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -228,6 +256,7 @@ class InPlaceABNSync(InPlaceABN):
             activation,
             activation_param,
             signed_weight=signed_weight,
+            guard_interval=guard_interval,
             device=device,
             dtype=dtype,
         )
@@ -236,6 +265,15 @@ class InPlaceABNSync(InPlaceABN):
         self.group = group
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        return self._call(
-            functions.inplace_abn_sync, x, group=self.group, signed_weight=self.signed_weight, residual=residual
-        )
+        options = {"signed_weight": self.signed_weight, "residual": residual}
+        if not self._is_synchronised():
+            # Warns where torch.distributed is not initialised, and is local.
+            if not self._may_overwrite(x, residual):
+                return self._call(plain.kept, x, **options)
+            return self._call(functions.inplace_abn_sync, x, group=self.group, **options)
+        watch = guard.Frozen(self._trusted) if is_compiling() else guard.Watch(self, x, residual)
+        return self._call(functions.inplace_abn_sync, x, group=self.group, watch=watch, **options)
+
+    def _is_synchronised(self) -> bool:
+        training = self.training or self._buffers.get("running_mean") is None
+        return training and collectives.participating_group(self.group) is not None

@@ -21,6 +21,8 @@ class Activation(NamedTuple):
     """act'(y) of y and the parameter."""
     dead: Callable[[Tensor], Tensor] | None = None
     """Where the gradient is zero whatever arrives, infinity and NaN included."""
+    special: tuple[float, ...] = ()
+    """The y next to which z tells little of y, or of the slope: minima, and jumps of the slope."""
 
 
 def _leaky_relu(y: Tensor, param: float, inplace: bool) -> Tensor:
@@ -47,12 +49,13 @@ ACTIVATIONS: dict[str, Activation] = {
     "relu": Activation(
         3, lambda y, _, inplace: F.relu(y, inplace), lambda y, _: torch.ones_like(y), dead=_not_positive
     ),
-    "silu": Activation(4, lambda y, _, inplace: F.silu(y, inplace), _silu_slope),
+    "silu": Activation(4, lambda y, _, inplace: F.silu(y, inplace), _silu_slope, special=(-1.278464542761074,)),
     "hardswish": Activation(
         5,
         lambda y, _, inplace: F.hardswish(y, inplace),
         lambda y, _: torch.where(y < 3, (2 * y + 3) / 6, 1.0),
         dead=lambda y: y <= -3,
+        special=(-1.5, 3.0),
     ),
 }
 ACTIVATIONS["none"] = ACTIVATIONS["identity"]

@@ -9,16 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from inplace_abn import reference, rewrite
-from inplace_abn.conditioning import expected_error
+from inplace_abn import guard, recovery, rewrite
 from inplace_abn.example import examples_of
 from inplace_abn.findings import Activation, Finding, examine, examine_residual
 from inplace_abn.plan import Layer, Plan, Residual
 from inplace_abn.recording import Recording, record
 from inplace_abn.settings import check_hyperparameters
 
-_THRESHOLD = 1e-2
-"""Of `inplace_abn.check_conditioning`: relative error of dweight that is still acceptable."""
 _STANDARD = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -86,11 +83,6 @@ def _unfit(module: nn.Module) -> list[str]:
         check_hyperparameters(module.eps, module.momentum)  # type: ignore[arg-type]
     except ValueError as error:
         reasons.append(str(error).removeprefix("inplace_abn: "))
-    weight = module.weight
-    if isinstance(weight, torch.Tensor) and weight.device.type != "meta":
-        pruned = int((weight.detach().abs() < module.eps).sum())  # type: ignore[operator]
-        if pruned:
-            reasons.append(f"{pruned} weights are within eps of zero, where in place would scale by eps instead")
     return reasons
 
 
@@ -199,8 +191,6 @@ class _Decision:
         saved_by = _unique(saver for finding in found for saver in finding.saved_by)
         activation, param, site, parent, activated_by, output_reasons = self._activation(name, found)
         reasons += output_reasons
-        if found:
-            reasons += _ill_conditioned(module, activation, self._dtype(name))
         fused = activation != "identity"
         saved = max((f.fused_bytes if fused else f.identity_bytes for f in found), default=0)
         return Layer(
@@ -217,6 +207,7 @@ class _Decision:
             saved_by=saved_by,
             followed_by=next((f.followed_by for f in found), "") if activation == "identity" else "",
             residual=self._residual(name, reasons),
+            note=_note(module, activation, param, self._dtype(name)),
         )
 
     def _activation(self, name: str, found: list[Finding]) -> tuple[str, float, str, str, str, list[str]]:
@@ -311,10 +302,6 @@ class _Decision:
                 united.append("it differs between examples")
             else:
                 united += other.reasons
-        united += _ill_conditioned(self.norms[name], activation, self._dtype(name))
-        if first.partner:
-            partner = self.norms[first.partner]
-            united += [f"{first.partner}: {r}" for r in _ill_conditioned(partner, "identity", self._dtype(name))]
         if not united:
             blocked = self._not_rewritable(name, first.parent, rewrite.Edit("", activation, param, True))
             united += [blocked] if blocked else []
@@ -326,16 +313,23 @@ def _unique(reasons: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(reasons))
 
 
-def _ill_conditioned(module: nn.Module, activation: str, dtype: torch.dtype) -> list[str]:
-    """dweight's error grows with |beta| / |gamma|."""
+def _note(module: nn.Module, activation: str, param: float, dtype: torch.dtype) -> str:
+    """Why the guard will not trust the layer as it is now, as far as its parameters tell."""
     weight, bias = module.weight, module.bias
-    if not isinstance(weight, torch.Tensor) or not isinstance(bias, torch.Tensor) or weight.device.type == "meta":
-        return []
-    gamma = reference.gamma(weight.detach().double(), float(module.eps), True)  # type: ignore[arg-type]
-    ratio = float((bias.detach().double().abs() / gamma.abs()).max())
-    error = expected_error(ratio, activation, dtype)
-    if error <= _THRESHOLD:
-        return []
-    return [
-        f"its weight's gradient would be inexact: |bias| / |weight| reaches {ratio:.3g}, expected error {error:.1g}"
-    ]
+    tensors = [t.detach() for t in (weight, bias) if isinstance(t, torch.Tensor)]
+    if not tensors or any(t.device.type == "meta" or type(t) is not torch.Tensor for t in tensors):
+        return ""
+    eps: float = module.eps  # type: ignore[assignment]
+    if isinstance(weight, torch.Tensor):
+        small = int((weight.detach().abs() < eps).sum())
+        if small:
+            return f"in place once its weights have grown: {small} of {len(weight)} are within eps of zero"
+    threshold = guard.THRESHOLDS.get(dtype)
+    errors = recovery.predicted(weight, bias, dtype, activation, param, eps)  # type: ignore[arg-type]
+    if threshold is None or not threshold.exceeded(errors.x.item(), errors.weight.max().item()):
+        return ""
+    return (
+        f"in place once its output tells its input: expected error of dx {errors.x:.2g}, of dweight "
+        f"{errors.weight.max():.2g} in channel {int(errors.weight.argmax())}, trusted up to {threshold.x:.2g} and "
+        f"{threshold.weight:.2g}"
+    )

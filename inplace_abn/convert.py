@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.utils import parametrize
 
-from inplace_abn import reference, rewrite
+from inplace_abn import guard, reference, rewrite
 from inplace_abn.abn import InPlaceABN, InPlaceABNSync
 from inplace_abn.analysis import analyze, is_fused_batch_norm
 from inplace_abn.example import Example
@@ -111,6 +111,7 @@ def convert(
         _change(modules[parent], rewritten)
     for name, (activation, param) in activations.items():
         _to_in_place(modules[name], activation, param, sync)
+        modules[name].__dict__["_guard_name"] = name
     for layer in plan.convertible:
         if layer.site == "module":
             _change(modules[layer.activation_module], nn.Identity)
@@ -285,6 +286,7 @@ def _take_scale(module: InPlaceABN) -> None:
 def _strip(module: InPlaceABN) -> None:
     for name in ("activation", "activation_param", "signed_weight", "group"):
         module.__dict__.pop(name, None)
+    guard.strip(module)
     for key, hook in list(module._forward_hooks.items()):
         if hook is _mark_activated:
             del module._forward_hooks[key]

@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from inplace_abn import _torch, collectives, gradients, node, ops, ownership, plain, reference
+from inplace_abn import _torch, collectives, gradients, guard, node, ops, ownership, plain, reference
 from inplace_abn.activations import ACTIVATIONS, check_activation, name_of
 from inplace_abn.gradients import Needed, Saved, values_per_channel
+from inplace_abn.kept import KeptABNFunction
 from inplace_abn.settings import Settings, check_hyperparameters
 
 _DISABLED = os.environ.get("INPLACE_ABN_DISABLE") == "1"
@@ -115,6 +117,7 @@ def inplace_abn_sync(
     *,
     signed_weight: bool = False,
     residual: Tensor | None = None,
+    watch: guard.Frozen | None = None,
 ) -> Tensor:
     """`inplace_abn` with the statistics of all ranks of ``group`` (None: the default group).
 
@@ -122,6 +125,9 @@ def inplace_abn_sync(
     all_reduce, both in training only. ``dweight`` and ``dbias`` are those of the rank's own share of the batch, to be
     reduced with the other parameters' gradients (as DistributedDataParallel does). If torch.distributed is not
     initialised, statistics are local, with one warning; so they are on a rank that is not in ``group``.
+
+    ``watch`` is the guard's part of a module's call: while it does not trust z, the result is a new tensor and x is
+    kept, with the same collectives.
 
     Arguments, result and errors are those of `inplace_abn`; all ranks raise together where the whole batch has less
     than two values per channel.
@@ -146,7 +152,7 @@ def inplace_abn_sync(
             residual=residual,
         )
     settings = Settings(activation, activation_param, eps, signed_weight, training, group)
-    return _forward(x, weight, bias, residual, running_mean, running_var, momentum, settings)
+    return _forward(x, weight, bias, residual, running_mean, running_var, momentum, settings, watch)
 
 
 class _Watch:
@@ -449,6 +455,7 @@ def _forward(
     running_var: Tensor | None,
     momentum: float | Tensor,
     settings: Settings,
+    watch: guard.Frozen | None = None,
 ) -> Tensor:
     if _is_plain():
         return _out_of_place(x, weight, bias, residual, running_mean, running_var, momentum, settings)
@@ -467,21 +474,28 @@ def _forward(
             ops.run(ops.check, [], x, weight, bias, residual, running_mean, running_var)
     if settings.training and settings.group is None:
         _check_count(x)
+    statistics = None
+    if settings.group is not None:
+        statistics, trusted = _sync_statistics(x.detach(), running_mean, running_var, momentum, settings.group, watch)
+        if not trusted:
+            z: Tensor = KeptABNFunction.apply(x, weight, bias, residual, *statistics, settings)
+            return z
+    write = partial(_write, statistics=statistics)
     if not requires_grad:
-        _write(x, weight, bias, residual, running_mean, running_var, momentum, settings, invertible=False)
+        write(x, weight, bias, residual, running_mean, running_var, momentum, settings, invertible=False)
         return x
     if compiling:
         # The compiler makes one buffer of x, its clone and the copy below.
         with torch.no_grad():
             data = x.clone()
-            var = _write(data, weight, bias, residual, running_mean, running_var, momentum, settings, invertible=True)
+            var = write(data, weight, bias, residual, running_mean, running_var, momentum, settings, invertible=True)
         return x.copy_(TracedABNFunction.apply(x, data, weight, bias, residual, var, settings))
     if not ownership.is_calibrated():
         ownership.calibrate(_observe_sole_holders)
     # Under transforms x may need a gradient at another level than this one.
     differentiated = x.requires_grad or _torch.transforms_active()
     edge = gradients.input_edge(x) if settings.group is None and differentiated else None
-    var = _write(x.detach(), weight, bias, residual, running_mean, running_var, momentum, settings, invertible=True)
+    var = write(x.detach(), weight, bias, residual, running_mean, running_var, momentum, settings, invertible=True)
     return overwritten(x, weight, bias, residual, var, settings, edge)
 
 
@@ -495,6 +509,7 @@ def _write(
     momentum: float | Tensor,
     settings: Settings,
     invertible: bool,
+    statistics: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Writes z over x, and returns the variance that backward needs. What makes z invertible costs a little of its
     exactness, and is left out where no backward will follow."""
@@ -513,10 +528,7 @@ def _write(
             invertible,
         )
         return cast(Tensor, var)
-    if settings.training:
-        mean, var = _sync_statistics(x, running_mean, running_var, momentum, settings.group)
-    else:
-        mean, var = cast(Tensor, running_mean), cast(Tensor, running_var)
+    mean, var = statistics or (cast(Tensor, running_mean), cast(Tensor, running_var))
     ops.run(ops.forward, [x], x, mean, var, weight, bias, residual, *settings.arithmetic(), invertible)
     # Training may change the running variance before backward needs what it was.
     return var if settings.training or not invertible else var.clone()
@@ -535,14 +547,19 @@ def _sync_statistics(
     running_mean: Tensor | None,
     running_var: Tensor | None,
     momentum: float | Tensor,
-    group: ProcessGroup | None,
-) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance over all ranks. A rank that has several values knows that the whole batch has; only
-    others look at the gathered counts (which waits for the device), so that all ranks raise together or none does."""
+    group: ProcessGroup,
+    watch: guard.Frozen | None,
+) -> tuple[tuple[Tensor, Tensor], bool]:
+    """Mean and biased variance over all ranks, and whether the guard trusts z. A rank that has several values knows
+    that the whole batch has; only others look at the gathered counts (which waits for the device), so that all ranks
+    raise together or none does. The guard's figures are there in every call, measured or not, so that ranks agree on
+    what is gathered."""
     count = values_per_channel(x)
     mean, var = ops.run(ops.statistics, [], x)
-    packed = torch.cat([mean, var, mean.new_full((1,), count)])
-    gathered = collectives.all_gather(packed, cast(ProcessGroup, group))
+    figures = mean.new_zeros(guard.WIDTH) if watch is None else watch.figures(x).to(mean.dtype)
+    packed = torch.cat([mean, var, mean.new_full((1,), count), figures])
+    everything = collectives.all_gather(packed, group)
+    gathered = everything[:, : -guard.WIDTH].contiguous()
     if not torch.compiler.is_compiling() and count < 2:
         _check_count(x, gathered[:, -1].sum().item())
     mean, var, _ = ops.run(
@@ -553,7 +570,7 @@ def _sync_statistics(
         running_var,
         *_momentum_arguments(momentum),
     )
-    return mean, var
+    return (mean, var), watch is None or watch.trusts(everything[:, -guard.WIDTH :])
 
 
 def _out_of_place(

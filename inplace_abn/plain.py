@@ -42,6 +42,35 @@ def abn(
     return activate(y, activation, activation_param, inplace)
 
 
+def kept(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool = True,
+    momentum: float | Tensor = 0.1,
+    eps: float = 1e-5,
+    activation: str = "leaky_relu",
+    activation_param: float = 0.01,
+    *,
+    signed_weight: bool = False,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """What an in-place module is while z would not tell xhat: `abn`, which keeps x, with the module's scale: a signed
+    weight as it is, also within eps of zero.
+
+    Arguments and errors are those of `inplace_abn.functions.inplace_abn`; the result is a new tensor.
+    """
+    scale = weight if weight is None or signed_weight else reference.gamma(weight, eps)
+    if running_mean is not None:
+        # batch_norm takes parameters of one dtype.
+        scale, bias = (None if t is None else t.to(running_mean.dtype) for t in (scale, bias))
+    what = (scale, bias, running_mean, running_var, training, momentum, eps, activation, activation_param, residual)
+    # Compilers make better code of what writes to nothing.
+    return abn(x, *what, inplace=not torch.compiler.is_compiling())
+
+
 def _update(running_mean: Tensor | None, running_var: Tensor | None, x: Tensor, momentum: Tensor) -> None:
     if running_mean is None or running_var is None or x.numel() == 0:
         return

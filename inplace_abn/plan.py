@@ -51,6 +51,9 @@ class Layer:
     followed_by: str = ""
     """The op that reads its output first, if that is not the activation."""
     residual: Residual | None = None
+    note: str = ""
+    """Why it keeps its input at first although it is converted, as a layer does whose output would not tell what the
+    input was; empty if it does not."""
 
     @property
     def convertible(self) -> bool:
@@ -87,6 +90,23 @@ class Plan:
         """What ``residual=True`` saves more."""
         return sum(layer.residual.bytes_saved for layer in self.residuals if layer.residual is not None)
 
+    @property
+    def waiting(self) -> tuple[Layer, ...]:
+        """The layers that are converted, but keep their input as long as their output would not tell it."""
+        return tuple(layer for layer in self.layers if layer.note and (layer.convertible or self._has_residual(layer)))
+
+    @property
+    def bytes_waiting(self) -> int:
+        """The part of what is saved (of `residual_bytes_saved` too, where residual blocks are converted) that is not
+        while all layers of `waiting` keep their input."""
+        saved = sum(layer.bytes_saved for layer in self.waiting if layer.convertible)
+        return saved + sum(
+            r.bytes_saved for layer in self.waiting if (r := layer.residual) and self._has_residual(layer)
+        )
+
+    def _has_residual(self, layer: Layer) -> bool:
+        return self.residual and layer.residual is not None and not layer.residual.reasons
+
     def to_dict(self) -> dict[str, Any]:
         """Of plain values only, for json."""
         return {
@@ -96,6 +116,8 @@ class Plan:
             "residuals": len(self.residuals),
             "residual_bytes_saved": self.residual_bytes_saved,
             "residual": self.residual,
+            "waiting": len(self.waiting),
+            "bytes_waiting": self.bytes_waiting,
             "evaluation_errors": self.evaluation_errors,
         }
 
@@ -126,6 +148,11 @@ class Plan:
             f"{len(self.convertible)} of {len(self.layers)} BatchNorms go in place and save "
             f"{readable(self.bytes_saved)} per training step"
         ]
+        if self.waiting:
+            totals.append(
+                f"{len(self.waiting)} of them keep their input at first; {readable(self.bytes_waiting)} are saved only "
+                "once they do not"
+            )
         if self.residuals:
             verb = ("converts", "saves") if self.residual else ("would convert", "save")
             totals.append(
@@ -156,10 +183,10 @@ class Plan:
     def _notes(self, layer: Layer) -> list[str]:
         residual = layer.residual
         if self.residual and layer in self.residuals:
-            return []
+            return [layer.note] if layer.note else []
         if self.residual and layer.name in self._partners() and not layer.convertible:
             return [f"it makes the residual of {self._partners()[layer.name]}"]
-        notes = ["; ".join(layer.reasons)] if layer.reasons else []
+        notes = ["; ".join(layer.reasons)] if layer.reasons else [layer.note] if layer.note else []
         if residual is not None:
             saved = readable(residual.bytes_saved)
             notes.append(
@@ -167,6 +194,8 @@ class Plan:
                 if residual.reasons
                 else f"residual=True would save {saved}"
             )
+            if layer.note and not residual.reasons and not layer.convertible:
+                notes.append(layer.note)
         return notes
 
 

@@ -1,93 +1,179 @@
 #!/usr/bin/env python
-"""Prints how exact results and gradients are: relative error against float64, ours beside torch's own BatchNorm and
-activation in the same dtype, for every activation, dtype and a few kinds of parameters. Markdown on standard output.
+"""Prints how exact gradients are that backward recovers from the output, and what the guard makes of it.
+
+For every activation, dtype, gamma and beta: the largest relative errors of dx and dweight against float64, of a layer
+that is in place whatever the guard thinks, beside those of torch's own BatchNorm and activation in the same dtype, the
+guard's measurement of them and its prediction. Gradients follow the input, as those of a squared loss do: where dz is
+independent of x, what is lost does not show. Markdown on standard output; all errors in unit roundoffs of the dtype.
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from inplace_abn import inplace_abn
-from inplace_abn.activations import activate
+from inplace_abn import inplace_abn, ops, recovery, reference
+from inplace_abn.activations import activate, find
+from inplace_abn.guard import THRESHOLDS
+from inplace_abn.settings import Settings
 
 ACTIVATIONS = {"identity": 0.0, "leaky_relu": 0.01, "elu": 1.0, "relu": 0.0, "silu": 0.0, "hardswish": 0.0}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-SHAPE = (8, 32, 32, 32)
+SHAPE = (64, 4, 32, 32)
 EPS = 1e-5
 
 
-def typical(channels: int) -> tuple[Tensor, Tensor]:
-    return 0.5 + torch.rand(channels), 0.5 * torch.randn(channels)
+class Pair(NamedTuple):
+    """Relative errors of dx and dweight."""
+
+    x: float
+    weight: float
 
 
-def large_bias(channels: int) -> tuple[Tensor, Tensor]:
-    weight, bias = typical(channels)
-    return weight, 20 * weight * bias.sign()
+class Layer(NamedTuple):
+    """A layer of one gamma and one beta, and what it is given."""
+
+    x: Tensor
+    gamma: float
+    beta: float
+    activation: str
+    residual: Tensor | None = None
+
+    @property
+    def parameters(self) -> tuple[Tensor, Tensor]:
+        like = self.x.new_ones(self.x.shape[1], dtype=torch.promote_types(self.x.dtype, torch.float32))
+        return self.gamma * like, self.beta * like
+
+    def settings(self) -> Settings:
+        return Settings(self.activation, ACTIVATIONS[self.activation], EPS, True, True, None)
+
+    def gradients(self, dz: Tensor, native: bool, dtype: torch.dtype) -> Sequence[Tensor]:
+        """dx and dweight, computed in ``dtype``."""
+        x, residual = self.x.to(dtype), None if self.residual is None else self.residual.to(dtype)
+        weight, bias = (t.to(torch.promote_types(dtype, torch.float32)).requires_grad_() for t in self.parameters)
+        leaf, param = x.clone().requires_grad_(), ACTIVATIONS[self.activation]
+        if native:
+            y = F.batch_norm(leaf, None, None, weight, bias, True, 0.1, EPS)
+            z = activate(y if residual is None else y + residual, self.activation, param)
+        else:
+            how = (True, 0.1, EPS, self.activation, param)
+            z = inplace_abn(leaf.clone(), weight, bias, None, None, *how, signed_weight=True, residual=residual)
+        return torch.autograd.grad(z, (leaf, weight), dz.to(dtype))
 
 
-def tiny_weight(channels: int) -> tuple[Tensor, Tensor]:
-    weight, bias = typical(channels)
-    return 1e-3 * weight, 1e-3 * bias
+def worst(layer: Layer) -> tuple[Pair, Pair]:
+    """The largest errors of dx and dweight that gradients cause which follow xhat, in place and of torch.
+
+    dx is relative to gamma / sqrt(var + eps) * dy over the layer, dweight to the size of xhat * dy of its channel. For
+    dweight dz may follow the recovery's own error, which is the worst that can happen.
+    """
+    x, (weight, bias) = layer.x, layer.parameters
+    mean, var = ops.statistics(x.double())
+    inv_std = torch.rsqrt(var + EPS)
+    xhat = (x.double() - reference.per_channel(mean, x)) * reference.per_channel(inv_std, x)
+    y = xhat * layer.gamma + layer.beta
+    y = y if layer.residual is None else y + layer.residual
+    entry = find(layer.activation)
+    slope, rounded = (recovery._slope(entry, t, ACTIVATIONS[layer.activation]) for t in (y, y.to(x.dtype).double()))
+    z, recovered = x.clone(), torch.ones_like(x)
+    arithmetic = layer.settings().arithmetic()
+    statistics = [t.to(weight.dtype) for t in (mean, var)]
+    ops.forward(z, *statistics, weight, bias, layer.residual, *arithmetic, True)
+    ops.backward_reduce_out(z, recovered, weight, bias, layer.residual, *arithmetic, xhat=z, dy=recovered)
+    # What rounding makes of the terms that dweight sums, in place and of torch.
+    errors = [z.double() * recovered.double() - xhat * slope, xhat * (rounded - slope)]
+    least = torch.finfo(x.dtype).smallest_normal
+    noise = torch.randn_like(xhat) + 2 * x.double()
+    of_dx = [(xhat, (False, True)), (xhat * slope, (False, True)), (noise, (False, True))]
+    of_dweight = [(errors[False], (False,)), (errors[True], (True,)), (xhat, (False, True))]
+    found = ([0.0, 0.0], [0.0, 0.0])
+    for i, directions in enumerate((of_dx, of_dweight)):
+        for direction, contenders in directions:
+            sizes = reference.channel_mean(direction.square()).clamp_min(1e-300).sqrt()
+            direction = direction / reference.per_channel(sizes, x)
+            dz = direction.to(x.dtype)
+            exact = layer.gradients(dz, True, torch.float64)[i]
+            if i == 0:
+                dy = slope * dz.double()
+                size = (reference.per_channel(inv_std, x) * layer.gamma).abs().mul(dy.abs() + least).norm()
+            else:
+                counts = x.numel() // x.shape[1]
+                spread = reference.channel_mean(slope.square()).add(least**2).sqrt()
+                size = counts * reference.channel_mean(dz.double().square()).sqrt() * spread
+            for native in contenders:
+                off = layer.gradients(dz, native, x.dtype)[i].double() - exact
+                value = (off.norm() / size) if i == 0 else (off.abs() / size).max()
+                found[native][i] = max(found[native][i], value.item())
+    return Pair(*found[0]), Pair(*found[1])
 
 
-def negative_weight(channels: int) -> tuple[Tensor, Tensor]:
-    weight, bias = typical(channels)
-    return -weight, bias
+def measured(layer: Layer) -> Pair:
+    """What the guard measures."""
+    mean, var = ops.statistics(layer.x)
+    residual = None if layer.residual is None else recovery.sample(layer.residual)
+    errors = recovery.measured(recovery.sample(layer.x), mean, var, *layer.parameters, residual, layer.settings())
+    return Pair(errors.x.item(), errors.weight.max().item())
 
 
-PARAMETERS: dict[str, Callable[[int], tuple[Tensor, Tensor]]] = {
-    "typical": typical,
-    "beta/gamma = 20": large_bias,
-    "gamma 1e-3": tiny_weight,
-    "gamma < 0": negative_weight,
-}
+def predicted(layer: Layer) -> Pair:
+    errors = recovery.predicted(*layer.parameters, layer.x.dtype, layer.activation, ACTIVATIONS[layer.activation], EPS)
+    return Pair(errors.x.item(), errors.weight.max().item())
 
 
-def results(x: Tensor, dz: Tensor, weight: Tensor, bias: Tensor, activation: str, native: bool) -> list[Tensor]:
-    """z, dx, dweight, dbias."""
-    leaf, weight, bias = (t.clone().requires_grad_() for t in (x, weight, bias))
-    param = ACTIVATIONS[activation]
-    if native:
-        y = F.batch_norm(leaf, None, None, weight, bias, True, 0.1, EPS)
-        z = activate(y, activation, param)
-    else:
-        z = inplace_abn(leaf.clone(), weight, bias, None, None, True, 0.1, EPS, activation, param, signed_weight=True)
-    kept = z.detach().clone()
-    return [kept, *torch.autograd.grad(z, (leaf, weight, bias), dz)]
-
-
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    return ((actual.double() - expected).norm() / expected.norm()).item()
+def inputs(dtype: torch.dtype, tails: str = "normal", device: str = "cpu") -> Tensor:
+    """x of `SHAPE`; "heavy": of Student's t distribution with four degrees of freedom."""
+    values = torch.randn(SHAPE)
+    if tails == "heavy":
+        values = values / (torch.randn(4, *SHAPE).square().mean(0)).sqrt()
+    return values.to(device, dtype)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--parameters", choices=PARAMETERS, nargs="*", default=list(PARAMETERS))
+    parser.add_argument("--activations", choices=ACTIVATIONS, nargs="*", default=list(ACTIVATIONS))
+    parser.add_argument("--dtypes", choices=DTYPES, nargs="*", default=list(DTYPES))
+    parser.add_argument(
+        "--gammas", type=float, nargs="*", default=[1e-4, 1e-2, 0.1, 1.0, 2.0, 3.0, 5.0, 10.0, 30.0, 100.0]
+    )
+    parser.add_argument("--ratios", type=float, nargs="*", default=[0.0, -2.0, 2.0, -20.0, 20.0], help="beta / gamma")
+    parser.add_argument(
+        "--residuals", type=float, nargs="*", default=[], help="sizes of a residual, in a table of its own"
+    )
     args = parser.parse_args()
-    names = ["z", "dx", "dweight", "dbias"]
-    print(f"Relative error against float64, ours / torch's; x of shape {SHAPE}, torch {torch.__version__}.\n")
-    print("| parameters | activation | dtype | " + " | ".join(names) + " |")
-    print("| --- " * (3 + len(names)) + "|")
-    for kind in args.parameters:
-        for activation in ACTIVATIONS:
-            for label, dtype in DTYPES.items():
-                torch.manual_seed(0)
-                x, dz = torch.randn(2, *SHAPE).to(args.device, dtype)
-                weight, bias = (t.to(args.device) for t in PARAMETERS[kind](SHAPE[1]))
-                exact = results(x.double(), dz.double(), weight.double(), bias.double(), activation, native=True)
-                pairs = [
-                    [
-                        relative_error(a, e)
-                        for a, e in zip(results(x, dz, weight, bias, activation, n), exact, strict=True)
-                    ]
-                    for n in (False, True)
-                ]
-                cells = " | ".join(f"{ours:.1e} / {native:.1e}" for ours, native in zip(*pairs, strict=True))
-                print(f"| {kind} | {activation} | {label} | {cells} |")
+    print(f"Errors of dx and dweight in unit roundoffs; x of shape {SHAPE}, torch {torch.__version__}.\n")
+    head = (
+        "activation",
+        "dtype",
+        "x",
+        "residual",
+        "gamma",
+        "beta / gamma",
+        "in place",
+        "torch",
+        "measured",
+        "predicted",
+    )
+    print("| " + " | ".join((*head, "guard")) + " |\n" + "| --- " * (len(head) + 1) + "|")
+    for activation in args.activations:
+        for label in args.dtypes:
+            dtype = DTYPES[label]
+            for tails, size in [("normal", 0.0), *((t, s) for t in ("normal", "heavy") for s in args.residuals)]:
+                for gamma in args.gammas:
+                    for ratio in args.ratios:
+                        torch.manual_seed(0)
+                        x = inputs(dtype, tails, args.device)
+                        residual = (size * torch.randn(SHAPE)).to(args.device, dtype) if size else None
+                        layer = Layer(x, gamma, ratio * gamma, activation, residual)
+                        figures = (*worst(layer), measured(layer), predicted(layer))
+                        unit = torch.finfo(dtype).eps / 2
+                        cells = (f"{pair.x / unit:.2g}, {pair.weight / unit:.2g}" for pair in figures)
+                        verdict = "keeps x" if THRESHOLDS[dtype].exceeded(*figures[2]) else "in place"
+                        where = (activation, label, tails, f"{size:g}", f"{gamma:g}", f"{ratio:g}")
+                        print("| " + " | ".join((*where, *cells, verdict)) + " |", flush=True)
 
 
 if __name__ == "__main__":

@@ -206,8 +206,6 @@ def with_weight(value, bias=0.0):
     [
         (Subclass(4), "Subclass is a subclass whose forward pass is unknown"),
         (hooked(nn.BatchNorm2d(4)), "it has hooks, or a forward pass of its own, which would see other tensors"),
-        (with_weight(0.0), "4 weights are within eps of zero"),
-        (with_weight(1e-3, 1e3), "its weight's gradient would be inexact: |bias| / |weight| reaches 1e+06"),
         (BatchNormAct2d(4, nn.ReLU, nn.Dropout(0.1)), "it has a drop layer between normalisation and activation"),
         (BatchNormAct2d(4, nn.Hardtanh), "its activation, Hardtanh, is not supported"),
         (BatchNormAct2d(4, nn.SELU), "its activation, SELU, is not supported"),
@@ -218,6 +216,22 @@ def test_an_unfit_layer_is_refused_with_its_reason_in_words(norm, reason):
     layer = layer_of(plain, norm)
     assert not layer.convertible
     assert any(reason in r for r in layer.reasons), layer.reasons
+
+
+@pytest.mark.parametrize(
+    ("norm", "note"),
+    [
+        (with_weight(0.0), "in place once its weights have grown: 4 of 4 are within eps of zero"),
+        (with_weight(1e-3, 1e3), "in place once its output tells its input: expected error of dx 0.0"),
+        (with_weight(1.0), ""),
+    ],
+    ids=["zero", "offset", "new"],
+)
+def test_a_layer_that_the_guard_will_not_trust_at_first_is_converted_with_a_note(norm, note):
+    layer = layer_of(plain, norm)
+    assert layer.convertible
+    assert layer.note.startswith(note)
+    assert bool(note) == bool(layer.note)
 
 
 def test_a_hook_on_the_producer_that_keeps_its_output_is_noticed():

@@ -260,3 +260,12 @@ def test_every_private_name_is_tested():
     text = Path(__file__).read_text()
     assert len(names) > 15
     assert [n for n in names if not n.startswith("_") and f"_torch.{n}" not in text] == []
+
+
+def test_in_backward():
+    seen = []
+    x = torch.ones(2, requires_grad=True) * 1
+    x.register_hook(lambda g: seen.append(_torch.in_backward()))
+    x.sum().backward()
+    assert seen == [True]
+    assert not _torch.in_backward()

@@ -104,22 +104,40 @@ struct Elu {
   using opmath_t = opmath_type<scalar_t>;
   opmath_t alpha;
   opmath_t inverse_alpha;
+  // What every y below it is given back as: z has rounded to -alpha there, and says no more. The spread of y beyond is
+  // about one, and this is the middle of it.
+  opmath_t saturated;
 
   explicit Elu(double alpha_)
-      : alpha(static_cast<opmath_t>(alpha_)), inverse_alpha(static_cast<opmath_t>(1 / alpha_)) {}
+      : alpha(static_cast<opmath_t>(alpha_)),
+        inverse_alpha(static_cast<opmath_t>(1 / alpha_)),
+        saturated(static_cast<opmath_t>(std::log(half_spacing(alpha_) / alpha_) - 0.5)) {}
 
   INPLACE_ABN_INLINE scalar_t forward(opmath_t y) const {
     return static_cast<scalar_t>(y > 0 ? y : -std::abs(alpha * expm1_nonpositive(y > 0 ? opmath_t(0) : y)));
   }
   INPLACE_ABN_INLINE void inverse(scalar_t z, opmath_t dz, opmath_t& y, opmath_t& dy) const {
-    // A saturated z rounds to -alpha, where log1p is infinite and the derivative zero: stay half an ulp away from it.
+    // Where z is -alpha, log1p is infinite and the derivative zero.
     constexpr opmath_t floor = -1 + std::numeric_limits<opmath_t>::epsilon() / 2;
     const auto value = static_cast<opmath_t>(z);
     const bool negative = sign_bit(value);
     const opmath_t ratio = negative ? value * inverse_alpha : opmath_t(0);
-    y = negative ? log1p_nonpositive(ratio < floor ? floor : ratio) : value;
+    const opmath_t log = log1p_nonpositive(ratio < floor ? floor : ratio);
+    y = negative ? (ratio < floor ? saturated : log) : value;
     const opmath_t slope = value + alpha;
     dy = negative ? dz * (slope < 0 ? opmath_t(0) : slope) : dz;
+  }
+
+ private:
+  // Half the distance from `v` to the next smaller number that the storage type holds.
+  static double half_spacing(double v) {
+    constexpr int digits = std::is_same_v<scalar_t, double>           ? 53
+                           : std::is_same_v<scalar_t, float>          ? 24
+                           : std::is_same_v<scalar_t, c10::BFloat16> ? 8
+                                                                      : 11;
+    int exponent;
+    // A power of two is the least number of its exponent, and the numbers below it lie twice as densely.
+    return std::ldexp(0.5, (std::frexp(v, &exponent) == 0.5 ? exponent - 1 : exponent) - digits);
   }
 };
 
@@ -287,7 +305,8 @@ struct Hardswish {
     const opmath_t upper = 12 * on_range / (3 + root);
     const opmath_t on_parabola = left ? -3 - upper : upper;
     const opmath_t slope = left ? -root / 6 : root / 6, dropped = z * (-1 / scale);
-    const bool linear = z > 3;
+    // What rounds to 3 has the slope beyond it, as torch's has.
+    const bool linear = z >= 3;
     const opmath_t unbounded = linear ? z : on_parabola, steepness = linear ? opmath_t(1) : slope;
     y = flat ? dropped : unbounded;
     dy = flat ? opmath_t(0) : dz * steepness;

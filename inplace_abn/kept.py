@@ -1,0 +1,92 @@
+"""Synchronised batch norm and activation that keep x, for layers whose z would not tell xhat.
+
+The collectives and what they carry are those of the in-place form, so that ranks never disagree about them, even where
+they disagree about a layer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from inplace_abn import collectives, reference
+from inplace_abn.activations import activate, activation_backward
+from inplace_abn.settings import Settings
+
+
+class KeptABNFunction(torch.autograd.Function):
+    """z of x of shape (batch, channel, \\*) and the statistics of the whole batch, out of place."""
+
+    @staticmethod
+    def forward(
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        mean: Tensor,
+        var: Tensor,
+        settings: Settings,
+    ) -> Tensor:
+        _, y = _normalised(x, weight, bias, residual, mean, var, settings)
+        return activate(y, settings.activation, settings.activation_param)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        *tensors, ctx.settings = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
+        settings: Settings = ctx.settings
+        need_x, need_weight, need_bias, need_residual, *_ = ctx.needs_input_grad
+        x, weight, bias, residual, mean, var = ctx.saved_tensors
+        xhat, y = _normalised(x, weight, bias, residual, mean, var, settings)
+        dy = activation_backward(y, dz, settings.activation, settings.activation_param)
+        dresidual = dy if need_residual else None
+        dy = dy.to(xhat.dtype)
+        sum_dy, sum_xhat_dy = reference.channel_sum(dy), reference.channel_sum(xhat * dy)
+        dx = dweight = dbias = None
+        if need_weight:
+            signed = sum_xhat_dy if settings.signed_weight else torch.where(weight < 0, -sum_xhat_dy, sum_xhat_dy)
+            dweight = signed.to(weight.dtype)
+        if need_bias:
+            dbias = sum_dy.to(bias.dtype)
+        if need_x:
+            assert settings.group is not None
+            share = torch.cat([sum_dy, sum_xhat_dy, sum_dy.new_full((1,), x.numel() // x.shape[1])])
+            sums = collectives.all_reduce(share, settings.group)
+            mean_dy, mean_xhat_dy = (reference.per_channel(t, x) for t in (sums[:-1] / sums[-1]).view(2, -1))
+            scale = torch.rsqrt(var + settings.eps)
+            if weight is not None:
+                scale = scale * _scale(weight, settings)
+            dx = (reference.per_channel(scale, x) * (dy - mean_dy - xhat * mean_xhat_dy)).to(x.dtype)
+        return dx, dweight, dbias, dresidual, None, None, None
+
+
+def _scale(weight: Tensor, settings: Settings) -> Tensor:
+    return weight if settings.signed_weight else reference.gamma(weight, settings.eps)
+
+
+def _normalised(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    mean: Tensor,
+    var: Tensor,
+    settings: Settings,
+) -> tuple[Tensor, Tensor]:
+    """xhat in the statistics' dtype, and what is activated in x's, rounded where torch rounds."""
+    inv_std = torch.rsqrt(var + settings.eps)
+    xhat = (x.to(mean.dtype) - reference.per_channel(mean, x)) * reference.per_channel(inv_std, x)
+    y = xhat
+    if weight is not None:
+        y = y * reference.per_channel(_scale(weight, settings).to(mean.dtype), x)
+    if bias is not None:
+        y = y + reference.per_channel(bias.to(mean.dtype), x)
+    y = y.to(x.dtype)
+    return xhat, y if residual is None else y + residual

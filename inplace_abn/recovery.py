@@ -1,0 +1,325 @@
+"""What z can still tell: how exactly backward recovers xhat and the activation's slope from the rounded z.
+
+z is rounded, so xhat comes back as (inverse(z) - residual - beta) / gamma with an error that is large where the
+activation saturates, where |beta| is much larger than |gamma|, where gamma is nearly zero, and next to minima. What
+that does to the gradients depends on dz, and is largest where dz follows xhat. Two figures say it, each relative to
+what an exact backward would have:
+
+- ``x``, of the whole layer: the error of dx that dz = xhat or dz = slope * xhat causes, whichever is larger, relative
+  to gamma / sqrt(var + eps) * dy, root mean square over all channels. Channels enter with their scale, as in dx.
+- ``weight``, of each channel: the error of dweight that the worst dz causes, relative to |xhat| |dy|. The worst channel
+  counts: an average would hide one whose weight is driven the wrong way.
+
+Both come from the very ops that run: `measured` on values of the running batch, `predicted` on a normal distribution
+where there are no data. Source of the scheme: arXiv 1712.02616.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from inplace_abn import ops, reference
+from inplace_abn.activations import Activation, find
+from inplace_abn.settings import Settings
+
+_SAMPLE = 1 << 17
+"""Values of a batch that `sample` takes at most."""
+_NODES = 1024
+_REACH = 4.7
+"""Standard deviations up to which a prediction looks: one in 10^5 values lies beyond, as many as a channel of a batch
+has. Errors of a saturated activation grow faster than the density falls, so that a wider view would tell of values that
+no batch has."""
+_DENSITY = 1e4
+"""How much denser than far away the values of a prediction lie where errors come from few values."""
+_MEAN, _VAR = 0.37, 1.7
+"""Of the input that predictions are made with. Without them y would be a number that a 16-bit dtype can hold, and have
+no rounding."""
+
+
+class Errors(NamedTuple):
+    """Relative errors that come from recovering xhat out of z, float64."""
+
+    x: Tensor
+    """Of dx over the layer; of shape ()."""
+    weight: Tensor
+    """Of each channel's dweight; of shape (channel,)."""
+
+    def worst(self) -> Tensor:
+        """The larger of the layer's figure and its worst channel's; of shape ()."""
+        return torch.maximum(self.x, self.weight.max())
+
+
+def sample(t: Tensor) -> Tensor:
+    """A copy of some of ``t``'s values, spread over batch and space: (m, channel, n) of (batch, channel, \\*)."""
+    batch, channels, *space = t.shape
+    size = max(1, math.prod(space))
+    wanted = max(1, _SAMPLE // max(1, channels))
+    samples = max(1, min(batch, wanted // size))
+    t = t.detach()[:: max(1, batch // samples)][:samples]
+    t = t.flatten(2) if space else t.unsqueeze(2)
+    # An odd step, so that the values are not all of one column of an image.
+    step = max(1, size // wanted) | 1
+    return t[:, :, ::step].clone(memory_format=torch.contiguous_format)
+
+
+def measured(
+    x: Tensor,
+    mean: Tensor,
+    var: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    settings: Settings,
+) -> Errors:
+    """The errors that recovering xhat has on these very values.
+
+    Nothing is waited for, so the figures are on x's device.
+
+    Args:
+        x: inputs of shape (batch, channel, \\*), dtype float64, float32, bfloat16 or float16. Overwritten.
+        mean: (channel,), of what x is a sample of; float32, or float64 for a float64 x.
+        var: like mean.
+        weight: (channel,) or None.
+        bias: (channel,) or None.
+        residual: of x's shape and dtype, or None.
+        settings: of the layer.
+
+    Raises:
+        ValueError: a wrong shape. TypeError: a dtype that is not supported or does not combine.
+
+    Source: arXiv 1712.02616.
+    """
+    return _errors(_moments(x, mean, var, weight, bias, residual, settings, None))
+
+
+class _Moments(NamedTuple):
+    """Mean squares of each channel; of shape (channel,)."""
+
+    x_error: Tensor
+    x: Tensor
+    steep_error: Tensor
+    steep: Tensor
+    weight_error: Tensor
+    slope: Tensor
+
+
+def _errors(moments: _Moments) -> Errors:
+    x = _ratio(moments.x_error.sum(), moments.x.sum())
+    steep = _ratio(moments.steep_error.sum(), moments.steep.sum())
+    return Errors(torch.sqrt(torch.maximum(x, steep)), torch.sqrt(_ratio(moments.weight_error, moments.slope)))
+
+
+def _ratio(error: Tensor, size: Tensor) -> Tensor:
+    """0 where there is no error, whatever the size."""
+    return torch.where(error == 0, 0.0, error / size)
+
+
+def _moments(
+    x: Tensor,
+    mean: Tensor,
+    var: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    settings: Settings,
+    density: Tensor | None,
+) -> _Moments:
+    """``density``: how much each value counts, adding up to 1, of a
+    shape that broadcasts against x; None for all alike."""
+    entry = find(settings.activation)
+    if settings.activation == "leaky_relu" and settings.activation_param == 0:
+        entry = find("relu")
+    inv_std = torch.rsqrt(var.double() + settings.eps)
+    gamma = torch.ones_like(inv_std)
+    if weight is not None:
+        gamma = reference.gamma(weight.detach().double(), settings.eps, settings.signed_weight)
+    xhat = (x.double() - reference.per_channel(mean.double(), x)) * reference.per_channel(inv_std, x)
+    y = xhat * reference.per_channel(gamma, x)
+    if bias is not None:
+        y += reference.per_channel(bias.detach().double(), x)
+    affine = y
+    if residual is not None:
+        y = y + residual
+    slope, torchs = (_slope(entry, t, settings.activation_param) for t in (y, y.to(x.dtype).double()))
+    ops.run(ops.forward, [x], x, mean, var, weight, bias, residual, *settings.arithmetic(), True)
+    recovered_xhat, recovered = _recovered(x, weight, bias, residual, settings)
+    # Where the slope jumps, rounding y decides on which side it is, in torch as well.
+    slope = torch.where((recovered - torchs).abs() < (recovered - slope).abs(), torchs, slope)
+
+    def average(t: Tensor) -> Tensor:
+        return reference.channel_mean(t) if density is None else reference.channel_sum(t * density)
+
+    def seen(t: Tensor) -> Tensor:
+        return reference.per_channel(t, x)
+
+    # dx is combined of dy, a multiple of y and a constant, which round once more, in the arithmetic's precision.
+    unit = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps / 2
+    rounding = unit**2 / 3 * average(affine.square()) / gamma.square()
+    # A slope that the dtype cannot hold is none.
+    least = torch.finfo(x.dtype).smallest_normal ** 2
+    scale = (gamma * inv_std).square()
+
+    def of_dx(dz: Tensor) -> tuple[Tensor, Tensor]:
+        dy = slope * dz
+        error = recovered * dz - dy
+        added = torch.zeros_like(scale)
+        if settings.training:
+            projection, recovered_projection = average(xhat * dy), average(recovered_xhat * recovered * dz)
+            error -= seen(average(error)) + recovered_xhat * seen(recovered_projection) - xhat * seen(projection)
+            added = rounding * projection.square()
+        return (average(error.square()) + added) * scale, (average(dy.square()) + least) * scale
+
+    return _Moments(
+        *of_dx(xhat),
+        *of_dx(slope * xhat),
+        average((recovered_xhat * recovered - xhat * slope).square()),
+        average(slope.square()) + least,
+    )
+
+
+def _slope(entry: Activation, y: Tensor, param: float) -> Tensor:
+    slope = entry.slope(y, param)
+    return slope if entry.dead is None else torch.where(entry.dead(y), 0.0, slope)
+
+
+def _recovered(
+    z: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, settings: Settings
+) -> tuple[Tensor, Tensor]:
+    """xhat and the slope, as backward has them before it rounds to z's dtype; float64 of z's shape.
+
+    Each value is a channel of its own, so that the op's sums, which are float32 at least, give the slope and its
+    product with xhat. Where the slope is zero, xhat is what the op stores.
+    """
+
+    def of_each(t: Tensor | None) -> Tensor | None:
+        return None if t is None else reference.per_channel(t.detach(), z).expand_as(z).reshape(-1)
+
+    values = z.reshape(1, -1)
+    xhat, dy = torch.empty_like(values), torch.ones_like(values)
+    slope, product = ops.run(
+        ops.backward_reduce_out,
+        [xhat, dy],
+        values,
+        dy,
+        of_each(weight),
+        of_each(bias),
+        None if residual is None else residual.reshape(1, -1),
+        *settings.arithmetic(),
+        xhat=xhat,
+        dy=dy,
+    )
+    slope, product = slope.double().view(z.shape), product.double().view(z.shape)
+    return torch.where(slope == 0, xhat.double().view(z.shape), product / slope), slope
+
+
+def _normal(centres: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Values of a standard normal distribution and how much each counts, of shape (1, channels or 1, values). They lie
+    densely at the ``centres`` of each channel, given in ascending order."""
+    if not centres:
+        values = torch.linspace(-_REACH, _REACH, _NODES, dtype=torch.float64).view(1, 1, -1)
+        density = torch.exp(-values.square() / 2)
+        return values, density / density.sum()
+    places = [centre.double().clamp(-_REACH, _REACH).view(1, -1, 1) for centre in centres]
+    ends = [torch.full_like(places[0], -_REACH)]
+    ends += [(left + right) / 2 for left, right in pairwise(places)]
+    ends += [torch.full_like(places[0], _REACH)]
+    steps = torch.linspace(0, 1, _NODES // len(places), dtype=torch.float64).view(1, 1, -1)
+    found: list[Tensor] = []
+    counts: list[Tensor] = []
+    for centre, (start, end) in zip(places, pairwise(ends), strict=True):
+        # Equal steps of the sinh.
+        low, high = (torch.asinh((t - centre) * _DENSITY) for t in (start, end))
+        argument = low + (high - low) * steps
+        found.append(centre + torch.sinh(argument) / _DENSITY)
+        counts.append(torch.exp(-found[-1].square() / 2) * torch.cosh(argument) * (high - low))
+    values, density = torch.cat(found, dim=2), torch.cat(counts, dim=2)
+    return values, density / density.sum(dim=2, keepdim=True)
+
+
+def predicted(
+    weight: Tensor | None,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    activation: str,
+    activation_param: float = 0.01,
+    eps: float = 1e-5,
+    signed_weight: bool = True,
+) -> Errors:
+    """The errors to be expected where xhat is normally distributed and there is no residual.
+
+    An estimate: outliers and a residual make them larger.
+
+    Args:
+        weight: (channel,) or None, on any device.
+        bias: (channel,) or None.
+        dtype: of the activations in training (that of autocast, if it is used).
+        activation, activation_param, eps, signed_weight: as of `inplace_abn.inplace_abn`.
+
+    Returns:
+        Figures on the CPU; of one channel where there is neither weight nor bias. The variance, which says how much a
+        channel enters dx, is taken to be the same for all.
+
+    Raises:
+        ValueError: an unknown activation.
+
+    Source of the scheme: arXiv 1712.02616.
+    """
+    special = find(activation).special
+    statistics = torch.float64 if dtype == torch.float64 else torch.float32
+    given = [t.detach().to("cpu", statistics) for t in (weight, bias) if t is not None]
+    channels = len(given[0]) if given else 1
+    scale = given[0] if weight is not None else torch.ones(channels, dtype=statistics)
+    shift = given[-1] if bias is not None else torch.zeros(channels, dtype=statistics)
+    # The channels of a new model are all alike.
+    pairs, channel_of = torch.stack([scale, shift]).unique(dim=1, return_inverse=True)
+    settings = Settings(activation, activation_param, eps, signed_weight or weight is None, True, None)
+    parts = []
+    for scales, shifts in zip(*(t.split(_SAMPLE // _NODES) for t in pairs), strict=True):
+        gamma = reference.gamma(scales, eps, settings.signed_weight)
+        centres = [(y - shifts) / gamma for y in special]
+        values, density = _normal(torch.stack(centres).sort(dim=0).values.unbind() if centres else ())
+        x = (_MEAN + math.sqrt(_VAR + eps) * values).to(dtype).expand(1, len(scales), -1).contiguous()
+        mean, var = torch.full_like(scales, _MEAN), torch.full_like(scales, _VAR)
+        parts.append(_moments(x, mean, var, scales, shifts, None, settings, density))
+    return _errors(_Moments(*(torch.cat(moments)[channel_of] for moments in zip(*parts, strict=True))))
+
+
+class Conditioning(NamedTuple):
+    """A layer whose gradients would be inexact."""
+
+    name: str
+    """The layer's qualified name."""
+    channel: int
+    """Its worst channel."""
+    expected_error: float
+    """Of dx or of that channel's dweight, whichever is larger."""
+
+
+def check_conditioning(
+    model: nn.Module, dtype: torch.dtype = torch.float32, threshold: float = 1e-2
+) -> list[Conditioning]:
+    """The `InPlaceABN` layers of ``model`` that would have gradients off by more than ``threshold`` in place, by
+    prediction, worst first. The guard looks at real values instead, and lets such layers keep their input.
+
+    Args:
+        model: any module.
+        dtype: of the activations in training (that of autocast, if it is used).
+        threshold: relative error of dx, or of a channel's dweight, that is still acceptable.
+    """
+    from inplace_abn.abn import InPlaceABN
+
+    found = []
+    for name, module in model.named_modules():
+        if isinstance(module, InPlaceABN):
+            how = (module.activation, module.activation_param, module.eps, module.signed_weight)
+            errors = predicted(module.weight, module.bias, dtype, *how)
+            error = errors.worst().item()
+            if error > threshold:
+                found.append(Conditioning(name, int(errors.weight.argmax()), error))
+    return sorted(found, key=lambda c: -c.expected_error)

@@ -1,0 +1,298 @@
+"""The guard of recovery: who runs in place is decided by rule, the first step is right, and what is lost comes back."""
+
+import copy
+import logging
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from inplace_abn import ABN, InPlaceABN, guard, set_guard
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+# Errors of dx that the in-place form had, with dz = noise + 2x, when nothing guarded it.
+MEASURED = {
+    "elu bf16 gamma 3 beta -2: 97 %": ("elu", "bf16", 3.0, -2.0),
+    "elu fp32 gamma 5: 1 %": ("elu", "fp32", 5.0, 0.0),
+    "elu fp32 gamma 10: 13 %": ("elu", "fp32", 10.0, 0.0),
+    "silu fp32 gamma 30: 2 %": ("silu", "fp32", 30.0, 0.0),
+    "silu fp32 gamma 100: 34 %": ("silu", "fp32", 100.0, 0.0),
+    "silu fp16 gamma 10: 8.5 %": ("silu", "fp16", 10.0, 0.0),
+    "relu fp16 gamma 1e-3: 42 %": ("relu", "fp16", 1e-3, 0.0),
+    "identity bf16 beta / gamma 20: 5 to 7 %": ("identity", "bf16", 1.0, 20.0),
+    "relu bf16 beta / gamma 20: 5 to 7 %": ("relu", "bf16", 0.5, 10.0),
+}
+
+
+def layer(activation="relu", gamma=1.0, beta=0.0, channels=8, **options):
+    module = InPlaceABN(channels, activation=activation, activation_param=1.0, signed_weight=True, **options)
+    nn.init.constant_(module.weight, gamma)
+    nn.init.constant_(module.bias, beta)
+    return module
+
+
+def values(dtype=torch.float32, channels=8):
+    return torch.randn(8, channels, 32, 32).to(dtype)
+
+
+def step(module, x=None, optimizer=None):
+    x = values(channels=module.num_features) if x is None else x
+    leaf = x.clone().requires_grad_()
+    given = leaf * 1
+    z = module(given)
+    z.backward((torch.randn(x.shape) + 2 * x.float()).to(x.dtype))
+    if optimizer is not None:
+        optimizer.step()
+    return z.data_ptr() == given.data_ptr()
+
+
+def advance(times=1):
+    parameter = nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.zeros(1)
+    optimizer = torch.optim.SGD([parameter], lr=0.0)
+    for _ in range(times):
+        optimizer.step()
+
+
+def to_multiple(interval):
+    advance(interval - guard.generation % interval)
+
+
+def gradients(module, x, dz):
+    leaf = x.clone().requires_grad_()
+    module(leaf * 1).backward(dz)
+    return [leaf.grad.double(), module.weight.grad.double(), module.bias.grad.double()]
+
+
+def relative(actual, expected):
+    return ((actual - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("case", MEASURED)
+def test_the_first_step_of_a_layer_that_cannot_be_trusted_is_as_exact_as_torchs(case):
+    activation, label, gamma, beta = MEASURED[case]
+    module, x = layer(activation, gamma, beta), values(DTYPES[label])
+    dz = (torch.randn(x.shape) + 2 * x.float()).to(x.dtype)
+    native, exact = (ABN(8, activation=activation, activation_param=1.0) for _ in range(2))
+    for twin in (native, exact):
+        twin.load_state_dict(module.state_dict())
+    expected = gradients(exact.double(), x.double(), dz.double())
+    ours, torchs = gradients(module, x, dz), gradients(native, x, dz)
+    assert not module._trusted
+    for a, t, e in zip(ours, torchs, expected, strict=True):
+        assert relative(a, e) <= 1.01 * relative(t, e)
+    torch.testing.assert_close(module.running_var, native.running_var)
+
+
+def test_a_bf16_elu_of_gamma_2_had_15_percent_off_dx_and_is_in_place_below_3():
+    module, x = layer("elu", 2.0), values(torch.bfloat16)
+    dz = (torch.randn(x.shape) + 2 * x.float()).to(x.dtype)
+    exact = ABN(8, activation="elu", activation_param=1.0)
+    exact.load_state_dict(module.state_dict())
+    expected = gradients(exact.double(), x.double(), dz.double())
+    assert relative(gradients(module, x, dz)[0], expected[0]) < 0.03
+    assert module._trusted
+
+
+@pytest.mark.parametrize("label", DTYPES)
+@pytest.mark.parametrize("activation", ["identity", "leaky_relu", "relu", "silu", "hardswish", "elu"])
+def test_typical_parameters_are_trusted_in_every_dtype(activation, label):
+    module = layer(activation, channels=32)
+    if label == "fp64":
+        module.double()
+    with torch.no_grad():
+        module.weight.uniform_(0.5, 1.5)
+        module.bias.normal_(0, 0.3)
+    assert step(module, values(DTYPES[label], 32))
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_zero_weights_scale_by_zero_in_the_first_step_only_where_they_are_the_weight(signed):
+    module = InPlaceABN(8, activation="identity", signed_weight=signed)
+    nn.init.zeros_(module.weight)
+    x = values()
+    with torch.no_grad():
+        largest = module(x.clone()).abs().max().item()
+    assert (largest == 0) == signed
+    assert step(module, x) == (not signed)
+
+
+def test_the_mode_changes_exactly_one_generation_after_the_measurement_that_asks_for_it():
+    set_guard(module := layer(), interval=5)
+    to_multiple(5)
+    assert step(module)
+    nn.init.constant_(module.weight, 1e-9)
+    for _ in range(5):
+        assert step(module)
+        advance()
+    # A multiple of the interval: it is measured, twice in the same mode, and lost one generation later.
+    assert step(module)
+    assert step(module)
+    advance()
+    assert not step(module)
+    nn.init.constant_(module.weight, 1.0)
+    for _ in range(4):
+        assert not step(module)
+        advance()
+    assert not step(module)
+    advance()
+    assert step(module)
+
+
+def test_a_layer_that_sees_only_odd_generations_is_measured_all_the_same():
+    set_guard(module := layer(), interval=4)
+    to_multiple(4)
+    advance()
+    assert step(module)
+    nn.init.constant_(module.weight, 0.0)
+    seen = []
+    for _ in range(4):
+        advance(2)
+        seen.append(step(module))
+    assert seen == [True, True, False, False]
+
+
+def test_trust_is_lost_above_the_threshold_and_regained_below_a_quarter_of_it():
+    one, two, four = (guard.Threshold(t, t) for t in (1.0, 2.0, 4.0))
+    figures = guard.Figures(1.0, 0.0, 0, 100.0)
+    assert figures.trusted(True, one)
+    assert not figures.trusted(True, guard.Threshold(0.9, 1.0))
+    assert not figures._replace(weight=1.1).trusted(True, one)
+    assert not figures.trusted(False, guard.Threshold(3.9, 4.0))
+    assert figures.trusted(False, four)
+    assert not figures._replace(least=0.5).trusted(True, two)
+    assert not figures._replace(least=3.9).trusted(False, four)
+    assert guard.Figures(float("nan"), 0.0, 0, 1.0).trusted(True, one)
+    assert not guard.Figures(float("nan"), 0.0, 0, 100.0).trusted(False, one)
+
+
+def test_the_worst_channel_counts_for_its_weight():
+    module = layer(beta=0.5)
+    with torch.no_grad():
+        module.weight[3] = 2e-4
+    assert not step(module, values(torch.bfloat16))
+
+
+def test_a_dead_channel_of_a_relu_costs_no_trust():
+    module = layer()
+    with torch.no_grad():
+        module.weight[3], module.bias[3] = 1e-3, -1.0
+    assert step(module, values(torch.bfloat16))
+
+
+def test_a_batch_with_infinities_changes_nothing():
+    set_guard(module := layer(), interval=1)
+    assert step(module)
+    advance()
+    step(module, torch.full((8, 8, 32, 32), torch.inf))
+    advance()
+    assert step(module)
+
+
+def test_an_interval_of_zero_trusts_always():
+    assert step(layer("elu", 10.0, guard_interval=0))
+    with pytest.raises(ValueError, match="guard_interval >= 0, got -1"):
+        layer(guard_interval=-1)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoints_compute_again_in_the_mode_of_their_forward_pass(reentrant):
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Conv2d(3, 8, 1), layer("elu", 10.0), nn.Conv2d(8, 8, 1), layer())
+    set_guard(net, interval=2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    twin = copy.deepcopy(net)
+    other = torch.optim.SGD(twin.parameters(), lr=1e-3)
+    for _ in range(6):
+        x = torch.randn(4, 3, 16, 16, requires_grad=True)
+        for half in x.chunk(2):
+            checkpoint(net, half, use_reentrant=reentrant).square().sum().backward()
+            twin(half).square().sum().backward()
+        for ours, theirs in zip(net.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-4)
+        optimizer.step(), other.step()
+        optimizer.zero_grad(), other.zero_grad()
+
+
+def test_a_mode_survives_copies_and_pickles_and_is_no_part_of_the_state_dict():
+    module = layer("elu", 10.0)
+    assert not step(module)
+    for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert not twin._trusted
+        assert not step(twin)
+    assert set(module.state_dict()) == set(ABN(8).state_dict())
+
+
+def test_loading_a_state_dict_measures_anew():
+    module = layer("elu", 10.0)
+    assert not step(module)
+    module.load_state_dict(layer("elu").state_dict())
+    assert step(module)
+
+
+def test_each_change_is_told_once_with_layer_channel_and_numbers(caplog):
+    caplog.set_level(logging.INFO, "inplace_abn")
+    net = nn.Sequential(nn.Conv2d(3, 8, 1), layer("elu", 10.0))
+    set_guard(net, interval=1)
+    for _ in range(3):
+        net(torch.randn(4, 3, 16, 16)).sum().backward()
+        advance()
+    (record,) = caplog.records
+    assert record.levelno == logging.INFO
+    assert record.message.startswith("1: z does not tell xhat (error of dx 0.")
+    assert "in channel" in record.message
+    assert "trusted up to 6.1e-05 and 0.00098" in record.message
+    nn.init.ones_(net[1].weight)
+    for _ in range(3):
+        net(torch.randn(4, 3, 16, 16)).sum().backward()
+        advance()
+    assert len(caplog.records) == 2
+    assert caplog.records[1].message.startswith("1: z tells xhat again")
+
+
+def test_what_is_not_trusted_can_be_warned_of_or_raised(caplog):
+    module = set_guard(layer("elu", 10.0), on_untrusted="warn")
+    step(module)
+    assert [r.levelno for r in caplog.records] == [logging.WARNING]
+    module = set_guard(layer("elu", 10.0), on_untrusted="raise")
+    x = values()
+    with pytest.raises(RuntimeError, match="z does not tell xhat"):
+        module(x.requires_grad_() * 1)
+    assert module.running_mean.abs().max() == 0
+    assert step(set_guard(layer("elu", 10.0), threshold=0.5))
+    for wrong in ({"interval": -1}, {"threshold": 0.0}, {"on_untrusted": "ignore"}):
+        with pytest.raises(ValueError, match="expected"):
+            set_guard(module, **wrong)
+
+
+def test_tensors_that_are_errors_are_told_by_the_op_not_by_the_guard():
+    module = layer()
+    with pytest.raises(TypeError, match="dtype"):
+        module(torch.ones(2, 8, 3, 3, dtype=torch.int32))
+    with pytest.raises(ValueError, match="Expected more than 1 value"):
+        module(torch.randn(1, 8, 1, 1, requires_grad=True) * 1)
+    with pytest.raises(ValueError, match="expected"):
+        module(torch.randn(2, 7, 3, 3, requires_grad=True) * 1)
+
+
+def test_measuring_leaves_x_the_statistics_and_the_random_generator_alone():
+    module, x = layer(), values()
+    before, state = x.clone(), torch.get_rng_state()
+    guard.measure(module, x, None)
+    assert torch.equal(x, before)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert module.num_batches_tracked == 0
+    assert module.running_mean.abs().max() == 0
+
+
+@pytest.mark.parametrize("shape", [(64, 8), (3, 8, 5), (2, 8, 3, 4, 5), (2, 8, 1, 1), (1, 8, 300, 400)])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_every_shape_and_layout_is_measured(shape, layout):
+    if layout is torch.channels_last and len(shape) != 4:
+        pytest.skip("only of four dimensions")
+    module = layer("elu", 50.0)
+    x = torch.randn(shape).to(memory_format=layout)
+    assert not guard.trusts(module, x.requires_grad_() * 1, None)
+    assert guard.trusts(layer(), x * 1, None)

@@ -1,0 +1,45 @@
+"""What z can still tell: the guard's figures against the errors that gradients really have, and their prediction."""
+
+import fidelity
+import pytest
+import torch
+from fidelity import Layer
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def assert_within_two(actual, torchs, figure, dtype, where):
+    """Within a factor of two, where the error is more than two roundings, more than torch's own, and less than all."""
+    unit = torch.finfo(dtype).eps / 2
+    for name in ("x", "weight"):
+        floor = max(2 * unit, getattr(torchs, name))
+        real, said = (min(max(getattr(pair, name), floor), 1.0) for pair in (actual, figure))
+        assert real / 2 <= said <= 2 * real, (where, name, real / unit, said / unit, getattr(torchs, name) / unit)
+
+
+@pytest.mark.parametrize("label", DTYPES)
+@pytest.mark.parametrize("activation", fidelity.ACTIVATIONS)
+def test_measured_and_predicted_errors_are_within_two_of_the_worst_that_a_gradient_causes(activation, label):
+    dtype = DTYPES[label]
+    for gamma in (1e-4, 1e-2, 1.0, 3.0, 10.0, 100.0):
+        for ratio in (0.0, -2.0, 2.0, -20.0, 20.0):
+            torch.manual_seed(0)
+            layer = Layer(fidelity.inputs(dtype), gamma, ratio * gamma, activation)
+            actual, torchs = fidelity.worst(layer)
+            assert_within_two(actual, torchs, fidelity.measured(layer), dtype, ("measured", gamma, ratio))
+            assert_within_two(actual, torchs, fidelity.predicted(layer), dtype, ("predicted", gamma, ratio))
+
+
+@pytest.mark.parametrize("tails", ["normal", "heavy"])
+@pytest.mark.parametrize("label", DTYPES)
+@pytest.mark.parametrize("activation", fidelity.ACTIVATIONS)
+def test_the_measured_error_is_within_two_of_the_worst_with_residuals_and_outliers(activation, label, tails):
+    dtype = DTYPES[label]
+    for gamma in (1e-2, 0.1, 1.0, 5.0):
+        for size in (0.0, 0.3, 3.0):
+            torch.manual_seed(0)
+            x = fidelity.inputs(dtype, tails)
+            residual = (size * torch.randn(x.shape)).to(dtype) if size else None
+            layer = Layer(x, gamma, gamma / 2, activation, residual)
+            actual, torchs = fidelity.worst(layer)
+            assert_within_two(actual, torchs, fidelity.measured(layer), dtype, (gamma, size))
