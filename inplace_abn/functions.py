@@ -155,6 +155,13 @@ def inplace_abn_sync(
     return _forward(x, weight, bias, residual, running_mean, running_var, momentum, settings, watch)
 
 
+class _Edge:
+    """A tensor that autograd is not to take for an input."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
 class _Watch:
     """Tells whether a tensor was written to, without holding its memory."""
 
@@ -182,7 +189,7 @@ class InPlaceABNFunction(torch.autograd.Function):
         residual: Tensor | None,
         var: Tensor,
         settings: Settings,
-        edge: Tensor | None,
+        edge: _Edge | Tensor | None,
         watch: _Watch | None,
     ) -> Tensor:
         return x
@@ -216,7 +223,8 @@ class InPlaceABNFunction(torch.autograd.Function):
         own_dz = by_engine and ownership.owns_gradient(dz, sys.getrefcount(dz))
         saved = _unpacked(ctx)
         if torch.is_grad_enabled():
-            return *gradients.differentiable(saved, dz, ctx.edge, settings), None, None, None, None
+            edge = ctx.edge.tensor if isinstance(ctx.edge, _Edge) else ctx.edge
+            return *gradients.differentiable(saved, dz, edge, settings), None, None, None, None
         z = saved.z
         own_dz = own_dz and z.stride() == dz.stride()
         own_z = by_engine and not _is_hooked(ctx) and ownership.owns_output(z)
@@ -296,7 +304,9 @@ def overwritten(
     apply = InPlaceABNFunction.apply if _torch.transforms_active() else _apply
     # Hooks may take the output elsewhere, and autograd does not check the versions of what they hand out.
     watch = None if _torch.top_saved_tensors_hooks(True) is None else _Watch(x)
-    z: Tensor = apply(x, weight, bias, residual, var, settings, edge, watch)
+    # Transforms wrap it at each of their levels, so they have to see it.
+    hidden = edge if edge is None or _torch.transforms_active() else _Edge(edge)
+    z: Tensor = apply(x, weight, bias, residual, var, settings, hidden, watch)
     if watch is not None:
         watch.start()
     return z

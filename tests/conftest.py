@@ -14,6 +14,7 @@ def pytest_configure(config):
 BOTH_NODES = {
     "test_allocations",
     "test_calibration",
+    "test_compile",
     "test_double_backward",
     "test_holders",
     "test_hooks",
