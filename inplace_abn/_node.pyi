@@ -23,7 +23,7 @@ def inplace_abn(
     """`functions.inplace_abn`, or None, with nothing done, where the call is one that Python has to look at. Whether
     the producer of ``x`` needs its result is not looked at."""
 
-def set_sole_holders(gradients: list[tuple[int, int, int]], output: int | None) -> None:
+def set_sole_holders(gradient: tuple[int, int, int] | None, output: int | None) -> None:
     """The references to a gradient that Python has seen (from Python; from C++, before and after one from Python was
     made to ask), and those to a saved output's storage, that leave backward alone with them. Until they are set,
     no graph is built."""

@@ -25,6 +25,9 @@ has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 # Whether one of torch.func's transforms is running: under it nothing is reused, and graphs have levels.
 transforms_active = torch._C._are_functorch_transforms_active
 
+# The node that autograd's engine is running.
+current_node = torch._C._current_autograd_node
+
 # Whether the running backward pass will keep the graph (retain_graph), and with it need the saved output again.
 keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from inplace_abn import functions, plain
+from inplace_abn import _torch, functions, plain
 from inplace_abn.activations import check_activation
 from inplace_abn.settings import check_hyperparameters
 
@@ -105,6 +105,9 @@ class ABN(nn.Module):
         momentum: float | Tensor = 0.0 if self.momentum is None else self.momentum
         if self.momentum is None and batches is not None:
             momentum = (batches + 1).double().reciprocal()
+        if batches is not None and not torch.compiler.is_compiling() and _torch.transforms_active():
+            # A counter that the transform has captured is an error, before the running statistics are updated.
+            batches.add_(0)
         z = function(
             x,
             weight,

@@ -205,13 +205,15 @@ class InPlaceABNFunction(torch.autograd.Function):
                 None,
                 None,
             )
-        own_dz = ownership.owns_gradient(dz, sys.getrefcount(dz) - ownership.references_of_frames())
+        # Called by anybody else than the engine, backward is given what its caller holds, and will be called again.
+        by_engine = _torch.current_node() is ctx
+        own_dz = by_engine and ownership.owns_gradient(dz, sys.getrefcount(dz))
         saved = _unpacked(ctx)
         if torch.is_grad_enabled():
             return *gradients.differentiable(saved, dz, ctx.edge, settings), None, None, None, None
         z = saved.z
         own_dz = own_dz and z.stride() == dz.stride()
-        own_z = not _is_hooked(ctx) and ownership.owns_output(z)
+        own_z = by_engine and not _is_hooked(ctx) and ownership.owns_output(z)
         # z itself is part of the graph, its memory as a gradient must not be.
         saved = saved._replace(z=z.detach())
         return *gradients.gradients(need, saved, dz, own_z, own_dz, settings), None, None, None, None
@@ -344,7 +346,7 @@ def _check_tensors(x: Tensor, **others: Tensor | None) -> None:
     if (others["running_mean"] is None) != (others["running_var"] is None):
         given = "running_mean" if others["running_var"] is None else "running_var"
         raise ValueError(f"inplace_abn: expected running_mean and running_var both or neither, got only {given}")
-    for name, t in (("x", x), ("residual", others["residual"])):
+    for name, t in (("x", x), *others.items()):
         if t is not None and (t.is_neg() or t.is_conj()):
             raise ValueError(
                 f"inplace_abn: expected {name} without torch's negative or conjugate bit, which its memory does not "
@@ -352,14 +354,20 @@ def _check_tensors(x: Tensor, **others: Tensor | None) -> None:
             )
 
 
-def _check_overwritable(x: Tensor, requires_grad: bool) -> None:
-    """Raises if autograd does not let x be overwritten, before it is."""
+def _check_overwritable(x: Tensor, requires_grad: bool, **saved: Tensor | None) -> None:
+    """Raises if autograd does not let x be overwritten, or ``saved`` be kept for backward, before x is."""
     if x.is_inference() and not torch.is_inference_mode_enabled():
         raise ValueError(
             f"inplace_abn: x was made under torch.inference_mode() and cannot be overwritten outside it{_REMEDY}"
         )
     if not requires_grad:
         return
+    for name, t in saved.items():
+        if t is not None and t.is_inference():
+            raise ValueError(
+                f"inplace_abn: {name} was made under torch.inference_mode() and cannot be saved for backward. Pass "
+                f"{name}.clone()"
+            )
     if x.is_leaf and x.requires_grad:
         raise ValueError(f"inplace_abn: x is a leaf that requires grad and cannot be overwritten{_REMEDY}")
     base = None
@@ -397,17 +405,18 @@ def _requires_grad(*tensors: Tensor | None) -> bool:
 
 
 def _observe_sole_holders() -> None:
-    ownership.set_sole_holders(*ownership.sole_holders(_as_identity, ownership.last_observed))
+    ownership.set_sole_holders(*ownership.sole_holders(_as_identity, ownership.last_observed, False))
     if _node is not None:
         compiled = _node
         # Without holders nothing is reused; with them set, graphs are built.
-        compiled.set_sole_holders([], None)
+        compiled.set_sole_holders(None, None)
         identity = (1e-5, False, ACTIVATIONS["identity"].code, 0.0)
-        seen, output = ownership.sole_holders(
+        sole = ownership.sole_holders(
             lambda x: compiled.inplace_abn(x, None, None, None, None, None, True, 0.0, None, *identity),
             compiled.last_observed,
+            True,
         )
-        compiled.set_sole_holders(list(seen), output)
+        compiled.set_sole_holders(*sole)
 
 
 def _check_count(x: Tensor, count: float | None = None) -> None:
@@ -452,7 +461,8 @@ def _forward(
         _check_tensors(
             x, weight=weight, bias=bias, residual=residual, running_mean=running_mean, running_var=running_var
         )
-        _check_overwritable(x, requires_grad)
+        var = None if settings.training else running_var
+        _check_overwritable(x, requires_grad, weight=weight, bias=bias, residual=residual, running_var=var)
         if settings.group is not None:
             ops.run(ops.check, [], x, weight, bias, residual, running_mean, running_var)
     if settings.training and settings.group is None:
@@ -508,7 +518,8 @@ def _write(
     else:
         mean, var = cast(Tensor, running_mean), cast(Tensor, running_var)
     ops.run(ops.forward, [x], x, mean, var, weight, bias, residual, *settings.arithmetic(), invertible)
-    return var
+    # Training may change the running variance before backward needs what it was.
+    return var if settings.training or not invertible else var.clone()
 
 
 def _momentum_arguments(momentum: float | Tensor) -> tuple[float, Tensor | None]:

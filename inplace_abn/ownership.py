@@ -1,14 +1,16 @@
 """Whose memory it is: backward may overwrite a tensor only if nobody else can see it.
 
 Counted are the references to a gradient from Python and from C++, and those to the storage of a gradient and of a saved
-output. References from Python include those of the interpreter's own frames, whose number depends on its release, on
-debuggers and on compilers; so a stand-in is handed through the same kinds of call each time, and only what the gradient
-has more than it counts. What the counts amount to where nobody else holds the memory depends on torch's release; it is
-observed once, on graphs whose holders are known. In any doubt nothing is reused.
+output. References from Python include those of the interpreter's own frames, whose number depends on its release. So a
+stand-in is handed through the same kinds of call each time; if it counts another number than when this was imported, a
+debugger, a profiler or a compiler has a hand in it, and nothing is concluded. What the counts amount to where nobody
+else holds the memory depends on torch's release; it is observed once, on graphs whose holders are known. In any doubt
+nothing is reused.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from sys import getrefcount
@@ -20,9 +22,9 @@ from torch import Tensor
 from inplace_abn import _torch
 
 Counts = tuple[int, int, int]
-"""Of a gradient: references from Python beyond a stand-in's, from C++, and to its storage."""
+"""Of a gradient: references from Python, from C++, and to its storage."""
 
-_sole_gradients: frozenset[Counts] = frozenset()
+_sole_gradient: Counts | None = None
 _sole_output: int | None = None
 _calibrated = False
 _lock = threading.Lock()
@@ -50,6 +52,10 @@ def references_of_frames() -> int:
     return next(map(_stand_in.apply, (object(),)))
 
 
+_frames = references_of_frames()
+"""What the frames of this interpreter hold while nothing watches them."""
+
+
 def _has_one_owner(t: Tensor) -> bool:
     """Whether the memory can have one: not if torch did not allocate it itself, if it is a lazy copy, if other
     processes share it, or if there is none, because all is zero."""
@@ -68,11 +74,11 @@ def counts(t: Tensor, references: int) -> Counts | None:
 def owns_gradient(dz: Tensor, references: int) -> bool:
     """Whether only the calling backward holds the gradient it was given.
 
-    ``references`` is ``sys.getrefcount(dz)`` in the frame that was given it, less `references_of_frames`.
+    ``references`` is ``sys.getrefcount(dz)`` in the frame that was given it.
     """
-    seen = counts(dz, references)
+    seen = counts(dz, references) if references_of_frames() == _frames else None
     _observed.gradient = seen
-    return seen in _sole_gradients
+    return seen is not None and seen == _sole_gradient
 
 
 def owns_output(z: Tensor) -> bool:
@@ -90,11 +96,11 @@ def last_observed() -> tuple[Counts | None, int | None]:
     return getattr(_observed, "gradient", None), getattr(_observed, "output", None)
 
 
-def set_sole_holders(gradients: frozenset[Counts], output: int | None) -> None:
+def set_sole_holders(gradient: Counts | None, output: int | None) -> None:
     """The counts that leave backward alone with a gradient, and with a saved output. Until they are set, nothing is
     reused."""
-    global _sole_gradients, _sole_output
-    _sole_gradients, _sole_output = gradients, output
+    global _sole_gradient, _sole_output
+    _sole_gradient, _sole_output = gradient, output
 
 
 def is_calibrated() -> bool:
@@ -102,27 +108,42 @@ def is_calibrated() -> bool:
 
 
 def calibrate(observe: Callable[[], None]) -> None:
-    """Runs ``observe``, which is to set sole holders, if this is the first call.
+    """Runs ``observe``, which is to set sole holders, if it was not run before.
 
     It runs in a thread of its own, where no mode, hook or transform is in force, and when the first graph is built:
-    importing must not start autograd's threads, after which forked processes could not run backward.
+    importing must not start autograd's threads, after which forked processes could not run backward. While a tool
+    monitors all threads it is put off, because such a tool may hold what is counted.
     """
     global _calibrated
     with _lock:
-        if not _calibrated:
-            with _torch.uncompiled_autograd():
-                thread = threading.Thread(target=observe)
-                thread.start()
-                thread.join()
-            _calibrated = True
+        if _calibrated or _is_monitored():
+            return
+        with _torch.uncompiled_autograd():
+            thread = threading.Thread(target=_unwatched, args=(observe,))
+            thread.start()
+            thread.join()
+        _calibrated = True
+
+
+def _is_monitored() -> bool:
+    monitoring = getattr(sys, "monitoring", None)
+    return monitoring is not None and any(monitoring.get_tool(tool) is not None for tool in range(6))
+
+
+def _unwatched(observe: Callable[[], None]) -> None:
+    sys.settrace(None)
+    sys.setprofile(None)
+    observe()
 
 
 def sole_holders(
-    overwritten: Callable[[Tensor], Tensor], observed: Callable[[], tuple[Any, Any]]
-) -> tuple[frozenset[Any], Any]:
-    """What is observed of gradients, and of an output, that have no other holder and look like none that have one.
+    overwritten: Callable[[Tensor], Tensor], observed: Callable[[], tuple[Any, Any]], seen_by_python: bool
+) -> tuple[Any, Any]:
+    """What is observed of a gradient, and of an output, that have no other holder; None where that looks like one that
+    has.
 
     ``overwritten`` gives a tensor a node of the in-place op, ``observed`` tells what its backward saw.
+    ``seen_by_python``: whether a hook has looked at the gradient before.
     """
 
     def look(hook: Callable[[Tensor], None] | None = None, keep: bool = False, share: bool = False) -> tuple[Any, Any]:
@@ -139,9 +160,13 @@ def sole_holders(
         return observed()
 
     held: list[Tensor] = []
-    unseen, output = look()
-    seen, _ = look(hook=lambda gradient: None)
+    # Whoever looks on can only add to a count.
+    looks = [look(hook=(lambda gradient: None) if seen_by_python else None) for _ in range(3)]
+    gradient, output = (
+        min((seen for seen in axis if seen is not None), default=None) for axis in zip(*looks, strict=True)
+    )
     kept, _ = look(hook=held.append)
     shared, _ = look(share=True)
     _, kept_output = look(keep=True)
-    return frozenset({unseen, seen} - {kept, shared, None}), None if output == kept_output else output
+    one_more = gradient is not None and kept == (gradient[0] + 1, *gradient[1:])
+    return gradient if one_more and gradient != shared else None, None if output == kept_output else output

@@ -75,9 +75,9 @@ SURROUNDINGS = {
 
 
 def forget():
-    ownership.set_sole_holders(frozenset(), None)
+    ownership.set_sole_holders(None, None)
     if functions._node is not None:
-        functions._node.set_sole_holders([], None)
+        functions._node.set_sole_holders(None, None)
     ownership._calibrated = False
 
 
@@ -86,7 +86,7 @@ def calibrate():
 
 
 def sole():
-    return ownership._sole_gradients, ownership._sole_output
+    return ownership._sole_gradient, ownership._sole_output
 
 
 @pytest.fixture
@@ -144,13 +144,29 @@ def test_a_calibration_that_cannot_tell_leaves_reuse_off(uncalibrated, monkeypat
     monkeypatch.setattr(functions, "_node", None)
     monkeypatch.setattr(ownership, "last_observed", lambda: ((1, 1, 1), 1))
     calibrate()
-    assert not ownership._sole_gradients
+    assert ownership._sole_gradient is None
     assert ownership._sole_output is None
     assert used_by(after(lambda z: z * 2)("cpu")) == ["fresh"]
     assert used_by(after(lambda z: z)("cpu")) == ["fresh"]
 
 
-def test_references_are_counted_alike_where_a_compiler_evaluates_frames():
+def held_gradients_keep_their_content():
+    for times in (1, 2, 3):
+        for hook in (lambda held, n: lambda g: held.extend([g] * n), lambda held, n: [held.append][0]):
+            held = []
+            a = leaf("cpu", (4, 3))
+            z = inplace_abn(a * 1.0, None, None, None, None)
+            z.register_hook(hook(held, times))
+            loss = z.sin().sum()
+            expected = z.detach().cos()
+            del z
+            loss.backward()
+            assert held
+            for gradient in held:
+                assert torch.equal(gradient, expected)
+
+
+def test_references_of_a_compiler_that_evaluates_frames_are_no_holders():
     """A compilation that failed left its frame evaluator in place, under which calls hold one reference more."""
 
     def refused(x):
@@ -158,7 +174,78 @@ def test_references_are_counted_alike_where_a_compiler_evaluates_frames():
 
     with pytest.raises(RuntimeError, match="leaf"):
         torch.compile(refused, backend="eager", fullgraph=True)(leaf())
+    held_gradients_keep_their_content()
+    assert used_by(after(lambda z: z)("cpu")) == ["z"]
+
+
+class KeepsLocals:
+    """A debugger that holds the variables of the last call it saw, of any function or of one."""
+
+    def __init__(self, function=None):
+        self.function, self.last = function, None
+
+    def __call__(self, frame, event, argument):
+        if event == "call" and self.function in (None, frame.f_code.co_name):
+            self.last = frame.f_locals, dict(frame.f_locals)
+        return self
+
+
+WATCHED = [None, "backward", "apply", "_references", "owns_gradient", "<lambda>", "look"]
+
+
+@pytest.mark.parametrize("function", WATCHED)
+@pytest.mark.parametrize("kind", ["settrace", "setprofile"])
+def test_a_calibration_that_a_debugger_watched_takes_no_held_gradient_for_unheld(kind, function, uncalibrated):
+    tracer = KeepsLocals(function)
+    getattr(threading, kind)(tracer)
+    try:
+        calibrate()
+    finally:
+        getattr(threading, kind)(None)
+    tracer.last = None
+    held_gradients_keep_their_content()
+
+
+@pytest.mark.parametrize("function", WATCHED)
+@pytest.mark.parametrize("kind", ["settrace", "setprofile"])
+def test_under_a_debugger_held_gradients_keep_their_content(kind, function):
+    getattr(sys, kind)(KeepsLocals(function))
+    try:
+        held_gradients_keep_their_content()
+    finally:
+        getattr(sys, kind)(None)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="sys.monitoring is of Python 3.12")
+def test_calibration_waits_until_no_tool_monitors_the_interpreter(uncalibrated):
+    sys.monitoring.use_tool_id(3, "holder")
+    try:
+        calibrate()
+        assert sole() == (None, None)
+        held_gradients_keep_their_content()
+    finally:
+        sys.monitoring.free_tool_id(3)
+    calibrate()
     check_reuse()
+
+
+def test_a_node_that_is_called_directly_leaves_what_it_was_given_and_its_output_alone():
+    for call in (lambda node, held: node.apply(*held), lambda node, held: node(*held)):
+        a = leaf("cpu", (4, 3))
+        z = inplace_abn(a * 1.0, None, None, None, None)
+        node, values = z.grad_fn, z.detach().clone()
+        held = (torch.randn(4, 3, dtype=torch.float64),)
+        before = held[0].clone()
+        del z
+        try:
+            with torch.no_grad():
+                first = call(node, held)
+                second = call(node, held)
+        except (AttributeError, TypeError):
+            continue
+        assert torch.equal(held[0], before)
+        torch.testing.assert_close(first[0], second[0])
+        del values
 
 
 IMPORT_IN_INFERENCE_MODE = """
@@ -169,7 +256,7 @@ a = torch.randn(4, 3, 5, requires_grad=True)
 z = inplace_abn.InPlaceABN(3)(a * 2)
 z.square().sum().backward()
 from inplace_abn import ownership
-assert ownership._sole_gradients and ownership._sole_output
+assert ownership._sole_gradient and ownership._sole_output
 assert a.grad.isfinite().all()
 """
 

@@ -165,6 +165,33 @@ def test_first_order_backward_after_a_kept_graph_of_second_order(device):
     torch.testing.assert_close(*results, rtol=1e-9, atol=1e-9)
 
 
+class CallsNode(torch.autograd.Function):
+    """Identity whose backward calls the node of an ABN."""
+
+    @staticmethod
+    def forward(ctx, y, node):
+        ctx.node = node
+        return y * 1.0
+
+    @staticmethod
+    def backward(ctx, gradient):
+        node = ctx.node if callable(ctx.node) else ctx.node.apply
+        return node(gradient)[0], None
+
+
+def test_second_derivatives_by_a_call_of_the_node_within_another_go_through_its_own_input(device):
+    """They went along the edge of the node that called, so the path through x was lost."""
+    tensors, running = leaves(device)
+    z = call(inplace_abn, tensors, running)
+    weights = torch.randn_like(z)
+    (expected,) = torch.autograd.grad(z, tensors[0], weights, create_graph=True)
+    y = torch.zeros_like(z, requires_grad=True)
+    (actual,) = torch.autograd.grad(CallsNode.apply(y, z.grad_fn), y, weights, create_graph=True)
+    torch.testing.assert_close(actual, expected)
+    seconds = [torch.autograd.grad(g.square().sum(), tensors[0], retain_graph=True)[0] for g in (actual, expected)]
+    torch.testing.assert_close(*seconds, rtol=1e-9, atol=1e-9)
+
+
 VIEWS = {
     "part of the batch": lambda x: x[1:],
     "transposed": lambda x: x.transpose(2, 3),

@@ -62,6 +62,25 @@ def test_batched_gradients_are_told():
     assert seen == [True, True, False]
 
 
+def test_current_node_is_the_one_that_the_engine_runs():
+    seen = []
+
+    class Looks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, g):
+            seen.append(_torch.current_node() is ctx)
+            return g
+
+    y = Looks.apply(torch.ones(2, requires_grad=True))
+    y.grad_fn.apply(torch.ones(2))
+    y.sum().backward()
+    assert seen == [False, True]
+
+
 def test_keeps_graph():
     seen = []
     for retain in (True, False):

@@ -77,6 +77,14 @@ inline void check_residual(const char* op, const OptTensor& residual, const Tens
                     "residual.clone() instead");
 }
 
+// `t`, a vector that is read, and `written`, which is overwritten meanwhile.
+inline void check_apart(const char* op, const char* name, const OptTensor& t, const char* written_name,
+                        const Tensor& written) {
+  INPLACE_ABN_CHECK(!t.has_value() || !ranges_meet(*t, written), op, ": expected ", name,
+                    " in memory of its own, because ", written_name, " is written in place; it shares ", written_name,
+                    "'s. Pass ", name, ".clone() instead");
+}
+
 // A call's outputs, and an output and an input: `whole` says whether they may be the same memory.
 inline void check_overlap(const char* op, const char* name, const Tensor& output, const Tensor& other, bool whole) {
   INPLACE_ABN_CHECK_AS(std::runtime_error,
@@ -94,6 +102,9 @@ inline void check_running(const char* op, const OptTensor& mean, const OptTensor
   if (mean.has_value()) {
     check_written(op, "running_mean", *mean);
     check_written(op, "running_var", *var);
+    check_apart(op, "running_mean", mean, "x", x);
+    check_apart(op, "running_var", var, "x", x);
+    check_apart(op, "running_mean", mean, "running_var", *var);
   }
   INPLACE_ABN_CHECK(!mean.has_value() || same_dtype(*mean, *var), op,
                     ": expected running_mean and running_var of one dtype, got ", mean->scalar_type(), " and ",

@@ -70,6 +70,16 @@ void check_affine(const char* op, const Tensor& x, const OptTensor& weight, cons
   check_activation(op, activation, activation_param);
 }
 
+// The parameters are read while x, and in training the running statistics, are written.
+void check_parameters_apart(const char* op, const Tensor& x, const OptTensor& weight, const OptTensor& bias,
+                            const OptTensor& running_mean, const OptTensor& running_var) {
+  for (const auto& [name, t] : {std::pair{"weight", &weight}, std::pair{"bias", &bias}}) {
+    check_apart(op, name, *t, "x", x);
+    if (running_mean.has_value()) check_apart(op, name, *t, "running_mean", *running_mean);
+    if (running_var.has_value()) check_apart(op, name, *t, "running_var", *running_var);
+  }
+}
+
 void check_output(const char* op, const char* name, const Tensor& output, const Tensor& like,
                   std::initializer_list<const Tensor*> inputs) {
   check_like(op, name, output, like);
@@ -104,6 +114,7 @@ void check(const Tensor& x, const OptTensor& weight, const OptTensor& bias, cons
   check_channels(op, "bias", bias, x);
   check_residual(op, residual, x);
   check_running(op, running_mean, running_var, x);
+  check_parameters_apart(op, x, weight, bias, running_mean, running_var);
 }
 
 std::tuple<Tensor, Tensor> statistics(const Tensor& x) {
@@ -166,6 +177,9 @@ void forward(const Tensor& x, const Tensor& mean, const Tensor& var, const OptTe
   check_channels(op, "var", var, x);
   check_residual(op, residual, x);
   check_affine(op, x, weight, bias, eps, activation, activation_param);
+  check_parameters_apart(op, x, weight, bias, std::nullopt, std::nullopt);
+  check_apart(op, "mean", mean, "x", x);
+  check_apart(op, "var", var, "x", x);
 
   const Scope scope(x);
   Operands operands(x);
@@ -198,6 +212,7 @@ std::tuple<Tensor, Tensor> local_forward(const Tensor& x, const OptTensor& weigh
   check_running(op, running_mean, running_var, x);
   check_momentum(op, momentum, momentum_tensor, x);
   check_affine(op, x, weight, bias, eps, activation, activation_param);
+  check_parameters_apart(op, x, weight, bias, running_mean, running_var);
 
   const Scope scope(x);
   const Tensor mean = empty_statistic(x), var = empty_statistic(x);

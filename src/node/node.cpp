@@ -17,7 +17,6 @@
 #include <torch/extension.h>
 #include <torch/version.h>
 
-#include <algorithm>
 #include <cstdint>
 #include <initializer_list>
 #include <optional>
@@ -68,7 +67,7 @@ using Counts = std::tuple<int64_t, int64_t, int64_t>;
 
 // What leaves backward alone with a gradient that Python has seen, and the references to a saved output's storage that
 // leave it alone with that. Until they are known, neither is reused.
-std::vector<Counts> sole_gradients;
+std::optional<Counts> sole_gradient;
 std::optional<int64_t> sole_output;
 thread_local std::pair<std::optional<Counts>, int64_t> observed;
 
@@ -95,7 +94,7 @@ bool owns_gradient(const Tensor& dz) {
   const pybind11::gil_scoped_acquire gil;
   const auto object = pybind11::reinterpret_steal<pybind11::object>(THPVariable_Wrap(dz));
   observed.first = Counts{object.ref_count(), before, static_cast<int64_t>(dz.use_count())};
-  return std::find(sole_gradients.begin(), sole_gradients.end(), *observed.first) != sole_gradients.end();
+  return observed.first == sole_gradient;
 }
 
 // Unpacking made a tensor of its own, so it is the storage that others could hold.
@@ -148,7 +147,8 @@ Tensor write(const Tensor& x, const OptTensor& weight, const OptTensor& bias, co
   if (!s.training) {
     call<Forward>("inplace_abn::forward", x, *given.running_mean, *given.running_var, weight, bias, residual, s.eps,
                   s.signed_weight, s.activation, s.activation_param, invertible);
-    return *given.running_var;
+    // Training may change the running variance before backward needs what it was.
+    return invertible ? given.running_var->clone() : *given.running_var;
   }
   const auto [mean, var] = call<LocalForward>(
       "inplace_abn::local_forward", x, weight, bias, residual, given.running_mean, given.running_var, given.momentum,
@@ -231,10 +231,14 @@ class InPlaceABNFunction final : public torch::autograd::Function<InPlaceABNFunc
     TORCH_CHECK(!dz.key_set().has(c10::DispatchKey::FuncTorchBatched) && !dz.key_set().has(c10::DispatchKey::Batched),
                 "inplace_abn: gradients in batches are not supported. Use ABN, which works out of place");
     const Settings settings = Settings::of(ctx);
-    // Without a node, this is code that autograd's compiler made, which is functional: nothing is reused.
-    const auto node = torch::autograd::get_current_node();
-    const bool own_dz = node && owns_gradient(dz);
+    const auto running = torch::autograd::get_current_node();
+    const bool sole_gradient_given = running && owns_gradient(dz);
     const variable_list unpacked = saved_variables(ctx);
+    // Called by anybody else than the engine, backward is given what its caller holds, and will be called again. In
+    // code that autograd's compiler made there is no node: it is functional, nothing is reused.
+    const auto node = unpacked[0].grad_fn();
+    const bool by_engine = node && running.get() == node.get();
+    const bool own_dz = by_engine && sole_gradient_given;
     const auto optional = [](const Tensor& t) { return t.defined() ? OptTensor(t) : std::nullopt; };
     Saved saved{unpacked[0], optional(unpacked[1]), optional(unpacked[2]), optional(unpacked[3]), unpacked[4]};
 
@@ -251,7 +255,7 @@ class InPlaceABNFunction final : public torch::autograd::Function<InPlaceABNFunc
       found = differentiable(saved, dz, input_edge, settings);
     } else {
       const bool reuse_dz = own_dz && saved.z.strides() == dz.strides();
-      const bool reuse_z = node && owns_output(unpacked[0]);
+      const bool reuse_z = by_engine && owns_output(unpacked[0]);
       // z itself is part of the graph, its memory as a gradient must not be.
       saved.z = saved.z.detach();
       found = gradients(saved, dz, {need_x, need_weight, need_bias, need_residual}, reuse_z, reuse_dz, settings);
@@ -268,7 +272,7 @@ bool is_calibrated = false;
 bool is_simple(const Tensor& x, std::initializer_list<const OptTensor*> others, bool training, bool requires_grad) {
   const auto usual = [&](const Tensor& t) {
     return !t.key_set().has_any(opaque) && t.layout() == at::kStrided && t.device() == x.device() &&
-           !t._fw_grad(0).defined();
+           !t._fw_grad(0).defined() && !(requires_grad && t.is_inference());
   };
   if (!usual(x) || x.dim() < 2 || (x.is_inference() && !c10::InferenceMode::is_enabled())) return false;
   for (const OptTensor* t : others) {
@@ -321,9 +325,9 @@ PYBIND11_MODULE(_node, m) {
         arg("running_mean"), arg("running_var"), arg("training"), arg("momentum"), arg("momentum_tensor"), arg("eps"),
         arg("signed_weight"), arg("activation"), arg("activation_param"),
         pybind11::call_guard<pybind11::gil_scoped_release>());
-  m.def("set_sole_holders", [](std::vector<inplace_abn::Counts> gradients, std::optional<int64_t> output) {
+  m.def("set_sole_holders", [](std::optional<inplace_abn::Counts> gradient, std::optional<int64_t> output) {
     inplace_abn::is_calibrated = true;
-    inplace_abn::sole_gradients = std::move(gradients);
+    inplace_abn::sole_gradient = gradient;
     inplace_abn::sole_output = output;
   });
   m.def("last_observed", [] { return inplace_abn::observed; });
