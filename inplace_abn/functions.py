@@ -197,6 +197,7 @@ class InPlaceABNFunction(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         x, *others, ctx.settings, ctx.edge, ctx.watch = inputs
+        ctx.of_view = _torch.is_view(x)
         ctx.mark_dirty(x)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(output, *others)
@@ -219,7 +220,9 @@ class InPlaceABNFunction(torch.autograd.Function):
                 None,
             )
         # Called by anybody else than the engine, backward is given what its caller holds, and will be called again.
-        by_engine = _torch.current_node() is ctx
+        # For the node of a view, autograd's own node of the base stands in.
+        node = _torch.current_node()
+        by_engine = node is ctx or (ctx.of_view and node is not None and node.name().endswith("CopySlices"))
         own_dz = by_engine and ownership.owns_gradient(dz, sys.getrefcount(dz))
         saved = _unpacked(ctx)
         if torch.is_grad_enabled():

@@ -45,14 +45,16 @@ char __libc_single_threaded = 0;
 INPLACE_ABN_FIRST(exp)
 INPLACE_ABN_FIRST(log)
 
+// Torch's headers look for what later releases have. glibc 2.34 took libdl, libpthread and librt into libc and gave
+// that version to what is in them; where they are apart, libtorch brings them.
+INPLACE_ABN_FIRST(dlsym)
+
 #if defined(INPLACE_ABN_WITH_CUDA)
-// What CUDA's runtime, which is linked in, calls of libdl, libpthread and librt. glibc 2.34 took them into libc and
-// gave them that version; where they are apart, libtorch brings them.
+// What CUDA's runtime, which is linked in, calls of these.
 INPLACE_ABN_OLD(dlmopen, "GLIBC_2.3.4")
 INPLACE_ABN_FIRST(dlclose)
 INPLACE_ABN_FIRST(dlerror)
 INPLACE_ABN_FIRST(dlopen)
-INPLACE_ABN_FIRST(dlsym)
 INPLACE_ABN_FIRST(dlvsym)
 INPLACE_ABN_FIRST(pthread_condattr_setpshared)
 INPLACE_ABN_FIRST(pthread_create)
