@@ -173,7 +173,8 @@ def _moments(
             projection, recovered_projection = average(xhat * dy), average(recovered_xhat * recovered * dz)
             error -= seen(average(error)) + recovered_xhat * seen(recovered_projection) - xhat * seen(projection)
             added = rounding * projection.square()
-        return (average(error.square()) + added) * scale, (average(dy.square()) + least) * scale
+        size = average(dy.square()) + least * average(dz.square())
+        return (average(error.square()) + added) * scale, size * scale
 
     return _Moments(
         *of_dx(xhat),

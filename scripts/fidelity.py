@@ -8,7 +8,7 @@ independent of x, what is lost does not show. Markdown on standard output; all e
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,7 +22,8 @@ from inplace_abn.settings import Settings
 
 ACTIVATIONS = {"identity": 0.0, "leaky_relu": 0.01, "elu": 1.0, "relu": 0.0, "silu": 0.0, "hardswish": 0.0}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-SHAPE = (64, 4, 32, 32)
+SHAPE = (32, 4, 32, 32)
+"""As many values as the guard looks at."""
 EPS = 1e-5
 
 
@@ -64,11 +65,12 @@ class Layer(NamedTuple):
         return torch.autograd.grad(z, (leaf, weight), dz.to(dtype))
 
 
-def worst(layer: Layer) -> tuple[Pair, Pair]:
+def worst(layer: Layer, of_channels: Callable[[Tensor], Tensor] = torch.max) -> tuple[Pair, Pair]:
     """The largest errors of dx and dweight that gradients cause which follow xhat, in place and of torch.
 
     dx is relative to gamma / sqrt(var + eps) * dy over the layer, dweight to the size of xhat * dy of its channel. For
-    dweight dz may follow the recovery's own error, which is the worst that can happen.
+    dweight dz may follow the recovery's own error, which is the worst that can happen. ``of_channels`` makes one figure
+    of those of all channels.
     """
     x, (weight, bias) = layer.x, layer.parameters
     mean, var = ops.statistics(x.double())
@@ -105,7 +107,7 @@ def worst(layer: Layer) -> tuple[Pair, Pair]:
                 size = counts * reference.channel_mean(dz.double().square()).sqrt() * spread
             for native in contenders:
                 off = layer.gradients(dz, native, x.dtype)[i].double() - exact
-                value = (off.norm() / size) if i == 0 else (off.abs() / size).max()
+                value = (off.norm() / size) if i == 0 else of_channels(off.abs() / size)
                 found[native][i] = max(found[native][i], value.item())
     return Pair(*found[0]), Pair(*found[1])
 

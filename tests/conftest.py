@@ -1,5 +1,7 @@
 """What tests share: the devices there are, a fixed seed, and on request one thread or a fresh compiler."""
 
+import os
+
 import pytest
 import torch
 
@@ -8,6 +10,10 @@ from inplace_abn import functions
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow: takes more than a few seconds")
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if workers > 1:
+        # Processes side by side that all use every processor wait for each other.
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
 
 
 # What holds of the graph node in C++ holds without it.
