@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup
 
-from inplace_abn import _torch, collectives, functions, guard, plain
+from inplace_abn import _torch, checks, collectives, functions, guard, plain
 from inplace_abn.activations import check_activation
 from inplace_abn.settings import check_hyperparameters
 
@@ -109,7 +109,7 @@ class ABN(nn.Module):
         if batches is not None and not torch.compiler.is_compiling() and _torch.transforms_active():
             # A counter that the transform has captured is an error, before the running statistics are updated.
             if function is not plain.abn:
-                functions.check_transforms((x, weight, bias, options.get("residual")))
+                checks.check_transforms((x, weight, bias, options.get("residual")))
             batches.add_(0)
         z = function(
             x,

@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from inplace_abn import _torch, functions
+from inplace_abn import _torch, autograd, functions
 
 
 def test_below_autograd_makes_no_graph_and_bumps_no_version():
@@ -238,10 +238,10 @@ def test_autograd_is_compiled_nowhere_within(fresh_compiler):
 def test_raw_saved_tensors_tell_hooks(monkeypatch):
     monkeypatch.setattr(functions, "_node", None)
     z = functions.inplace_abn(torch.ones(2, 3, requires_grad=True) * torch.rand(2, 3), None, None, None, None)
-    assert not functions._is_hooked(z.grad_fn)
+    assert not autograd._is_hooked(z.grad_fn)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
         hooked = functions.inplace_abn(torch.ones(2, 3, requires_grad=True) * torch.rand(2, 3), None, None, None, None)
-    assert functions._is_hooked(hooked.grad_fn)
+    assert autograd._is_hooked(hooked.grad_fn)
 
 
 def test_unsafe_split_gives_a_place_in_the_graph_that_overwriting_leaves_alone():

@@ -185,11 +185,11 @@ variable_list gradients(const Saved& saved, const Tensor& dz, const Needed& need
   return {dx.value_or(Tensor()), dweight.value_or(Tensor()), dbias.value_or(Tensor()), dresidual.value_or(Tensor())};
 }
 
-// For create_graph=True: in plain torch, by functions.py.
+// For create_graph=True: in plain torch, by autograd.py.
 variable_list differentiable(const Saved& saved, const Tensor& dz, const Tensor& edge, const Settings& s) {
   const pybind11::gil_scoped_acquire gil;
   const pybind11::object result =
-      pybind11::module_::import("inplace_abn.functions")
+      pybind11::module_::import("inplace_abn.autograd")
           .attr("differentiable")(saved.z, saved.weight, saved.bias, saved.residual, saved.var, dz, edge, s.eps,
                                   s.signed_weight, s.activation, s.activation_param, s.training);
   const auto [x, weight, bias, residual] = result.cast<std::tuple<OptTensor, OptTensor, OptTensor, OptTensor>>();

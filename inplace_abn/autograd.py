@@ -1,0 +1,203 @@
+"""How autograd sees the op: as nodes that save z alone, and reuse its memory where `ownership` allows it.
+
+The op has run before autograd is told, so that an op that fails leaves no trace in the graph. `gradients` has the
+maths.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inplace_abn import _torch, gradients, ownership
+from inplace_abn.activations import name_of
+from inplace_abn.gradients import Needed, Saved
+from inplace_abn.settings import Settings
+
+
+class _Edge:
+    """A tensor that autograd is not to take for an input."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+class _Watch:
+    """Tells whether a tensor was written to, without holding its memory."""
+
+    def __init__(self, t: Tensor) -> None:
+        # What shares a version counter goes on sharing it when it gets other memory.
+        self._counter = t.detach()
+        self._counter.data = t.new_empty(0)
+        self.version = 0
+
+    def start(self) -> None:
+        self.version = self._counter._version
+
+    def is_modified(self) -> bool:
+        return self._counter._version != self.version
+
+
+class InPlaceABNFunction(torch.autograd.Function):
+    """Declares that x has become z."""
+
+    @staticmethod
+    def forward(
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        var: Tensor,
+        settings: Settings,
+        edge: _Edge | Tensor | None,
+        watch: _Watch | None,
+    ) -> Tensor:
+        return x
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, *others, ctx.settings, ctx.edge, ctx.watch = inputs
+        ctx.of_view = _torch.is_view(x)
+        ctx.mark_dirty(x)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(output, *others)
+
+    @staticmethod
+    def backward(ctx: Any, dz: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dz is None:
+            return (None,) * 8
+        if _torch.is_batched(dz):
+            raise RuntimeError("inplace_abn: gradients in batches are not supported. Use ABN, which works out of place")
+        settings: Settings = ctx.settings
+        need = Needed(*ctx.needs_input_grad[:4])
+        # Compiled code is functional: nothing is reused, the compiler does that.
+        if torch.compiler.is_compiling():
+            return (
+                *gradients.gradients(need, Saved(*ctx.saved_tensors), dz, False, False, settings),
+                None,
+                None,
+                None,
+                None,
+            )
+        # Called by anybody else than the engine, backward is given what its caller holds, and will be called again.
+        # For the node of a view, autograd's own node of the base stands in.
+        node = _torch.current_node()
+        by_engine = node is ctx or (ctx.of_view and node is not None and node.name().endswith("CopySlices"))
+        own_dz = by_engine and ownership.owns_gradient(dz, sys.getrefcount(dz))
+        saved = _unpacked(ctx)
+        if torch.is_grad_enabled():
+            edge = ctx.edge.tensor if isinstance(ctx.edge, _Edge) else ctx.edge
+            return *gradients.differentiable(saved, dz, edge, settings), None, None, None, None
+        z = saved.z
+        own_dz = own_dz and z.stride() == dz.stride()
+        own_z = by_engine and not _is_hooked(ctx) and ownership.owns_output(z)
+        # z itself is part of the graph, its memory as a gradient must not be.
+        saved = saved._replace(z=z.detach())
+        return *gradients.gradients(need, saved, dz, own_z, own_dz, settings), None, None, None, None
+
+
+# What `torch.autograd.Function.apply` comes to where no transform is active, without the binding of default arguments
+# that takes longer than all the rest.
+_apply = super(torch.autograd.Function, InPlaceABNFunction).apply
+
+
+def _is_hooked(ctx: Any) -> bool:
+    """Whether the output that was saved goes through hooks, which may keep it or hand it out again."""
+    return ctx._raw_saved_tensors[0].unpack_hook is not None
+
+
+def _unpacked(ctx: Any) -> Saved:
+    """What was saved. Raises RuntimeError if the output was written to, also where saved-tensor hooks keep autograd
+    from noticing; what they hand out may be a copy made in time, though, or the output itself."""
+    modified = (
+        "inplace_abn: the output of an in-place ABN has been modified in place, but its backward needs it. "
+        "Replace that operation by one out of place (z = z + y for z += y), or use ABN"
+    )
+    try:
+        saved = Saved(*ctx.saved_tensors)
+    except RuntimeError as error:
+        if "InPlaceABNFunction" in str(error) and "modified by an inplace operation" in str(error):
+            raise RuntimeError(modified) from error
+        raise
+    watch: _Watch | None = ctx.watch
+    if watch is not None and watch.is_modified() and saved.z._version > watch.version:
+        raise RuntimeError(modified)
+    return saved
+
+
+class TracedABNFunction(torch.autograd.Function):
+    """For compilers: out of place. What `InPlaceABNFunction` does is beyond them: what is written under no_grad loses
+    its gradient if x comes from outside of the compiled region, and later writes to z change what was saved."""
+
+    @staticmethod
+    def forward(
+        x: Tensor,
+        z: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        var: Tensor,
+        settings: Settings,
+    ) -> Tensor:
+        return z.view_as(z)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, _, *others, ctx.settings = inputs
+        ctx.save_for_backward(output, *others)
+
+    @staticmethod
+    def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
+        need_x, _, *need = ctx.needs_input_grad
+        saved = Saved(*ctx.saved_tensors)
+        dx, *others = gradients.gradients(Needed(need_x, *need[:3]), saved, dz, False, False, ctx.settings)
+        return dx, None, *others, None, None
+
+
+def overwritten(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    var: Tensor,
+    settings: Settings,
+    edge: Tensor | None,
+) -> Tensor:
+    """x, whose content is z by now, with its place in the graph."""
+    apply = InPlaceABNFunction.apply if _torch.transforms_active() else _apply
+    # Hooks may take the output elsewhere, and autograd does not check the versions of what they hand out.
+    watch = None if _torch.top_saved_tensors_hooks(True) is None else _Watch(x)
+    # Transforms wrap it at each of their levels, so they have to see it.
+    hidden = edge if edge is None or _torch.transforms_active() else _Edge(edge)
+    z: Tensor = apply(x, weight, bias, residual, var, settings, hidden, watch)
+    if watch is not None:
+        watch.start()
+    return z
+
+
+def as_identity(x: Tensor) -> Tensor:
+    """x with the place in the graph that an identity has, of which ownership is calibrated."""
+    settings = Settings("identity", 0.0, 1e-5, False, False, None)
+    return overwritten(x, None, None, None, x.new_ones(x.shape[1]), settings, None)
+
+
+def differentiable(
+    z: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    var: Tensor,
+    dz: Tensor,
+    edge: Tensor,
+    eps: float,
+    signed_weight: bool,
+    activation: int,
+    activation_param: float,
+    training: bool,
+) -> gradients.Gradients:
+    """`gradients.differentiable` for the node in C++."""
+    settings = Settings(name_of(activation), activation_param, eps, signed_weight, training, None)
+    return gradients.differentiable(Saved(z, weight, bias, residual, var), dz, edge, settings)

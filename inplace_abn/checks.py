@@ -1,0 +1,97 @@
+"""What is refused in Python, before anything is written; the ops check the rest."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from inplace_abn import _torch
+from inplace_abn.gradients import values_per_channel
+
+_REMEDY = ". Pass x.clone(), or use ABN, which works out of place"
+
+
+def check_transforms(tensors: tuple[Tensor | None, ...]) -> None:
+    """Raises for vmap and forward-mode differentiation, at every level of torch.func's transforms."""
+    kinds = {kind for t in tensors if t is not None for kind in _torch.kinds_of_wrappers(t)}
+    if "vmap" in kinds:
+        raise ValueError(
+            "inplace_abn: vmap is not supported: batch statistics mix the samples it separates. Use ABN, which works "
+            "out of place"
+        )
+    if "jvp" in kinds:
+        raise ValueError(
+            "inplace_abn: forward-mode differentiation is not supported. Use ABN, which works out of place"
+        )
+
+
+def check_tensors(x: Tensor, **others: Tensor | None) -> None:
+    """Raises for what the ops, which are chosen by device and layout, would not see as an error of this one."""
+    if x.layout is not torch.strided:
+        raise ValueError(f"inplace_abn: expected a strided x, got layout {x.layout}")
+    device = x.device
+    for name, t in others.items():
+        if t is not None and t.device != device:
+            raise ValueError(f"inplace_abn: expected {name} on {device} like x, got {t.device}")
+    if (others["running_mean"] is None) != (others["running_var"] is None):
+        given = "running_mean" if others["running_var"] is None else "running_var"
+        raise ValueError(f"inplace_abn: expected running_mean and running_var both or neither, got only {given}")
+    for name, t in (("x", x), *others.items()):
+        if t is not None and (t.is_neg() or t.is_conj()):
+            raise ValueError(
+                f"inplace_abn: expected {name} without torch's negative or conjugate bit, which its memory does not "
+                f"show. Pass {name}.resolve_neg() instead"
+            )
+
+
+def check_overwritable(x: Tensor, requires_grad: bool, **saved: Tensor | None) -> None:
+    """Raises if autograd does not let x be overwritten, or ``saved`` be kept for backward, before x is."""
+    if x.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError(
+            f"inplace_abn: x was made under torch.inference_mode() and cannot be overwritten outside it{_REMEDY}"
+        )
+    if not requires_grad:
+        return
+    for name, t in saved.items():
+        if t is not None and t.is_inference():
+            raise ValueError(
+                f"inplace_abn: {name} was made under torch.inference_mode() and cannot be saved for backward. Pass "
+                f"{name}.clone()"
+            )
+    if x.is_leaf and x.requires_grad:
+        raise ValueError(f"inplace_abn: x is a leaf that requires grad and cannot be overwritten{_REMEDY}")
+    base = None
+    if _torch.is_view(x):
+        if _torch.creation_meta(x) != _torch.CREATED_BY_DEFAULT:
+            raise ValueError(
+                "inplace_abn: autograd does not let x be overwritten, because it is one of several views made by one "
+                "call (chunk, split, unbind), a view made by a custom autograd function or a module's backward hook, "
+                f"or a view made under no_grad{_REMEDY}"
+            )
+        base = x._base
+        if x.requires_grad and base is not None and base.is_leaf:
+            raise ValueError(
+                f"inplace_abn: x is a view of a leaf that requires grad and cannot be overwritten{_REMEDY}"
+            )
+    for t in (x, base):
+        if t is None or t.grad_fn is None:
+            continue
+        name = t.grad_fn.name()
+        ours = "InPlaceABNFunction" in name
+        if ours or _torch.saves_its_result(t):
+            producer = "InPlaceABNFunction" if ours else name
+            raise RuntimeError(
+                f"inplace_abn: x is the output of {producer}, which needs it for its own backward, so it cannot be "
+                f"overwritten{_REMEDY}"
+            )
+
+
+def check_count(x: Tensor, count: float | None = None) -> None:
+    """Raises for one value per channel, which has no variance; an empty batch leaves the running statistics alone.
+
+    ``count`` is that of the whole batch where x is a share of it."""
+    if count is None:
+        # Anything else is refused by the op.
+        count = values_per_channel(x) if x.dim() >= 2 else 0
+    if count == 1:
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")
