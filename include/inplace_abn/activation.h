@@ -131,10 +131,10 @@ struct Elu {
  private:
   // Half the distance from `v` to the next smaller number that the storage type holds.
   static double half_spacing(double v) {
-    constexpr int digits = std::is_same_v<scalar_t, double>           ? 53
-                           : std::is_same_v<scalar_t, float>          ? 24
+    constexpr int digits = std::is_same_v<scalar_t, double>          ? 53
+                           : std::is_same_v<scalar_t, float>         ? 24
                            : std::is_same_v<scalar_t, c10::BFloat16> ? 8
-                                                                      : 11;
+                                                                     : 11;
     int exponent;
     // A power of two is the least number of its exponent, and the numbers below it lie twice as densely.
     return std::ldexp(0.5, (std::frexp(v, &exponent) == 0.5 ? exponent - 1 : exponent) - digits);
