@@ -59,6 +59,15 @@ _SelectiveCheckpointModes = (
 )
 
 
+# Calls a tensor's own functions where a subclass would see them again.
+NoTorchFunction = torch._C.DisableTorchFunctionSubclass
+
+
+def stand_in_like(kind: type[Tensor], t: Tensor) -> Any:
+    """A tensor of a subclass, without memory, of t's shape, strides, dtype and device."""
+    return torch.Tensor._make_wrapper_subclass(kind, t.shape, strides=t.stride(), dtype=t.dtype, device=t.device)  # type: ignore[attr-defined]
+
+
 def in_forward_mode() -> bool:
     """Whether tensors may have tangents, of forward-mode differentiation."""
     return forward_ad._current_level >= 0

@@ -1,8 +1,8 @@
 """``inplace_abn`` and ``inplace_abn_sync``: the forward pass, local and synchronised.
 
-The forward pass writes z over x and keeps z alone ("In-Place Activated BatchNorm for Memory-Optimized Training of
-DNNs", arXiv 1712.02616). `checks` refuses what cannot be done before anything is written, `autograd` makes the node of
-the graph, `gradients` has the backward pass, `ownership` decides what it may overwrite.
+The forward pass writes z over x, or beside it, and keeps z alone ("In-Place Activated BatchNorm for Memory-Optimized
+Training of DNNs", arXiv 1712.02616). `checks` refuses what cannot be done before anything is written, `autograd` makes
+the node of the graph, `gradients` has the backward pass, `ownership` decides what it may overwrite.
 
 ``INPLACE_ABN_DISABLE=1`` in the environment makes both functions work out of place, for debugging.
 """
@@ -41,12 +41,13 @@ def inplace_abn(
     *,
     signed_weight: bool = False,
     residual: Tensor | None = None,
+    keep_input: bool = False,
 ) -> Tensor:
     """z = act(gamma * (x - mean) / sqrt(var + eps) + bias + residual), written over ``x``.
 
     Args:
         x: activations of shape (batch, channel, \\*), dtype float64, float32, bfloat16 or float16, in any strides
-            without internal overlap. Overwritten with the result.
+            without internal overlap. Overwritten with the result, unless ``keep_input``.
         weight: (channel,) or None; scales by ``|weight| + eps``. float32 or x's dtype.
         bias: (channel,) or None. float32 or x's dtype.
         running_mean: (channel,) or None; updated in training, used otherwise.
@@ -61,9 +62,11 @@ def inplace_abn(
             BatchNorm's weight needs it, instead of by ``|weight| + eps``.
         residual: of x's shape, dtype and device, in memory of its own; added before the activation. Saved beside the
             result, because it is alive anyway: it is the input of the block it bridges.
+        keep_input: write the result to new memory and leave ``x`` as it is, which is not kept for backward. So ``x``
+            may be a leaf, a view, what its producer or anybody else needs, and the residual itself.
 
     Returns:
-        ``x``, which now holds the result.
+        ``x``, which now holds the result; or with ``keep_input`` a new tensor of its shape, dtype and memory format.
 
     Raises:
         ValueError: a wrong value or shape, one value per channel in training, or an ``x`` that autograd does not let
@@ -76,6 +79,9 @@ def inplace_abn(
     check_activation(activation, activation_param)
     check_hyperparameters(eps, momentum)
     training = training or running_mean is None
+    settings = Settings(activation, activation_param, eps, signed_weight, training, None)
+    if keep_input:
+        return _forward(x, weight, bias, residual, running_mean, running_var, momentum, settings, keep_input=True)
     if _node is not None and not torch.compiler.is_compiling() and not _torch.saves_its_result(x):
         try:
             z: Tensor | None = _node.inplace_abn(
@@ -86,7 +92,7 @@ def inplace_abn(
                 running_mean,
                 running_var,
                 training,
-                *_momentum_arguments(momentum),
+                *momentum_arguments(momentum),
                 eps,
                 signed_weight,
                 ACTIVATIONS[activation].code,
@@ -96,7 +102,6 @@ def inplace_abn(
             raise ops.translated(raised) from None
         if z is not None:
             return z
-    settings = Settings(activation, activation_param, eps, signed_weight, training, None)
     return _forward(x, weight, bias, residual, running_mean, running_var, momentum, settings)
 
 
@@ -115,6 +120,7 @@ def inplace_abn_sync(
     *,
     signed_weight: bool = False,
     residual: Tensor | None = None,
+    keep_input: bool = False,
     watch: guard.Frozen | None = None,
 ) -> Tensor:
     """`inplace_abn` with the statistics of all ranks of ``group`` (None: the default group).
@@ -148,9 +154,10 @@ def inplace_abn_sync(
             activation_param,
             signed_weight=signed_weight,
             residual=residual,
+            keep_input=keep_input,
         )
     settings = Settings(activation, activation_param, eps, signed_weight, training, group)
-    return _forward(x, weight, bias, residual, running_mean, running_var, momentum, settings, watch)
+    return _forward(x, weight, bias, residual, running_mean, running_var, momentum, settings, watch, keep_input)
 
 
 def _requires_grad(*tensors: Tensor | None) -> bool:
@@ -176,6 +183,11 @@ def _observe_sole_holders() -> None:
         compiled.set_sole_holders(*sole)
 
 
+def is_disabled() -> bool:
+    """Whether everything is to be out of place, for debugging."""
+    return _DISABLED
+
+
 def _is_plain() -> bool:
     """Whether the call has to be torch's own ops out of place: tracers record what runs, and would record ops without
     gradients; selective checkpointing skips ops whose results it kept, and with them what they write."""
@@ -196,6 +208,7 @@ def _forward(
     momentum: float | Tensor,
     settings: Settings,
     watch: guard.Frozen | None = None,
+    keep_input: bool = False,
 ) -> Tensor:
     if _is_plain():
         return _out_of_place(x, weight, bias, residual, running_mean, running_var, momentum, settings)
@@ -208,39 +221,110 @@ def _forward(
         checks.check_tensors(
             x, weight=weight, bias=bias, residual=residual, running_mean=running_mean, running_var=running_var
         )
-        var = None if settings.training else running_var
-        checks.check_overwritable(x, requires_grad, weight=weight, bias=bias, residual=residual, running_var=var)
+        if requires_grad:
+            var = None if settings.training else running_var
+            checks.check_saved(weight=weight, bias=bias, residual=residual, running_var=var)
+        if not keep_input:
+            checks.check_overwritable(x, requires_grad)
         if settings.group is not None:
             ops.run(ops.check, [], x, weight, bias, residual, running_mean, running_var)
     if settings.training and settings.group is None:
         checks.check_count(x)
+    if keep_input and _torch.transforms_active():
+        # A tensor of any level that backward needs has to be an input of the node.
+        x, keep_input = x.clone(), False
     statistics = None
     if settings.group is not None:
-        statistics, trusted = _sync_statistics(x.detach(), running_mean, running_var, momentum, settings.group, watch)
+        statistics, trusted = sync_statistics(x.detach(), running_mean, running_var, momentum, settings.group, watch)
         if not trusted:
             z: Tensor = KeptABNFunction.apply(x, weight, bias, residual, *statistics, settings)
             return z
-    write = partial(_write, statistics=statistics)
+    write = partial(
+        written,
+        weight=weight,
+        bias=bias,
+        residual=residual,
+        running_mean=running_mean,
+        running_var=running_var,
+        momentum=momentum,
+        settings=settings,
+        invertible=requires_grad,
+        statistics=statistics,
+    )
     if not requires_grad:
-        write(x, weight, bias, residual, running_mean, running_var, momentum, settings, invertible=False)
-        return x
+        z = torch.empty_like(x) if keep_input else x
+        write(x, z)
+        return z
     if compiling:
         # The compiler makes one buffer of x, its clone and the copy below.
         with torch.no_grad():
             data = x.clone()
-            var = write(data, weight, bias, residual, running_mean, running_var, momentum, settings, invertible=True)
-        return x.copy_(autograd.TracedABNFunction.apply(x, data, weight, bias, residual, var, settings))
-    if not ownership.is_calibrated():
-        ownership.calibrate(_observe_sole_holders)
+            var = write(data, data)
+        z = autograd.TracedABNFunction.apply(x, data, weight, bias, residual, var, settings)
+        return z if keep_input else x.copy_(z)
+    calibrate()
+    if keep_input:
+        data = x.detach()
+        z = torch.empty_like(data)
+        return attached(x, z, weight, bias, residual, write(data, z), settings)
+    data = x.detach()
+    edge = _input_edge(x, settings)
+    return autograd.overwritten(x, weight, bias, residual, write(data, data), settings, edge)
+
+
+def _input_edge(x: Tensor, settings: Settings) -> Tensor | None:
     # Under transforms x may need a gradient at another level than this one.
     differentiated = x.requires_grad or _torch.transforms_active()
-    edge = gradients.input_edge(x) if settings.group is None and differentiated else None
-    var = write(x.detach(), weight, bias, residual, running_mean, running_var, momentum, settings, invertible=True)
-    return autograd.overwritten(x, weight, bias, residual, var, settings, edge)
+    return gradients.input_edge(x) if settings.group is None and differentiated else None
 
 
-def _write(
+def calibrate() -> None:
+    """Before the first graph is built: observes what leaves backward alone with memory."""
+    if not ownership.is_calibrated():
+        ownership.calibrate(_observe_sole_holders)
+
+
+def attached(
     x: Tensor,
+    z: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    var: Tensor,
+    settings: Settings,
+    stand_in: Tensor | None = None,
+) -> Tensor:
+    """z, which `written` has written with these settings, with the place in the graph that it has as a function of x.
+
+    Args:
+        x: of z's shape; its content may be another by now.
+        z: a tensor without graph.
+        var: what `written` returned.
+        stand_in: a tensor that stands for z and gets its place in the graph, too.
+    """
+    if _node is not None and settings.group is None:
+        found: Tensor | None = _node.attached(
+            x,
+            z,
+            weight,
+            bias,
+            residual,
+            var,
+            settings.training,
+            settings.eps,
+            settings.signed_weight,
+            ACTIVATIONS[settings.activation].code,
+            settings.activation_param,
+            stand_in,
+        )
+        if found is not None:
+            return found
+    return autograd.attached(x, z, weight, bias, residual, var, settings, _input_edge(x, settings), stand_in)
+
+
+def written(
+    x: Tensor,
+    z: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
     residual: Tensor | None,
@@ -251,38 +335,41 @@ def _write(
     invertible: bool,
     statistics: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Writes z over x, and returns the variance that backward needs. What makes z invertible costs a little of its
-    exactness, and is left out where no backward will follow."""
+    """Writes the result to z, which may be x, and returns the variance that backward needs. What makes z invertible
+    costs a little of its exactness, and is left out where no backward will follow."""
+    kept = {} if z is x else {"z": z}
     if settings.training and settings.group is None:
         _, var = ops.run(
-            ops.local_forward,
-            _written(x, running_mean, running_var),
+            ops.local_forward_out if kept else ops.local_forward,
+            present(z, running_mean, running_var),
             x,
             weight,
             bias,
             residual,
             running_mean,
             running_var,
-            *_momentum_arguments(momentum),
+            *momentum_arguments(momentum),
             *settings.arithmetic(),
             invertible,
+            **kept,
         )
         return cast(Tensor, var)
     mean, var = statistics or (cast(Tensor, running_mean), cast(Tensor, running_var))
-    ops.run(ops.forward, [x], x, mean, var, weight, bias, residual, *settings.arithmetic(), invertible)
+    op = ops.forward_out if kept else ops.forward
+    ops.run(op, [z], x, mean, var, weight, bias, residual, *settings.arithmetic(), invertible, **kept)
     # Training may change the running variance before backward needs what it was.
     return var if settings.training or not invertible else var.clone()
 
 
-def _momentum_arguments(momentum: float | Tensor) -> tuple[float, Tensor | None]:
+def momentum_arguments(momentum: float | Tensor) -> tuple[float, Tensor | None]:
     return (0.0, momentum) if isinstance(momentum, Tensor) else (momentum, None)
 
 
-def _written(*tensors: Tensor | None) -> list[Tensor]:
+def present(*tensors: Tensor | None) -> list[Tensor]:
     return [t for t in tensors if t is not None]
 
 
-def _sync_statistics(
+def sync_statistics(
     x: Tensor,
     running_mean: Tensor | None,
     running_var: Tensor | None,
@@ -304,11 +391,11 @@ def _sync_statistics(
         checks.check_count(x, gathered[:, -1].sum().item())
     mean, var, _ = ops.run(
         ops.combine,
-        _written(running_mean, running_var),
+        present(running_mean, running_var),
         gathered,
         running_mean,
         running_var,
-        *_momentum_arguments(momentum),
+        *momentum_arguments(momentum),
     )
     return (mean, var), watch is None or watch.trusts(everything[:, -guard.WIDTH :])
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -120,6 +121,21 @@ def _figures(packed: Tensor) -> Figures:
     return Figures(x, weight, int(channel), least)
 
 
+class Guarded:
+    """What a module has that the guard watches. The guard leaves its marks in the instance's dictionary."""
+
+    guard_interval: int = 100
+    guard_threshold: float | None = None
+    on_untrusted: str = "fallback"
+    _guard: State | None = None
+    _guard_generation: int = -1
+    _trusted: bool = True
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], *rest: Any) -> None:
+        forget(self)
+        super()._load_from_state_dict(state_dict, *rest)  # type: ignore[misc]
+
+
 class Look(NamedTuple):
     """What a layer is to do in a call."""
 
@@ -134,11 +150,11 @@ def look(module: Any, x: Tensor, residual: Tensor | None, empty: bool = False) -
     """What an in-place module is to do with this x, in this generation.
 
     Args:
-        module: an `InPlaceABN`.
+        module: a `Guarded` one.
         x, residual: its arguments, which need not be valid; nothing is measured on what is not.
         empty: whether a share of the batch counts that has no values to measure.
     """
-    if module.guard_interval == 0 or not _is_measurable(module, x, residual, empty):
+    if module.guard_interval == 0 or not is_measurable(module, x, residual, empty):
         return Look(bool(module._trusted))
     state: State | None = module._guard
     if state is None:
@@ -240,14 +256,40 @@ def measure(module: Any, x: Tensor, residual: Tensor | None) -> Tensor:
 
 
 def _measure(module: Any, x: Tensor, residual: Tensor | None) -> Tensor:
-    weight, bias = module.weight, module.bias
+    return observe(module, x).figures(module.activation, module.activation_param, residual)
+
+
+class Observation(NamedTuple):
+    """What a measurement needs of a call, taken before its x is overwritten."""
+
+    x: Tensor
+    """A sample."""
+    mean: Tensor
+    var: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+    signed_weight: bool
+    training: bool
+
+    def figures(self, activation: str, param: float, residual: Tensor | None) -> Tensor:
+        """`Figures` in one tensor, once it is known what follows. Nothing is waited for; to be asked once."""
+        settings = Settings(activation, param, self.eps, self.signed_weight, self.training, None)
+        with torch.no_grad():
+            added = None if residual is None else recovery.sample(residual)
+            errors = recovery.measured(self.x, self.mean, self.var, self.weight, self.bias, added, settings)
+            return packed(errors, self.weight, settings)
+
+
+def observe(module: Any, x: Tensor) -> Observation:
     running_mean, running_var = _running(module)
     training = module.training or running_mean is None or running_var is None
-    mean, var = ops.run(ops.statistics, [], x) if training else (cast(Tensor, running_mean), cast(Tensor, running_var))
-    settings = Settings(module.activation, module.activation_param, module.eps, module.signed_weight, training, None)
-    added = None if residual is None else recovery.sample(residual)
-    errors = recovery.measured(recovery.sample(x), mean, var, weight, bias, added, settings)
-    return packed(errors, weight, settings)
+    with torch.no_grad():
+        mean, var = (
+            ops.run(ops.statistics, [], x) if training else (cast(Tensor, running_mean), cast(Tensor, running_var))
+        )
+        sample = recovery.sample(x)
+    return Observation(sample, mean, var, module.weight, module.bias, module.eps, module.signed_weight, training)
 
 
 def packed(errors: recovery.Errors, weight: Tensor | None, settings: Settings) -> Tensor:
@@ -304,8 +346,14 @@ def _running(module: Any) -> tuple[Tensor | None, Tensor | None]:
     return buffers.get("running_mean"), buffers.get("running_var")
 
 
-def _is_measurable(module: Any, x: Tensor, residual: Tensor | None, empty: bool) -> bool:
-    """Whether the tensors are what the ops take, and no tracer, transform or capture is watching."""
+def is_measurable(module: Any, x: Tensor, residual: Tensor | None, empty: bool) -> bool:
+    """`is_suitable`, while no CUDA graph is captured."""
+    captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
+    return not captured and is_suitable(module, x, residual, empty)
+
+
+def is_suitable(module: Any, x: Tensor, residual: Tensor | None, empty: bool) -> bool:
+    """Whether the tensors are what the ops take, and no tracer or transform is watching."""
     if type(x) not in (Tensor, nn.Parameter) or x.device.type == "meta" or x.layout is not torch.strided:
         return False
     if x.dtype not in THRESHOLDS or x.dim() < 2 or x.is_neg() or x.shape[1] != module.num_features:
@@ -323,9 +371,7 @@ def _is_measurable(module: Any, x: Tensor, residual: Tensor | None, empty: bool)
             return False
         if t is not None and t.dtype not in (x.dtype, torch.promote_types(x.dtype, torch.float32)):
             return False
-    if _torch.transforms_active() or _torch.is_captured():
-        return False
-    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+    return not (_torch.transforms_active() or _torch.is_captured())
 
 
 def set_guard(
@@ -354,8 +400,6 @@ def set_guard(
         TypeError: ``model`` is no module.
         ValueError: a negative interval, a threshold that is not positive, or another word. Nothing has been modified.
     """
-    from inplace_abn.abn import InPlaceABN
-
     if not isinstance(model, nn.Module):
         raise TypeError(f"inplace_abn.set_guard: expected model to be a torch.nn.Module, got {type(model).__name__}")
     if interval is not None:
@@ -367,7 +411,7 @@ def set_guard(
             f"inplace_abn.set_guard: expected on_untrusted to be one of {ON_UNTRUSTED}, got {on_untrusted!r}"
         )
     for name, module in model.named_modules():
-        if isinstance(module, InPlaceABN):
+        if isinstance(module, Guarded):
             forget(module)
             module.__dict__.update(guard_threshold=threshold, on_untrusted=on_untrusted)
             if name:
@@ -387,7 +431,7 @@ _STATE = ("_guard", "_guard_generation", "_trusted")
 _SETTINGS = ("guard_interval", "guard_threshold", "on_untrusted", "_guard_name")
 
 
-def forget(module: nn.Module) -> None:
+def forget(module: Any) -> None:
     """Has the module measure again before it is trusted or not: its weights are others."""
     for name in _STATE:
         module.__dict__.pop(name, None)
