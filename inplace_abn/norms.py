@@ -16,7 +16,7 @@ from inplace_abn.settings import Settings
 PLAIN = ("plain", 0.0)
 """What is expected of a norm whose output nobody activates."""
 
-_SETTINGS = ("_overwrites", "_keeps_output", "_synchronised", "_group")
+_SETTINGS = ("_overwrites", "_keeps_output", "_fuses_residual", "_synchronised", "_group")
 _STATE = ("_expected", "_seen", "_seen_generation", "_plain_since")
 
 
@@ -34,6 +34,7 @@ class InPlaceNorm(guard.Guarded):
     """Whether nobody needs its input again."""
     _keeps_output: bool = False
     """Whether it is in place although nobody activates its output, because somebody keeps that anyway."""
+    _fuses_residual: bool = True
     _synchronised: bool = False
     _group: ProcessGroup | None = None
     _expected: tuple[str, float] | None = None
@@ -130,6 +131,17 @@ class InPlaceNorm(guard.Guarded):
             return None
         return collectives.participating_group(self._group or getattr(self, "process_group", None))
 
+    def synchronise(self, sync: bool, group: ProcessGroup | None) -> None:
+        """Has statistics be those of all ranks of ``group`` (None: the default one), or of this rank alone."""
+        if not isinstance(self, nn.SyncBatchNorm):
+            self.__dict__.update(_synchronised=sync, _group=group if sync else None)
+        elif sync and group is not None:
+            self.__dict__["_group"] = group
+
+    def activations(self) -> set[str]:
+        """Names of those that followed in this generation of the guard."""
+        return {what[0] for what in self._seen if len(what) > 1}
+
     def _expectation(self) -> tuple[str, float] | None:
         """What follows, as far as the generations before tell."""
         if self._seen_generation != guard.generation:
@@ -197,6 +209,14 @@ def converted_class(module: nn.Module) -> type[nn.Module] | None:
     return _CLASSES.get(kind)
 
 
+def is_converted(module: nn.Module) -> bool:
+    return isinstance(module, InPlaceNorm)
+
+
+def is_made_by_conversion(kind: type[nn.Module]) -> bool:
+    return kind in _CLASSES.values()
+
+
 def original_class(kind: type[nn.Module]) -> type[nn.Module]:
     """The class that a norm had before conversion."""
     return kind.__bases__[1]
@@ -237,6 +257,7 @@ def adopt(
     expected: tuple[str, float] | None = None,
     overwrites: bool = False,
     keeps_output: bool = False,
+    fuses_residual: bool = True,
     synchronised: bool = False,
 ) -> None:
     """Gives a norm the class that it has when converted."""
@@ -249,6 +270,7 @@ def adopt(
         _expected=expected,
         _overwrites=overwrites,
         _keeps_output=keeps_output,
+        _fuses_residual=fuses_residual,
         _synchronised=synchronised,
     )
 

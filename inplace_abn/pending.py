@@ -502,7 +502,12 @@ def _activated(call: Activating) -> Tensor | None:
 def _added(call: Adding) -> Tensor | None:
     """y plus what is added to it, still pending; None if that is no residual."""
     for t, other in ((call.first, call.second), (call.second, call.first)):
-        if t is other or not _is_fusible(t) or t._state.residual is not None:
+        if (
+            t is other
+            or not _is_fusible(t)
+            or t._state.residual is not None
+            or not t._state.norm.module._fuses_residual
+        ):
             continue
         if call.in_place and t is not call.first:
             return None

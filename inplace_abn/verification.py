@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from inplace_abn.abn import ABN
 from inplace_abn.example import Example, examples_of, tensors_in
+from inplace_abn.norms import InPlaceNorm
 from inplace_abn.preservation import preserved
 
 _EXACT = ("identity", "none", "relu", "leaky_relu", "elu")
@@ -131,18 +132,25 @@ def verify(
     if names[0] != names[1]:
         raise ValueError(f"inplace_abn.verify: only one model has the parameters {sorted(names[0] ^ names[1])}")
     calibrated = tolerance is None
+    actual = [_run(converted, e) for e in examples]
     if tolerance is None:
-        activations = {m.activation for m in converted.modules() if isinstance(m, ABN)}
+        activations = set[str]().union(*(run.activations for run in actual))
         tolerance = _TOLERANCE if activations <= set(_EXACT) else _TOLERANCE_AT_MINIMA
     expected = [_run(model, e) for e in examples]
     pairs = list(zip(examples, expected, strict=True))
-    result = _united([_compared(_run(converted, e), run, tolerance) for e, run in pairs])
+    result = _united([_compared(a, run, tolerance) for a, run in zip(actual, expected, strict=True)])
     if result.ok or not calibrated:
         return result
     moved = [
         _compared(_run(model, e, seed), run, tolerance) for e, run in pairs for seed in range(1, _PERTURBATIONS + 1)
     ]
     return replace(result, sensitivity=_united(moved).errors)
+
+
+def _activations(model: nn.Module) -> set[str]:
+    """What its in-place modules have activated with."""
+    fixed = {m.activation for m in model.modules() if isinstance(m, ABN)}
+    return fixed.union(*(m.activations() for m in model.modules() if isinstance(m, InPlaceNorm)))
 
 
 def _united(found: Sequence[Verification]) -> Verification:
@@ -194,6 +202,7 @@ class _Run:
     others: list[Tensor]
     """Outputs of the training step that take no part in the loss."""
     evaluated: list[Tensor]
+    activations: set[str]
 
 
 def _run(model: nn.Module, example: Example, seed: int = 0) -> _Run:
@@ -247,12 +256,13 @@ def _run(model: nn.Module, example: Example, seed: int = 0) -> _Run:
         loss.backward()
         gradients = {name: p.grad for name, p in model.named_parameters()}
         gradients |= {f"input {i}": t.grad for i, t in enumerate(inputs) if t.requires_grad}
+        activations = _activations(model)
         buffers = {name: b.detach().clone() for name, b in model.named_buffers() if b.is_floating_point()}
         model.eval()
         with torch.no_grad():
             arguments = example.map_tensors(lambda t: double(t.detach()))
             evaluated = list(tensors_in(model(*arguments.args, **arguments.kwargs)))
-    return _Run(loss.detach(), gradients, buffers, others, evaluated)
+    return _Run(loss.detach(), gradients, buffers, others, evaluated, activations)
 
 
 def _error(actual: Tensor | None, expected: Tensor | None, scale: float = 0.0) -> float:

@@ -8,15 +8,17 @@ from convertible_nets import images, make
 from foreign_nets import conv, spread
 from torch import nn
 
-from inplace_abn import InPlaceABN, convert, verify
+from inplace_abn import convert, verify
+from inplace_abn.norms import InPlaceBatchNorm2d
 
 
 def wrong_activation(model):
-    model.bn1.activation = "leaky_relu"
+    model.relu = nn.LeakyReLU()
 
 
 def wrong_sign(model):
-    model.bn1.signed_weight = False
+    with torch.no_grad():
+        model.bn1.weight.abs_()
 
 
 def wrong_weight(model):
@@ -91,7 +93,7 @@ def test_verify_follows_dropout_and_every_output():
 
     model = spread(Net())
     converted = convert(copy.deepcopy(model), images())
-    assert type(converted.body[1]) is InPlaceABN
+    assert type(converted.body[1]) is InPlaceBatchNorm2d
     assert verify(model, converted, images())
     with torch.no_grad():
         converted.b.weight[0] += 0.1
