@@ -134,6 +134,18 @@ def is_captured() -> bool:
     return torch._C._get_tracing_state() is not None or get_proxy_mode() is not None
 
 
+_tracing_state, _is_included = torch._C._get_tracing_state, torch._C._dispatch_tls_is_dispatch_key_included
+_PreDispatch = torch._C.DispatchKey.PreDispatch
+
+
+def is_watched() -> bool:
+    """Whether a dispatch mode, a tracer or a transform sees the ops that run. `is_captured` tells tracers alone, and
+    takes longer."""
+    return bool(
+        count_dispatch_modes() or _tracing_state() is not None or _is_included(_PreDispatch) or transforms_active()
+    )
+
+
 def is_checkpointed_selectively() -> bool:
     """Whether checkpointing keeps the results of some ops and skips these when it computes again."""
     modes: list[Any] = torch.utils._python_dispatch._get_current_dispatch_mode_stack()

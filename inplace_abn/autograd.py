@@ -114,7 +114,8 @@ def _unpacked(ctx: Any) -> Saved:
     from noticing; what they hand out may be a copy made in time, though, or the output itself."""
     modified = (
         "inplace_abn: the output of an in-place ABN has been modified in place, but its backward needs it. "
-        "Replace that operation by one out of place (z = z + y for z += y), or use ABN"
+        "Replace that operation by one out of place (z = z + y for z += y), use ABN, or leave the norm out of the "
+        "conversion (filter_fn)"
     )
     try:
         saved = Saved(*ctx.saved_tensors)

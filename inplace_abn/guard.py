@@ -347,13 +347,14 @@ def _running(module: Any) -> tuple[Tensor | None, Tensor | None]:
 
 
 def is_measurable(module: Any, x: Tensor, residual: Tensor | None, empty: bool) -> bool:
-    """`is_suitable`, while no CUDA graph is captured."""
-    captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
-    return not captured and is_suitable(module, x, residual, empty)
+    """`is_suitable`, while no tracer, transform or capture is watching."""
+    if not is_suitable(module, x, residual, empty) or _torch.transforms_active() or _torch.is_captured():
+        return False
+    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def is_suitable(module: Any, x: Tensor, residual: Tensor | None, empty: bool) -> bool:
-    """Whether the tensors are what the ops take, and no tracer or transform is watching."""
+    """Whether the tensors are what the ops take."""
     if type(x) not in (Tensor, nn.Parameter) or x.device.type == "meta" or x.layout is not torch.strided:
         return False
     if x.dtype not in THRESHOLDS or x.dim() < 2 or x.is_neg() or x.shape[1] != module.num_features:
@@ -366,12 +367,12 @@ def is_suitable(module: Any, x: Tensor, residual: Tensor | None, empty: bool) ->
         or residual.is_neg()
     ):
         return False
-    for t in (module.weight, module.bias, *_running(module)):
-        if t is not None and (t.device != x.device or t.shape != x.shape[1:2]):
-            return False
-        if t is not None and t.dtype not in (x.dtype, torch.promote_types(x.dtype, torch.float32)):
-            return False
-    return not (_torch.transforms_active() or _torch.is_captured())
+    device, shape = x.device, (x.shape[1],)
+    dtypes = (x.dtype, torch.float64 if x.dtype == torch.float64 else torch.float32)
+    return all(
+        t is None or (t.dtype in dtypes and t.shape == shape and t.device == device)
+        for t in (module.weight, module.bias, *_running(module))
+    )
 
 
 def set_guard(

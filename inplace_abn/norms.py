@@ -10,8 +10,9 @@ from torch import Tensor, fx, nn
 from torch.distributed import ProcessGroup
 
 from inplace_abn import _torch, checks, collectives, functions, guard
-from inplace_abn.pending import IDENTITY, Norm, Pending, can_be_taken_back, pending, plain
+from inplace_abn.pending import Pending, pending, plain
 from inplace_abn.settings import Settings
+from inplace_abn.waiting import IDENTITY, Norm, can_be_taken_back
 
 PLAIN = ("plain", 0.0)
 """What is expected of a norm whose output nobody activates."""
@@ -94,7 +95,7 @@ class InPlaceNorm(guard.Guarded):
             running_mean,
             running_var,
             momentum,
-            settings._replace(activation=applied[0], activation_param=applied[1]),
+            settings.activating(applied),
             True,
             statistics,
         )
@@ -311,12 +312,15 @@ def _momentum(module: Any) -> float | Tensor:
 def _may_wait(module: Any, x: Tensor) -> bool:
     """Whether a graph is recorded of plain tensors, and nobody watches the ops."""
     weight, bias = module.weight, module.bias
-    tensors = [t for t in (x, weight, bias) if t is not None]
-    if not any(t.requires_grad for t in tensors) or any(t.is_inference() for t in tensors):
+    if type(x) is not Tensor or _torch.is_watched() or _torch.in_forward_mode() or functions.is_disabled():
         return False
-    if _torch.count_dispatch_modes() or _torch.is_captured() or _torch.in_forward_mode() or functions.is_disabled():
-        return False
-    if type(x) is not Tensor or not 0 < module.eps < math.inf:
+    requires_grad = x.requires_grad
+    for t in (x, weight, bias):
+        if t is not None:
+            requires_grad |= t.requires_grad
+            if t.is_inference():
+                return False
+    if not requires_grad or not 0 < module.eps < math.inf:
         return False
     synchronised = module._participating() is not None
     return guard.is_suitable(module, x, None, synchronised) and _has_standard_strides(x)

@@ -51,6 +51,8 @@ def _activating(activation: str, *options: str, default: float = 0.01, in_place:
     param_name = next((name for name in options if name in ("negative_slope", "alpha")), "")
 
     def read(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Activating | None:
+        if len(args) == 1 and not param_name and (not kwargs or kwargs.keys() == {"inplace"}):
+            return Activating(args[0], activation, default, in_place or bool(kwargs.get("inplace")))
         given = _given(names, args, kwargs)
         if given is None or not all(given.get(name, 1) == 1 for name in ("scale", "input_scale")):
             return None

@@ -144,13 +144,50 @@ def test_memory_that_is_written_to_before_its_turn_is_an_error():
     net = overwriting(Net())
     x = net.conv(torch.randn(4, 3, 6, 5)) * 1.0
     torch.relu(net.bn(x * 1.0))
+    other = x.detach()
     h = net.bn(x)
-    x.mul_(2)
+    other.mul_(2)
     with pytest.raises(RuntimeError, match="overwritten and modified since"):
         torch.sigmoid(h)
+
+
+READS = {
+    "an addition": lambda x: torch.ones(4, 4, 6, 5) + x,
+    "an addition in place": lambda x: x.add_(1),
+    "a convolution": lambda x: torch.nn.functional.conv2d(x, torch.ones(1, 4, 1, 1)),
+    "a container": lambda x: torch.cat([torch.ones(4, 4, 6, 5), x]),
+    "detach": lambda x: x.detach(),
+    "numpy": lambda x: x.detach().numpy(),
+    "a hook": lambda x: x.register_hook(print),
+    "another norm": lambda x: nn.BatchNorm2d(4)(x),
+}
+
+
+@pytest.mark.parametrize("settled", [False, True])
+@pytest.mark.parametrize("read", READS)
+def test_an_overwritten_input_that_is_read_after_all_is_an_error_and_never_other_numbers(read, settled):
+    net = overwriting(Net())
+    a = torch.randn(4, 3, 6, 5, requires_grad=True)
+    torch.relu(net.bn(net.conv(a)))
+    x = net.conv(a)
+    z = net.bn(x)
+    z = torch.relu(z) if settled else z
+    assert (x.shape, x.dim(), x.dtype) == (z.shape, 4, z.dtype)
+    with pytest.raises(RuntimeError, match="Convert the model with an Example for each way"):
+        READS[read](x)
+    torch.relu(z).sum().backward()
+    assert a.grad is not None
 
 
 @pytest.mark.parametrize("name", ["relu", "silu in place", "residual", "gelu", "both norms", "squeeze and excite"])
 def test_inputs_that_nobody_needs_are_overwritten_with_the_same_results(name):
     net = Net().double()
     check(results(overwriting(net), PROGRAMS[name], 3), results(net, PROGRAMS[name], 3))
+
+
+def test_an_output_that_is_modified_before_backward_is_an_error_that_tells_what_to_do():
+    net = converted(Net())
+    z = torch.nn.functional.silu(net.bn(net.conv(torch.randn(4, 3, 6, 5))))
+    z += 1
+    with pytest.raises(RuntimeError, match="modified in place, but its backward needs it.*filter_fn"):
+        z.sum().backward()

@@ -306,3 +306,25 @@ def test_stand_in_like_has_no_memory_and_may_be_an_output_of_a_node():
         assert Made.apply(x, (t,)) is t
         (g,) = torch.autograd.grad(t, x, torch.ones_like(like))
         assert torch.equal(g, torch.ones_like(g))
+
+
+def test_is_watched():
+    seen = []
+
+    def look(x):
+        seen.append(_torch.is_watched())
+        return x * 2
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(2)
+    look(x)
+    with Mode():
+        look(x)
+    make_fx(look)(x)
+    make_fx(look, pre_dispatch=True)(x)
+    torch.jit.trace(look, x, check_trace=False)
+    torch.func.vmap(look)(x)
+    assert seen == [False, *[True] * 5]

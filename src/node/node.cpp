@@ -211,7 +211,8 @@ variable_list saved_variables(const AutogradContext* ctx) {
     TORCH_CHECK(message.find("modified by an inplace operation") == std::string::npos ||
                     message.find("InPlaceABNFunction") == std::string::npos,
                 "inplace_abn: the output of an in-place ABN has been modified in place, but its backward needs it. "
-                "Replace that operation by one out of place (z = z + y for z += y), or use ABN");
+                "Replace that operation by one out of place (z = z + y for z += y), use ABN, or leave the norm out of "
+                "the conversion (filter_fn)");
     throw;
   }
 }
