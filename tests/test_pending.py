@@ -189,5 +189,5 @@ def test_an_output_that_is_modified_before_backward_is_an_error_that_tells_what_
     net = converted(Net())
     z = torch.nn.functional.silu(net.bn(net.conv(torch.randn(4, 3, 6, 5))))
     z += 1
-    with pytest.raises(RuntimeError, match="modified in place, but its backward needs it.*filter_fn"):
+    with pytest.raises(RuntimeError, match=r"modified in place, but its backward needs it.*filter_fn"):
         z.sum().backward()
