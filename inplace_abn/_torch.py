@@ -134,7 +134,8 @@ def is_captured() -> bool:
     return torch._C._get_tracing_state() is not None or get_proxy_mode() is not None
 
 
-_tracing_state, _is_included = torch._C._get_tracing_state, torch._C._dispatch_tls_is_dispatch_key_included
+_tracing_state = torch._C._get_tracing_state
+_is_included = torch._C._dispatch_tls_is_dispatch_key_included
 _PreDispatch = torch._C.DispatchKey.PreDispatch
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from inplace_abn.findings import Finding
-from inplace_abn.recording import Recording
+from inplace_abn.findings import Activation, Finding
+from inplace_abn.recording import Recording, Save
 
 
 class Planned(NamedTuple):
@@ -20,39 +20,56 @@ class Planned(NamedTuple):
 
 def saved(recording: Recording, planned: Sequence[Planned]) -> dict[str, int]:
     """Bytes that each norm saves, by name; negative if it has more held than before. Their sum is what all save."""
+    by_storage: dict[int, list[int]] = {}
+    for i, save in enumerate(recording.saves):
+        if save.held:
+            by_storage.setdefault(save.storage, []).append(i)
     released: dict[int, str] = {}
     added: dict[int, str] = {}
     for name, finding, mode in planned:
-        for i in range(len(recording.saves)):
-            if _is_released(recording, name, finding, mode, i):
-                released.setdefault(i, name)
+        for storage in _natively_kept(finding, mode):
+            for i in by_storage.get(storage, []):
+                if _is_released(recording.saves[i], name, finding, mode):
+                    released.setdefault(i, name)
         added.update(dict.fromkeys(_kept(finding, mode), name))
-    held = [i for i, save in enumerate(recording.saves) if save.held]
-    before = {recording.saves[i].storage for i in held}
-    after = {recording.saves[i].storage for i in held if i not in released} | added.keys()
     # These are there anyway.
     elsewhere = recording.inputs | recording.state | (recording.alive - recording.outputs)
     bytes_saved = {name: 0 for name, _, _ in planned}
-    for storage in before - after - elsewhere:
-        owner = next(released[i] for i in held if recording.saves[i].storage == storage)
-        bytes_saved[owner] += recording.sizes[storage]
-    for storage in after - before - elsewhere:
-        bytes_saved[added[storage]] -= recording.sizes[storage]
+    for storage, saves in by_storage.items():
+        if storage not in added and storage not in elsewhere and all(i in released for i in saves):
+            bytes_saved[released[saves[0]]] += recording.sizes[storage]
+    for storage, name in added.items():
+        if storage not in by_storage and storage not in elsewhere:
+            bytes_saved[name] -= recording.sizes[storage]
     return bytes_saved
 
 
-def _is_released(recording: Recording, name: str, finding: Finding, mode: str, i: int) -> bool:
-    save = recording.saves[i]
-    if save.storage == finding.input and name in save.modules and save.before <= finding.call.stop:
-        return save.before >= finding.call.start
-    activation = finding.residual.activation if mode == "residual" and finding.residual else finding.activation
-    if mode == "identity" or activation is None:
+def _activation(finding: Finding, mode: str) -> Activation | None:
+    if mode == "identity":
+        return None
+    return finding.residual.activation if mode == "residual" and finding.residual else finding.activation
+
+
+def _sums(finding: Finding, mode: str) -> set[int]:
+    return {finding.output, finding.residual.total} if mode == "residual" and finding.residual else {finding.output}
+
+
+def _natively_kept(finding: Finding, mode: str) -> set[int]:
+    """Storages of which some saves may go."""
+    activation = _activation(finding, mode)
+    return {finding.input, *_sums(finding, mode), *(activation.copies if activation else ())}
+
+
+def _is_released(save: Save, name: str, finding: Finding, mode: str) -> bool:
+    if save.storage == finding.input and name in save.modules:
+        return finding.call.start <= save.before <= finding.call.stop
+    activation = _activation(finding, mode)
+    if activation is None:
         return False
     if save.storage in activation.copies:
         return True
-    sums = {finding.output, finding.residual.total} if mode == "residual" and finding.residual else {finding.output}
     # An op saves its input before it runs, and its result after.
-    return save.storage in sums and abs(save.before - activation.op) <= 1
+    return save.storage in _sums(finding, mode) and abs(save.before - activation.op) <= 1
 
 
 def _kept(finding: Finding, mode: str) -> list[int]:

@@ -105,8 +105,12 @@ def test_a_converted_random_net_is_the_original_and_saves_what_was_predicted(see
     for residual in (False, True):
         if not (plan.convertible or (residual and plan.residuals)):
             continue
-        # The example of the plan tells of this wiring alone; without one, of none.
-        assert verify(net, convert(copy.deepcopy(net), residual=residual), x, tolerance=1e-5)
+        # Without an example nobody knows of outputs that are modified in place later: an error, never other numbers.
+        try:
+            assert verify(net, convert(copy.deepcopy(net), residual=residual), x, tolerance=1e-5)
+        except RuntimeError as error:
+            assert "modified in place, but its backward needs it" in str(error)
+            assert "modified in place" in str(plan)
         converted = convert(copy.deepcopy(net), plan, residual=residual)
         # Sums of errors next to silu's minimum.
         assert verify(net, converted, x, tolerance=1e-5), str(plan)
