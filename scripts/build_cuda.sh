@@ -30,7 +30,7 @@ python scripts/check_sass.py build/nvcc.log "$(python -c "import sysconfig; prin
 
 tree=$(mktemp -d)
 trap 'rm -rf "$tree"' EXIT
-cp -r tests scripts pyproject.toml include "$tree"
+cp -r tests scripts pyproject.toml include src "$tree"
 cd "$tree"
 python -c "import torch; from inplace_abn import ops; assert ops.with_cuda; print('build_cuda: torch', torch.__version__)"
 python -m pytest --quiet --exitfirst -p no:cacheprovider -n auto \
