@@ -56,16 +56,16 @@ class Errors(NamedTuple):
 
 
 def sample(t: Tensor) -> Tensor:
-    """A copy of some of ``t``'s values, spread over batch and space: (m, channel, n) of (batch, channel, \\*)."""
-    batch, channels, *space = t.shape
-    size = max(1, math.prod(space))
-    wanted = max(1, _SAMPLE // max(1, channels))
-    samples = max(1, min(batch, wanted // size))
-    t = t.detach()[:: max(1, batch // samples)][:samples]
-    t = t.flatten(2) if space else t.unsqueeze(2)
-    # An odd step, so that the values are not all of one column of an image.
-    step = max(1, size // wanted) | 1
-    return t[:, :, ::step].clone(memory_format=torch.contiguous_format)
+    """A copy of some of ``t``'s values, spread over batch and space: (1, channel, n) of (batch, channel, \\*)."""
+    values = t.detach().flatten(2) if t.dim() > 2 else t.detach().unsqueeze(2)
+    batch, channels, size = values.shape
+    step = max(1, batch * size // max(1, _SAMPLE // max(1, channels)))
+    # Not all of one column of the images, nor of one place in all of them.
+    while math.gcd(step, size) > 1:
+        step += 1
+    places = torch.arange(0, batch * size, step, device=t.device)
+    found = values[places // max(1, size), :, places % max(1, size)]
+    return found.t().unsqueeze(0).clone(memory_format=torch.contiguous_format)
 
 
 def measured(
@@ -116,7 +116,8 @@ def _errors(moments: _Moments) -> Errors:
 
 
 def _ratio(error: Tensor, size: Tensor) -> Tensor:
-    """0 where there is no error, whatever the size."""
+    """0 where there is no error, whatever the size; infinite where only what is recovered is not finite."""
+    error = torch.where(error.isnan() & size.isfinite(), math.inf, error)
     return torch.where(error == 0, 0.0, error / size)
 
 
