@@ -35,7 +35,7 @@ def abn(
         # batch_norm takes numbers only, which tracers would keep and a device would have to be waited for.
         _update(running_mean, running_var, x, momentum)
         running_mean = running_var = None
-    momentum = momentum if isinstance(momentum, float) else 0.0
+    momentum = 0.0 if isinstance(momentum, Tensor) else float(momentum)
     y = F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
     if residual is not None:
         y = y + residual

@@ -54,3 +54,13 @@ def test_finite_values_that_are_recovered_as_infinite_cost_trust():
     error = error_of_dx(module, x, residual)
     assert not module._trusted
     assert error < 0.01
+
+
+@pytest.mark.parametrize("momentum", [0, 1, 0.3])
+def test_a_layer_that_keeps_its_input_updates_statistics_as_one_that_does_not(momentum):
+    x = torch.randn(8, 8, 16, 16) + 3
+    kept, trusted = (layer(gamma=1.0, momentum=momentum, guard_interval=0) for _ in range(2))
+    kept.__dict__["_trusted"] = False
+    kept(x.clone()), trusted(x.clone())
+    torch.testing.assert_close(kept.running_mean, trusted.running_mean)
+    torch.testing.assert_close(kept.running_var, trusted.running_var)
