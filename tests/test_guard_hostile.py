@@ -30,6 +30,49 @@ def error_of_dx(module, x, residual=None):
     return ((found[0] - found[1]).norm() / found[1].norm()).item()
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_layer_under_checkpoints_is_measured_in_every_interval(reentrant):
+    guard.generation = 0
+    module = set_guard(layer("elu"), interval=2)
+    modes = []
+    for _ in range(4):
+        leaf = torch.randn(8, 8, 16, 16).requires_grad_()
+        checkpoint(lambda t: module(t * 1), leaf, use_reentrant=reentrant).sum().backward()
+        modes.append(module._trusted)
+        guard._advance()
+        nn.init.constant_(module.weight, 10.0)
+    assert modes == [True, True, True, False]
+
+
+def test_a_layer_that_is_called_several_times_a_step_is_trusted_only_if_all_calls_can_be():
+    guard.generation = 0
+    module = set_guard(layer(gamma=0.1), interval=5)
+    for i in range(8):
+        x = torch.randn(8, 8, 16, 16).bfloat16()
+        module(x.clone().requires_grad_() * 1)
+        error = error_of_dx(module, x, 30 * torch.randn_like(x))
+        assert module._trusted == (i == 0)
+        assert error < 0.01 or i == 0
+        guard._advance()
+
+
+def test_a_layer_that_is_called_in_two_dtypes_is_judged_by_both():
+    module = set_guard(layer(gamma=0.5, beta=10.0), interval=100)
+    assert error_of_dx(module, torch.randn(8, 8, 16, 16)) < 1e-4
+    error_of_dx(module, torch.randn(8, 8, 16, 16).bfloat16())
+    guard._advance()
+    assert error_of_dx(module, torch.randn(8, 8, 16, 16).bfloat16()) < 0.01
+    assert not module._trusted
+
+
+def test_a_generation_that_never_ends_is_measured_a_few_times():
+    module = layer()
+    for _ in range(3 * guard.CALLS):
+        module(torch.randn(8, 8, 4, 4).requires_grad_() * 1)
+    assert module._guard.calls == guard.CALLS
+    assert len(module._guard.pending) < guard.CALLS
+
+
 def test_the_sample_is_of_all_images_and_of_all_places():
     batch, size = 16, 56 * 56
     which = torch.arange(batch).view(-1, 1, 1, 1).expand(batch, 64, 56, 56)
@@ -48,12 +91,41 @@ def test_an_image_unlike_the_first_one_is_seen():
     assert not module._trusted
 
 
+@pytest.mark.parametrize("values", [1, 2])
+def test_frozen_statistics_are_measured_on_a_single_value_per_channel(values):
+    module = layer(gamma=0.0, beta=1.0).eval()
+    leaf = torch.randn(values, 8).requires_grad_()
+    module(leaf * 1).backward(torch.ones(values, 8))
+    assert leaf.grad.abs().max() == 0
+    assert not module._trusted
+
+
+def test_a_first_batch_of_nan_is_followed_by_a_measurement():
+    module, x = layer("elu", 10.0), torch.randn(8, 8, 16, 16)
+    module(torch.full_like(x, torch.nan).requires_grad_() * 1)
+    assert error_of_dx(module, x) < 1e-5
+    assert not module._trusted
+
+
 def test_finite_values_that_are_recovered_as_infinite_cost_trust():
     module, x = layer("elu", 1e-3), torch.randn(8, 8, 16, 16).half()
     residual = 30 * torch.randn_like(x)
     error = error_of_dx(module, x, residual)
     assert not module._trusted
     assert error < 0.01
+
+
+def test_what_raises_raises_again_and_changes_nothing():
+    module = set_guard(layer("elu", 10.0), on_untrusted="raise")
+    x = torch.randn(8, 8, 16, 16)
+    for _ in range(2):
+        given = x.clone().requires_grad_() * 1
+        with pytest.raises(RuntimeError, match="z does not tell xhat"):
+            module(given)
+        assert torch.equal(given, x)
+        assert module.num_batches_tracked == 0
+        assert module.running_mean.abs().max() == 0
+        guard._advance()
 
 
 @pytest.mark.parametrize("momentum", [0, 1, 0.3])
@@ -64,3 +136,15 @@ def test_a_layer_that_keeps_its_input_updates_statistics_as_one_that_does_not(mo
     kept(x.clone()), trusted(x.clone())
     torch.testing.assert_close(kept.running_mean, trusted.running_mean)
     torch.testing.assert_close(kept.running_var, trusted.running_var)
+
+
+def test_a_layer_without_gradients_looks_at_its_weight_once_in_an_interval():
+    guard.generation = 0
+    module = set_guard(layer(), interval=3)
+    looked = []
+    for _ in range(6):
+        with torch.no_grad():
+            module(torch.randn(2, 8, 4, 4))
+        looked.append(module._guard.scaled_at)
+        guard._advance()
+    assert looked == [0, 0, 0, 3, 3, 3]
