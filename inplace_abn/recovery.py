@@ -5,8 +5,9 @@ activation saturates, where |beta| is much larger than |gamma|, where gamma is n
 that does to the gradients depends on dz, and is largest where dz follows xhat. Two figures say it, each relative to
 what an exact backward would have:
 
-- ``x``, of the whole layer: the error of dx that dz = xhat or dz = slope * xhat causes, whichever is larger, relative
-  to gamma / sqrt(var + eps) * dy, root mean square over all channels. Channels enter with their scale, as in dx.
+- ``x``, of the whole layer: the error of dx that dz = xhat or dz = slope * xhat causes, or either times sqrt(var + eps)
+  as where dz follows x, whichever is largest, relative to gamma / sqrt(var + eps) * dy, root mean square over all
+  channels. Channels enter with their scale, as in dx.
 - ``weight``, of each channel: the error of dweight that the worst dz causes, relative to |xhat| |dy|. The worst channel
   counts: an average would hide one whose weight is driven the wrong way.
 
@@ -107,12 +108,16 @@ class _Moments(NamedTuple):
     steep: Tensor
     weight_error: Tensor
     slope: Tensor
+    spread: Tensor
+    """Of x."""
 
 
 def _errors(moments: _Moments) -> Errors:
-    x = _ratio(moments.x_error.sum(), moments.x.sum())
-    steep = _ratio(moments.steep_error.sum(), moments.steep.sum())
-    return Errors(torch.sqrt(torch.maximum(x, steep)), torch.sqrt(_ratio(moments.weight_error, moments.slope)))
+    errors = torch.stack([moments.x_error, moments.steep_error])
+    sizes = torch.stack([moments.x, moments.steep])
+    # A channel of large variance has a small share in dx, except where its dz is as much larger.
+    layer = [_ratio((errors * share).sum(dim=1), (sizes * share).sum(dim=1)).max() for share in (1.0, moments.spread)]
+    return Errors(torch.sqrt(torch.maximum(*layer)), torch.sqrt(_ratio(moments.weight_error, moments.slope)))
 
 
 def _ratio(error: Tensor, size: Tensor) -> Tensor:
@@ -182,6 +187,7 @@ def _moments(
         *of_dx(slope * xhat),
         average((recovered_xhat * recovered - xhat * slope).square()),
         average(slope.square()) + least,
+        var.double() + settings.eps,
     )
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from inplace_abn import ABN, InPlaceABN, guard, recovery, set_guard
+from inplace_abn import ABN, InPlaceABN, figures, guard, recovery, set_guard
 
 
 def layer(activation="relu", gamma=1.0, beta=0.0, channels=8, **options):
@@ -148,3 +148,13 @@ def test_a_layer_without_gradients_looks_at_its_weight_once_in_an_interval():
         looked.append(module._guard.scaled_at)
         guard._advance()
     assert looked == [0, 0, 0, 3, 3, 3]
+
+
+@pytest.mark.parametrize(("dtype", "gamma"), [(torch.float32, 7.0), (torch.bfloat16, 20.0)])
+def test_a_channel_of_large_variance_counts_as_a_gradient_that_follows_x_makes_it_count(dtype, gamma):
+    module = layer("elu")
+    nn.init.constant_(module.weight[0], gamma)
+    x = torch.randn(8, 8, 16, 16)
+    x[:, 0] *= 1000
+    assert error_of_dx(module, (10 * x).to(dtype)) < figures.THRESHOLDS[dtype].x
+    assert not module._trusted
