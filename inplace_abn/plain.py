@@ -63,9 +63,12 @@ def kept(
     Arguments and errors are those of `inplace_abn.functions.inplace_abn`; the result is a new tensor.
     """
     scale = weight if weight is None or signed_weight else reference.gamma(weight, eps)
+    # batch_norm takes parameters of one dtype.
     if running_mean is not None:
-        # batch_norm takes parameters of one dtype.
         scale, bias = (None if t is None else t.to(running_mean.dtype) for t in (scale, bias))
+    elif scale is not None and bias is not None:
+        dtype = torch.promote_types(scale.dtype, bias.dtype)
+        scale, bias = scale.to(dtype), bias.to(dtype)
     what = (scale, bias, running_mean, running_var, training, momentum, eps, activation, activation_param, residual)
     # Compilers make better code of what writes to nothing.
     return abn(x, *what, inplace=not torch.compiler.is_compiling())

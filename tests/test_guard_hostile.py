@@ -158,3 +158,17 @@ def test_a_channel_of_large_variance_counts_as_a_gradient_that_follows_x_makes_i
     x[:, 0] *= 1000
     assert error_of_dx(module, (10 * x).to(dtype)) < figures.THRESHOLDS[dtype].x
     assert not module._trusted
+
+
+@pytest.mark.parametrize("wide", ["weight", "bias"])
+def test_a_layer_that_keeps_its_input_takes_the_dtypes_that_one_in_place_takes(wide):
+    x, results = torch.randn(8, 8, 4, 4).bfloat16(), []
+    for trusted in (True, False):
+        module = layer(gamma=0.7, track_running_stats=False, guard_interval=0).bfloat16()
+        setattr(module, wide, nn.Parameter(getattr(module, wide).detach().float()))
+        module.__dict__["_trusted"] = trusted
+        z = module(x.clone().requires_grad_() * 1)
+        z.sum().backward()
+        results.append([z, module.weight.grad, module.bias.grad])
+    for kept, in_place in zip(*results, strict=True):
+        torch.testing.assert_close(kept, in_place, rtol=0.02, atol=0.02 * in_place.abs().max().item())
