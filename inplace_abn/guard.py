@@ -11,8 +11,8 @@ Trust is lost above the threshold and regained below a quarter of it. A layer th
 keeps x, as torch does, and scales by the weight itself, also where that is within eps of zero.
 
 What is compiled, captured, traced or transformed by torch.func stays in the mode that the layer had: that would need
-the host to wait. What is computed again in a backward pass stays in the mode of the forward pass; it is measured, since
-reentrant checkpoints need gradients there only.
+the host to wait. What is computed again in a backward pass stays in the mode of the forward pass; it is measured if
+the forward pass was not, since reentrant checkpoints need gradients there only.
 """
 
 from __future__ import annotations
@@ -136,7 +136,9 @@ def look(module: Any, x: Tensor, residual: Tensor | None, empty: bool = False) -
     recovers = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     if first and not recovers:
         return Look(_scales(module, state))
-    if not first and not _torch.in_backward():
+    if not first and _torch.in_backward():
+        return Look(bool(module._trusted), due and recovers and state.measured_at != generation)
+    if not first:
         if state.measured_at != generation:
             _decide(module, state.take())
         if not due:
@@ -284,6 +286,9 @@ def _is_measurable(module: Any, x: Tensor, residual: Tensor | None, empty: bool)
         if t is not None and t.dtype not in (x.dtype, torch.promote_types(x.dtype, torch.float32)):
             return False
     if _torch.transforms_active() or _torch.is_captured():
+        return False
+    # Its calls are out of place, and it would count the measurement's ops among those that are computed again.
+    if _torch.count_dispatch_modes() > 0 and _torch.is_checkpointed_selectively():
         return False
     return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 

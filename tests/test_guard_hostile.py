@@ -4,7 +4,7 @@ a mode."""
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from inplace_abn import ABN, InPlaceABN, figures, guard, recovery, set_guard
 
@@ -172,3 +172,22 @@ def test_a_layer_that_keeps_its_input_takes_the_dtypes_that_one_in_place_takes(w
         results.append([z, module.weight.grad, module.bias.grad])
     for kept, in_place in zip(*results, strict=True):
         torch.testing.assert_close(kept, in_place, rtol=0.02, atol=0.02 * in_place.abs().max().item())
+
+
+def save_all_results(context, op, *args, **kwargs):
+    return CheckpointPolicy.PREFER_RECOMPUTE if op._schema.is_mutable else CheckpointPolicy.MUST_SAVE
+
+
+def test_a_first_call_that_is_checkpointed_selectively_has_the_gradients_of_one_that_is_not():
+    x, results = torch.randn(5, 8, 6, 7).double(), []
+    for module in (layer().double(), layer(guard_interval=0).double()):
+        leaf = x.clone().requires_grad_()
+        z = checkpoint(
+            lambda t, module=module: module(t * 1),
+            leaf,
+            use_reentrant=False,
+            context_fn=lambda: create_selective_checkpoint_contexts(save_all_results),
+        )
+        z.square().sum().backward()
+        results.append(leaf.grad)
+    torch.testing.assert_close(*results)
