@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 
 from inplace_abn import _torch, autograd, checks, collectives, gradients, guard, node, ops, ownership, plain, reference
 from inplace_abn.activations import ACTIVATIONS, check_activation
+from inplace_abn.figures import WIDTH
 from inplace_abn.gradients import values_per_channel
 from inplace_abn.kept import KeptABNFunction
 from inplace_abn.settings import Settings, check_hyperparameters
@@ -296,12 +297,14 @@ def _sync_statistics(
     what is gathered."""
     count = values_per_channel(x)
     mean, var = ops.run(ops.statistics, [], x)
-    figures = mean.new_zeros(guard.WIDTH) if watch is None else watch.figures(x).to(mean.dtype)
-    packed = torch.cat([mean, var, mean.new_full((1,), count), figures])
+    said = mean.new_zeros(WIDTH) if watch is None else watch.figures(x).to(mean.dtype)
+    packed = torch.cat([mean, var, mean.new_full((1,), count), said])
     everything = collectives.all_gather(packed, group)
-    gathered = everything[:, : -guard.WIDTH].contiguous()
+    gathered = everything[:, :-WIDTH].contiguous()
     if not torch.compiler.is_compiling() and count < 2:
         checks.check_count(x, gathered[:, -1].sum().item())
+    # Before anything is written, because it may raise.
+    trusted = watch is None or watch.trusts(everything[:, -WIDTH:])
     mean, var, _ = ops.run(
         ops.combine,
         _written(running_mean, running_var),
@@ -310,7 +313,7 @@ def _sync_statistics(
         running_var,
         *_momentum_arguments(momentum),
     )
-    return (mean, var), watch is None or watch.trusts(everything[:, -guard.WIDTH :])
+    return (mean, var), trusted
 
 
 def _out_of_place(
