@@ -205,7 +205,7 @@ class InPlaceABN(ABN):
         )
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        function = functions.inplace_abn if self._may_overwrite(x, residual) else plain.kept
+        function = functions.inplace_abn if self._may_overwrite(x, residual) else functions.kept
         return self._call(function, x, signed_weight=self.signed_weight, residual=residual)
 
     def _may_overwrite(self, x: Tensor, residual: Tensor | None) -> bool:
@@ -269,7 +269,7 @@ class InPlaceABNSync(InPlaceABN):
         if not self._is_synchronised():
             # Warns where torch.distributed is not initialised, and is local.
             if not self._may_overwrite(x, residual):
-                return self._call(plain.kept, x, **options)
+                return self._call(functions.kept, x, **options)
             return self._call(functions.inplace_abn_sync, x, group=self.group, **options)
         watch = guard.Frozen(self._trusted) if is_compiling() else guard.Watch(self, x, residual)
         return self._call(functions.inplace_abn_sync, x, group=self.group, watch=watch, **options)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -154,6 +154,28 @@ def inplace_abn_sync(
     return _forward(x, weight, bias, residual, running_mean, running_var, momentum, settings, watch)
 
 
+def kept(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    *settings: Any,
+    signed_weight: bool,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """`plain.kept` of what `inplace_abn` takes, and of nothing else: a module that keeps x for a while must not fail
+    once it does not."""
+    if not _is_plain() and not torch.compiler.is_compiling():
+        requires_grad = _requires_grad(x, weight, bias, residual)
+        _check(x, weight, bias, residual, running_mean, running_var, training, requires_grad)
+        if not _torch.transforms_active():
+            ops.run(ops.check, [], x, weight, bias, residual, running_mean, running_var)
+    tensors = (x, weight, bias, running_mean, running_var)
+    return plain.kept(*tensors, training, *settings, signed_weight=signed_weight, residual=residual)
+
+
 def _requires_grad(*tensors: Tensor | None) -> bool:
     if torch.is_grad_enabled():
         for t in tensors:
@@ -200,17 +222,10 @@ def _forward(
 ) -> Tensor:
     if _is_plain():
         return _out_of_place(x, weight, bias, residual, running_mean, running_var, momentum, settings)
-    tensors = (x, weight, bias, residual)
-    requires_grad = _requires_grad(*tensors)
+    requires_grad = _requires_grad(x, weight, bias, residual)
     compiling = torch.compiler.is_compiling()
     if not compiling:
-        if _torch.transforms_active() or _torch.in_forward_mode():
-            checks.check_transforms(tensors)
-        checks.check_tensors(
-            x, weight=weight, bias=bias, residual=residual, running_mean=running_mean, running_var=running_var
-        )
-        var = None if settings.training else running_var
-        checks.check_overwritable(x, requires_grad, weight=weight, bias=bias, residual=residual, running_var=var)
+        _check(x, weight, bias, residual, running_mean, running_var, settings.training, requires_grad)
         if settings.group is not None:
             ops.run(ops.check, [], x, weight, bias, residual, running_mean, running_var)
     if settings.training and settings.group is None:
@@ -238,6 +253,26 @@ def _forward(
     edge = gradients.input_edge(x) if settings.group is None and differentiated else None
     var = write(x.detach(), weight, bias, residual, running_mean, running_var, momentum, settings, invertible=True)
     return autograd.overwritten(x, weight, bias, residual, var, settings, edge)
+
+
+def _check(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    requires_grad: bool,
+) -> None:
+    """Refuses what the op does not see as an error."""
+    if _torch.transforms_active() or _torch.in_forward_mode():
+        checks.check_transforms((x, weight, bias, residual))
+    checks.check_tensors(
+        x, weight=weight, bias=bias, residual=residual, running_mean=running_mean, running_var=running_var
+    )
+    var = None if training else running_var
+    checks.check_overwritable(x, requires_grad, weight=weight, bias=bias, residual=residual, running_var=var)
 
 
 def _write(

@@ -266,6 +266,8 @@ def _running(module: Any) -> tuple[Tensor | None, Tensor | None]:
 
 def _is_measurable(module: Any, x: Tensor, residual: Tensor | None, empty: bool) -> bool:
     """Whether the tensors are what the ops take, and no tracer, transform or capture is watching."""
+    if _torch.transforms_active() or _torch.is_captured():
+        return False
     if type(x) not in (Tensor, nn.Parameter) or x.device.type == "meta" or x.layout is not torch.strided:
         return False
     if x.dtype not in THRESHOLDS or x.dim() < 2 or x.is_neg() or x.shape[1] != module.num_features:
@@ -285,8 +287,6 @@ def _is_measurable(module: Any, x: Tensor, residual: Tensor | None, empty: bool)
             return False
         if t is not None and t.dtype not in (x.dtype, torch.promote_types(x.dtype, torch.float32)):
             return False
-    if _torch.transforms_active() or _torch.is_captured():
-        return False
     # Its calls are out of place, and it would count the measurement's ops among those that are computed again.
     if _torch.count_dispatch_modes() > 0 and _torch.is_checkpointed_selectively():
         return False

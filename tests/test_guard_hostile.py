@@ -191,3 +191,19 @@ def test_a_first_call_that_is_checkpointed_selectively_has_the_gradients_of_one_
         z.square().sum().backward()
         results.append(leaf.grad)
     torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+def test_what_in_place_refuses_is_refused_while_the_layer_keeps_its_input(trusted):
+    module = InPlaceABN(3, activation="relu", signed_weight=True)
+    if not trusted:
+        torch.nn.init.zeros_(module.weight)
+    x = torch.randn(4, 3, 5, requires_grad=True)
+    module(x * 1)
+    assert module._trusted == trusted
+    with pytest.raises(ValueError, match="leaf"):
+        module(x)
+    with pytest.raises(RuntimeError, match="Sigmoid"):
+        module(torch.sigmoid(x))
+    with pytest.raises(ValueError, match="residual"):
+        module(x * 1, torch.randn(1, 3, 1))
