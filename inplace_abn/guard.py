@@ -18,6 +18,8 @@ the forward pass was not, since reentrant checkpoints need gradients there only.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -55,6 +57,19 @@ def _advance(*_: Any) -> None:
 
 
 register_optimizer_step_post_hook(_advance)
+
+_paused = 0
+
+
+@contextmanager
+def paused() -> Iterator[None]:
+    """As between two measurements: modes stay as they are, and nothing is measured."""
+    global _paused
+    _paused += 1
+    try:
+        yield
+    finally:
+        _paused -= 1
 
 
 class State:
@@ -121,7 +136,7 @@ def look(module: Any, x: Tensor, residual: Tensor | None, empty: bool = False) -
     """
     state: State | None = module._guard
     interval: int = module.guard_interval
-    if interval == 0:
+    if interval == 0 or _paused:
         return Look(bool(module._trusted))
     first = state is None or state.measured_at < 0
     due = first or cast(State, state).is_due(interval)

@@ -183,6 +183,16 @@ def test_a_dead_channel_of_a_relu_costs_no_trust():
     assert step(module, values(torch.bfloat16))
 
 
+def test_nothing_is_measured_while_the_guard_is_paused():
+    set_guard(module := layer("elu", 10.0), interval=1)
+    with guard.paused():
+        assert step(module)
+        advance()
+        assert step(module)
+    assert module._guard is None
+    assert not step(module)
+
+
 def test_a_batch_with_infinities_changes_nothing():
     set_guard(module := layer(), interval=1)
     assert step(module)
