@@ -14,7 +14,7 @@ using emulation::use_read;
 
 constexpr int count = 64;
 
-// Thread i has elements 2 i and 2 i + 1 of `x`; `y` lies behind a gap.
+// `x` has 2 * count - 2 elements and may be written, `y` has `count`.
 struct Operands {
   float* x;
   const float* y;
@@ -25,7 +25,8 @@ __global__ void none(int64_t first_block, Operands o) {
 }
 
 __global__ void reads_before_x(int64_t, Operands o) {
-  o.x[threadIdx.x] = o.x[static_cast<int>(threadIdx.x) - 1];
+  const int i = threadIdx.x;
+  if (i == 0) o.x[count] = o.x[i - 1];
 }
 __global__ void reads_behind_y(int64_t, Operands o) {
   o.x[threadIdx.x] = o.y[threadIdx.x + 1];
@@ -52,7 +53,7 @@ __global__ void writes_a_misaligned_vector(int64_t, Operands o) {
 __global__ void writes_a_vector_over_the_end(int64_t, Operands o) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};"
                :
-               : "l"(o.x + count), "r"(0), "r"(0), "r"(0), "r"(0)
+               : "l"(o.x + 2 * count - 4), "r"(0), "r"(0), "r"(0), "r"(0)
                : "memory");
 }
 __global__ void reads_a_misaligned_number(int64_t, Operands o) {
@@ -159,9 +160,9 @@ const Fault faults[] = {
 };
 
 std::string run(const Fault& fault) {
-  alignas(16) static float x[2 * count + 4], y[2 * count];
+  alignas(16) static float x[2 * count], y[2 * count];
   emulation::begin_call();
-  emulation::add_area({"x", x, sizeof(float), {{2 * count, 1}}, use_both});
+  emulation::add_area({"x", x, sizeof(float), {{2 * count - 2, 1}}, use_both});
   // Two rows of half of `count`, with a gap between; all of it where the kernel is to find no gap.
   const bool sliced = std::string(fault.name) == "reads_the_gap_of_a_slice";
   if (sliced) {
