@@ -108,13 +108,18 @@ def faulty_object(flags: tuple[str, ...] = CALLS) -> Object:
     return Object("faults", text, (*FLAGS, *KERNEL_FLAGS, *flags), _kernel_headers(unchanged))
 
 
-def device_objects(more: tuple[str, ...] = ()) -> list[Object]:
+def _host_objects(flags: tuple[str, ...], *patterns: str) -> list[Object]:
     headers = _texts("include/inplace_abn/*.h", "src/kernels/*.h", "tests/emulation/device/*.h")
-    flags = (*FLAGS, *more, "-O2", f"-I{HERE / 'device'}", f"-I{ROOT / 'src/kernels'}")
-    return [
-        Object(Path(name).stem, text, flags, headers)
-        for name, text in _texts("tests/emulation/device/*.cpp", "src/kernels/dispatch.cpp")
-    ]
+    all_flags = (*FLAGS, *flags, "-O2", f"-I{HERE / 'device'}", f"-I{ROOT / 'src/kernels'}")
+    return [Object(Path(name).stem, text, all_flags, headers) for name, text in _texts(*patterns)]
+
+
+def device_objects(flags: tuple[str, ...] = ()) -> list[Object]:
+    return _host_objects(flags, "tests/emulation/device/*.cpp")
+
+
+def op_objects() -> list[Object]:
+    return _host_objects((), "tests/emulation/ops/*.cpp", "src/kernels/dispatch.cpp")
 
 
 def _compile(item: Object) -> Path:
@@ -135,8 +140,9 @@ def _compile(item: Object) -> Path:
 
 
 def link(name: str, objects: list[Object], flags: tuple[str, ...] = (), jobs: int | None = None) -> Path:
-    """The library made of them, in which earlier ones provide what several have: the emulator's own, which make no calls
-    before loads and stores, come first."""
+    """The library made of them. Of functions that several have the first one's are taken: the emulator's own objects are
+    to come first, so that none of them makes calls before loads and stores, and the kernels' before the ops', so that
+    all of them do."""
     jobs = jobs or int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
     OUT.mkdir(parents=True, exist_ok=True)
     with open(OUT / f"{name}.lock", "w") as lock:
@@ -158,7 +164,7 @@ def link(name: str, objects: list[Object], flags: tuple[str, ...] = (), jobs: in
 
 
 def build() -> Path:
-    return link("device", [*device_objects(), *kernel_objects(), faulty_object()])
+    return link("device", [*device_objects(), *kernel_objects(), faulty_object(), *op_objects()])
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """Random calls of the ops on the emulated device against the package's own, which the CPU computes."""
 
+import os
 import random
 
 import pytest
 import torch
-from cases import ACTIVATIONS, DTYPES, TOLERANCE, parameters, relative_error, stats_dtype, tolerance
-from cases import needs_compiler
+from cases import ACTIVATIONS, DTYPES, needs_compiler, parameters, stats_dtype, tolerance
 from emulation import emulated
 
 from inplace_abn import ops
@@ -15,6 +15,9 @@ pytestmark = [pytest.mark.emulated, needs_compiler]
 
 EPS = 1e-5
 CASES = 60
+if os.environ.get("INPLACE_ABN_EMULATED_FEW"):
+    # What changed kernels are built with (mutate.py).
+    ACTIVATIONS, DTYPES = [("leaky_relu", 0.2)], [torch.float32, torch.bfloat16]
 CHANNELS = [1, 2, 3, 4, 5, 7, 8, 16, 17, 31, 33, 64, 100, 129, 257, 1030, 2500]
 BATCHES = [1, 1, 2, 3, 5, 8, 33, 300]
 SPACES = [(), (1,), (2,), (3,), (7,), (8, 8), (5, 5), (31,), (33,), (16, 16), (9, 7, 3), (129,), (57, 57), (3000,), (0,)]
@@ -160,7 +163,7 @@ def check(case, emulator, reuse):
         scale = value.double().norm().clamp_min(1e-3 * value.numel() ** 0.5)
         if value.dim() == 1:
             # Sums may cancel: their terms are about one each.
-            scale = scale.clamp_min((case.choose.random() * 0 + expected["z"].numel() / max(1, value.numel())) ** 0.5)
+            scale = scale.clamp_min(max(1, expected["z"].numel()) ** 0.5)
         assert (actual.double() - value.double()).norm() <= allowed * scale, (str(case), name)
         if value.dim() > 1:
             assert around(actual), (str(case), name)

@@ -103,10 +103,11 @@ std::array<Cell, shared_limit> shared_cells;
 std::vector<SharedVariable> shared_variables;
 size_t shared_bytes = 0;
 
-// NaN in every type of floating point, or anything.
+// Half of the words anything, half NaN in every type of floating point, of which no two are alike.
 void poison(char* memory, size_t bytes) {
-  for (size_t i = 0; i < bytes; i += sizeof(uint64_t)) {
-    const uint64_t bits = launch_random.next(), word = (bits & 1) != 0 ? ~uint64_t{0} : bits;
+  for (size_t i = 0; i < bytes; i += sizeof(uint32_t)) {
+    const uint64_t bits = launch_random.next();
+    const auto word = static_cast<uint32_t>((bits >> 32 & 1) != 0 ? bits | 0xfff80000 : bits);
     std::memcpy(memory + i, &word, std::min(sizeof(word), bytes - i));
   }
 }
@@ -130,9 +131,6 @@ void check_shared(const char* address, size_t bytes, bool writes) {
   const size_t offset = address - shared_memory.data();
   if (offset + bytes > shared_bytes) fail("%s %zu bytes behind shared memory", verb(writes), bytes);
   for (size_t i = offset; i < offset + bytes; ++i) {
-    if (!writes && !shared_cells[i].written_in_block()) {
-      fail("reads byte %zu of shared memory before anything was written to it", i);
-    }
     touch(shared_cells[i], writes, now.block, "shared memory", static_cast<int64_t>(i));
   }
 }

@@ -36,7 +36,6 @@ class Cell {
 
   bool written() const { return written_; }
   void set_written(bool value) { written_ = value; }
-  bool written_in_block() const { return write_.block == now.block; }
 
  private:
   static constexpr uint16_t several = 0xffff;
