@@ -102,10 +102,10 @@ def kernel_objects(
     ]
 
 
-def faulty_object(flags: tuple[str, ...] = CALLS) -> Object:
+def faulty_object(change: Callable[[str, str], str] = unchanged, flags: tuple[str, ...] = CALLS) -> Object:
     """The kernels that the emulator's own tests run."""
     text = translate((HERE / "device/faults.cu").read_text())
-    return Object("faults", text, (*FLAGS, *KERNEL_FLAGS, *flags), _kernel_headers(unchanged))
+    return Object("faults", text, (*FLAGS, *KERNEL_FLAGS, *flags), _kernel_headers(change))
 
 
 def _host_objects(flags: tuple[str, ...], *patterns: str) -> list[Object]:

@@ -160,10 +160,9 @@ def check(case, emulator, reuse):
     for name, value in expected.items():
         actual, again = (result[name] for result in results)
         assert torch.equal(actual.nan_to_num(), again.nan_to_num()), (str(case), name)
-        scale = value.double().norm().clamp_min(1e-3 * value.numel() ** 0.5)
-        if value.dim() == 1:
-            # Sums may cancel: their terms are about one each.
-            scale = scale.clamp_min(max(1, expected["z"].numel()) ** 0.5)
+        # Terms are about one each, and may cancel.
+        terms = value.numel() if value.dim() > 1 else expected["z"].numel()
+        scale = value.double().norm().clamp_min(max(1, terms) ** 0.5)
         assert (actual.double() - value.double()).norm() <= allowed * scale, (str(case), name)
         if value.dim() > 1:
             assert around(actual), (str(case), name)
