@@ -78,9 +78,9 @@ def test_more_blocks_than_a_grid_has_are_several_launches(emulator):
     assert emulator.fault("numbers_more_blocks_than_a_grid_has") == ""
 
 
-def test_devices_are_an_h100_and_smaller_ones(emulator):
+def test_devices_are_an_h100_and_others(emulator):
     assert emulator.devices()[0] == "H100"
-    assert len(emulator.devices()) == 3
+    assert len(emulator.devices()) == 4
 
 
 def test_the_sources_are_translated_without_moving_a_line():

@@ -37,7 +37,7 @@ def memory():
     return make
 
 
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", range(4))
 @pytest.mark.parametrize("shape", [(3, 8, 45), (3, 3, 5), (3, 24), (3, 5)], ids=str)
 def test_batches_may_be_further_apart_than_32_bits_count(shape, number, emulator, memory):
     emulator.set(device=number)
@@ -61,24 +61,24 @@ def test_batches_may_be_further_apart_than_32_bits_count(shape, number, emulator
         assert relative_error(actual, expected.double()) < 3e-2
 
 
-@pytest.mark.parametrize("number", [0, 1])
 @pytest.mark.parametrize("shape", [(1, 1, MANY), (MANY, 1)], ids=["one plane", "many rows"])
 @pytest.mark.parametrize("late", [0, 1], ids=["vectors", "one by one"])
-def test_there_may_be_more_elements_than_32_bits_count(late, shape, number, emulator, memory):
+def test_there_may_be_more_elements_than_32_bits_count(late, shape, emulator, memory):
     """Some blocks, the first and the last among them: none leaves the tensors."""
-    emulator.set(seed=late, device=number, sample=3)
+    emulator.set(seed=late, device=3, sample=3)
     x, residual = memory(MANY + 16)[:MANY].view(shape), memory(MANY + 16)[late : MANY + late].view(shape)
     mean, var = emulator.ops["statistics"](x)
     assert mean.item() == var.item() == 0
     bias = torch.full((1,), 3.0)
     emulator.ops["forward"](x, mean, var + 1, None, bias, residual, *TAIL, True)
-    assert x.view(-1)[0].item() == 3
+    # Which end the first block has is the kernel's affair.
+    assert 3 in (x.view(-1)[0].item(), x.view(-1)[-1].item())
 
 
-@pytest.mark.parametrize("shape", [(2**20 + 3, 1, 1), (2, 2**20 + 3, 1)], ids=["rows", "channels"])
+@pytest.mark.parametrize("shape", [(2**16 + 3, 1, 1), (2, 2**14 + 3, 1)], ids=["rows", "channels"])
 def test_a_device_with_few_multiprocessors_and_one_with_many_do_all_of_a_long_axis(shape, emulator):
     x = torch.ones(shape, dtype=torch.bfloat16)
-    for device in range(3):
+    for device in range(4):
         emulator.set(device=device, orders=1)
         mean, var = emulator.ops["statistics"](x)
         assert torch.equal(mean, torch.ones_like(mean))

@@ -340,8 +340,12 @@ AOTITorchError allocate_scratch(int64_t dims, const int64_t* sizes, const int64_
   aoti_torch_new_tensor_handle(*result, &held.tensor);
   scratch.push_back(held);
   const std::string name = "scratch memory " + std::to_string(scratch.size());
-  if (is_sampled) std::memset(data, 0, sizes[0]);
-  else poison(static_cast<char*>(data), sizes[0]);
+  if (settings().sample > 0) {
+    // What blocks that do not run would have left in it counts for nothing.
+    std::memset(data, 0, sizes[0]);
+  } else {
+    poison(static_cast<char*>(data), sizes[0]);
+  }
   add_area({name, data, granule, {{sizes[0] / granule, 1}}, use_both, true});
   return 0;
 }

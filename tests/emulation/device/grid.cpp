@@ -24,10 +24,12 @@ namespace {
 constexpr unsigned warp_lanes = 32;
 constexpr size_t most_threads = 1024, most_parameter_bytes = 4096;
 
-// An H100; a small device, on which few blocks do everything; and one whose cache holds so little that the ops go
-// through the channels of small tensors group by group.
-constexpr std::array<Properties, 3> devices{
-    {{"H100", 132, 50 << 20}, {"20 multiprocessors", 20, 2 << 20}, {"tiny cache", 2, 16 << 10}}};
+// An H100; a small device, on which few blocks do everything; one whose cache holds so little that the ops go through
+// the channels of small tensors group by group; and one so large that each block of a huge tensor has little to do.
+constexpr std::array<Properties, 4> devices{{{"H100", 132, 50 << 20},
+                                             {"20 multiprocessors", 20, 2 << 20},
+                                             {"tiny cache", 2, 16 << 10},
+                                             {"4000 multiprocessors", 4000, 1 << 30}}};
 
 enum class State { ready, at_barrier, in_shuffle, done };
 
