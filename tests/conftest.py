@@ -4,8 +4,7 @@ import os
 
 import pytest
 import torch
-from cases import needs_compiler
-from emulation import emulated
+from cases import needs_kernels
 
 from inplace_abn import functions
 
@@ -40,7 +39,7 @@ EMULATED = {"test_activations", "test_dead_positions", "test_functions", "test_o
 CPU, CUDA, EMULATION = (
     "cpu",
     pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")),
-    pytest.param("emulated", marks=[pytest.mark.emulated, needs_compiler]),
+    pytest.param("emulated", marks=[pytest.mark.emulated, *needs_kernels]),
 )
 
 
@@ -88,6 +87,8 @@ def fresh_compiler(one_thread):
 @pytest.fixture
 def device(request, monkeypatch):
     if request.param == "emulated":
+        from emulation import emulated
+
         emulated.install(monkeypatch, request.node.nodeid)
         return torch.device("cpu")
     return torch.device(request.param)

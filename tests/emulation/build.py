@@ -140,9 +140,9 @@ def _compile(item: Object) -> Path:
 
 
 def link(name: str, objects: list[Object], flags: tuple[str, ...] = (), jobs: int | None = None) -> Path:
-    """The library made of them. Of functions that several have the first one's are taken: the emulator's own objects are
-    to come first, so that none of them makes calls before loads and stores, and the kernels' before the ops', so that
-    all of them do."""
+    """The library made of them. Of functions that several have the first one's are taken: the emulator's own objects
+    are to come first, so that none of them makes calls before loads and stores, and the kernels' before the ops', so
+    that all of them do."""
     jobs = jobs or int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
     OUT.mkdir(parents=True, exist_ok=True)
     with open(OUT / f"{name}.lock", "w") as lock:

@@ -1,7 +1,7 @@
 """Changes the kernels in many small ways, one at a time, and says which changes the tests do not notice.
 
-In ``tests``: ``python -m emulation.mutate [words of a mutation's name ...]``. Kernels are built for two types of elements
-and one activation, and the tests are those that follow from them; the rest of the suite can only notice more.
+In ``tests``: ``python -m emulation.mutate [words of a mutation's name ...]``. Kernels are built for two types of
+elements and one activation, and the tests are those of this folder; the rest of the suite can only notice more.
 """
 
 from __future__ import annotations
@@ -32,6 +32,11 @@ class Outcome:
     seconds: float
 
 
+def unchanged_rest() -> list[build.Object]:
+    """The kernels for the other types of elements."""
+    return build.kernel_objects(tuple(type_ for type_ in build.TYPES if type_ not in TYPES))
+
+
 def library(name: str | None) -> Path:
     """The kernels changed as the mutation says, or as they are."""
     found = 0
@@ -47,12 +52,11 @@ def library(name: str | None) -> Path:
     kernels = build.kernel_objects(TYPES, change, FEW)
     if name is not None and found == 0:
         raise SystemExit(f"mutation {name!r} changes nothing: the kernels no longer have {MUTATIONS[name][1]!r}")
-    rest = [item for item in build.kernel_objects() if not item.name.endswith(tuple(t.split(":")[-1] for t in TYPES))]
     label = "unchanged" if name is None else "".join(c if c.isalnum() else "-" for c in name)
     # The emulator's own tests launch kernels, too.
     of_launches = name is not None and MUTATIONS[name][0] == "launch.cuh"
     faulty = build.faulty_object(change if of_launches else build.unchanged)
-    objects = [*build.device_objects(), *kernels, *rest, faulty, *build.op_objects()]
+    objects = [*build.device_objects(), *kernels, *unchanged_rest(), faulty, *build.op_objects()]
     return build.link(f"mutant-{label}", objects, jobs=1)
 
 
@@ -62,7 +66,11 @@ def try_out(name: str | None) -> Outcome:
         path = library(name)
     except RuntimeError as error:
         return Outcome(str(name), f"it does not compile: {error}", time.monotonic() - started)
-    environment = os.environ | {"INPLACE_ABN_EMULATED": str(path), "INPLACE_ABN_EMULATED_FEW": "1", "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {
+        "INPLACE_ABN_EMULATED": str(path),
+        "INPLACE_ABN_EMULATED_FEW": "1",
+        "OMP_NUM_THREADS": "1",
+    }
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow"]
     command += [str(build.HERE / test) for test in TESTS]
     try:

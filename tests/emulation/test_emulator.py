@@ -4,12 +4,12 @@ import re
 import subprocess
 
 import pytest
-import torch
-from cases import needs_compiler
+from cases import needs_kernels
+
 from emulation import build, emulated
 from emulation.translate import translate
 
-pytestmark = [pytest.mark.emulated, needs_compiler]
+pytestmark = [pytest.mark.emulated, *needs_kernels]
 
 FAULTS = {
     "reads_before_x": "thread 0: reads 4 bytes, 4 bytes before the first element of x",

@@ -4,13 +4,13 @@ import mmap
 
 import pytest
 import torch
-from cases import needs_compiler, parameters, relative_error
-from emulation import emulated
+from cases import needs_kernels, parameters, relative_error
 
+from emulation import emulated
 from inplace_abn import ops
 from inplace_abn.activations import find
 
-pytestmark = [pytest.mark.emulated, needs_compiler]
+pytestmark = [pytest.mark.emulated, *needs_kernels]
 
 FAR = 2**31 + 64
 MANY = 2**32 + 2**20 + 3

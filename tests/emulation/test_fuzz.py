@@ -5,13 +5,13 @@ import random
 
 import pytest
 import torch
-from cases import ACTIVATIONS, DTYPES, needs_compiler, parameters, stats_dtype, tolerance
-from emulation import emulated
+from cases import ACTIVATIONS, DTYPES, needs_kernels, parameters, stats_dtype, tolerance
 
+from emulation import emulated
 from inplace_abn import ops
 from inplace_abn.activations import find
 
-pytestmark = [pytest.mark.emulated, needs_compiler]
+pytestmark = [pytest.mark.emulated, *needs_kernels]
 
 EPS = 1e-5
 CASES = 60
@@ -20,7 +20,8 @@ if os.environ.get("INPLACE_ABN_EMULATED_FEW"):
     ACTIVATIONS, DTYPES = [("leaky_relu", 0.2)], [torch.float32, torch.bfloat16]
 CHANNELS = [1, 2, 3, 4, 5, 7, 8, 16, 17, 31, 33, 64, 100, 129, 257, 1030, 2500]
 BATCHES = [1, 1, 2, 3, 5, 8, 33, 300]
-SPACES = [(), (1,), (2,), (3,), (7,), (8, 8), (5, 5), (31,), (33,), (16, 16), (9, 7, 3), (129,), (57, 57), (3000,), (0,)]
+SPACES = [(), (0,), (1,), (2,), (3,), (7,), (31,), (33,), (129,), (3000,)]
+SPACES += [(5, 5), (8, 8), (16, 16), (57, 57), (9, 7, 3)]
 MOST_ELEMENTS = 1 << 14
 
 
@@ -49,7 +50,7 @@ class Case:
         """Channels before and behind, batches behind, elements by which memory starts late."""
         if not self.sliced:
             return 0, 0, 0, self.choose.choice([0, 0, 1, 3, 8])
-        return tuple(self.choose.randrange(4) for _ in range(3)) + (self.choose.randrange(9),)
+        return (*(self.choose.randrange(4) for _ in range(3)), self.choose.randrange(9))
 
     def __str__(self):
         shown = ("shape", "dtype", "activation", "param", "signed", "training", "with_residual", "affine", "rows")
@@ -93,6 +94,10 @@ def around(t):
     return bool(whole.isnan().all())
 
 
+def bits(t):
+    return t.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()])
+
+
 def run(case, run_ops, tensors, reuse):
     """Every op once; named results."""
     x, dz, residual, weight, bias, mean, var = (copy(t) for t in tensors)
@@ -116,7 +121,8 @@ def run(case, run_ops, tensors, reuse):
     results |= {"xhat": copy(xhat), "dy": copy(dy), "sum_dy": sums[0], "sum_xhat_dy": sums[1]}
     count = max(1, x.numel() // x.shape[1])
     means = (sums[0] / count, sums[1] / count) if case.training else (None, None)
-    dx = {"dy": dy, "xhat": xhat, "fresh": case.empty()}[case.choose.choice(["dy", "xhat", "fresh"]) if reuse else "fresh"]
+    over = case.choose.choice(["dy", "xhat", "fresh"]) if reuse else "fresh"
+    dx = {"dy": dy, "xhat": xhat, "fresh": case.empty()}[over]
     run_ops["backward_out"](xhat, dy, batch_var, weight, EPS, case.signed, *means, dx=dx)
     results["dx by steps"] = dx
 
@@ -159,7 +165,7 @@ def check(case, emulator, reuse):
     allowed = wide * tolerance(case.dtype, case.activation)
     for name, value in expected.items():
         actual, again = (result[name] for result in results)
-        assert torch.equal(actual.nan_to_num(), again.nan_to_num()), (str(case), name)
+        assert torch.equal(bits(actual), bits(again)), (str(case), name)
         # Terms are about one each, and may cancel.
         terms = value.numel() if value.dim() > 1 else expected["z"].numel()
         scale = value.double().norm().clamp_min(max(1, terms) ** 0.5)

@@ -33,6 +33,9 @@ emulation_switch_stacks:
 extern "C" __attribute__((visibility("hidden"))) void emulation_switch_stacks(void** from, void* to);
 #endif
 
+// Of the address sanitizer, where kernels are built with it (sanitize.py).
+extern "C" __attribute__((weak)) void __asan_unpoison_memory_region(const volatile void* begin, size_t bytes);
+
 namespace emulation {
 namespace {
 
@@ -57,6 +60,8 @@ char* make_stack(size_t bytes) {
 
 void Fiber::start(void (*entry)()) {
   if (stack_ == nullptr) stack_ = make_stack(stack_bytes);
+  // Functions that were dropped have left what guards their variables.
+  if (__asan_unpoison_memory_region != nullptr) __asan_unpoison_memory_region(stack_, stack_bytes);
 #if defined(EMULATION_USES_UCONTEXT)
   getcontext(&context_);
   context_.uc_stack.ss_sp = stack_;
