@@ -1,7 +1,8 @@
 """Changes the kernels in many small ways, one at a time, and says which changes the tests do not notice.
 
-In ``tests``: ``python -m emulation.mutate [words of a mutation's name ...]``. Kernels are built for two types of
-elements and one activation, and the tests are those of this folder; the rest of the suite can only notice more.
+In ``tests``: ``python -m emulation.mutate [words of a mutation's name ...]``. Kernels are changed for one type
+of elements and built with one activation, and the tests are those of this folder; the rest of the suite can only notice
+more.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from pathlib import Path
 from emulation import build
 from emulation.mutations import MUTATIONS
 
-TYPES = ("float", "c10::BFloat16")
+# Vectors of 4 and of 8 elements. The tests of huge tensors, and what packs two elements into a word, take the second.
+FLOAT, BFLOAT16 = ("float", "float32"), ("c10::BFloat16", "bfloat16")
 FEW = (*build.CALLS, "-DEMULATION_LEAKY_RELU_ONLY")
 TESTS = ["test_fuzz.py", "test_extents.py", "test_emulator.py"]
 # An endless loop is noticed, too.
@@ -32,13 +34,13 @@ class Outcome:
     seconds: float
 
 
-def unchanged_rest() -> list[build.Object]:
+def unchanged_rest(changed: str) -> list[build.Object]:
     """The kernels for the other types of elements."""
-    return build.kernel_objects(tuple(type_ for type_ in build.TYPES if type_ not in TYPES))
+    return build.kernel_objects(tuple(type_ for type_ in build.TYPES if type_ != changed))
 
 
-def library(name: str | None) -> Path:
-    """The kernels changed as the mutation says, or as they are."""
+def library(name: str | None, type_: str) -> Path:
+    """The kernels changed as the mutation says, or as they are, for one type of elements."""
     found = 0
 
     def change(file: str, text: str) -> str:
@@ -49,26 +51,27 @@ def library(name: str | None) -> Path:
         found += text.count(old)
         return text.replace(old, new)
 
-    kernels = build.kernel_objects(TYPES, change, FEW)
+    kernels = build.kernel_objects((type_,), change, FEW)
     if name is not None and found == 0:
         raise SystemExit(f"mutation {name!r} changes nothing: the kernels no longer have {MUTATIONS[name][1]!r}")
     label = "unchanged" if name is None else "".join(c if c.isalnum() else "-" for c in name)
     # The emulator's own tests launch kernels, too.
     of_launches = name is not None and MUTATIONS[name][0] == "launch.cuh"
     faulty = build.faulty_object(change if of_launches else build.unchanged)
-    objects = [*build.device_objects(), *kernels, *unchanged_rest(), faulty, *build.op_objects()]
+    objects = [*build.device_objects(), *kernels, *unchanged_rest(type_), faulty, *build.op_objects()]
     return build.link(f"mutant-{label}", objects, jobs=1)
 
 
 def try_out(name: str | None) -> Outcome:
     started = time.monotonic()
+    type_, dtype = BFLOAT16 if name is not None and ("32 bits" in name or "word" in name) else FLOAT
     try:
-        path = library(name)
+        path = library(name, type_)
     except RuntimeError as error:
         return Outcome(str(name), f"it does not compile: {error}", time.monotonic() - started)
     environment = os.environ | {
         "INPLACE_ABN_EMULATED": str(path),
-        "INPLACE_ABN_EMULATED_FEW": "1",
+        "INPLACE_ABN_EMULATED_FEW": dtype,
         "OMP_NUM_THREADS": "1",
     }
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow"]

@@ -17,8 +17,15 @@ SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 
 def main() -> int:
     few = [flag for flag in mutate.FEW if flag not in build.CALLS]
-    kernels = build.kernel_objects(mutate.TYPES, flags=(*SANITIZERS, *few))
-    objects = [*build.device_objects(), *kernels, *mutate.unchanged_rest(), build.faulty_object(), *build.op_objects()]
+    type_, dtype = mutate.BFLOAT16
+    kernels = build.kernel_objects((type_,), flags=(*SANITIZERS, *few))
+    objects = [
+        *build.device_objects(),
+        *kernels,
+        *mutate.unchanged_rest(type_),
+        build.faulty_object(),
+        *build.op_objects(),
+    ]
     library = build.link("sanitized", objects, SANITIZERS)
     names = ("libasan.so", "libubsan.so")
     runtimes = [
@@ -31,7 +38,7 @@ def main() -> int:
         "ASAN_OPTIONS": "detect_leaks=0",
         "UBSAN_OPTIONS": "print_stacktrace=1",
         "INPLACE_ABN_EMULATED": str(library),
-        "INPLACE_ABN_EMULATED_FEW": "1",
+        "INPLACE_ABN_EMULATED_FEW": dtype,
     }
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", str(build.HERE / "test_fuzz.py")]
     return subprocess.run([*command, *sys.argv[1:]], cwd=build.ROOT, env=environment, check=False).returncode

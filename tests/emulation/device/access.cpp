@@ -162,7 +162,7 @@ bool in_constants(const void* address) {
     if (nearest == nullptr || distance < least) nearest = &area, least = distance;
   }
   if (nearest == nullptr) fail("%s %zu bytes, but no tensor was passed", verb(writes), bytes);
-  const char* where = nearest->reaches(address) ? "between the elements of"
+  const char* where = nearest->reaches(address)  ? "between the elements of"
                       : address < nearest->begin ? "before the first element of"
                                                  : "behind the last element of";
   const int64_t distance = address < nearest->begin ? nearest->begin - address : address - nearest->end;

@@ -6,12 +6,12 @@
 // between them.
 #pragma once
 
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <string>
 #include <vector>
-
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
 namespace emulation {
 

@@ -129,7 +129,7 @@ struct Fault {
   int threads = count;
 };
 
-#define FAULT(kernel, ...) {#kernel, kernel __VA_OPT__(,) __VA_ARGS__}
+#define FAULT(kernel, ...) {#kernel, kernel __VA_OPT__(, ) __VA_ARGS__}
 const Fault faults[] = {
     FAULT(none),
     FAULT(reads_before_x),

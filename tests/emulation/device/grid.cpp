@@ -67,7 +67,8 @@ std::string short_name(const std::string& signature) {
   if (with != std::string::npos) {
     std::string instance = signature.substr(with + 7, signature.rfind(']') - with - 7);
     for (const char* prefix : {"inplace_abn_emulated::cuda::", "inplace_abn_emulated::", "{anonymous}::"}) {
-      for (size_t at; (at = instance.find(prefix)) != std::string::npos;) instance.erase(at, std::string(prefix).size());
+      for (size_t at; (at = instance.find(prefix)) != std::string::npos;)
+        instance.erase(at, std::string(prefix).size());
     }
     const size_t aliases = instance.find("; int64_t = ");
     name += " <" + instance.substr(0, aliases) + ">";
@@ -127,7 +128,8 @@ bool release_barrier() {
     for (unsigned lane = 0; lane < warp_lanes; ++lane) {
       const Thread& other = threads[warp + lane];
       if ((shuffling->mask >> lane & 1) == 0) continue;
-      if (other.state != State::in_shuffle || other.mask != shuffling->mask || other.site.line != shuffling->site.line) {
+      if (other.state != State::in_shuffle || other.mask != shuffling->mask ||
+          other.site.line != shuffling->site.line) {
         fail_for(*shuffling, "a shuffle with an absent partner", other);
         return false;
       }
@@ -215,9 +217,9 @@ void check_launch(dim3 grid, dim3 block, size_t shared, size_t parameter_bytes) 
                  "a grid of " + text(grid) + " blocks is empty or beyond 2147483647 x 65535 x 65535");
   require_launch(count > 0 && count <= most_threads && block.z <= 64,
                  "a block of " + text(block) + " threads is empty or beyond 1024, 64 in z");
-  require_launch(count <= static_cast<uint64_t>(kernel.most_threads),
-                 "a block of " + text(block) + " threads is beyond the launch bound of " +
-                     std::to_string(kernel.most_threads));
+  require_launch(
+      count <= static_cast<uint64_t>(kernel.most_threads),
+      "a block of " + text(block) + " threads is beyond the launch bound of " + std::to_string(kernel.most_threads));
   require_launch(shared <= shared_limit, std::to_string(shared) + " bytes of dynamic shared memory are beyond 48 KB");
   require_launch(parameter_bytes <= most_parameter_bytes,
                  std::to_string(parameter_bytes) + " bytes of parameters are beyond 4096");
@@ -258,8 +260,8 @@ void fail(const char* what, ...) {
   const std::string text = format(what, arguments);
   va_end(arguments);
   if (running == nullptr) throw std::runtime_error("emulated device: " + text);
-  error = kernel.name + ", block " + std::to_string(kernel.index) + ", thread " +
-          std::to_string(index_of(*running)) + ": " + text;
+  error = kernel.name + ", block " + std::to_string(kernel.index) + ", thread " + std::to_string(index_of(*running)) +
+          ": " + text;
   running->fiber.pause();
   __builtin_unreachable();
 }
@@ -307,7 +309,8 @@ uint64_t shuffle_down_bits(Site site, unsigned mask, uint64_t value, unsigned la
   for (unsigned i = 0; i < warp_lanes && complete; ++i) {
     if ((mask >> i & 1) == 0) continue;
     const Thread& other = warp[i];
-    if (index_of(other) >= thread_count) fail("a shuffle with an absent partner: the block has no thread %u", index_of(other));
+    if (index_of(other) >= thread_count)
+      fail("a shuffle with an absent partner: the block has no thread %u", index_of(other));
     complete = other.state == State::in_shuffle && other.mask == mask && other.site.line == site.line;
   }
   if (complete) {
@@ -340,8 +343,8 @@ void run_grid(dim3 grid, dim3 block, size_t dynamic_shared, void (*body)(void*),
     run_blocks(seed + order);
     const std::string difference = after.difference();
     if (!difference.empty()) {
-      throw std::runtime_error("emulated device: " + kernel.name + ": results depend on the order of blocks and threads: " +
-                               difference);
+      throw std::runtime_error("emulated device: " + kernel.name +
+                               ": results depend on the order of blocks and threads: " + difference);
     }
   }
 }

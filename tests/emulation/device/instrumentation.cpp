@@ -28,19 +28,31 @@ void check_typed(const void* address, size_t bytes, bool writes) {
 }  // namespace emulation
 
 extern "C" {
-#define EMULATION_TYPED(bytes)                                                                              \
-  void __tsan_read##bytes(void* address) { emulation::check_typed(address, bytes, false); }                 \
-  void __tsan_write##bytes(void* address) { emulation::check_typed(address, bytes, true); }                 \
-  void __tsan_unaligned_read##bytes(void* address) { emulation::check_access(address, bytes, false); }      \
-  void __tsan_unaligned_write##bytes(void* address) { emulation::check_access(address, bytes, true); }
+#define EMULATION_TYPED(bytes)                        \
+  void __tsan_read##bytes(void* address) {            \
+    emulation::check_typed(address, bytes, false);    \
+  }                                                   \
+  void __tsan_write##bytes(void* address) {           \
+    emulation::check_typed(address, bytes, true);     \
+  }                                                   \
+  void __tsan_unaligned_read##bytes(void* address) {  \
+    emulation::check_access(address, bytes, false);   \
+  }                                                   \
+  void __tsan_unaligned_write##bytes(void* address) { \
+    emulation::check_access(address, bytes, true);    \
+  }
 EMULATION_TYPED(1)
 EMULATION_TYPED(2)
 EMULATION_TYPED(4)
 EMULATION_TYPED(8)
 EMULATION_TYPED(16)
 
-void __tsan_read_range(void* address, unsigned long bytes) { emulation::check_access(address, bytes, false); }
-void __tsan_write_range(void* address, unsigned long bytes) { emulation::check_access(address, bytes, true); }
+void __tsan_read_range(void* address, unsigned long bytes) {
+  emulation::check_access(address, bytes, false);
+}
+void __tsan_write_range(void* address, unsigned long bytes) {
+  emulation::check_access(address, bytes, true);
+}
 void __tsan_init() {}
 void __tsan_func_entry(void*) {}
 void __tsan_func_exit() {}

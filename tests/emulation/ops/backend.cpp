@@ -24,11 +24,12 @@ class Call {
 
   template <typename scalar_t>
   Call& view(const char* name, const View<scalar_t>& view, unsigned uses) {
-    emulation::add_area({name,
-                         view.data,
-                         sizeof(scalar_t),
-                         {{extent_.batch, view.batch_stride}, {extent_.channels, view.channel_stride}, {extent_.space, 1}},
-                         uses});
+    emulation::add_area(
+        {name,
+         view.data,
+         sizeof(scalar_t),
+         {{extent_.batch, view.batch_stride}, {extent_.channels, view.channel_stride}, {extent_.space, 1}},
+         uses});
     return *this;
   }
   // Vectors that an op returns are its own, and fresh.
