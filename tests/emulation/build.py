@@ -11,6 +11,7 @@ import functools
 import hashlib
 import os
 import subprocess
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -133,7 +134,8 @@ def _compile(item: Object) -> Path:
                 (folder / name).write_text(text)
         source = folder / f"{item.name}.cpp"
         source.write_text(item.source)
-        unfinished = path.with_suffix(".tmp")
+        # Libraries that are built side by side may want the same object.
+        unfinished = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}.tmp")
         _run([*compiler(), *item.flags, "-c", str(source), "-o", str(unfinished)])
         unfinished.rename(path)
     return path

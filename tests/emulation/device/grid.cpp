@@ -4,6 +4,7 @@
 #include <array>
 #include <cstdarg>
 #include <cstdio>
+#include <cstring>
 #include <limits>
 #include <numeric>
 #include <set>
@@ -82,6 +83,10 @@ std::string format(const char* what, va_list arguments) {
   return text.data();
 }
 
+bool same(const Site& a, const Site& b) {
+  return a.line == b.line && std::strcmp(a.file, b.file) == 0;
+}
+
 void wait(State state, Site site) {
   running->state = state;
   running->site = site;
@@ -128,15 +133,14 @@ bool release_barrier() {
     for (unsigned lane = 0; lane < warp_lanes; ++lane) {
       const Thread& other = threads[warp + lane];
       if ((shuffling->mask >> lane & 1) == 0) continue;
-      if (other.state != State::in_shuffle || other.mask != shuffling->mask ||
-          other.site.line != shuffling->site.line) {
+      if (other.state != State::in_shuffle || other.mask != shuffling->mask || !same(other.site, shuffling->site)) {
         fail_for(*shuffling, "a shuffle with an absent partner", other);
         return false;
       }
     }
   }
   for (auto other = begin; other != end; ++other) {
-    if (other->state != State::at_barrier || other->site.line != waiting->site.line) {
+    if (other->state != State::at_barrier || !same(other->site, waiting->site)) {
       fail_for(*waiting, "a barrier that not all threads reach", *other);
       return false;
     }
@@ -311,7 +315,7 @@ uint64_t shuffle_down_bits(Site site, unsigned mask, uint64_t value, unsigned la
     const Thread& other = warp[i];
     if (index_of(other) >= thread_count)
       fail("a shuffle with an absent partner: the block has no thread %u", index_of(other));
-    complete = other.state == State::in_shuffle && other.mask == mask && other.site.line == site.line;
+    complete = other.state == State::in_shuffle && other.mask == mask && same(other.site, site);
   }
   if (complete) {
     for (unsigned i = 0; i < warp_lanes; ++i) {
