@@ -50,6 +50,10 @@ class Case:
         self.affine = choose.choice(["both", "both", "weight", "bias", "none"])
         self.agree = choose.random() < 0.6
         self.place = self._random_place()
+        if seed % 5 == 1:
+            # Rows that start at a vector, of whole vectors, but not all of them: the next channels are another's.
+            self.shape = (choose.choice([2, 3, 33]), choose.choice([8, 16, 64]), *choose.choice([(), (3,), (2, 3)]))
+            self.rows, self.agree, self.place = True, True, (0, choose.randrange(1, 4), choose.randrange(2), 0)
         self.device, self.seed = 2 if is_long else choose.randrange(4), choose.getrandbits(32)
 
     def _random_place(self):
