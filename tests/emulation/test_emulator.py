@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+import sys
 
 import pytest
 from cases import needs_kernels
@@ -97,7 +98,7 @@ def test_what_the_translation_does_not_know_is_an_error():
 
 
 @pytest.mark.slow
-def test_fibers_by_the_systems_context_switch_do_the_same(tmp_path, emulator):
+def test_fibers_by_the_systems_context_switch_do_the_same():
     """As on other processors than x86-64."""
     library = build.link("ucontext", [*build.device_objects(("-DEMULATION_UCONTEXT",)), build.faulty_object()])
     names = " ".join(FAULTS)
@@ -107,5 +108,6 @@ def test_fibers_by_the_systems_context_switch_do_the_same(tmp_path, emulator):
         "library.emulation_fault.restype = ctypes.c_char_p\n"
         f"print(*(library.emulation_fault(name.encode()).decode() for name in {names!r}.split()), sep='\\n')\n"
     )
-    done = subprocess.run(["python", "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == [emulator.fault(name) for name in FAULTS]
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    for expected, found in zip(FAULTS.values(), done.stdout.splitlines(), strict=True):
+        assert re.search(expected, found)

@@ -55,6 +55,8 @@ struct Kernel {
 
 std::array<Thread, most_threads> threads;
 unsigned thread_count = 0;
+// Since the settings were made: a seed gives the same orders again.
+uint64_t launches = 0;
 std::vector<uint16_t> ready;
 Thread* running = nullptr;
 Kernel kernel;
@@ -331,7 +333,6 @@ uint64_t shuffle_down_bits(Site site, unsigned mask, uint64_t value, unsigned la
 
 void run_grid(dim3 grid, dim3 block, size_t dynamic_shared, void (*body)(void*), void* parameters,
               size_t parameter_bytes) {
-  static uint64_t launches = 0;
   kernel = Kernel{.body = body, .parameters = parameters, .grid = grid, .block = block};
   set_parameters(parameters, parameter_bytes);
   ask_kernel();
@@ -360,6 +361,7 @@ extern "C" {
 
 EMULATION_EXPORT void emulation_set(uint64_t seed, int orders, int device, int64_t sample) {
   emulation::settings() = {seed, orders, device, sample};
+  emulation::launches = 0;
 }
 
 EMULATION_EXPORT const char* emulation_device_name(int index) {
