@@ -204,7 +204,7 @@ class InPlaceABN(guard.Guarded, ABN):
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         options: dict[str, Any] = {"signed_weight": self.signed_weight, "residual": residual}
         if not self._trusts(x, residual):
-            return self._call(plain.kept, x, **options)
+            return self._call(functions.kept, x, keep_input=self.keep_input, **options)
         return self._call(functions.inplace_abn, x, keep_input=self.keep_input, **options)
 
     def _trusts(self, x: Tensor, residual: Tensor | None) -> bool:
@@ -269,7 +269,7 @@ class InPlaceABNSync(InPlaceABN):
         if not self._is_synchronised():
             # Warns where torch.distributed is not initialised, and is local.
             if not self._trusts(x, residual):
-                return self._call(plain.kept, x, **options)
+                return self._call(functions.kept, x, keep_input=self.keep_input, **options)
             options["keep_input"] = self.keep_input
             return self._call(functions.inplace_abn_sync, x, group=self.group, **options)
         watch = guard.Frozen(self._trusted) if is_compiling() else guard.Watch(self, x, residual)

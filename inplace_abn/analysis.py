@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from inplace_abn import guard, norms, recovery
+from inplace_abn import norms, recovery
 from inplace_abn.example import examples_of
+from inplace_abn.figures import THRESHOLDS
 from inplace_abn.findings import Finding, examine, examine_residual
 from inplace_abn.plan import Layer, Plan, Residual
 from inplace_abn.prediction import Planned, saved
@@ -268,7 +269,7 @@ def _note(module: nn.Module, activation: str, param: float, dtype: torch.dtype) 
         small = int((weight.detach().abs() < eps).sum())
         if small:
             return f"in place once its weights have grown: {small} of {len(weight)} are within eps of zero"
-    threshold = guard.THRESHOLDS.get(dtype)
+    threshold = THRESHOLDS.get(dtype)
     errors = recovery.predicted(weight, bias, dtype, activation, param, eps)  # type: ignore[arg-type]
     if threshold is None or not threshold.exceeded(errors.x.item(), errors.weight.max().item()):
         return ""

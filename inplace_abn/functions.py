@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 
 from inplace_abn import _torch, autograd, checks, collectives, gradients, guard, node, ops, ownership, plain, reference
 from inplace_abn.activations import ACTIVATIONS, check_activation
+from inplace_abn.figures import WIDTH
 from inplace_abn.gradients import values_per_channel
 from inplace_abn.kept import KeptABNFunction
 from inplace_abn.settings import Settings, check_hyperparameters
@@ -160,6 +161,29 @@ def inplace_abn_sync(
     return _forward(x, weight, bias, residual, running_mean, running_var, momentum, settings, watch, keep_input)
 
 
+def kept(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    *settings: Any,
+    signed_weight: bool,
+    residual: Tensor | None = None,
+    keep_input: bool = False,
+) -> Tensor:
+    """`plain.kept` of what `inplace_abn` takes, and of nothing else: a module that keeps x for a while must not fail
+    once it does not."""
+    if not _is_plain() and not torch.compiler.is_compiling():
+        requires_grad = _requires_grad(x, weight, bias, residual)
+        _check(x, weight, bias, residual, running_mean, running_var, training, requires_grad, keep_input)
+        if not _torch.transforms_active():
+            ops.run(ops.check, [], x, weight, bias, residual, running_mean, running_var)
+    tensors = (x, weight, bias, running_mean, running_var)
+    return plain.kept(*tensors, training, *settings, signed_weight=signed_weight, residual=residual)
+
+
 def _requires_grad(*tensors: Tensor | None) -> bool:
     if torch.is_grad_enabled():
         for t in tensors:
@@ -212,20 +236,10 @@ def _forward(
 ) -> Tensor:
     if _is_plain():
         return _out_of_place(x, weight, bias, residual, running_mean, running_var, momentum, settings)
-    tensors = (x, weight, bias, residual)
-    requires_grad = _requires_grad(*tensors)
+    requires_grad = _requires_grad(x, weight, bias, residual)
     compiling = torch.compiler.is_compiling()
     if not compiling:
-        if _torch.transforms_active() or _torch.in_forward_mode():
-            checks.check_transforms(tensors)
-        checks.check_tensors(
-            x, weight=weight, bias=bias, residual=residual, running_mean=running_mean, running_var=running_var
-        )
-        if requires_grad:
-            var = None if settings.training else running_var
-            checks.check_saved(weight=weight, bias=bias, residual=residual, running_var=var)
-        if not keep_input:
-            checks.check_overwritable(x, requires_grad)
+        _check(x, weight, bias, residual, running_mean, running_var, settings.training, requires_grad, keep_input)
         if settings.group is not None:
             ops.run(ops.check, [], x, weight, bias, residual, running_mean, running_var)
     if settings.training and settings.group is None:
@@ -282,6 +296,29 @@ def calibrate() -> None:
     """Before the first graph is built: observes what leaves backward alone with memory."""
     if not ownership.is_calibrated():
         ownership.calibrate(_observe_sole_holders)
+
+
+def _check(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    requires_grad: bool,
+    keep_input: bool,
+) -> None:
+    """Refuses what the op does not see as an error."""
+    if _torch.transforms_active() or _torch.in_forward_mode():
+        checks.check_transforms((x, weight, bias, residual))
+    checks.check_tensors(
+        x, weight=weight, bias=bias, residual=residual, running_mean=running_mean, running_var=running_var
+    )
+    if requires_grad:
+        checks.check_saved(weight=weight, bias=bias, residual=residual, running_var=None if training else running_var)
+    if not keep_input:
+        checks.check_overwritable(x, requires_grad)
 
 
 def attached(
@@ -383,12 +420,14 @@ def sync_statistics(
     what is gathered."""
     count = values_per_channel(x)
     mean, var = ops.run(ops.statistics, [], x)
-    figures = mean.new_zeros(guard.WIDTH) if watch is None else watch.figures(x).to(mean.dtype)
-    packed = torch.cat([mean, var, mean.new_full((1,), count), figures])
+    said = mean.new_zeros(WIDTH) if watch is None else watch.figures(x).to(mean.dtype)
+    packed = torch.cat([mean, var, mean.new_full((1,), count), said])
     everything = collectives.all_gather(packed, group)
-    gathered = everything[:, : -guard.WIDTH].contiguous()
+    gathered = everything[:, :-WIDTH].contiguous()
     if not torch.compiler.is_compiling() and count < 2:
         checks.check_count(x, gathered[:, -1].sum().item())
+    # Before anything is written, because it may raise.
+    trusted = watch is None or watch.trusts(everything[:, -WIDTH:])
     mean, var, _ = ops.run(
         ops.combine,
         present(running_mean, running_var),
@@ -397,7 +436,7 @@ def sync_statistics(
         running_var,
         *momentum_arguments(momentum),
     )
-    return (mean, var), watch is None or watch.trusts(everything[:, -guard.WIDTH :])
+    return (mean, var), trusted
 
 
 def _out_of_place(

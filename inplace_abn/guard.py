@@ -2,23 +2,24 @@
 
 The rule is deterministic, so that the same seed gives the same bits. Generations count optimizer steps, of all
 optimizers of the process. A layer measures at the first generation that it sees and once in every ``guard_interval``
-generations, on a sample of the batch that it is given, before that is overwritten. Its mode is constant within a
-generation, so that micro-batches and the computing again of checkpoints agree, and changes at the next one, from a
-figure whose copy was started when it was measured. Only the first measurement of a layer is waited for: its first step
-must be right, too.
+generations, in the first calls of that generation, which may be of several inputs, each on a sample of the batch that
+it is given, before that is overwritten. Its mode is constant within a generation, so that micro-batches and the
+computing again of checkpoints agree, and changes at the next one, from figures whose copies were started when they were
+measured. Only the first measurement of a layer is waited for: its first step must be right, too.
 
 Trust is lost above the threshold and regained below a quarter of it. A layer that is not trusted is `plain.kept`: it
 keeps x, as torch does, and scales by the weight itself, also where that is within eps of zero.
 
-What is compiled, captured or traced stays in the mode that the layer had: that would need the host to wait. What is
-computed again in a backward pass stays in the mode of the forward pass.
+What is compiled, captured, traced or transformed by torch.func stays in the mode that the layer had: that would need
+the host to wait. What is computed again in a backward pass stays in the mode of the forward pass; it is measured if
+the forward pass was not, since reentrant checkpoints need gradients there only.
 """
 
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -26,33 +27,23 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from inplace_abn import _torch, ops, recovery
+from inplace_abn.figures import (
+    THRESHOLDS,
+    Figures,
+    Threshold,
+    are_known,
+    described,
+    fetched,
+    no_figures,
+    packed,
+    unpacked,
+    worst,
+)
 from inplace_abn.settings import Settings
 
-
-class Threshold(NamedTuple):
-    """Errors above which trust is lost."""
-
-    x: float
-    """Of dx over the layer."""
-    weight: float
-    """Of the worst channel's dweight."""
-
-    def exceeded(self, x: float, weight: float) -> bool:
-        return x > self.x or weight > self.weight
-
-
-THRESHOLDS = {
-    torch.bfloat16: Threshold(6 * 2.0**-8, 2.0**-4),
-    torch.float16: Threshold(2.0**-6, 2.0**-4),
-    torch.float32: Threshold(2.0**-14, 2.0**-10),
-    torch.float64: Threshold(2.0**-30, 2.0**-20),
-}
-"""For dx 6, 32, 2**10 and 2**23 unit roundoffs. Typical parameters give 0.5 to 2 of them; next to the minimum of silu
-and hardswish, where errors grow as roundoff to the 3/4, 4.5 in bfloat16, 12 in float16 and 200 in float32
-(``scripts/fidelity.py``). dweight is given more room: its figure is of the worst dz, that of a real one is smaller by
-the root of the values that are summed, and among many channels there is always one whose gamma is small."""
-HYSTERESIS = 4.0
 ON_UNTRUSTED = ("fallback", "warn", "raise")
+CALLS = 8
+"""Calls of a generation that are measured at most: where no optimizer steps, a generation never ends."""
 
 generation = 0
 """Steps that optimizers of this process have taken."""
@@ -67,25 +58,18 @@ def _advance(*_: Any) -> None:
 
 register_optimizer_step_post_hook(_advance)
 
+_paused = 0
 
-class Figures(NamedTuple):
-    """What a measurement found, as numbers."""
 
-    x: float
-    """`recovery.Errors.x`."""
-    weight: float
-    """The largest of `recovery.Errors.weight`, or 0 where there is no weight."""
-    channel: int
-    least: float
-    """The smallest magnitude of a signed weight, in units of eps below which it would scale by eps."""
-
-    def trusted(self, before: bool, threshold: Threshold) -> bool:
-        """Whether the layer is to be trusted that was ``before``. Figures of a batch with infinities or NaN change
-        nothing."""
-        if math.isnan(self.x) or math.isnan(self.weight) or math.isnan(self.least):
-            return before
-        room = 1.0 if before else HYSTERESIS
-        return not threshold.exceeded(room * self.x, room * self.weight) and self.least >= room
+@contextmanager
+def paused() -> Iterator[None]:
+    """As between two measurements: modes stay as they are, and nothing is measured."""
+    global _paused
+    _paused += 1
+    try:
+        yield
+    finally:
+        _paused -= 1
 
 
 class State:
@@ -93,32 +77,43 @@ class State:
 
     def __init__(self) -> None:
         self.measured_at = -1
+        self.calls = 0
         self.scaled_at = -1
         self.scales = True
-        self.pending: tuple[Tensor, torch.Event | None, torch.dtype] | None = None
+        self.pending: list[tuple[Tensor, torch.Event | None, torch.dtype]] = []
 
-    def take(self) -> tuple[Figures, torch.dtype] | None:
+    def is_due(self, interval: int) -> bool:
+        """Whether calls of this generation are measured, of a layer that has been."""
+        if self.measured_at == generation:
+            return self.calls < CALLS
+        return _has_passed(self.measured_at, interval)
+
+    def keep(self, figures: Tensor, dtype: torch.dtype, waited: bool) -> None:
+        """Keeps the figures of a call; those of an earlier generation are forgotten."""
+        if self.measured_at != generation:
+            self.measured_at, self.calls, self.pending = generation, 0, []
+        self.calls += 1
+        self.pending.append((*((figures, None) if waited else fetched(figures)), dtype))
+
+    def take(self) -> list[tuple[Figures, torch.dtype]]:
         """The figures that wait to be looked at, once."""
-        if self.pending is None:
-            return None
-        packed, event, dtype = self.pending
-        if event is not None:
-            event.synchronize()
-        self.pending = None
-        return _figures(packed), dtype
+        pending, self.pending = self.pending, []
+        for _, event, _ in pending:
+            if event is not None:
+                event.synchronize()
+        return [(unpacked(figures), dtype) for figures, _, dtype in pending]
 
     def __getstate__(self) -> dict[str, Any]:
         """Events cannot be copied, so their figures are waited for."""
-        state = dict(vars(self))
-        if self.pending is not None and self.pending[1] is not None:
-            self.pending[1].synchronize()
-            state["pending"] = (self.pending[0], None, self.pending[2])
-        return state
+        for _, event, _ in self.pending:
+            if event is not None:
+                event.synchronize()
+        return vars(self) | {"pending": [(figures, None, dtype) for figures, _, dtype in self.pending]}
 
 
-def _figures(packed: Tensor) -> Figures:
-    x, weight, channel, least = packed.tolist()
-    return Figures(x, weight, int(channel), least)
+def _has_passed(since: int, interval: int) -> bool:
+    """Whether a multiple of the interval has come; a generation that is to come is another process's."""
+    return since > generation or generation // interval > since // interval
 
 
 class Guarded:
@@ -154,34 +149,43 @@ def look(module: Any, x: Tensor, residual: Tensor | None, empty: bool = False) -
         x, residual: its arguments, which need not be valid; nothing is measured on what is not.
         empty: whether a share of the batch counts that has no values to measure.
     """
-    if module.guard_interval == 0 or not is_measurable(module, x, residual, empty):
-        return Look(bool(module._trusted))
     state: State | None = module._guard
+    interval: int = module.guard_interval
+    if interval == 0 or _paused:
+        return Look(bool(module._trusted))
+    first = state is None or state.measured_at < 0
+    due = first or cast(State, state).is_due(interval)
+    if not due and not cast(State, state).pending:
+        module.__dict__["_guard_generation"] = generation
+        return Look(bool(module._trusted))
+    if not is_measurable(module, x, residual, empty):
+        return Look(bool(module._trusted))
     if state is None:
         state = module.__dict__["_guard"] = State()
-    weight = module.weight
-    first, interval = state.measured_at < 0, module.guard_interval
-    due = first or state.measured_at > generation or generation // interval > state.measured_at // interval
-    tensors = (x, weight, module.bias, residual)
+    tensors = (x, module.weight, module.bias, residual)
     recovers = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     if first and not recovers:
-        return Look(_scales(module, state, weight))
+        return Look(_scales(module, state))
     if not first and _torch.in_backward():
-        return Look(bool(module._trusted))
-    if not first and state.measured_at != generation:
-        _settle(module, state)
-    if recovers or not due:
-        module.__dict__["_guard_generation"] = generation
+        return Look(bool(module._trusted), due and recovers and state.measured_at != generation)
+    if not first:
+        if state.measured_at != generation:
+            _decide(module, state.take())
+        if not due:
+            module.__dict__["_guard_generation"] = generation
     return Look(bool(module._trusted), due and recovers, first)
 
 
 def take(module: Any, figures: Tensor, first: bool, dtype: torch.dtype) -> bool:
-    """Keeps what was measured for the next generation; the first time it is waited for and decides at once."""
+    """Keeps what was measured for the next generation; the first time it is waited for and decides at once. A batch
+    with infinities or NaN tells nothing, and the next call is the first."""
     state: State = module._guard
-    state.measured_at = generation
-    state.pending = *((figures, None) if first else _fetched(figures)), dtype
+    state.keep(figures, dtype, waited=first)
     if first:
-        _settle(module, state)
+        found = state.take()
+        _decide(module, found)
+        if found[0][0].unknown:
+            state.measured_at = -1
     return bool(module._trusted)
 
 
@@ -189,10 +193,6 @@ def trusts(module: Any, x: Tensor, residual: Tensor | None) -> bool:
     """Whether an in-place module may run in place in this generation, on this x. Arguments are those of `look`."""
     looked = look(module, x, residual)
     return take(module, measure(module, x, residual), looked.first, x.dtype) if looked.due else looked.trusted
-
-
-WIDTH = 4
-"""Figures of a rank."""
 
 
 class Frozen:
@@ -203,23 +203,28 @@ class Frozen:
 
     def figures(self, x: Tensor) -> Tensor:
         """Those of a rank that has not measured; float64 of shape (4,)."""
-        return torch.tensor([0.0, 0.0, 0.0, math.inf], dtype=torch.float64, device=x.device)
+        return no_figures(x.device)
 
     def trusts(self, gathered: Tensor) -> bool:
         return self.trusted
 
 
 class Watch(Frozen):
-    """The guard of one synchronised call, whose figures travel with the statistics."""
+    """The guard of one synchronised call, whose figures travel with the statistics.
+
+    Where no rank has several values, there is nothing to measure by, and hardly anything to keep: x is kept.
+    """
 
     def __init__(self, module: Any, x: Tensor, residual: Tensor | None) -> None:
         self.module, self.residual, self.dtype = module, residual, x.dtype
         self.look = look(module, x, residual, empty=True)
+        self.measures = False
         super().__init__(self.look.trusted)
 
     def figures(self, x: Tensor) -> Tensor:
         """This rank's, of its own statistics; float64 of shape (4,)."""
-        if not self.look.due or x.numel() <= x.shape[1]:
+        self.measures = self.look.due and x.numel() > x.shape[1]
+        if not self.measures:
             return super().figures(x)
         return measure(self.module, x, self.residual)
 
@@ -227,26 +232,19 @@ class Watch(Frozen):
         """Whether the call may be in place, from all ranks' figures, (ranks, 4)."""
         if not self.look.due:
             return self.look.trusted
-        x, weight, channel, least = gathered.double().unbind(dim=1)
-        worst, rank = weight.max(dim=0)
-        figures = torch.stack([x.max(), worst, channel[rank], least.min()])
-        return take(self.module, figures, self.look.first, self.dtype)
+        # A rank that has not measured waits for the device, as it does for the count.
+        if not self.measures and not are_known(gathered):
+            return False
+        return take(self.module, worst(gathered), self.look.first, self.dtype)
 
 
-def _scales(module: Any, state: State, weight: Tensor | None) -> bool:
-    """Whether a layer scales by its weight, which alone matters where nothing is recovered. Looked at once in a
-    generation, until the layer is measured."""
-    if state.scaled_at != generation:
-        state.scaled_at = generation
+def _scales(module: Any, state: State) -> bool:
+    """Whether a layer scales by its weight, which alone matters where nothing is recovered. Looked at once in an
+    interval, until the layer is measured."""
+    if state.scaled_at < 0 or _has_passed(state.scaled_at, module.guard_interval):
+        state.scaled_at, weight = generation, module.weight
         state.scales = weight is None or not module.signed_weight or bool((weight.detach().abs() >= module.eps).all())
     return state.scales
-
-
-def _settle(module: Any, state: State) -> None:
-    """Changes the mode to what the last measurement asks for."""
-    found = state.take()
-    if found is not None:
-        _decide(module, *found)
 
 
 def measure(module: Any, x: Tensor, residual: Tensor | None) -> Tensor:
@@ -292,52 +290,28 @@ def observe(module: Any, x: Tensor) -> Observation:
     return Observation(sample, mean, var, module.weight, module.bias, module.eps, module.signed_weight, training)
 
 
-def packed(errors: recovery.Errors, weight: Tensor | None, settings: Settings) -> Tensor:
-    """`Figures` in one tensor."""
-    if weight is None:
-        zero = torch.zeros_like(errors.x)
-        return torch.stack([errors.x, zero, zero, zero + math.inf])
-    worst, channel = errors.weight.max(dim=0)
-    least = torch.full_like(worst, math.inf)
-    if settings.signed_weight:
-        # In the weight's dtype, as the kernels and `trusts` compare.
-        least = (weight.detach().abs().min() / settings.eps).double()
-    return torch.stack([errors.x, worst, channel.double(), least])
-
-
-def _fetched(packed: Tensor) -> tuple[Tensor, torch.Event | None]:
-    """A copy on the host that arrives at the event."""
-    if packed.is_cpu:
-        return packed, None
-    host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=packed.is_cuda)
-    host.copy_(packed, non_blocking=True)
-    event = torch.Event(packed.device)
-    event.record()
-    return host, event
-
-
-def _decide(module: Any, figures: Figures, dtype: torch.dtype) -> None:
-    before = bool(module._trusted)
-    given = module.guard_threshold
-    threshold = THRESHOLDS[dtype] if given is None else Threshold(given, given)
-    now = figures.trusted(before, threshold)
+def _decide(module: Any, found: list[tuple[Figures, torch.dtype]]) -> None:
+    """Changes the mode to what the figures of a generation ask for."""
+    before, given = bool(module._trusted), module.guard_threshold
+    now, told = before, ""
+    for figures, dtype in found:
+        threshold = THRESHOLDS[dtype] if given is None else Threshold(given, given)
+        now, told = figures.trusted(before, threshold), described(figures, threshold)
+        if not now:
+            break
     if now == before:
         return
-    module.__dict__["_trusted"] = now
     name = module.__dict__.get("_guard_name") or f"{type(module).__name__}({module.extra_repr()})"
-    if now:
-        _logger.info("%s: z tells xhat again (%s); it runs in place", name, _described(figures, threshold))
-        return
-    text = f"{name}: z does not tell xhat ({_described(figures, threshold)}); it keeps its input, as torch does"
-    if module.on_untrusted == "raise":
+    text = f"{name}: z does not tell xhat ({told}); it keeps its input, as torch does"
+    if not now and module.on_untrusted == "raise":
+        # As if it had not been looked at, so that the next call raises, too.
+        forget(module)
         raise RuntimeError(f"inplace_abn: {text}")
-    _logger.log(logging.WARNING if module.on_untrusted == "warn" else logging.INFO, "%s", text)
-
-
-def _described(figures: Figures, threshold: Threshold) -> str:
-    text = f"error of dx {figures.x:.2g}, of dweight {figures.weight:.2g} in channel {figures.channel}, "
-    text += f"trusted up to {threshold.x:.2g} and {threshold.weight:.2g}"
-    return text + (f"; a weight is {figures.least:.2g} eps" if figures.least < HYSTERESIS else "")
+    module.__dict__["_trusted"] = now
+    if now:
+        _logger.info("%s: z tells xhat again (%s); it runs in place", name, told)
+    else:
+        _logger.log(logging.WARNING if module.on_untrusted == "warn" else logging.INFO, "%s", text)
 
 
 def _running(module: Any) -> tuple[Tensor | None, Tensor | None]:
@@ -348,7 +322,10 @@ def _running(module: Any) -> tuple[Tensor | None, Tensor | None]:
 
 def is_measurable(module: Any, x: Tensor, residual: Tensor | None, empty: bool) -> bool:
     """`is_suitable`, while no tracer, transform or capture is watching."""
-    if not is_suitable(module, x, residual, empty) or _torch.transforms_active() or _torch.is_captured():
+    if _torch.transforms_active() or _torch.is_captured() or not is_suitable(module, x, residual, empty):
+        return False
+    # Its calls are out of place, and it would count the measurement's ops among those that are computed again.
+    if _torch.count_dispatch_modes() > 0 and _torch.is_checkpointed_selectively():
         return False
     return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
@@ -359,7 +336,9 @@ def is_suitable(module: Any, x: Tensor, residual: Tensor | None, empty: bool) ->
         return False
     if x.dtype not in THRESHOLDS or x.dim() < 2 or x.is_neg() or x.shape[1] != module.num_features:
         return False
-    if x.numel() <= x.shape[1] and not empty:
+    buffers = _running(module)
+    training = module.training or any(t is None for t in buffers)
+    if not empty and x.numel() <= (x.shape[1] if training else 0):
         return False
     if residual is not None and (
         type(residual) not in (Tensor, nn.Parameter)
@@ -367,12 +346,12 @@ def is_suitable(module: Any, x: Tensor, residual: Tensor | None, empty: bool) ->
         or residual.is_neg()
     ):
         return False
-    device, shape = x.device, (x.shape[1],)
-    dtypes = (x.dtype, torch.float64 if x.dtype == torch.float64 else torch.float32)
-    return all(
-        t is None or (t.dtype in dtypes and t.shape == shape and t.device == device)
-        for t in (module.weight, module.bias, *_running(module))
-    )
+    for t in (module.weight, module.bias, *buffers):
+        if t is not None and (t.device != x.device or t.shape != x.shape[1:2]):
+            return False
+        if t is not None and t.dtype not in (x.dtype, torch.promote_types(x.dtype, torch.float32)):
+            return False
+    return True
 
 
 def set_guard(

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from inplace_abn import guard
 from inplace_abn.analysis import analyze
 from inplace_abn.convert import convert
 from inplace_abn.example import Example, examples_of, tensors_in
@@ -109,7 +110,8 @@ def measure(model: nn.Module, /, *example: Any, tick: Callable[[], None] | None 
                 torch.cuda.reset_peak_memory_stats()
                 start = torch.cuda.memory_allocated()
             activities = [torch.profiler.ProfilerActivity.CPU]
-            with torch.profiler.profile(profile_memory=True, activities=activities) as profile:
+            # Few steps are of those in which the guard measures.
+            with guard.paused(), torch.profiler.profile(profile_memory=True, activities=activities) as profile:
                 loss = _loss(model, first)
                 held = torch.cuda.memory_allocated() - start if cuda else 0
                 with torch.profiler.record_function(_BACKWARD):

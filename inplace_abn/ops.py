@@ -120,7 +120,7 @@ def run(op: Any, written: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
 _library = torch.library.Library("inplace_abn", "IMPL")
 
 
-def _bump_versions(op: Any) -> None:
+def _bump_versions(library: torch.library.Library, op: Any) -> None:
     """Has calls of ``op`` from elsewhere bump the version counters of what its schema says is written."""
     arguments = list(enumerate(op._schema.arguments))
     mutated = [(i, a) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
@@ -136,7 +136,7 @@ def _bump_versions(op: Any) -> None:
         increment_version([t for t in written if t is not None])
         return result
 
-    _library.impl(op._name, call, "ADInplaceOrView", with_keyset=True)
+    library.impl(op._name, call, "ADInplaceOrView", with_keyset=True)
 
 
 for _op in (
@@ -153,7 +153,7 @@ for _op in (
     local_backward,
     check,
 ):
-    _bump_versions(_op)
+    _bump_versions(_library, _op)
 
 
 # What the kernels check of shapes, dtypes and devices, for calls that are traced instead of computed.

@@ -35,7 +35,7 @@ def abn(
         # batch_norm takes numbers only, which tracers would keep and a device would have to be waited for.
         _update(running_mean, running_var, x, momentum)
         running_mean = running_var = None
-    momentum = momentum if isinstance(momentum, float) else 0.0
+    momentum = 0.0 if isinstance(momentum, Tensor) else float(momentum)
     y = F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
     if residual is not None:
         y = y + residual
@@ -63,9 +63,12 @@ def kept(
     Arguments and errors are those of `inplace_abn.functions.inplace_abn`; the result is a new tensor.
     """
     scale = weight if weight is None or signed_weight else reference.gamma(weight, eps)
+    # batch_norm takes parameters of one dtype.
     if running_mean is not None:
-        # batch_norm takes parameters of one dtype.
         scale, bias = (None if t is None else t.to(running_mean.dtype) for t in (scale, bias))
+    elif scale is not None and bias is not None:
+        dtype = torch.promote_types(scale.dtype, bias.dtype)
+        scale, bias = scale.to(dtype), bias.to(dtype)
     what = (scale, bias, running_mean, running_var, training, momentum, eps, activation, activation_param, residual)
     # Compilers make better code of what writes to nothing.
     return abn(x, *what, inplace=not torch.compiler.is_compiling())

@@ -5,8 +5,9 @@ activation saturates, where |beta| is much larger than |gamma|, where gamma is n
 that does to the gradients depends on dz, and is largest where dz follows xhat. Two figures say it, each relative to
 what an exact backward would have:
 
-- ``x``, of the whole layer: the error of dx that dz = xhat or dz = slope * xhat causes, whichever is larger, relative
-  to gamma / sqrt(var + eps) * dy, root mean square over all channels. Channels enter with their scale, as in dx.
+- ``x``, of the whole layer: the error of dx that dz = xhat or dz = slope * xhat causes, or either times sqrt(var + eps)
+  as where dz follows x, whichever is largest, relative to gamma / sqrt(var + eps) * dy, root mean square over all
+  channels. Channels enter with their scale, as in dx.
 - ``weight``, of each channel: the error of dweight that the worst dz causes, relative to |xhat| |dy|. The worst channel
   counts: an average would hide one whose weight is driven the wrong way.
 
@@ -56,16 +57,16 @@ class Errors(NamedTuple):
 
 
 def sample(t: Tensor) -> Tensor:
-    """A copy of some of ``t``'s values, spread over batch and space: (m, channel, n) of (batch, channel, \\*)."""
-    batch, channels, *space = t.shape
-    size = max(1, math.prod(space))
-    wanted = max(1, _SAMPLE // max(1, channels))
-    samples = max(1, min(batch, wanted // size))
-    t = t.detach()[:: max(1, batch // samples)][:samples]
-    t = t.flatten(2) if space else t.unsqueeze(2)
-    # An odd step, so that the values are not all of one column of an image.
-    step = max(1, size // wanted) | 1
-    return t[:, :, ::step].clone(memory_format=torch.contiguous_format)
+    """A copy of some of ``t``'s values, spread over batch and space: (1, channel, n) of (batch, channel, \\*)."""
+    values = t.detach().flatten(2) if t.dim() > 2 else t.detach().unsqueeze(2)
+    batch, channels, size = values.shape
+    step = max(1, batch * size // max(1, _SAMPLE // max(1, channels)))
+    # Not all of one column of the images, nor of one place in all of them.
+    while math.gcd(step, size) > 1:
+        step += 1
+    places = torch.arange(0, batch * size, step, device=t.device)
+    found = values[places // max(1, size), :, places % max(1, size)]
+    return found.t().unsqueeze(0).clone(memory_format=torch.contiguous_format)
 
 
 def measured(
@@ -107,16 +108,21 @@ class _Moments(NamedTuple):
     steep: Tensor
     weight_error: Tensor
     slope: Tensor
+    spread: Tensor
+    """Of x."""
 
 
 def _errors(moments: _Moments) -> Errors:
-    x = _ratio(moments.x_error.sum(), moments.x.sum())
-    steep = _ratio(moments.steep_error.sum(), moments.steep.sum())
-    return Errors(torch.sqrt(torch.maximum(x, steep)), torch.sqrt(_ratio(moments.weight_error, moments.slope)))
+    errors = torch.stack([moments.x_error, moments.steep_error])
+    sizes = torch.stack([moments.x, moments.steep])
+    # A channel of large variance has a small share in dx, except where its dz is as much larger.
+    layer = [_ratio((errors * share).sum(dim=1), (sizes * share).sum(dim=1)).max() for share in (1.0, moments.spread)]
+    return Errors(torch.sqrt(torch.maximum(*layer)), torch.sqrt(_ratio(moments.weight_error, moments.slope)))
 
 
 def _ratio(error: Tensor, size: Tensor) -> Tensor:
-    """0 where there is no error, whatever the size."""
+    """0 where there is no error, whatever the size; infinite where only what is recovered is not finite."""
+    error = torch.where(error.isnan() & size.isfinite(), math.inf, error)
     return torch.where(error == 0, 0.0, error / size)
 
 
@@ -181,6 +187,7 @@ def _moments(
         *of_dx(slope * xhat),
         average((recovered_xhat * recovered - xhat * slope).square()),
         average(slope.square()) + least,
+        var.double() + settings.eps,
     )
 
 

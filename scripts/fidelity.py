@@ -17,7 +17,7 @@ from torch import Tensor
 
 from inplace_abn import inplace_abn, ops, recovery, reference
 from inplace_abn.activations import activate, find
-from inplace_abn.guard import THRESHOLDS
+from inplace_abn.figures import THRESHOLDS
 from inplace_abn.settings import Settings
 
 ACTIVATIONS = {"identity": 0.0, "leaky_relu": 0.01, "elu": 1.0, "relu": 0.0, "silu": 0.0, "hardswish": 0.0}

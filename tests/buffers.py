@@ -4,7 +4,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from inplace_abn import inplace_abn
+from inplace_abn import inplace_abn, ops
 
 SHAPE = (3, 4, 5, 6)
 
@@ -32,7 +32,7 @@ class Buffers(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func is torch.ops.inplace_abn.local_backward.default:
+        if func is ops.local_backward:
             inputs = {args[0].data_ptr(): "z", args[1].data_ptr(): "dz"}
             self.used.extend(
                 inputs.get(kwargs[name].data_ptr(), "fresh")

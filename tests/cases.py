@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,13 @@ from inplace_abn import reference
 
 # The package itself needs none where it is installed.
 needs_compiler = pytest.mark.skipif(shutil.which(os.environ.get("CXX", "c++")) is None, reason="needs a C++ compiler")
+# The emulated device is built from the CUDA kernels, which a copy of the tests may come without.
+needs_kernels = [
+    needs_compiler,
+    pytest.mark.skipif(
+        not (Path(__file__).parents[1] / "src/kernels/cuda").is_dir(), reason="needs the kernels' sources"
+    ),
+]
 INDUCTOR = pytest.param("inductor", marks=needs_compiler)
 
 # Relative error in the 2-norm that a result in this dtype may have against float64.

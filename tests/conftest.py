@@ -4,12 +4,14 @@ import os
 
 import pytest
 import torch
+from cases import needs_kernels
 
 from inplace_abn import functions
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow: takes more than a few seconds")
+    config.addinivalue_line("markers", "emulated: runs the CUDA kernels on the CPU")
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if workers > 1:
         # Processes side by side that all use every processor wait for each other.
@@ -32,7 +34,24 @@ BOTH_NODES = {
 }
 
 
+# What the kernels compute and write is tested on the emulated device, too (tests/emulation).
+EMULATED = {"test_activations", "test_dead_positions", "test_functions", "test_ops", "test_residual"}
+
+CPU, CUDA, EMULATION = (
+    "cpu",
+    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")),
+    pytest.param("emulated", marks=[pytest.mark.emulated, *needs_kernels]),
+)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--fuzz", type=int, default=1, help="how many times as many random cases on the emulated device")
+
+
 def pytest_generate_tests(metafunc):
+    if "device" in metafunc.fixturenames:
+        emulation = [EMULATION] if metafunc.module.__name__.split(".")[-1] in EMULATED else []
+        metafunc.parametrize("device", [CPU, CUDA, *emulation], indirect=True)
     if metafunc.module.__name__.split(".")[-1] in BOTH_NODES:
         metafunc.fixturenames.append("node")
         compiled = ["C++ node"] if functions._node is not None else []
@@ -66,11 +85,11 @@ def fresh_compiler(one_thread):
     torch._dynamo.reset()
 
 
-@pytest.fixture(
-    params=[
-        "cpu",
-        pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")),
-    ]
-)
-def device(request):
+@pytest.fixture
+def device(request, monkeypatch):
+    if request.param == "emulated":
+        from emulation import emulated
+
+        emulated.install(monkeypatch, request.node.nodeid)
+        return torch.device("cpu")
     return torch.device(request.param)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from inplace_abn import ABN, InPlaceABN, guard, set_guard
+from inplace_abn import ABN, InPlaceABN, figures, guard, set_guard
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 # Errors of dx that the in-place form had, with dz = noise + 2x, when nothing guarded it.
@@ -123,8 +123,9 @@ def test_the_mode_changes_exactly_one_generation_after_the_measurement_that_asks
     set_guard(module := layer(), interval=5)
     to_multiple(5)
     assert step(module)
+    advance()
     nn.init.constant_(module.weight, 1e-9)
-    for _ in range(5):
+    for _ in range(4):
         assert step(module)
         advance()
     # A multiple of the interval: it is measured, twice in the same mode, and lost one generation later.
@@ -155,17 +156,17 @@ def test_a_layer_that_sees_only_odd_generations_is_measured_all_the_same():
 
 
 def test_trust_is_lost_above_the_threshold_and_regained_below_a_quarter_of_it():
-    one, two, four = (guard.Threshold(t, t) for t in (1.0, 2.0, 4.0))
-    figures = guard.Figures(1.0, 0.0, 0, 100.0)
-    assert figures.trusted(True, one)
-    assert not figures.trusted(True, guard.Threshold(0.9, 1.0))
-    assert not figures._replace(weight=1.1).trusted(True, one)
-    assert not figures.trusted(False, guard.Threshold(3.9, 4.0))
-    assert figures.trusted(False, four)
-    assert not figures._replace(least=0.5).trusted(True, two)
-    assert not figures._replace(least=3.9).trusted(False, four)
-    assert guard.Figures(float("nan"), 0.0, 0, 1.0).trusted(True, one)
-    assert not guard.Figures(float("nan"), 0.0, 0, 100.0).trusted(False, one)
+    one, two, four = (figures.Threshold(t, t) for t in (1.0, 2.0, 4.0))
+    found = figures.Figures(1.0, 0.0, 0, 100.0)
+    assert found.trusted(True, one)
+    assert not found.trusted(True, figures.Threshold(0.9, 1.0))
+    assert not found._replace(weight=1.1).trusted(True, one)
+    assert not found.trusted(False, figures.Threshold(3.9, 4.0))
+    assert found.trusted(False, four)
+    assert not found._replace(least=0.5).trusted(True, two)
+    assert not found._replace(least=3.9).trusted(False, four)
+    assert figures.Figures(float("nan"), 0.0, 0, 1.0).trusted(True, one)
+    assert not figures.Figures(float("nan"), 0.0, 0, 100.0).trusted(False, one)
 
 
 def test_the_worst_channel_counts_for_its_weight():
@@ -180,6 +181,16 @@ def test_a_dead_channel_of_a_relu_costs_no_trust():
     with torch.no_grad():
         module.weight[3], module.bias[3] = 1e-3, -1.0
     assert step(module, values(torch.bfloat16))
+
+
+def test_nothing_is_measured_while_the_guard_is_paused():
+    set_guard(module := layer("elu", 10.0), interval=1)
+    with guard.paused():
+        assert step(module)
+        advance()
+        assert step(module)
+    assert module._guard is None
+    assert not step(module)
 
 
 def test_a_batch_with_infinities_changes_nothing():

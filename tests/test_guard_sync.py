@@ -97,3 +97,38 @@ def test_ranks_that_disagree_about_a_layer_do_not_wait_for_each_other():
     z, dx = run(module, x, x)
     assert z.isfinite().all()
     assert dx.isfinite().all()
+
+
+@on_each_rank(2, 3)
+def test_ranks_that_have_one_value_each_keep_their_input():
+    start_over()
+    torch.manual_seed(0)
+    x, dz = torch.randn(2, dist.get_world_size(), 4, 1, 1).double()
+    module, twin = layer("relu", 0.0).double(), ABN(4, activation="relu").double()
+    nn.init.zeros_(twin.weight)
+    sizes = [1] * dist.get_world_size()
+    z, dx = run(module, share(x, sizes), share(dz, sizes))
+    expected_z, expected_dx = run(twin, x, dz)
+    torch.testing.assert_close(z, share(expected_z, sizes))
+    torch.testing.assert_close(dx, share(expected_dx, sizes))
+    x, dz = torch.randn(2, 4, 4, 8, 8)
+    module = layer("relu", 1.0)
+    run(module, x[:1, :, :1, :1].clone(), dz[:1, :, :1, :1].clone())
+    assert module._guard.measured_at < 0
+    run(module, x, dz)
+    assert module._trusted
+    assert module._guard.measured_at == guard.generation
+
+
+@on_each_rank(2)
+def test_what_raises_raises_on_all_ranks_and_again_and_changes_nothing():
+    start_over()
+    module = set_guard(layer("elu", 30.0), on_untrusted="raise")
+    x = torch.randn(4, 4, 8, 8)
+    for _ in range(2):
+        given = x.clone().requires_grad_() * 1
+        with pytest.raises(RuntimeError, match="z does not tell xhat"):
+            module(given)
+        assert torch.equal(given, x)
+        assert module.num_batches_tracked == 0
+        assert module.running_mean.abs().max() == 0

@@ -6,8 +6,8 @@ import torch
 from fidelity import Layer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# Unit roundoffs below which errors are not compared: those of float32 sums, and of gradients that are subnormal. All
-# are well below what costs trust.
+# Unit roundoffs below which errors are not compared: those of float32 sums, of gradients that are subnormal, and of the
+# few values next to a minimum. All are well below what costs trust.
 FLOORS = {torch.float32: 16, torch.bfloat16: 2, torch.float16: 6}
 
 

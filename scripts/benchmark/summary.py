@@ -140,18 +140,19 @@ def cuda_rows(run: Record) -> list[Row]:
 
 
 def overhead_rows(run: Record) -> list[Row]:
+    """Net of what surrounds a call."""
     calls = run.get("overhead", {}).get("calls")
     if not calls:
         return []
     shape = "x".join(str(size) for size in run["overhead"]["shape"])
-    rows = [
-        _row(f"time of a call on {shape}, in-place / eager", [middle(calls[OURS]["us"]) / middle(calls[EAGER]["us"])])
-    ]
+    figures = {"time": {name: middle(call["us"]) for name, call in calls.items()}}
     if "instructions" in calls[OURS]:
-        counted = calls[OURS]["instructions"] / calls[EAGER]["instructions"]
-        rows.append(_row(f"instructions of a call on {shape}, in-place / eager", [counted]))
-    for row in rows:
-        row["target"] = "≤ 1"
+        figures["instructions"] = {name: call["instructions"] for name, call in calls.items()}
+    rows = []
+    for what, of in figures.items():
+        for name, target in ((OURS, "≤ 1"), (f"{OURS}, Python", "≤ 1.6")):
+            value = (of[name] - of["neither"]) / (of[EAGER] - of["neither"])
+            rows.append(_row(f"{what} of a call on {shape}, {name} / eager", [value]) | {"target": target})
     return rows
 
 

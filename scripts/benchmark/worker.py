@@ -21,6 +21,7 @@ from benchmark.contenders import COMPILE, EAGER, FLOOR, NO_CUDNN, OURS, PEER, ma
 from benchmark.nets import NETS
 from benchmark.steps import measure_net, out_of_memory
 from benchmark.timing import PHASES, Sample, interleaved, phase_quartiles, ratio_quartiles
+from inplace_abn import guard
 
 GRAPH_BYTES = 8 << 20
 """Up to which size replays of captured graphs are timed too."""
@@ -93,9 +94,11 @@ class Worker:
             result["overhead"] = overhead.call_overhead(
                 self.args.device, self.args.threads, self.args.overhead, self.args.callgrind
             )
-        result["ops"] = list(self.time_ops(cases))
-        self.add_peer(result)
-        result["scaling"] = list(self.time_scaling(cases)) if self.args.scaling else []
+        # As nearly all steps are; those of nets are as they come.
+        with guard.paused():
+            result["ops"] = list(self.time_ops(cases))
+            self.add_peer(result)
+            result["scaling"] = list(self.time_scaling(cases)) if self.args.scaling else []
         result["nets"] = list(self.measure_nets())
         return result | {"load_after": _load(), "skipped": self.skipped}
 

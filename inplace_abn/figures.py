@@ -1,0 +1,118 @@
+"""What the guard of recovery judges by: the figures of a measurement, and how large they may be."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from inplace_abn.recovery import Errors
+from inplace_abn.settings import Settings
+
+
+class Threshold(NamedTuple):
+    """Errors above which trust is lost."""
+
+    x: float
+    """Of dx over the layer."""
+    weight: float
+    """Of the worst channel's dweight."""
+
+    def exceeded(self, x: float, weight: float) -> bool:
+        return x > self.x or weight > self.weight
+
+
+THRESHOLDS = {
+    torch.bfloat16: Threshold(6 * 2.0**-8, 2.0**-4),
+    torch.float16: Threshold(2.0**-6, 2.0**-4),
+    torch.float32: Threshold(2.0**-14, 2.0**-10),
+    torch.float64: Threshold(2.0**-30, 2.0**-20),
+}
+"""For dx 6, 32, 2**10 and 2**23 unit roundoffs. Typical parameters give 0.5 to 2 of them; next to the minimum of silu
+and hardswish, where errors grow as roundoff to the 3/4, 4.5 in bfloat16, 12 in float16 and 200 in float32
+(``scripts/fidelity.py``). dweight is given more room: its figure is of the worst dz, that of a real one is smaller by
+the root of the values that are summed, and among many channels there is always one whose gamma is small."""
+HYSTERESIS = 4.0
+
+WIDTH = 4
+"""Figures of a rank."""
+
+
+class Figures(NamedTuple):
+    """What a measurement found, as numbers."""
+
+    x: float
+    """`recovery.Errors.x`."""
+    weight: float
+    """The largest of `recovery.Errors.weight`, or 0 where there is no weight."""
+    channel: int
+    least: float
+    """The smallest magnitude of a signed weight, in units of eps below which it would scale by eps."""
+
+    @property
+    def unknown(self) -> bool:
+        """Whether they are of a batch with infinities or NaN."""
+        return math.isnan(self.x) or math.isnan(self.weight) or math.isnan(self.least)
+
+    def trusted(self, before: bool, threshold: Threshold) -> bool:
+        """Whether the layer is to be trusted that was ``before``. Unknown figures change nothing."""
+        if self.unknown:
+            return before
+        room = 1.0 if before else HYSTERESIS
+        return not threshold.exceeded(room * self.x, room * self.weight) and self.least >= room
+
+
+def packed(errors: Errors, weight: Tensor | None, settings: Settings) -> Tensor:
+    """`Figures` in one tensor."""
+    if weight is None:
+        zero = torch.zeros_like(errors.x)
+        return torch.stack([errors.x, zero, zero, zero + math.inf])
+    worst, channel = errors.weight.max(dim=0)
+    least = torch.full_like(worst, math.inf)
+    if settings.signed_weight:
+        # In the weight's dtype, as the kernels and the guard compare.
+        least = (weight.detach().abs().min() / settings.eps).double()
+    return torch.stack([errors.x, worst, channel.double(), least])
+
+
+def no_figures(device: torch.device) -> Tensor:
+    """Packed, of a rank that has not measured: they are none's worst, and of no channel."""
+    return torch.tensor([0.0, 0.0, -1.0, math.inf], dtype=torch.float64, device=device)
+
+
+def are_known(gathered: Tensor) -> bool:
+    """Whether any of the ranks has measured, of (ranks, 4), which is waited for."""
+    return bool((gathered[:, 2] >= 0).any())
+
+
+def worst(gathered: Tensor) -> Tensor:
+    """Packed, of all ranks' figures, (ranks, 4)."""
+    x, weight, channel, least = gathered.double().unbind(dim=1)
+    largest, rank = weight.max(dim=0)
+    return torch.stack([x.max(), largest, channel[rank].clamp_min(0), least.min()])
+
+
+def unpacked(packed: Tensor) -> Figures:
+    """The figures, which are waited for."""
+    x, weight, channel, least = packed.tolist()
+    return Figures(x, weight, int(channel), least)
+
+
+def fetched(packed: Tensor) -> tuple[Tensor, torch.Event | None]:
+    """A copy on the host that arrives at the event."""
+    if packed.is_cpu:
+        return packed, None
+    host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=packed.is_cuda)
+    host.copy_(packed, non_blocking=True)
+    event = torch.Event(packed.device)
+    event.record()
+    return host, event
+
+
+def described(figures: Figures, threshold: Threshold) -> str:
+    """The figures beside what they may be, for messages."""
+    text = f"error of dx {figures.x:.2g}, of dweight {figures.weight:.2g} in channel {figures.channel}, "
+    text += f"trusted up to {threshold.x:.2g} and {threshold.weight:.2g}"
+    return text + (f"; a weight is {figures.least:.2g} eps" if figures.least < HYSTERESIS else "")

@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# The CUDA kernels on the CPU: all tests on the emulated device, then random calls under the address and the
+# undefined-behaviour sanitizer. Arguments go to pytest, as --fuzz 50 for fifty times as many random calls.
+set -euo pipefail
+source "$(dirname "$0")/venv.sh"
+(cd tests && python -m emulation.build)
+python -m pytest -m emulated "$@" tests/test_{activations,dead_positions,functions,ops,residual}.py tests/emulation
+(cd tests && python -m emulation.sanitize)

@@ -1,0 +1,1 @@
+"""The CUDA kernels, run on the CPU: see README.md."""

@@ -1,0 +1,173 @@
+"""Builds the emulated device: the CUDA sources, translated, and the ops over them, as one library.
+
+``python -m emulation.build`` (in ``tests``) prints where it lies: under ``build/emulation``, where objects are found
+again by what they are made of.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import hashlib
+import os
+import subprocess
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch.utils import cpp_extension
+
+from emulation.translate import translate
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+CUDA = ROOT / "src/kernels/cuda"
+OUT = ROOT / "build/emulation"
+TYPES = ("double", "float", "c10::BFloat16", "c10::Half")
+
+# The oldest torch that the ops are for, and another namespace, of C++ and of the ops.
+FLAGS = ["-std=c++20", "-fPIC", "-fvisibility=hidden", "-g0", "-Wall", "-Wno-unknown-pragmas"]
+FLAGS += ["-DTORCH_TARGET_VERSION=0x020b000000000000", "-Dinplace_abn=inplace_abn_emulated"]
+FLAGS += [f"-I{path}" for path in (ROOT / "include", *cpp_extension.include_paths())]
+# Products are not fused with sums, which would depend on the host's processor. Variables that are never set are large
+# negative numbers.
+KERNEL_FLAGS = ["-O1", "-ffp-contract=off", "-ftrivial-auto-var-init=pattern"]
+KERNEL_FLAGS += [f"-I{HERE / 'headers'}", "-include", str(HERE / "headers/cuda_runtime.h"), "-x", "c++"]
+# Every load and store is preceded by a call, which device/instrumentation.cpp answers.
+CALLS = ("-fsanitize=thread",)
+
+
+def unchanged(_name: str, text: str) -> str:
+    return text
+
+
+@dataclass(frozen=True)
+class Object:
+    """A source file as text, how to compile it, and what else its object depends on."""
+
+    name: str
+    source: str
+    flags: tuple[str, ...]
+    headers: tuple[tuple[str, str], ...]
+
+    def path(self) -> Path:
+        key = repr((_compiler_version(), self)).encode()
+        return OUT / "objects" / f"{self.name}-{hashlib.sha256(key).hexdigest()[:16]}.o"
+
+
+def compiler() -> list[str]:
+    return cpp_extension.get_cxx_compiler().split()
+
+
+@functools.cache
+def _compiler_version() -> str:
+    return subprocess.run([*compiler(), "--version"], capture_output=True, text=True, check=True).stdout
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)}\n{done.stderr[-6000:]}")
+
+
+def _texts(*patterns: str) -> tuple[tuple[str, str], ...]:
+    paths = sorted(path for pattern in patterns for path in ROOT.glob(pattern))
+    return tuple((path.name, path.read_text()) for path in paths)
+
+
+def _kernel_headers(change: Callable[[str, str], str]) -> tuple[tuple[str, str], ...]:
+    translated = _texts("src/kernels/cuda/*.h", "src/kernels/cuda/*.cuh")
+    return (
+        *((name, translate(change(name, text))) for name, text in translated),
+        *_texts("include/inplace_abn/*.h", "tests/emulation/headers/*.h"),
+        *_texts(*(f"tests/emulation/device/{name}.h" for name in ("access", "grid", "translated"))),
+    )
+
+
+def kernel_objects(
+    types: tuple[str, ...] = TYPES, change: Callable[[str, str], str] = unchanged, flags: tuple[str, ...] = CALLS
+) -> list[Object]:
+    """One for each source and type of elements, of ``change(name, text)`` for every file of theirs."""
+    headers = _kernel_headers(change)
+    return [
+        Object(
+            f"{Path(name).stem}-{type_.split(':')[-1]}",
+            translate(change(name, text)),
+            (*FLAGS, *KERNEL_FLAGS, *flags, f"-DEMULATION_TYPE={type_}"),
+            headers,
+        )
+        for name, text in _texts("src/kernels/cuda/*.cu")
+        for type_ in types
+    ]
+
+
+def faulty_object(change: Callable[[str, str], str] = unchanged, flags: tuple[str, ...] = CALLS) -> Object:
+    """The kernels that the emulator's own tests run."""
+    text = translate((HERE / "device/faults.cu").read_text())
+    return Object("faults", text, (*FLAGS, *KERNEL_FLAGS, *flags), _kernel_headers(change))
+
+
+def _host_objects(flags: tuple[str, ...], *patterns: str) -> list[Object]:
+    headers = _texts("include/inplace_abn/*.h", "src/kernels/*.h", "tests/emulation/device/*.h")
+    all_flags = (*FLAGS, *flags, "-O2", f"-I{HERE / 'device'}", f"-I{ROOT / 'src/kernels'}")
+    return [Object(Path(name).stem, text, all_flags, headers) for name, text in _texts(*patterns)]
+
+
+def device_objects(flags: tuple[str, ...] = ()) -> list[Object]:
+    return _host_objects(flags, "tests/emulation/device/*.cpp")
+
+
+def op_objects() -> list[Object]:
+    return _host_objects((), "tests/emulation/ops/*.cpp", "src/kernels/dispatch.cpp")
+
+
+def _compile(item: Object) -> Path:
+    """In a folder with its headers, where that is what they are included from."""
+    path = item.path()
+    if not path.exists():
+        folder = path.with_suffix("")
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in item.headers:
+            if name.endswith(".cuh") or name == "partition.h":
+                (folder / name).write_text(text)
+        source = folder / f"{item.name}.cpp"
+        source.write_text(item.source)
+        # Libraries that are built side by side may want the same object.
+        unfinished = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}.tmp")
+        _run([*compiler(), *item.flags, "-c", str(source), "-o", str(unfinished)])
+        unfinished.rename(path)
+    return path
+
+
+def link(name: str, objects: list[Object], flags: tuple[str, ...] = (), jobs: int | None = None) -> Path:
+    """The library made of them. Of functions that several have the first one's are taken: the emulator's own objects
+    are to come first, so that none of them makes calls before loads and stores, and the kernels' before the ops', so
+    that all of them do."""
+    jobs = jobs or int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
+    OUT.mkdir(parents=True, exist_ok=True)
+    with open(OUT / f"{name}.lock", "w") as lock:
+        # Of processes side by side one builds.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with ThreadPoolExecutor(jobs) as pool:
+            # The costliest first.
+            list(pool.map(_compile, sorted(objects, key=lambda item: not item.name.startswith("backward"))))
+        paths = [str(item.path()) for item in objects]
+        key = hashlib.sha256(repr((paths, flags)).encode()).hexdigest()[:16]
+        library = OUT / f"{name}-{key}.so"
+        if not library.exists():
+            torch_libraries = cpp_extension.library_paths()
+            search = [option for path in torch_libraries for option in (f"-L{path}", f"-Wl,-rpath,{path}")]
+            unfinished = library.with_suffix(".tmp")
+            _run([*compiler(), "-shared", *paths, "-o", str(unfinished), *flags, *search, "-ltorch_cpu"])
+            unfinished.rename(library)
+        return library
+
+
+def build() -> Path:
+    return link("device", [*device_objects(), *kernel_objects(), faulty_object(), *op_objects()])
+
+
+if __name__ == "__main__":
+    print(build())

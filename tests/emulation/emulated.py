@@ -1,0 +1,70 @@
+"""The emulated device as ops for CPU tensors, and in the place of the package's own."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import zlib
+from typing import Any
+
+import pytest
+import torch
+
+from emulation import build
+from inplace_abn import functions, ops
+
+NAMESPACE = "inplace_abn_emulated"
+OVERLOADS = {name.replace("_out", ".out"): name for name in ops.__all__ if hasattr(getattr(ops, name), "_schema")}
+"""Names of ops in their library, and in ``ops``."""
+
+
+class Emulator:
+    """The built library. Ops of it do what the package's do, by the CUDA kernels."""
+
+    def __init__(self, path: str) -> None:
+        torch.ops.load_library(path)
+        self._library = ctypes.CDLL(path)
+        self._library.emulation_set.argtypes = [ctypes.c_uint64, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
+        self._library.emulation_device_name.restype = ctypes.c_char_p
+        self._library.emulation_fault.restype = ctypes.c_char_p
+        self.ops: dict[str, Any] = {}
+        self._versions = torch.library.Library(NAMESPACE, "IMPL")
+        for overload, name in OVERLOADS.items():
+            base, _, variant = overload.partition(".")
+            self.ops[name] = getattr(getattr(getattr(torch.ops, NAMESPACE), base), variant or "default")
+            torch.library.register_fake(f"{NAMESPACE}::{overload}", ops._FAKES[overload])
+            ops._bump_versions(self._versions, self.ops[name])
+        self.set()
+
+    def set(self, seed: int = 0, orders: int = 2, device: int = 0, sample: int = 0) -> None:
+        """``orders``: in how many random orders each launch runs, which must not show. ``sample``: run so many blocks
+        of each launch at most, the first and the last among them; 0 is all."""
+        self._library.emulation_set(seed, orders, device, sample)
+
+    def devices(self) -> list[str]:
+        names = []
+        while (name := self._library.emulation_device_name(len(names))) is not None:
+            names.append(name.decode())
+        return names
+
+    def fault(self, name: str) -> str:
+        """The error that the kernel of this name ends in; empty if it ends in none."""
+        return self._library.emulation_fault(name.encode()).decode()
+
+
+@functools.cache
+def load() -> Emulator:
+    """Built if need be. ``INPLACE_ABN_EMULATED`` names another library, as of changed kernels."""
+    return Emulator(os.environ.get("INPLACE_ABN_EMULATED") or str(build.build()))
+
+
+def install(monkeypatch: pytest.MonkeyPatch, test: str) -> None:
+    """Has the package call the emulated device, one of those that there are, in an order that ``test`` picks."""
+    emulator = load()
+    number = zlib.crc32(test.encode())
+    emulator.set(seed=number, device=number % len(emulator.devices()))
+    for name, op in emulator.ops.items():
+        monkeypatch.setattr(ops, name, op)
+    # The node in C++ has the package's own ops built in.
+    monkeypatch.setattr(functions, "_node", None)

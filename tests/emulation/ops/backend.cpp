@@ -1,0 +1,150 @@
+// Where dispatch.cpp finds its CPU backend: the CUDA kernels, run on the emulated device, which is told what memory
+// each op may read and write.
+
+#include <mutex>
+#include <stdexcept>
+
+#include "access.h"
+#include "inplace_abn/kernels.h"
+
+namespace inplace_abn {
+namespace {
+
+using emulation::use_both;
+using emulation::use_read;
+using emulation::use_write;
+
+// One op at a time: what it may access is the process's.
+class Call {
+ public:
+  Call(const Extent& extent) : lock_(mutex()), extent_(extent) { emulation::begin_call(); }
+  Call(const Call&) = delete;
+  Call& operator=(const Call&) = delete;
+  ~Call() { emulation::end_call(); }
+
+  template <typename scalar_t>
+  Call& view(const char* name, const View<scalar_t>& view, unsigned uses) {
+    emulation::add_area(
+        {name,
+         view.data,
+         sizeof(scalar_t),
+         {{extent_.batch, view.batch_stride}, {extent_.channels, view.channel_stride}, {extent_.space, 1}},
+         uses});
+    return *this;
+  }
+  // Vectors that an op returns are its own, and fresh.
+  template <typename T>
+  Call& vector(const char* name, T* data, int64_t count, unsigned uses) {
+    const bool fresh = uses != use_read;
+    emulation::add_area({name, data, sizeof(T), {{count, 1}}, fresh ? use_both : use_read, fresh});
+    return *this;
+  }
+  template <typename scalar_t>
+  Call& channels(const char* name, const ChannelVector<scalar_t>& vector, unsigned uses) {
+    const int64_t bytes = vector.narrow ? sizeof(scalar_t) : sizeof(opmath_type<scalar_t>);
+    emulation::add_area({name, vector.data, bytes, {{extent_.channels, 1}}, uses});
+    return *this;
+  }
+  template <typename scalar_t>
+  Call& affine(const Affine<scalar_t>& affine) {
+    return channels("weight", affine.weight, use_read).channels("bias", affine.bias, use_read);
+  }
+  template <typename scalar_t>
+  Call& running(const RunningUpdate<scalar_t>& running) {
+    channels("running_mean", running.mean, use_both).channels("running_var", running.var, use_both);
+    return vector("momentum", running.momentum_tensor, 1, use_read);
+  }
+
+ private:
+  static std::mutex& mutex() {
+    static std::mutex value;
+    return value;
+  }
+
+  std::lock_guard<std::mutex> lock_;
+  Extent extent_;
+};
+
+}  // namespace
+
+namespace cpu {
+
+template <typename scalar_t>
+void statistics(const StatisticsArgs<scalar_t>& args) {
+  Call call(args.extent);
+  const int64_t channels = args.extent.channels;
+  call.view("x", args.x, use_read).vector("mean", args.mean, channels, use_write);
+  call.vector("var", args.var, channels, use_write);
+  cuda::statistics(args);
+}
+
+template <typename scalar_t>
+void combine(const CombineArgs<scalar_t>& args) {
+  Call call(Extent{Order::rows, 0, args.channels, 1});
+  call.vector("gathered", args.gathered, args.parts * (2 * args.channels + 1), use_read);
+  call.vector("mean", args.mean, args.channels, use_write).vector("var", args.var, args.channels, use_write);
+  call.vector("count", args.count, 1, use_write).running(args.running);
+  cuda::combine(args);
+}
+
+template <typename scalar_t>
+void forward(const ForwardArgs<scalar_t>& args) {
+  Call call(args.extent);
+  call.view("x", args.x, use_read).view("z", args.z, use_write).view("residual", args.residual, use_read);
+  call.channels("mean", args.mean, use_read).channels("var", args.var, use_read).affine(args.affine);
+  cuda::forward(args);
+}
+
+template <typename scalar_t>
+void local_forward(const LocalForwardArgs<scalar_t>& args) {
+  Call call(args.extent);
+  const int64_t channels = args.extent.channels;
+  call.view("x", args.x, use_read).view("z", args.z, use_write).view("residual", args.residual, use_read);
+  call.vector("mean", args.mean, channels, use_write).vector("var", args.var, channels, use_write);
+  call.affine(args.affine).running(args.running);
+  cuda::local_forward(args);
+}
+
+template <typename scalar_t>
+void backward_reduce(const BackwardReduceArgs<scalar_t>& args) {
+  Call call(args.extent);
+  const int64_t channels = args.extent.channels;
+  call.view("z", args.z, use_read).view("dz", args.dz, use_read).view("residual", args.residual, use_read);
+  call.view("xhat", args.xhat, use_write).view("dy", args.dy, use_write).affine(args.affine);
+  call.vector("sum_dy", args.sum_dy, channels, use_write).vector("sum_xhat_dy", args.sum_xhat_dy, channels, use_write);
+  cuda::backward_reduce(args);
+}
+
+template <typename scalar_t>
+void backward(const BackwardArgs<scalar_t>& args) {
+  Call call(args.extent);
+  const int64_t channels = args.extent.channels;
+  call.view("xhat", args.xhat, use_read).view("dy", args.dy, use_read).view("dx", args.dx, use_write);
+  call.channels("var", args.var, use_read).affine(args.affine);
+  call.vector("mean_dy", args.mean_dy, channels, use_read);
+  call.vector("mean_xhat_dy", args.mean_xhat_dy, channels, use_read);
+  cuda::backward(args);
+}
+
+template <typename scalar_t>
+void local_backward(const LocalBackwardArgs<scalar_t>& args) {
+  Call call(args.extent);
+  call.view("z", args.z, use_read).view("dz", args.dz, use_read).view("residual", args.residual, use_read);
+  call.view("dx", args.dx, use_write).view("dresidual", args.dresidual, use_write).view("xhat", args.xhat, use_both);
+  call.channels("var", args.var, use_read).affine(args.affine);
+  call.channels("dweight", args.dweight, use_write).channels("dbias", args.dbias, use_write);
+  cuda::local_backward(args);
+}
+
+#define INSTANTIATE(scalar_t)                                         \
+  template void statistics(const StatisticsArgs<scalar_t>&);          \
+  template void combine(const CombineArgs<scalar_t>&);                \
+  template void forward(const ForwardArgs<scalar_t>&);                \
+  template void local_forward(const LocalForwardArgs<scalar_t>&);     \
+  template void backward_reduce(const BackwardReduceArgs<scalar_t>&); \
+  template void backward(const BackwardArgs<scalar_t>&);              \
+  template void local_backward(const LocalBackwardArgs<scalar_t>&);
+INPLACE_ABN_FOR_ALL_TYPES(INSTANTIATE)
+
+}  // namespace cpu
+}  // namespace inplace_abn

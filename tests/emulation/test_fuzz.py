@@ -1,0 +1,194 @@
+"""Random calls of the ops on the emulated device against the package's own, which the CPU computes."""
+
+import os
+import random
+
+import pytest
+import torch
+from cases import ACTIVATIONS, DTYPES, needs_kernels, parameters, stats_dtype, tolerance
+
+from emulation import emulated
+from inplace_abn import ops
+from inplace_abn.activations import find
+
+pytestmark = [pytest.mark.emulated, *needs_kernels]
+
+EPS = 1e-5
+CASES = 100
+if os.environ.get("INPLACE_ABN_EMULATED_FEW"):
+    # What changed kernels are built for (mutate.py).
+    ACTIVATIONS, DTYPES = [("leaky_relu", 0.2)], [getattr(torch, os.environ["INPLACE_ABN_EMULATED_FEW"])]
+CHANNELS = [1, 2, 3, 4, 5, 7, 8, 16, 17, 31, 33, 64, 100, 129, 257, 1030, 2500]
+BATCHES = [1, 1, 2, 3, 5, 8, 33, 300]
+SPACES = [(), (0,), (1,), (2,), (3,), (7,), (31,), (33,), (129,), (3000,)]
+SPACES += [(5, 5), (8, 8), (16, 16), (57, 57), (9, 7, 3)]
+# Where a plane starts one element before a vector ends, these take one vector more.
+SPACES += [(6,), (14,), (22,), (6, 5)]
+# Few devices have so few blocks that one takes several tiles of these.
+LONG = [(3000,), (57, 57), (4099,), (2, 2001)]
+MOST_ELEMENTS = 1 << 14
+
+
+class Case:
+    """One random call: its tensors in memory of random layout, with NaN around them."""
+
+    def __init__(self, seed):
+        self.choose = choose = random.Random(seed)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.dtype = choose.choice(DTYPES)
+        is_long = seed % 5 == 0
+        while True:
+            channels, space = (CHANNELS[:3], LONG) if is_long else (CHANNELS, SPACES)
+            self.shape = (choose.choice(BATCHES), choose.choice(channels), *choose.choice(space))
+            if torch.Size(self.shape).numel() <= MOST_ELEMENTS:
+                break
+        self.activation, self.param = choose.choice(ACTIVATIONS)
+        self.signed, self.training = choose.random() < 0.5, choose.random() < 0.7
+        self.with_residual, self.sliced = choose.random() < 0.4, choose.random() < 0.5
+        self.rows = choose.random() < 0.5
+        self.narrow = choose.random() < 0.5
+        self.affine = choose.choice(["both", "both", "weight", "bias", "none"])
+        self.agree = choose.random() < 0.6
+        self.place = self._random_place()
+        if seed % 5 == 1:
+            # Rows that start at a vector, of whole vectors, but not all of them: the next channels are another's.
+            self.shape = (choose.choice([2, 3, 33]), choose.choice([8, 16, 64]), *choose.choice([(), (3,), (2, 3)]))
+            self.rows, self.agree, self.place = True, True, (0, choose.randrange(1, 4), choose.randrange(2), 0)
+        self.device, self.seed = 2 if is_long else choose.randrange(4), choose.getrandbits(32)
+
+    def _random_place(self):
+        """Channels before and behind, batches behind, elements by which memory starts late."""
+        if not self.sliced:
+            return 0, 0, 0, self.choose.choice([0, 0, 1, 3, 5, 7, 8])
+        return (*(self.choose.randrange(4) for _ in range(3)), self.choose.randrange(9))
+
+    def __str__(self):
+        shown = ("shape", "dtype", "activation", "param", "signed", "training", "with_residual", "affine", "rows")
+        return ", ".join(f"{name} {getattr(self, name)}" for name in shown) + f", place {self.place}"
+
+    def memory(self):
+        """A tensor of the case's shape, in memory whose every other element is NaN."""
+        before, behind, more, late = self.place if self.agree else self._random_place()
+        batch, channels, *space = self.shape
+        whole = [batch + more, channels + before + behind, *space]
+        order = [0, *range(2, len(whole)), 1] if self.rows else list(range(len(whole)))
+        count = torch.Size(whole).numel()
+        flat = torch.full((count + late,), torch.nan, dtype=self.dtype)[late:]
+        strided = flat.view([whole[d] for d in order])
+        inverse = [order.index(d) for d in range(len(whole))]
+        return strided.permute(inverse)[:batch, before : before + channels]
+
+    def tensor(self):
+        values = torch.randn(self.shape, generator=self.generator, dtype=torch.float64)
+        return self.memory().copy_(values + 0.5)
+
+    def empty(self):
+        return self.memory()
+
+
+def copy(t):
+    """In memory of its own that looks the same, also around it."""
+    if t is None:
+        return None
+    size = t.untyped_storage().nbytes() // t.element_size()
+    whole = torch.as_strided(t, (size,), (1,), 0).clone()
+    # Storages start at multiples of 64 bytes.
+    return torch.as_strided(whole, t.shape, t.stride(), t.storage_offset())
+
+
+def around(t):
+    """Whether all memory that is not the tensor's is still NaN."""
+    size = t.untyped_storage().nbytes() // t.element_size()
+    whole = torch.as_strided(t, (size,), (1,), 0).clone()
+    torch.as_strided(whole, t.shape, t.stride(), t.storage_offset()).fill_(torch.nan)
+    return bool(whole.isnan().all())
+
+
+def bits(t):
+    return t.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()])
+
+
+def run(case, run_ops, tensors, reuse):
+    """Every op once; named results."""
+    x, dz, residual, weight, bias, mean, var = (copy(t) for t in tensors)
+    arithmetic = (EPS, case.signed, find(case.activation).code, case.param)
+    results = {}
+    results["mean"], results["var"] = run_ops["statistics"](x)
+    z = copy(x)
+    run_ops["forward"](z, results["mean"], results["var"], weight, bias, residual, *arithmetic, False)
+    results["plain forward"] = z
+    z = x
+    running = (mean, var) if case.training else (None, None)
+    _, batch_var = run_ops["local_forward"](z, weight, bias, residual, *running, 0.3, None, *arithmetic, True)
+    results["z"] = copy(z)
+    results |= {"running_mean": mean, "running_var": var, "local var": batch_var}
+
+    xhat, dy = (copy(z), copy(dz)) if reuse else (case.empty(), case.empty())
+    if reuse:
+        sums = run_ops["backward_reduce"](xhat, dy, weight, bias, residual, *arithmetic)
+    else:
+        sums = run_ops["backward_reduce_out"](z, dz, weight, bias, residual, *arithmetic, xhat=xhat, dy=dy)
+    results |= {"xhat": copy(xhat), "dy": copy(dy), "sum_dy": sums[0], "sum_xhat_dy": sums[1]}
+    count = max(1, x.numel() // x.shape[1])
+    means = (sums[0] / count, sums[1] / count) if case.training else (None, None)
+    over = case.choose.choice(["dy", "xhat", "fresh"]) if reuse else "fresh"
+    dx = {"dy": dy, "xhat": xhat, "fresh": case.empty()}[over]
+    run_ops["backward_out"](xhat, dy, batch_var, weight, EPS, case.signed, *means, dx=dx)
+    results["dx by steps"] = dx
+
+    outputs = {"dx": z if reuse else case.empty()}
+    if residual is not None:
+        outputs["dresidual"] = dz if reuse else case.empty()
+    if weight is not None:
+        outputs["dweight"] = torch.full_like(weight, torch.nan)
+    if bias is not None:
+        outputs["dbias"] = torch.full_like(bias, torch.nan)
+    # Not all of them are always wanted.
+    outputs = {name: t for name, t in outputs.items() if case.choose.random() < 0.8}
+    run_ops["local_backward"](z, dz, batch_var, weight, bias, residual, *arithmetic, case.training, **outputs)
+    return results | outputs
+
+
+def inputs(case):
+    wide = stats_dtype(case.dtype)
+    weight, bias, mean, var = parameters(case.shape[1], case.dtype if case.narrow else wide, affine=case.affine)
+    residual = case.tensor() if case.with_residual else None
+    return case.tensor(), case.tensor(), residual, weight, bias, mean, var
+
+
+@pytest.fixture
+def emulator():
+    loaded = emulated.load()
+    yield loaded
+    loaded.set()
+
+
+def check(case, emulator, reuse):
+    tensors = inputs(case)
+    own = {name: getattr(ops, name) for name in emulator.ops}
+    state = case.choose.getstate()
+    expected = run(case, own, tensors, reuse)
+    results = []
+    for seed in (case.seed, case.seed + 1):
+        case.choose.setstate(state)
+        emulator.set(seed=seed, device=case.device)
+        results.append(run(case, emulator.ops, tensors, reuse))
+    wide = {torch.bfloat16: 8, torch.float16: 8}.get(case.dtype, 1)
+    allowed = wide * tolerance(case.dtype, case.activation)
+    for name, value in expected.items():
+        actual, again = (result[name] for result in results)
+        assert torch.equal(bits(actual), bits(again)), (str(case), name)
+        # Terms are about one each, and may cancel.
+        terms = value.numel() if value.dim() > 1 else expected["z"].numel()
+        scale = value.double().norm().clamp_min(max(1, terms) ** 0.5)
+        assert (actual.double() - value.double()).norm() <= allowed * scale, (str(case), name)
+        if value.dim() > 1:
+            assert around(actual), (str(case), name)
+
+
+@pytest.mark.parametrize("chunk", range(10))
+def test_random_calls_agree_with_the_cpu(chunk, emulator, pytestconfig):
+    cases = CASES // 10 * pytestconfig.getoption("fuzz")
+    for seed in range(chunk * cases, (chunk + 1) * cases):
+        case = Case(seed)
+        check(case, emulator, reuse=seed % 2 == 0)
