@@ -13,7 +13,8 @@ from inplace_abn.activations import find
 pytestmark = [pytest.mark.emulated, *needs_kernels]
 
 FAR = 2**31 + 64
-MANY = 2**32 + 2**20 + 3
+# What is left of it in 32 bits is less than the number of elements that blocks start at.
+MANY = 2**32 + 2**10 + 3
 TAIL = (1e-5, False, find("leaky_relu").code, 0.2)
 
 
@@ -26,13 +27,13 @@ def emulator():
 
 @pytest.fixture
 def memory():
-    """bfloat16 zeros without end."""
+    """Zeros without end."""
     maps = []
 
-    def make(elements):
+    def make(elements, dtype=torch.bfloat16):
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
-        maps.append(mmap.mmap(-1, 2 * elements, flags=flags))
-        return torch.frombuffer(maps[-1], dtype=torch.bfloat16)
+        maps.append(mmap.mmap(-1, dtype.itemsize * elements, flags=flags))
+        return torch.frombuffer(maps[-1], dtype=dtype)
 
     return make
 
@@ -66,13 +67,25 @@ def test_batches_may_be_further_apart_than_32_bits_count(shape, number, emulator
 def test_there_may_be_more_elements_than_32_bits_count(late, shape, emulator, memory):
     """Some blocks, the first and the last among them: none leaves the tensors."""
     emulator.set(seed=late, device=3, sample=3)
-    x, residual = memory(MANY + 16)[:MANY].view(shape), memory(MANY + 16)[late : MANY + late].view(shape)
+    # Of axes of one element, strides say nothing, and are not to matter.
+    strides = (7, 7, 1) if len(shape) == 3 else (1, 1)
+    x, residual = (memory(MANY + 16).as_strided(shape, strides, start) for start in (0, late))
     mean, var = emulator.ops["statistics"](x)
     assert mean.item() == var.item() == 0
     bias = torch.full((1,), 3.0)
     emulator.ops["forward"](x, mean, var + 1, None, bias, residual, *TAIL, True)
     # Which end the first block has is the kernel's affair.
     assert 3 in (x.view(-1)[0].item(), x.view(-1)[-1].item())
+
+
+def test_there_may_be_more_blocks_than_a_grid_has(emulator, memory):
+    emulator.set(sample=3)
+    channels = 2**31 + 8
+    x, mean, var = memory(2 * channels).view(1, channels, 2), *(memory(channels, torch.float32) for _ in range(2))
+    mean[0] = mean[-1] = -3
+    emulator.ops["forward"](x, mean, var, None, None, None, *TAIL, True)
+    assert (x[0, 0] > 0).all()
+    assert (x[0, -1] > 0).all()
 
 
 @pytest.mark.parametrize("shape", [(2**16 + 3, 1, 1), (2, 2**14 + 3, 1)], ids=["rows", "channels"])

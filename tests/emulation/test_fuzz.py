@@ -119,9 +119,16 @@ def run(case, run_ops, tensors, reuse):
     results["plain forward"] = z
     z = x
     running = (mean, var) if case.training else (None, None)
-    _, batch_var = run_ops["local_forward"](z, weight, bias, residual, *running, 0.3, None, *arithmetic, True)
+    batch_mean, batch_var = run_ops["local_forward"](z, weight, bias, residual, *running, 0.3, None, *arithmetic, True)
     results["z"] = copy(z)
-    results |= {"running_mean": mean, "running_var": var, "local var": batch_var}
+    results |= {"running_mean": mean, "running_var": var, "local mean": batch_mean, "local var": batch_var}
+    shares = [torch.cat([batch_mean, batch_var, batch_var.new_full((1,), count)]) for count in (3, 0, 5)]
+    running = (torch.zeros_like(batch_mean), torch.ones_like(batch_var)) if case.training else (None, None)
+    combined = run_ops["combine"](torch.stack(shares), *running, 0.3, None)
+    results |= dict(zip(("combined mean", "combined var", "count"), combined, strict=True))
+    results |= {
+        f"combined {name}": t for name, t in zip(("running mean", "running var"), running, strict=True) if t is not None
+    }
 
     xhat, dy = (copy(z), copy(dz)) if reuse else (case.empty(), case.empty())
     if reuse:
