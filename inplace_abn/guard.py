@@ -314,6 +314,9 @@ def _decide(module: Any, found: list[tuple[Figures, torch.dtype]]) -> None:
         _logger.log(logging.WARNING if module.on_untrusted == "warn" else logging.INFO, "%s", text)
 
 
+_KINDS = (Tensor, nn.Parameter)
+
+
 def _running(module: Any) -> tuple[Tensor | None, Tensor | None]:
     """Subclasses may have none."""
     buffers = module._buffers
@@ -332,24 +335,29 @@ def is_measurable(module: Any, x: Tensor, residual: Tensor | None, empty: bool) 
 
 def is_suitable(module: Any, x: Tensor, residual: Tensor | None, empty: bool) -> bool:
     """Whether the tensors are what the ops take."""
-    if type(x) not in (Tensor, nn.Parameter) or x.device.type == "meta" or x.layout is not torch.strided:
+    if type(x) not in _KINDS or x.layout is not torch.strided:
         return False
-    if x.dtype not in THRESHOLDS or x.dim() < 2 or x.is_neg() or x.shape[1] != module.num_features:
+    dtype, device, shape = x.dtype, x.device, x.shape
+    if dtype not in THRESHOLDS or device.type == "meta" or len(shape) < 2 or x.is_neg():
+        return False
+    channels = shape[1]
+    if channels != module.num_features:
         return False
     buffers = _running(module)
-    training = module.training or any(t is None for t in buffers)
-    if not empty and x.numel() <= (x.shape[1] if training else 0):
+    training = module.training or buffers[0] is None or buffers[1] is None
+    if not empty and x.numel() <= (channels if training else 0):
         return False
     if residual is not None and (
-        type(residual) not in (Tensor, nn.Parameter)
-        or (residual.shape, residual.dtype, residual.device) != (x.shape, x.dtype, x.device)
+        type(residual) not in _KINDS
+        or (residual.shape, residual.dtype, residual.device) != (shape, dtype, device)
         or residual.is_neg()
     ):
         return False
     for t in (module.weight, module.bias, *buffers):
-        if t is not None and (t.device != x.device or t.shape != x.shape[1:2]):
+        if t is not None and (t.dim() != 1 or t.size(0) != channels or t.device != device):
             return False
-        if t is not None and t.dtype not in (x.dtype, torch.promote_types(x.dtype, torch.float32)):
+        # float64 goes with nothing but itself.
+        if t is not None and t.dtype is not dtype and (t.dtype is not torch.float32 or dtype is torch.float64):
             return False
     return True
 
