@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
 from sys import getrefcount
 from typing import Any
 
@@ -122,7 +124,18 @@ def calibrate(observe: Callable[[], None]) -> None:
             thread = threading.Thread(target=_unwatched, args=(observe,))
             thread.start()
             thread.join()
+            _wait_for_the_end_of(thread)
         _calibrated = True
+
+
+def _wait_for_the_end_of(thread: threading.Thread) -> None:
+    """Python forgets a thread before the system does. In between torch gives back what it keeps for the thread, and
+    needs the interpreter for that; torch 2.12 aborts a process whose interpreter ends meanwhile."""
+    running = Path(f"/proc/self/task/{thread.native_id}")
+    for _ in range(1000):
+        if not running.exists():
+            break
+        time.sleep(0.001)
 
 
 def _is_monitored() -> bool:

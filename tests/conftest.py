@@ -11,6 +11,7 @@ from inplace_abn import functions
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow: takes more than a few seconds")
+    config.addinivalue_line("markers", "huge: takes most of a device's memory, and so runs alone")
     config.addinivalue_line("markers", "emulated: runs the CUDA kernels on the CPU")
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if workers > 1:
@@ -62,6 +63,12 @@ def pytest_generate_tests(metafunc):
 def node(request, monkeypatch):
     if request.param == "Python node":
         monkeypatch.setattr(functions, "_node", None)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def full_precision():
+    """Convolutions and matrix products of float32 on CUDA are compared with the CPU's."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
 
 
 @pytest.fixture(autouse=True)

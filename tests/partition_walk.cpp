@@ -72,11 +72,23 @@ void walk_rows(const Extent& extent, int width, int unroll, const Device& device
   for (const int count : visits) require(count == 1, "rows", extent);
 }
 
+void check_waves(int64_t tiles, int64_t lines, int64_t waves, const Device& device) {
+  const int64_t parts = share_tiles(tiles, lines, waves, device), resident = device.multiprocessors * resident_blocks;
+  const Extent shown{Order::planes, tiles, lines, waves};
+  require(parts >= 1 && parts <= tiles, "parts", shown);
+  // Only a block for each line, which none can do without, may be more than whole waves.
+  require(parts == 1 || parts * lines <= waves * resident, "waves", shown);
+  // One more for each line would begin another wave, or be a block of too few tiles; unless there are no more tiles.
+  const int64_t full = std::max<int64_t>(1, parts * lines / resident + (parts * lines % resident != 0));
+  require(parts == tiles || (parts + 1) * lines > full * resident, "idle multiprocessors", shown);
+}
+
 void check_groups(const Extent& extent, int64_t element_bytes, int64_t streams, const Device& device) {
   const int64_t step = channels_per_group(extent, element_bytes, streams, device);
   require(step >= 1 && step <= extent.channels, "group", extent);
   if (step == extent.channels) return;
-  require(step * extent.batch * extent.space * element_bytes * streams <= device.l2_bytes / 2, "group's size", extent);
+  require(step * extent.batch * extent.space * element_bytes * streams <= device.cache_bytes / 2, "group's size",
+          extent);
   require(extent.order == Order::planes || step * element_bytes % row_segment_bytes == 0, "group's rows", extent);
 }
 
@@ -85,6 +97,7 @@ void check_groups(const Extent& extent, int64_t element_bytes, int64_t streams, 
 int main() {
   for (int i = 0; i < 2000; ++i) {
     const Device device{random_size(16), random_size(1 << 16)};
+    check_waves(random_size(10000), random_size(3000), random_size(8), device);
     const int unroll = 1 << random_size(3) >> 1;
     const Extent planes{Order::planes, random_size(40), random_size(40), random_size(3000)};
     if (planes.elements() > 1 << 18) continue;

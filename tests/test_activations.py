@@ -56,7 +56,10 @@ def test_inverse_gives_back_y_and_the_derivative(dtype, case, device):
     # The recovered y has the same image. Where the image is zero to the next layer it is y itself.
     dropped = (slope == 0) & (y < 0)
     image = activate(recovered, name, param)
-    allowed = 4 * eps * (z.abs() + y.abs() * slope.abs()) + eps / 64
+    # CUDA divides floats to 2 ulp where the CPU does to half a one, forward and back, and its exponential has an ulp
+    # more. That is 4 eps of y where y is large, and z is y.
+    ulps = 6 if device.type == "cuda" and dtype == torch.float32 else 4
+    allowed = ulps * eps * (z.abs() + y.abs() * slope.abs()) + eps / 64
     assert ((image - activate(y, name, param)).abs() <= allowed)[~dropped].all()
     subnormal = 2.0**-9 if dtype == torch.float16 else eps / 64  # in fp16 the trace of y is a subnormal number
     assert ((recovered - y).abs() <= 4 * eps * y.abs() + subnormal)[dropped].all()
@@ -102,7 +105,8 @@ def test_float32_values_anywhere_invert_to_finite_values(case, device):
 @pytest.mark.parametrize("name", ["relu", "silu", "hardswish"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("mode", ["no_grad", "eval"])
-def test_without_backward_the_result_is_torchs_activation_bit_for_bit(mode, dtype, name, device):
+def test_without_backward_the_result_is_torchs_activation(mode, dtype, name, device):
+    """On the CPU bit for bit."""
     x = 3 * torch.randn(50, 7, 9, 3, device=device).to(dtype)
     running = torch.zeros(7, device=device), torch.ones(7, device=device)
     running = tuple(t.to(stats_dtype(dtype)) for t in running)
@@ -112,7 +116,13 @@ def test_without_backward_the_result_is_torchs_activation_bit_for_bit(mode, dtyp
 
     with torch.no_grad():
         y = call("identity")
-        assert torch.equal(call(name), activate(y, name, 0.0))
+        z, expected = call(name), activate(y, name, 0.0)
+    if device.type == "cpu":
+        assert torch.equal(z, expected)
+    else:
+        # torch's hardswish multiplies by a sixth of float's precision there.
+        eps = torch.finfo(torch.float32 if name == "hardswish" and dtype == torch.float64 else dtype).eps
+        torch.testing.assert_close(z, expected, rtol=4 * eps, atol=0)
     if name == "relu":
         assert (call(name) >= 0).all()
 

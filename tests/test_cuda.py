@@ -51,22 +51,26 @@ VIEWS = {
 
 
 @pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("with_residual", [False, True], ids=["alone", "residual"])
 @pytest.mark.parametrize(("activation", "param"), ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_small_tensors_of_any_alignment_agree_with_the_cpu(dtype, activation, param, view):
+def test_small_tensors_of_any_alignment_agree_with_the_cpu(dtype, activation, param, with_residual, view):
     for shape in [(3, 16, 9, 7), (5, 19, 8, 8), (2, 3, 65, 64)]:
-        x, dz = (torch.randn(shape, dtype=torch.float64).to(dtype) for _ in range(2))
+        x, dz, added = (torch.randn(shape, dtype=torch.float64).to(dtype) for _ in range(3))
         weight, bias = torch.rand(shape[1]).to(dtype) + 0.5, torch.randn(shape[1]).to(dtype)
         results = []
         for device in ("cpu", CUDA):
             z, dx = VIEWS[view](x.to(device)), VIEWS[view](dz.to(device))
             w, b = weight.to(device), bias.to(device)
+            residual = VIEWS[view](added.to(device)) if with_residual else None
             arithmetic = (1e-3, False, find(activation).code, param)
-            _, var = ops.local_forward(z, w, b, None, None, None, 0.0, None, *arithmetic, True)
+            _, var = ops.local_forward(z, w, b, residual, None, None, 0.0, None, *arithmetic, True)
+            outputs = {"dx": dx, "dweight": torch.empty_like(w), "dbias": torch.empty_like(b)}
+            if residual is not None:
+                outputs["dresidual"] = torch.empty_like(z)
             forward = z.clone()
-            dw, db = torch.empty_like(w), torch.empty_like(b)
-            ops.local_backward(z, dx, var, w, b, None, *arithmetic, True, dx=dx, dweight=dw, dbias=db)
-            results.append([t.cpu().double() for t in (forward, dx, dw, db)])
+            ops.local_backward(z, dx, var, w, b, residual, *arithmetic, True, **outputs)
+            results.append([t.cpu().double() for t in (forward, *outputs.values())])
         for on_cpu, on_cuda in zip(*results, strict=True):
             assert relative_error(on_cuda, on_cpu) < TOLERANCE[dtype]
 
@@ -81,6 +85,7 @@ HUGE = {
 
 
 @pytest.mark.slow
+@pytest.mark.huge
 @pytest.mark.parametrize("case", HUGE)
 def test_more_elements_than_32_bits_can_count(case):
     arrange, shape, repeat = HUGE[case]

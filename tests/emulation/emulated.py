@@ -56,6 +56,8 @@ class Emulator:
 @functools.cache
 def load() -> Emulator:
     """Built if need be. ``INPLACE_ABN_EMULATED`` names another library, as of changed kernels."""
+    # Groups of channels, as large as half of an emulated device's cache, are among what is tested.
+    os.environ["INPLACE_ABN_CUDA_CACHE"] = "device"
     return Emulator(os.environ.get("INPLACE_ABN_EMULATED") or str(build.build()))
 
 

@@ -10,9 +10,11 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstdlib>
 #include <limits>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "partition.h"
@@ -40,15 +42,25 @@ inline cudaStream_t current_stream() {
   return static_cast<cudaStream_t>(stream);
 }
 
+// The cache by whose size channels are grouped: of INPLACE_ABN_CUDA_CACHE in the environment, "device" for the device's
+// own, a number of bytes, or nothing, since every group costs launches.
+inline int64_t cache_bytes(int device) {
+  const char* const given = std::getenv("INPLACE_ABN_CUDA_CACHE");
+  if (given == nullptr) return 0;
+  if (std::string_view(given) != "device") return std::strtoll(given, nullptr, 10);
+  int bytes = 0;
+  check(cudaDeviceGetAttribute(&bytes, cudaDevAttrL2CacheSize, device), "cudaDeviceGetAttribute");
+  return bytes;
+}
+
 inline std::vector<Device> all_devices() {
   int count = 0;
   check(cudaGetDeviceCount(&count), "cudaGetDeviceCount");
   std::vector<Device> devices(count);
   for (int i = 0; i < count; ++i) {
-    int multiprocessors = 0, l2_bytes = 0;
+    int multiprocessors = 0;
     check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, i), "cudaDeviceGetAttribute");
-    check(cudaDeviceGetAttribute(&l2_bytes, cudaDevAttrL2CacheSize, i), "cudaDeviceGetAttribute");
-    devices[i] = {multiprocessors, l2_bytes};
+    devices[i] = {multiprocessors, cache_bytes(i)};
   }
   return devices;
 }

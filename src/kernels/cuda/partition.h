@@ -22,7 +22,8 @@ constexpr int64_t row_waves = 2;
 constexpr int64_t least_tiles = 8;
 
 struct Device {
-  int64_t multiprocessors, l2_bytes;
+  int64_t multiprocessors;
+  int64_t cache_bytes;  // of the second-level cache, as far as channels are to be grouped by it; 0: not at all
 };
 
 INPLACE_ABN_INLINE int64_t ceil_div(int64_t a, int64_t b) {
@@ -35,11 +36,13 @@ INPLACE_ABN_INLINE int64_t quotient(int64_t a, int64_t b) {
   return a / b;
 }
 
-// The number of blocks that share the `tiles` of one line; all `lines` are alike.
+// The number of blocks that share the `tiles` of one line; all `lines` are alike. All blocks together are whole waves,
+// or a little less: a few more than a device holds would take as long as another wave.
 inline int64_t share_tiles(int64_t tiles, int64_t lines, int64_t waves, const Device& device) {
   const int64_t resident = device.multiprocessors * resident_blocks;
-  const int64_t wanted = std::min(ceil_div(tiles, least_tiles), ceil_div(waves * resident, lines));
-  return std::min(tiles, std::max(wanted, ceil_div(resident, lines)));
+  const int64_t wanted = std::min(ceil_div(tiles, least_tiles) * lines, waves * resident);
+  const int64_t full = std::max<int64_t>(1, wanted / resident);
+  return std::clamp<int64_t>(full * resident / lines, 1, tiles);
 }
 
 // --- Plane order -----------------------------------------------------------------------------------------------------
@@ -150,12 +153,12 @@ constexpr int64_t row_segment_bytes = 256;
 
 // Channels to reduce and apply before the next ones, so that what the first pass read is still in the second-level
 // cache for the second pass. Half of it is left to what is written and to the rest of the machine. All channels where
-// the tensor fits, and where not even the least group does. `element_bytes`: of an element of one of the `streams` that
-// the first pass reads.
+// the tensor fits, where not even the least group does, and where the cache is not to be counted on. `element_bytes`:
+// of an element of one of the `streams` that the first pass reads.
 inline int64_t channels_per_group(const Extent& extent, int64_t element_bytes, int64_t streams, const Device& device) {
   const int64_t channel_bytes = extent.batch * extent.space * element_bytes * streams;
   const int64_t least = extent.order == Order::rows ? row_segment_bytes / element_bytes : 1;
-  const int64_t fitting = channel_bytes == 0 ? extent.channels : device.l2_bytes / 2 / channel_bytes;
+  const int64_t fitting = channel_bytes == 0 ? extent.channels : device.cache_bytes / 2 / channel_bytes;
   if (fitting < least || fitting >= extent.channels) return extent.channels;
   const int64_t groups = ceil_div(extent.channels, fitting / least * least);
   return ceil_div(ceil_div(extent.channels, groups), least) * least;

@@ -25,9 +25,9 @@
 //               or as long as there are channels, several rows to a warp.
 //   reductions  two stages: one partial result per block in scratch memory, merged by a small kernel. Both merge in
 //               double, and neither uses atomics, so results are the same in every run.
-//   second pass the local ops go through the channels group by group, each group small enough to stay in the
-//               second-level cache between its two passes; in row order a group's share of a row is a multiple of 256
-//               bytes. The second pass walks backward: what the first pass read last is likeliest to be there.
+//   second pass walks backward: what the first pass read last is likeliest to be in the second-level cache. The local
+//               ops can go through the channels group by group, each group small enough to stay there between its two
+//               passes (launch.cuh says when); in row order a group's share of a row is a multiple of 256 bytes.
 #pragma once
 
 #include "planes.cuh"

@@ -1,0 +1,227 @@
+"""Checks the CUDA backend on a machine with a GPU, with that machine's Python and torch and without a network.
+
+Run by ``scripts/gpu_check.sh``. Steps run in the order of their worth until time is up. After each, the folder
+``--out`` has the log of every step so far (logs.tar.gz), summary.json and summary.txt; the bench adds bench.json and
+bench.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.util
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any, NamedTuple
+
+PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "cuda")
+OPS = ("test_ops.py", "test_activations.py", "test_functions.py", "test_residual.py", "test_dead_positions.py")
+# All activations, with and without a residual, in few shapes of any alignment.
+CHECKED = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_cuda.py")
+CHECKED += ("-k", "test_small_tensors_of_any_alignment and (float32 or bfloat16)")
+BENCH = (sys.executable, "scripts/bench.py", "--device", "cuda")
+PROBE = (sys.executable, "-c", "import torch; torch.zeros(1, device='cuda')")
+# The time from a signal to the end that a tool gets to write its report.
+GRACE = 15
+
+PLAN = """\
+Three calls of less than ten minutes each; on a machine that stays, the second and third find the build of the first.
+
+  OUT=... scripts/gpu_check.sh build sass ops memcheck racecheck synccheck
+  OUT=... scripts/gpu_check.sh build bench huge
+  OUT=... scripts/gpu_check.sh build suite
+"""
+
+
+class Step(NamedTuple):
+    command: tuple[str, ...]
+    seconds: int
+    """At most."""
+    side_by_side: bool = False
+    """Whether it is a pytest whose tests may share the device."""
+
+
+def sanitizer(tool: str, *options: str) -> tuple[str, ...]:
+    return "compute-sanitizer", "--tool", tool, *options, "--error-exitcode", "1", "--kernel-name", "kns=inplace_abn"
+
+
+STEPS = {
+    "build": Step((sys.executable, "setup.py", "build_ext", "--inplace"), 270),
+    "sass": Step((sys.executable, "scripts/check_sass.py", "{build}", "inplace_abn/_kernels.so"), 60),
+    "ops": Step(
+        (*PYTEST, "-m", "not slow and not huge", *(f"tests/{name}" for name in (*OPS, "test_cuda.py"))), 150, True
+    ),
+    # Calls that fail without harm, as torch's own do when it looks for what the driver has, are no errors.
+    "memcheck": Step((*sanitizer("memcheck", "--report-api-errors", "no"), *CHECKED), 120),
+    "racecheck": Step((*sanitizer("racecheck"), *CHECKED), 120),
+    "synccheck": Step((*sanitizer("synccheck"), *CHECKED), 90),
+    "bench": Step((*BENCH, "--groups", "core", "small", "--nets", "--time-limit", "200", "--out", "{out}"), 260),
+    "huge": Step((*PYTEST, "-m", "huge", "tests"), 180),
+    "suite": Step((*PYTEST, "-m", "not huge", "tests"), 500, True),
+}
+
+
+class Result(NamedTuple):
+    step: str
+    result: str
+    seconds: int
+    last_line: str
+
+
+def run(command: tuple[str, ...], seconds: float, log: Path, environment: dict[str, str]) -> str:
+    """What became of it. A pytest that is interrupted writes its report; what stays after that is killed, with all that
+    it has started."""
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+        for sent, patience in ((signal.SIGINT, seconds), (signal.SIGKILL, GRACE)):
+            try:
+                code = process.wait(patience)
+                break
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, sent)
+                code = None
+        process.wait()
+    if code is None or code < 0 or sent == signal.SIGKILL:
+        return "timed out"
+    return "passed" if code == 0 else f"failed ({code})"
+
+
+def why_no_sanitizer(logs: Path) -> str:
+    """Why compute-sanitizer does not work here; empty if it does."""
+    if shutil.which("compute-sanitizer") is None:
+        return "there is no compute-sanitizer"
+    log = logs / "sanitizer.log"
+    result = run((*sanitizer("memcheck", "--report-api-errors", "no"), *PROBE), 60, log, dict(os.environ))
+    return "" if result == "passed" else f"compute-sanitizer does not work here ({result}): {last_line(log)}"
+
+
+def last_line(log: Path) -> str:
+    lines = log.read_text(errors="replace").split("\n") if log.exists() else []
+    return next((line for line in reversed(lines) if line.strip()), "")
+
+
+def environment_of(name: str, step: Step) -> dict[str, str]:
+    environment = dict(os.environ)
+    if name == "build":
+        # Splitting a file's kernels over the processors shortens the longest one.
+        environment |= {"INPLACE_ABN_FORCE_CUDA": "1", "INPLACE_ABN_NVCC_FLAGS": "--split-compile=0 -Xptxas=-v"}
+        environment |= {"MAX_JOBS": str(os.cpu_count())}
+    if name == "memcheck":
+        # Without the caching allocator a tensor's end is the end of its memory.
+        environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+    if step.side_by_side and importlib.util.find_spec("xdist") is not None:
+        workers = min(8, os.cpu_count() or 1)
+        # What the tests compare with is computed on the CPU, by all of them at once.
+        environment |= {"PYTEST_ADDOPTS": f"-n {workers}", "OMP_NUM_THREADS": str((os.cpu_count() or 1) // workers)}
+    return environment
+
+
+def counts(report: Path) -> dict[str, int] | None:
+    if not report.exists():
+        return None
+    suite = next(ElementTree.parse(report).iter("testsuite"))
+    return {key: int(suite.get(key, 0)) for key in ("tests", "failures", "errors", "skipped")}
+
+
+def described_gpu() -> str:
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError) as error:
+        return f"unknown ({error})"
+
+
+def write(out: Path, logs: Path, results: list[Result], gpu: str) -> str:
+    """Everything that is known so far; returns it as text."""
+    # Not before something was run: the plan is printed without it.
+    import torch
+
+    summary: dict[str, Any] = {
+        "date": datetime.date.today().isoformat(),
+        "gpu_and_driver": gpu,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "python": sys.version.split()[0],
+        "steps": [result._asdict() for result in results],
+    }
+    for result in results:
+        found = counts(logs / f"{result.step}.xml")
+        if found is not None:
+            summary[f"tests of {result.step}"] = found
+    (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    lines = [f"{key}: {value}" for key, value in summary.items() if key != "steps"]
+    lines += [f"{r.step:10} {r.result:12} {r.seconds:4} s  {r.last_line}" for r in results]
+    text = "\n".join(lines) + "\n"
+    (out / "summary.txt").write_text(text)
+    with tarfile.open(out / "logs.tar.gz", "w:gz") as archive:
+        archive.add(logs, arcname="logs")
+    return text
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("steps", nargs="*", metavar="STEP", help=f"of {' '.join(STEPS)}; all of them by default")
+    parser.add_argument("--seconds", type=int, default=540, help="for all steps together")
+    parser.add_argument("--out", type=Path, default=Path("build/gpu"))
+    parser.add_argument(
+        "--plan", action="store_true", help="print the calls of a check of half an hour, and run nothing"
+    )
+    args = parser.parse_args()
+    if args.plan:
+        print(PLAN, end="")
+        return 0
+    unknown = set(args.steps) - STEPS.keys()
+    if unknown:
+        parser.error(f"there is no step {', '.join(sorted(unknown))}: there are {', '.join(STEPS)}")
+    started = time.monotonic()
+    out = args.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    results: list[Result] = []
+    gpu = described_gpu()
+    with tempfile.TemporaryDirectory() as folder:
+        logs = Path(folder)
+        no_sanitizer = None
+        for name in args.steps or STEPS:
+            step = STEPS[name]
+            if step.command[0] == "compute-sanitizer" and no_sanitizer is None:
+                no_sanitizer = why_no_sanitizer(logs)
+            left = args.seconds - (time.monotonic() - started) - GRACE
+            log = logs / f"{name}.log"
+            if step.command[0] == "compute-sanitizer" and no_sanitizer:
+                results.append(Result(name, "skipped", 0, no_sanitizer))
+            elif left < 5:
+                results.append(Result(name, "skipped", 0, "no time left"))
+            else:
+                places = {"{build}": str(logs / "build.log"), "{out}": str(out)}
+                command = tuple(places.get(word, word) for word in step.command)
+                if "pytest" in command:
+                    command += (f"--junitxml={logs / name}.xml",)
+                print(f"gpu_check: {name}: {shlex.join(command)}", flush=True)
+                begun = time.monotonic()
+                result = run(command, min(step.seconds, left), log, environment_of(name, step))
+                results.append(Result(name, result, round(time.monotonic() - begun), last_line(log)))
+                if result != "passed":
+                    print(
+                        f"--- {name}: the end of its log", *log.read_text(errors="replace").split("\n")[-40:], sep="\n"
+                    )
+            text = write(out, logs, results, gpu)
+            if name == "build" and results[-1].result != "passed":
+                break
+    print(text, end="")
+    return 0 if all(result.result in ("passed", "skipped") for result in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
