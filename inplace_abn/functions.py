@@ -1,8 +1,9 @@
 """``inplace_abn`` and ``inplace_abn_sync``: the forward pass, local and synchronised.
 
 The forward pass writes z over x, or beside it, and keeps z alone ("In-Place Activated BatchNorm for Memory-Optimized
-Training of DNNs", arXiv 1712.02616). `checks` refuses what cannot be done before anything is written, `autograd` makes
-the node of the graph, `gradients` has the backward pass, `ownership` decides what it may overwrite.
+Training of DNNs", arXiv 1712.02616). `checks` refuses what cannot be done before anything is written, `writing` calls
+the ops, `autograd` makes the node of the graph, `gradients` has the backward pass, `ownership` decides what it may
+overwrite.
 
 ``INPLACE_ABN_DISABLE=1`` in the environment makes both functions work out of place, for debugging.
 """
@@ -11,16 +12,27 @@ from __future__ import annotations
 
 import os
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from inplace_abn import _torch, autograd, checks, collectives, gradients, guard, node, ops, ownership, plain, reference
+from inplace_abn import (
+    _torch,
+    autograd,
+    checks,
+    collectives,
+    gradients,
+    guard,
+    node,
+    ops,
+    ownership,
+    plain,
+    reference,
+    writing,
+)
 from inplace_abn.activations import ACTIVATIONS, check_activation
-from inplace_abn.figures import WIDTH
-from inplace_abn.gradients import values_per_channel
 from inplace_abn.kept import KeptABNFunction
 from inplace_abn.settings import Settings, check_hyperparameters
 
@@ -93,7 +105,7 @@ def inplace_abn(
                 running_mean,
                 running_var,
                 training,
-                *momentum_arguments(momentum),
+                *writing.momentum_arguments(momentum),
                 eps,
                 signed_weight,
                 ACTIVATIONS[activation].code,
@@ -249,12 +261,14 @@ def _forward(
         x, keep_input = x.clone(), False
     statistics = None
     if settings.group is not None:
-        statistics, trusted = sync_statistics(x.detach(), running_mean, running_var, momentum, settings.group, watch)
+        statistics, trusted = writing.sync_statistics(
+            x.detach(), running_mean, running_var, momentum, settings.group, watch
+        )
         if not trusted:
             z: Tensor = KeptABNFunction.apply(x, weight, bias, residual, *statistics, settings)
             return z
     write = partial(
-        written,
+        writing.written,
         weight=weight,
         bias=bias,
         residual=residual,
@@ -331,12 +345,12 @@ def attached(
     settings: Settings,
     stand_in: Tensor | None = None,
 ) -> Tensor:
-    """z, which `written` has written with these settings, with the place in the graph that it has as a function of x.
+    """z, which `writing.written` wrote with these settings, with the place in the graph that it has as a function of x.
 
     Args:
         x: of z's shape; its content may be another by now.
         z: a tensor without graph.
-        var: what `written` returned.
+        var: what `writing.written` returned.
         stand_in: a tensor that stands for z and gets its place in the graph, too.
     """
     if _node is not None and settings.group is None:
@@ -357,86 +371,6 @@ def attached(
         if found is not None:
             return found
     return autograd.attached(x, z, weight, bias, residual, var, settings, _input_edge(x, settings), stand_in)
-
-
-def written(
-    x: Tensor,
-    z: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    momentum: float | Tensor,
-    settings: Settings,
-    invertible: bool,
-    statistics: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
-    """Writes the result to z, which may be x, and returns the variance that backward needs. What makes z invertible
-    costs a little of its exactness, and is left out where no backward will follow."""
-    kept = {} if z is x else {"z": z}
-    if settings.training and settings.group is None:
-        _, var = ops.run(
-            ops.local_forward_out if kept else ops.local_forward,
-            present(z, running_mean, running_var),
-            x,
-            weight,
-            bias,
-            residual,
-            running_mean,
-            running_var,
-            *momentum_arguments(momentum),
-            *settings.arithmetic(),
-            invertible,
-            **kept,
-        )
-        return cast(Tensor, var)
-    mean, var = statistics or (cast(Tensor, running_mean), cast(Tensor, running_var))
-    op = ops.forward_out if kept else ops.forward
-    ops.run(op, [z], x, mean, var, weight, bias, residual, *settings.arithmetic(), invertible, **kept)
-    # Training may change the running variance before backward needs what it was.
-    return var if settings.training or not invertible else var.clone()
-
-
-def momentum_arguments(momentum: float | Tensor) -> tuple[float, Tensor | None]:
-    return (0.0, momentum) if isinstance(momentum, Tensor) else (momentum, None)
-
-
-def present(*tensors: Tensor | None) -> list[Tensor]:
-    return [t for t in tensors if t is not None]
-
-
-def sync_statistics(
-    x: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    momentum: float | Tensor,
-    group: ProcessGroup,
-    watch: guard.Frozen | None,
-) -> tuple[tuple[Tensor, Tensor], bool]:
-    """Mean and biased variance over all ranks, and whether the guard trusts z. A rank that has several values knows
-    that the whole batch has; only others look at the gathered counts (which waits for the device), so that all ranks
-    raise together or none does. The guard's figures are there in every call, measured or not, so that ranks agree on
-    what is gathered."""
-    count = values_per_channel(x)
-    mean, var = ops.run(ops.statistics, [], x)
-    said = mean.new_zeros(WIDTH) if watch is None else watch.figures(x).to(mean.dtype)
-    packed = torch.cat([mean, var, mean.new_full((1,), count), said])
-    everything = collectives.all_gather(packed, group)
-    gathered = everything[:, :-WIDTH].contiguous()
-    if not torch.compiler.is_compiling() and count < 2:
-        checks.check_count(x, gathered[:, -1].sum().item())
-    # Before anything is written, because it may raise.
-    trusted = watch is None or watch.trusts(everything[:, -WIDTH:])
-    mean, var, _ = ops.run(
-        ops.combine,
-        present(running_mean, running_var),
-        gathered,
-        running_mean,
-        running_var,
-        *momentum_arguments(momentum),
-    )
-    return (mean, var), trusted
 
 
 def _out_of_place(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.distributed import ProcessGroup
 
-from inplace_abn import _torch, checks, collectives, functions, guard
+from inplace_abn import _torch, checks, collectives, functions, guard, writing
 from inplace_abn.pending import Pending, pending, plain
 from inplace_abn.settings import Settings
 from inplace_abn.waiting import IDENTITY, Norm, can_be_taken_back
@@ -82,11 +82,11 @@ class InPlaceNorm(guard.Guarded):
         statistics = mean = None
         if group is not None:
             frozen = guard.Frozen(True)
-            statistics, _ = functions.sync_statistics(data, running_mean, running_var, momentum, group, frozen)
+            statistics, _ = writing.sync_statistics(data, running_mean, running_var, momentum, group, frozen)
             mean = statistics[0]
         elif not training:
             mean = running_mean.clone()
-        var = functions.written(
+        var = writing.written(
             data,
             memory,
             weight,
