@@ -39,6 +39,8 @@ class Pending(Tensor):
     """The plain tensor's when it was put there."""
     _leads: bool
     """Whether the plain tensor comes after it in the graph."""
+    _taken_from: str | None
+    """The norm, if the memory became that of an activation, or of a sum, whose node is not after this one's."""
 
     @classmethod
     def __torch_function__(
@@ -178,7 +180,7 @@ def pending(norm: Norm, memory: Tensor, residual: Tensor | None, applied: tuple[
 
 
 def _placed(t: Any, state: State) -> Pending:
-    t._state, t._plain, t._shown, t._leads = state, None, None, False
+    t._state, t._plain, t._shown, t._leads, t._taken_from = state, None, None, False, None
     norm = state.norm
     wait(norm.x, norm.weight, norm.bias, state.residual, state, (t,))
     t._is_placed()
@@ -272,9 +274,9 @@ def _asked_of_graph(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """A hook, or a gradient, of pending tensors. It is that of all that was computed with them."""
 
     def in_graph(t: Pending) -> Tensor:
-        if t._plain is None and t._state is not None and t._state.is_taken():
+        if t._taken_from is not None:
             raise RuntimeError(
-                f"inplace_abn: a gradient of the output of {t._state.norm.name}, or a hook on it, is asked for after "
+                f"inplace_abn: a gradient of the output of {t._taken_from}, or a hook on it, is asked for after "
                 "it was activated or added to in place, and it has no place in the graph any more. Ask before, "
                 "or leave this norm out of the conversion (filter_fn)"
             )
@@ -324,6 +326,8 @@ def _activated(call: Activating) -> Tensor | None:
         t._plain, t._state = z, None
         t._is_placed()
         increment_version([t])
+    else:
+        t._taken_from = norm.name
     return z
 
 
@@ -371,6 +375,7 @@ def _with_residual(t: Pending, residual: Tensor, in_place: bool) -> Tensor:
         torch.ops.aten.add_.Tensor(memory, residual.detach())
     state.memory = None
     if not in_place:
+        t._taken_from = norm.name
         return pending(norm, memory, residual, IDENTITY)
     _placed(t, State(norm, memory, residual, IDENTITY))
     increment_version([t])

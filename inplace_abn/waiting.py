@@ -178,10 +178,6 @@ class State:
     def is_fusible(self) -> bool:
         return self.memory is not None and self.has_its_residual() and self.norm.is_unchanged()
 
-    def is_taken(self) -> bool:
-        """Whether the memory became that of an activation, or of a sum."""
-        return self.memory is None and not self.is_exposed
-
     def take_back(self) -> Tensor:
         """The memory, which holds the norm's output, the residual added, and nothing else."""
         memory = self.memory

@@ -122,12 +122,14 @@ ASKED = {
 }
 
 
+@pytest.mark.parametrize("again", [lambda h: None, Gated.apply, torch.sin])
 @pytest.mark.parametrize("follows", [torch.relu, lambda h: h + torch.ones(4, 4, 6, 5)])
 @pytest.mark.parametrize("asked", ASKED)
-def test_who_asks_for_a_gradient_of_what_has_no_place_in_the_graph_any_more_gets_an_error(asked, follows):
+def test_who_asks_for_a_gradient_of_what_has_no_place_in_the_graph_any_more_gets_an_error(asked, follows, again):
     net = converted(Net())
     h = net.bn(net.conv(torch.randn(4, 3, 6, 5)))
     z = follows(h)
+    again(h)
     with pytest.raises(RuntimeError, match=r"a gradient of the output of bn, or a hook on it, .*filter_fn"):
         ASKED[asked](h, z)
     z.sum().backward()
