@@ -9,6 +9,7 @@ from sys import getrefcount
 from typing import Any
 
 import torch
+import torch._functorch.pyfunctorch
 import torch.utils.checkpoint
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -25,6 +26,9 @@ has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 
 # Whether one of torch.func's transforms is running: under it nothing is reused, and graphs have levels.
 transforms_active = torch._C._are_functorch_transforms_active
+
+# Where no transform of torch.func is running.
+outside_of_transforms = torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack
 
 # The node that autograd's engine is running.
 current_node = torch._C._current_autograd_node

@@ -67,6 +67,9 @@ class InPlaceNorm(guard.Guarded):
         # If nothing is known, or nothing good, x has to be there in case that what is measured is bad.
         decisive = look.due and (look.first or not look.trusted)
         observation = guard.observe(self, x) if look.due else None
+        if observation is not None and decisive and self._scales_otherwise():
+            guard.take(self, observation.figures(*IDENTITY, None), True, x.dtype)
+            return None
         overwritten = self._overwrites and not decisive and _is_overwritable(x)
         applied = IDENTITY
         if expected is not None and can_be_taken_back(expected, x.dtype):
@@ -101,6 +104,11 @@ class InPlaceNorm(guard.Guarded):
         )
         norm = Norm(self, x, weight, bias, mean, var, settings, overwritten, observation, decisive)
         return pending(norm, memory, None, applied)
+
+    def _scales_otherwise(self) -> bool:
+        """Whether weights are so small that others take their place in place, which nobody is to see."""
+        module: Any = self
+        return module.weight is not None and bool((module.weight.detach().abs() < module.eps).any())
 
     def _native(self, x: Tensor) -> Tensor:
         module: Any = self

@@ -21,7 +21,7 @@ from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_map_only
 
 from inplace_abn import _torch, functions
-from inplace_abn.recognition import KNOWN, METADATA, Activating, Adding, is_writing
+from inplace_abn.recognition import IN_GRAPH, KNOWN, METADATA, Activating, Adding, is_writing
 from inplace_abn.waiting import IDENTITY, Norm, State, show, stand, wait
 
 
@@ -35,6 +35,12 @@ class Pending(Tensor):
     """What ops below autograd have seen."""
     _node: Any
     """Where it was put in the graph. It is elsewhere once a custom function, or an op below autograd, wrote to it."""
+    _version_of_plain: int
+    """The plain tensor's when it was put there."""
+    _leads: bool
+    """Whether the plain tensor comes after it in the graph."""
+    _taken_from: str | None
+    """The norm, if the memory became that of an activation, or of a sum, whose node is not after this one's."""
 
     @classmethod
     def __torch_function__(
@@ -52,8 +58,12 @@ class Pending(Tensor):
             if result is not None:
                 return result
         if func in METADATA:
+            # The plain tensor's shape may have been changed in place.
+            args = tuple(t._plain if type(t) is Pending and t._plain is not None else t for t in args)
             with _torch.NoTorchFunction():
                 return func(*args, **kwargs)
+        if func in IN_GRAPH:
+            return _asked_of_graph(func, args, kwargs)
         given: list[tuple[Pending, Tensor, int]] = []
 
         writes = is_writing(func, kwargs)
@@ -67,6 +77,9 @@ class Pending(Tensor):
         result = func(*args, **kwargs)
         # Whoever has saved a pending tensor learns that it was written to.
         increment_version([t for t, values, version in given if values._version != version])
+        for t, values, version in given:
+            if writes or values._version != version:
+                t._follow()
         return result
 
     @classmethod
@@ -95,9 +108,15 @@ class Pending(Tensor):
 
     def _values(self) -> Tensor:
         """What an op below autograd is given."""
-        if self._shown is None:
-            with _torch.NoTorchFunction():
-                self._shown = self._plain.detach() if self._state is None else self._state.expose()  # type: ignore[union-attr]
+        if self._plain is not None and not self._leads:
+            if self._is_left_behind() and not self._has_moved():
+                raise RuntimeError(_LEFT_BEHIND)
+            if self._shown is None:
+                with _torch.NoTorchFunction():
+                    self._shown = self._plain.detach()
+        elif self._shown is None:
+            assert self._state is not None
+            self._shown = self._state.expose()
         return self._shown
 
     def _has_moved(self) -> bool:
@@ -105,8 +124,34 @@ class Pending(Tensor):
             return self.grad_fn is not self._node
 
     def _is_placed(self) -> None:
+        if self._plain is not None:
+            self._version_of_plain = self._plain._version
         with _torch.NoTorchFunction():
             self._node = self.grad_fn
+
+    def _is_left_behind(self) -> bool:
+        """Whether the plain tensor was written to through a view, and has another place in the graph."""
+        return not self._leads and self._plain is not None and self._plain._version != self._version_of_plain
+
+    def _follow(self) -> None:
+        """Takes its place in the graph again where the plain tensor may have got another one."""
+        values = self._plain
+        if values is None or self._has_moved():
+            return
+        with torch.inference_mode(False), torch.enable_grad(), _torch.NoTorchFunction():
+            if values.requires_grad:
+                stand(values, (self,))
+            else:
+                self.detach_()
+        self._leads, self._shown = False, None
+        self._is_placed()
+
+
+_LEFT_BEHIND = (
+    "inplace_abn: the output of a converted norm was written to through a view, and is then read without gradients, as "
+    "custom autograd functions do, whose gradients would be lost. Write to the tensor itself, or leave the norm out of "
+    "the conversion (filter_fn)"
+)
 
 
 class Overwritten(Tensor):
@@ -135,7 +180,7 @@ def pending(norm: Norm, memory: Tensor, residual: Tensor | None, applied: tuple[
 
 
 def _placed(t: Any, state: State) -> Pending:
-    t._state, t._plain, t._shown = state, None, None
+    t._state, t._plain, t._shown, t._leads, t._taken_from = state, None, None, False, None
     norm = state.norm
     wait(norm.x, norm.weight, norm.bias, state.residual, state, (t,))
     t._is_placed()
@@ -149,8 +194,17 @@ def plain(t: Any, to_write: bool = False) -> Tensor:
     """
     if type(t) is not Pending:
         return t  # type: ignore[no-any-return]
+    if _torch.transforms_active() and (t._plain is None or t._has_moved()):
+        # It was made outside of them.
+        with _torch.outside_of_transforms():
+            return plain(t, to_write)
     moved = t._has_moved()
     if t._plain is not None and not moved:
+        if t._is_left_behind():
+            # Without gradients it may be a custom function, whose place in the graph is chosen already.
+            if not torch.is_grad_enabled():
+                raise RuntimeError(_LEFT_BEHIND)
+            t._follow()
         return t._plain
     state = t._state
     if (
@@ -158,17 +212,18 @@ def plain(t: Any, to_write: bool = False) -> Tensor:
         and not moved
         and t._shown is None
         and state is not None
-        and state.own is None
+        and not state.is_exposed
         and state.has_its_residual()
         and state.norm.is_unchanged()
         and (state.norm.overwritten or not state.norm.why_gone())
         and _is_plain_surroundings()
     ):
-        t._plain = _unfused(t, state, to_write)
+        return _unfused(t, state, to_write)
     else:
         # Also under no_grad, where the tensor still has its place in the graph.
         with torch.inference_mode(False), torch.enable_grad():
             t._plain = show(t, (t._values(),))
+        t._leads = True
         t._is_placed()
     return t._plain
 
@@ -193,8 +248,8 @@ def _unfused(t: Pending, state: State, to_write: bool) -> Tensor:
 
 def _settled(t: Pending, result: Tensor) -> Tensor:
     stand(result, (t,))
+    t._plain, t._state = result, None
     t._is_placed()
-    t._state = None
     return result
 
 
@@ -213,6 +268,31 @@ def _attached(state: State, activation: tuple[str, float], stand_in: Tensor | No
         # It is the same memory, which is to be the result's alone.
         norm.x = None
     return z
+
+
+def _asked_of_graph(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A hook, or a gradient, of pending tensors. It is that of all that was computed with them."""
+
+    def in_graph(t: Pending) -> Tensor:
+        if t._taken_from is not None:
+            raise RuntimeError(
+                f"inplace_abn: a gradient of the output of {t._taken_from}, or a hook on it, is asked for after "
+                "it was activated or added to in place, and it has no place in the graph any more. Ask before, "
+                "or leave this norm out of the conversion (filter_fn)"
+            )
+        values = plain(t)
+        return t if t._leads else values
+
+    given = [*args]
+    # Of these alone the place in the graph matters.
+    at = 1 if func is torch.autograd.grad else 0
+    given[at] = tree_map_only(Pending, in_graph, given[at])
+    given, kwargs = (
+        [given[at] if i == at else tree_map_only(Pending, plain, v) for i, v in enumerate(given)],
+        {name: tree_map_only(Pending, plain, value) for name, value in kwargs.items()},
+    )
+    with _torch.NoTorchFunction():
+        return func(*given, **kwargs)
 
 
 def _is_plain_surroundings() -> bool:
@@ -246,18 +326,15 @@ def _activated(call: Activating) -> Tensor | None:
         t._plain, t._state = z, None
         t._is_placed()
         increment_version([t])
+    else:
+        t._taken_from = norm.name
     return z
 
 
 def _added(call: Adding) -> Tensor | None:
     """y plus what is added to it, still pending; None if that is no residual."""
     for t, other in ((call.first, call.second), (call.second, call.first)):
-        if (
-            t is other
-            or not _is_fusible(t)
-            or t._state.residual is not None
-            or not t._state.norm.module._fuses_residual
-        ):
+        if t is other or not _is_fusible(t) or t._state.residual is not None or not t._state.norm.fuses_residual():
             continue
         if call.in_place and t is not call.first:
             return None
@@ -298,6 +375,7 @@ def _with_residual(t: Pending, residual: Tensor, in_place: bool) -> Tensor:
         torch.ops.aten.add_.Tensor(memory, residual.detach())
     state.memory = None
     if not in_place:
+        t._taken_from = norm.name
         return pending(norm, memory, residual, IDENTITY)
     _placed(t, State(norm, memory, residual, IDENTITY))
     increment_version([t])

@@ -147,3 +147,14 @@ METADATA: frozenset[Any] = frozenset(
     ]
 )
 """Functions that ask for what a pending tensor tells without being computed."""
+
+_GRAD: Any = Tensor.grad
+_RETAINS_GRAD: Any = Tensor.retains_grad
+
+IN_GRAPH: frozenset[Any] = frozenset(
+    [
+        *(Tensor.register_hook, Tensor.retain_grad, torch.autograd.grad),
+        *(_RETAINS_GRAD.__get__, _GRAD.__get__, _GRAD.__set__, _GRAD.__delete__),
+    ]
+)
+"""Functions that ask for gradients of the first argument, or of the second one of ``torch.autograd.grad``."""

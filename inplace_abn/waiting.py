@@ -20,7 +20,7 @@ IDENTITY = ("identity", 0.01)
 
 _GONE = (
     "inplace_abn: the output of {name} is needed after it was activated or added to in place, and cannot be computed "
-    "again, because the norm's input was {why}. Leave this norm out of the conversion (filter_fn), or convert the "
+    "again, because {why}. Leave this norm out of the conversion (filter_fn), or convert the "
     "model without an example, which keeps inputs"
 )
 
@@ -46,7 +46,7 @@ class Norm:
         self.overwritten, self.observation, self.decisive = overwritten, observation, decisive
         self.x: Tensor | None = x
         self._edge = (x.requires_grad, x.grad_fn, x.output_nr)
-        self._version = x._version
+        self._content = x._version, x.data_ptr()
         self._versions = _versions(weight, bias)
         self._hooks = _torch.top_saved_tensors_hooks(True)
         self.trusted = True
@@ -58,34 +58,72 @@ class Norm:
     def is_unchanged(self) -> bool:
         """Whether x has the place in the graph that it had, the parameters are what they were, and what is saved for
         backward goes where it went: checkpoints, which begin or end in between, count what is saved."""
-        x = self.x
-        if x is None or _versions(self.weight, self.bias) != self._versions:
+        if _versions(self.weight, self.bias) != self._versions or _torch.top_saved_tensors_hooks(True) != self._hooks:
             return False
-        if _torch.top_saved_tensors_hooks(True) != self._hooks:
+        return self.has_its_place()
+
+    def has_its_place(self) -> bool:
+        x = self.x
+        if x is None:
             return False
         requires_grad, node, number = self._edge
         with _torch.NoTorchFunction():
             return x.requires_grad == requires_grad and x.grad_fn is node and x.output_nr == number
 
+    def fuses_residual(self) -> bool:
+        """Whether what is added may take the memory. Where the output was seen to be kept, others read it again."""
+        module = self.module
+        return bool(module._fuses_residual) and not (self.overwritten and module._keeps_output)
+
+    def has_its_input(self) -> bool:
+        return not self.overwritten and self.x is not None and (self.x._version, self.x.data_ptr()) == self._content
+
     def why_gone(self) -> str:
         """Why y cannot be computed again, in words; empty if it can."""
         if self.overwritten:
-            return "overwritten"
-        return "modified since" if self.x is None or self.x._version != self._version else ""
+            return "the norm's input was overwritten"
+        if not self.has_its_input():
+            return "the norm's input was modified since"
+        # Sharded parameters are freed after the forward pass of their unit.
+        versions = _versions(self.weight, self.bias)
+        if any(now[:2] != then[:2] for now, then in zip(versions, self._versions, strict=True)):
+            return "the norm's parameters were modified or freed since"
+        return ""
+
+    def has_other_parameters(self) -> bool:
+        """Whether autograd would refuse the parameters as modified. Where their memory is does not matter."""
+        versions = _versions(self.weight, self.bias)
+        return any(now[0] != then[0] for now, then in zip(versions, self._versions, strict=True))
 
     def native(self) -> Tensor:
         """y as torch makes it, of x, which its node keeps. Running statistics are left alone."""
         why = self.why_gone()
         if why:
             raise RuntimeError(_GONE.format(name=self.name, why=why))
-        x = self.x
-        assert x is not None
+        assert self.x is not None
+        return self._native(self.x, self.weight, self.bias)
+
+    def _native(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         s = self.settings
         if s.group is not None:
-            y: Tensor = KeptABNFunction.apply(x, self.weight, self.bias, None, self.mean, self.var, s)
+            y: Tensor = KeptABNFunction.apply(x, weight, bias, None, self.mean, self.var, s)
             return y
         mean, var = (None, None) if s.training else (self.mean, self.var)
-        return F.batch_norm(x, mean, var, self.weight, self.bias, s.training, 0.0, s.eps)
+        return F.batch_norm(x, mean, var, weight, bias, s.training, 0.0, s.eps)
+
+    def native_gradients(self, g: Tensor, needed: Sequence[bool]) -> list[Tensor | None]:
+        """Of x, weight and bias, from y's gradient, as torch computes them. Of these with ``create_graph=True``."""
+        tensors = self.x, self.weight, self.bias
+        create_graph = torch.is_grad_enabled()
+        if not create_graph:
+            tensors = tuple(
+                None if t is None else t.detach().requires_grad_(need) for t, need in zip(tensors, needed, strict=True)
+            )  # type: ignore[assignment]
+        with torch.enable_grad():
+            y = self._native(*tensors)  # type: ignore[arg-type]
+            inputs = [t for t, need in zip(tensors, needed, strict=True) if need and t is not None]
+            found = iter(torch.autograd.grad(y, inputs, g, create_graph=create_graph) if inputs else ())
+        return [next(found) if need else None for need in needed]
 
     def is_trusted(self, activation: tuple[str, float], residual: Tensor | None) -> bool:
         """Whether the guard lets the node keep z alone. What is measured decides at once if nothing is known yet."""
@@ -105,8 +143,15 @@ class Norm:
             self.module.__dict__["_guard_generation"] = -1
 
 
-def _versions(*tensors: Tensor | None) -> list[Any]:
-    return [None if t is None else (t._version, t.requires_grad) for t in tensors]
+def _versions(*tensors: Tensor | None) -> list[tuple[int, int, bool]]:
+    """Version, memory and flag. Subclasses of tensors need not have memory of their own."""
+    return [
+        (0, 0, False) if t is None else (t._version, t.data_ptr() if type(t) in _STORED else 0, t.requires_grad)
+        for t in tensors
+    ]
+
+
+_STORED = (Tensor, torch.nn.Parameter)
 
 
 class State:
@@ -119,9 +164,11 @@ class State:
         self.applied = applied
         """The activation that memory holds the result of, which nobody has asked for yet."""
         self.own: Tensor | None = None
-        """The values, for the node alone, once somebody has seen them whom torch does not tell of."""
-        self.shown: Tensor | None = None
-        """A copy of them, which may be modified."""
+        """A copy of the values for the node alone, if they were exposed and the norm's input is no more."""
+        self.tells = True
+        """Whether that copy tells what the norm's input was."""
+        self.is_exposed = False
+        """Whether somebody has seen the values whom torch does not tell of."""
         self._version = memory._version
         self._residual_version = _versions(residual)
 
@@ -129,14 +176,15 @@ class State:
         return _versions(self.residual) == self._residual_version
 
     def is_fusible(self) -> bool:
-        return self.memory is not None and self.own is None and self.has_its_residual() and self.norm.is_unchanged()
+        return self.memory is not None and self.has_its_residual() and self.norm.is_unchanged()
 
     def take_back(self) -> Tensor:
         """The memory, which holds the norm's output, the residual added, and nothing else."""
         memory = self.memory
         assert memory is not None
         if memory._version != self._version:
-            raise RuntimeError(_GONE.format(name=self.norm.name, why="overwritten and modified since"))
+            why = "the norm's input was overwritten and modified since"
+            raise RuntimeError(_GONE.format(name=self.norm.name, why=why))
         if self.applied != IDENTITY:
             with _torch.BelowAutograd():
                 F.leaky_relu_(memory, 1.0 / slope(self.applied, memory.dtype))
@@ -160,30 +208,28 @@ class State:
         return memory
 
     def expose(self) -> Tensor:
-        """The values, for whom torch does not tell of."""
-        if self.shown is not None:
-            return self.shown
+        """The values, which may be modified, for whom torch does not tell of. Backward goes by the norm's input, as
+        torch's does, or where that is no more by a copy of them."""
+        norm = self.norm
+        self.is_exposed = True
         with torch.inference_mode(False), torch.no_grad():
-            if self.memory is not None and self.has_its_residual():
-                self.own = self.take_back()
-                self.shown = self.own.clone()
+            if self.own is not None:
+                values = self.own.clone()
+            elif self.memory is not None and (norm.has_its_input() or self.has_its_residual()):
+                values = self.take_back()
+            elif self.residual is None or self.has_its_residual():
+                values = norm.native()
+                if self.residual is not None:
+                    values = values + self.residual
             else:
-                # The node needs the norm's output alone.
-                self.own = self.norm.native()
-                if self.residual is None:
-                    self.shown = self.own.clone()
-                elif self.memory is not None:
-                    self.shown = self.take_back()
-                elif self.has_its_residual():
-                    self.shown = self.own + self.residual
-                else:
-                    raise RuntimeError(
-                        _GONE.format(name=self.norm.name, why="added to a tensor that was modified since")
-                    )
+                raise RuntimeError(_GONE.format(name=norm.name, why="what was added to it was modified since"))
+            if norm.has_its_input():
                 self.residual = None
+            elif self.own is None:
+                self.own, self.tells = values.clone(), norm.is_trusted(IDENTITY, self.residual)
         self.memory = None
-        self.norm.saw("plain")
-        return self.shown
+        norm.saw("plain")
+        return values
 
 
 def slope(activation: tuple[str, float], dtype: torch.dtype) -> float:
@@ -227,26 +273,32 @@ class WaitingFunction(torch.autograd.Function):
         if g is None:
             return (None,) * 6
         state: State = ctx.state
-        state.expose()
+        if state.memory is not None:
+            state.expose()
         norm = state.norm
-        assert state.own is not None
-        if _versions(norm.weight, norm.bias) != norm._versions:
+        if norm.has_other_parameters() or not (norm.has_its_input() or (state.own is not None and state.tells)):
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-                f"parameter of {norm.name}"
+                f"parameter, or the input, of {norm.name}"
             )
-        saved = Saved(state.own, norm.weight, norm.bias, state.residual, norm.var)
-        if torch.is_grad_enabled():
-            if norm.x is None or not norm.is_unchanged():
-                raise RuntimeError(f"inplace_abn: the input of {norm.name} was modified before create_graph=True")
+        needed: tuple[bool, ...] = ctx.needs_input_grad
+        if torch.is_grad_enabled() and not norm.has_its_place():
+            raise RuntimeError(f"inplace_abn: the input of {norm.name} was modified before create_graph=True")
+        found: Sequence[Tensor | None]
+        if state.own is None:
+            found = norm.native_gradients(g, needed[:3])
+        elif torch.is_grad_enabled():
+            saved = Saved(state.own, norm.weight, norm.bias, state.residual, norm.var)
+            assert norm.x is not None
             with _torch.NoTorchFunction():
                 edge = gradients.input_edge(norm.x)
             found = gradients.differentiable(saved, g, edge, norm.settings)
         else:
-            x, weight, bias = ctx.needs_input_grad[:3]
-            need = Needed(x, weight, bias, False)
-            found = gradients.gradients(need, saved, g, False, False, norm.settings)
-        return *found[:3], g if ctx.needs_input_grad[3] else None, None, None
+            saved = Saved(state.own, norm.weight, norm.bias, state.residual, norm.var)
+            found = gradients.gradients(
+                Needed(needed[0], needed[1], needed[2], False), saved, g, False, False, norm.settings
+            )
+        return *found[:3], g if needed[3] else None, None, None
 
 
 class ShownFunction(torch.autograd.Function):

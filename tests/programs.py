@@ -398,6 +398,104 @@ def metadata(net, a):
     return F.relu(h)
 
 
+def changed(change, function):
+    """What was changed in place, then given to what torch does not tell of."""
+
+    def program(net, a):
+        h = net.bn(net.conv(a))
+        change(h)
+        return function(h), h * 1.5
+
+    return program
+
+
+def changed_between_functions(net, a):
+    h = net.bn(net.conv(a))
+    DoubledInPlace.apply(h)
+    h.mul_(3)
+    DoubledInPlace.apply(h)
+    h.add_(net.r)
+    return Gated.apply(h), h.sin()
+
+
+def changed_after_a_function(net, a):
+    h = net.bn(net.conv(a))
+    z = scripted_relu(h) + 0
+    h.mul_(2)
+    return Gated.apply(h), z
+
+
+def item_set(h):
+    h[:, 0] = 0.5
+
+
+def shape_changed(net, a):
+    h = net.bn(net.conv(a))
+    h.unsqueeze_(0)
+    net.kept.extend([h.dim(), len(h), h.size(1), *h.shape])
+    return F.relu(h)
+
+
+def detached(net, a):
+    h = net.bn(net.conv(a))
+    h.detach_()
+    net.kept.append(int(h.requires_grad))
+    return Gated.apply(h) + net.r
+
+
+def gradient_of_it(function):
+    """Of all that was computed with the norm's output: by custom functions, and by torch's."""
+
+    def program(net, a):
+        h = net.bn(net.conv(a))
+        z = function(h)
+        (g,) = torch.autograd.grad(z.square().sum(), h, retain_graph=True)
+        return z, g
+
+    return program
+
+
+def hooked_after_a_function(net, a):
+    h = net.bn(net.conv(a))
+    z = Gated.apply(h)
+    h.register_hook(lambda g: g * 0.5)
+    return z
+
+
+def hooked_after_both(net, a):
+    h = net.bn(net.conv(a))
+    s, z = h.sin(), Gated.apply(h)
+    h.register_hook(lambda g: g * 0.5)
+    return z, s
+
+
+def retained_after_a_function(net, a):
+    h = net.bn(net.conv(a))
+    z = Gated.apply(h)
+    h.retain_grad()
+    z.square().sum().backward(retain_graph=True)
+    net.kept.append(h.grad.norm().item())
+    return z
+
+
+def thawed_after_the_call(net, a):
+    net.bn.weight.requires_grad_(False)
+    h = net.bn(net.conv(a))
+    net.bn.weight.requires_grad_(True)
+    return Gated.apply(h), h.sin()
+
+
+def under_a_transform(net, a):
+    h = net.bn(net.conv(a))
+    g = torch.func.grad(lambda t: (F.relu(h) * t).sum().sin())(net.r)
+    return g, torch.func.vmap(lambda t: (t * h[0]).sum())(net.r), F.silu(h)
+
+
+def sum_under_a_transform(net, a):
+    s = net.bn(net.conv(a)) + net.r
+    return torch.func.grad(lambda t: (F.relu(s) * t).sum().sin())(net.r), s
+
+
 PROGRAMS = {
     "relu": after(F.relu),
     "relu in place": after(lambda h: F.relu(h, inplace=True)),
@@ -514,4 +612,22 @@ PROGRAMS = {
     "scripted relu_, then the name": rebind(scripted_relu_in_place),
     "scripted gate": after(scripted_gate),
     "metadata": metadata,
+    "mul_, then custom function": changed(lambda h: h.mul_(2), Gated.apply),
+    "tanh_, then scripted gate": changed(lambda h: h.tanh_(), scripted_gate),
+    "item assignment, then custom function": changed(item_set, Gated.apply),
+    "dropout in place, then custom function": changed(lambda h: F.dropout(h, 0.0, True, True), Gated.apply),
+    "mul_ without grad, then custom function": changed(torch.no_grad()(lambda h: h.mul_(2)), Gated.apply),
+    "changed between functions": changed_between_functions,
+    "changed after a function": changed_after_a_function,
+    "shape changed in place": shape_changed,
+    "detached in place": detached,
+    "gradient of a custom function": gradient_of_it(Gated.apply),
+    "gradient of both": gradient_of_it(lambda h: Gated.apply(h) + h.sin()),
+    "gradient of both, in other order": gradient_of_it(lambda h: h.sin() * Gated.apply(h)),
+    "hook after a custom function": hooked_after_a_function,
+    "hook after both": hooked_after_both,
+    "retain_grad after a custom function": retained_after_a_function,
+    "thawed after the call": thawed_after_the_call,
+    "under a transform": under_a_transform,
+    "sum under a transform": sum_under_a_transform,
 }

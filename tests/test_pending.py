@@ -5,11 +5,11 @@ import copy
 import pytest
 import torch
 from cases import relative_error
-from programs import PROGRAMS
+from programs import PROGRAMS, Gated, scripted_gate
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from inplace_abn import guard, norms
+from inplace_abn import convert, guard, norms
 from inplace_abn.pending import Pending
 
 # What was learned of the norm before: nothing, that a relu follows, that nothing does, or that nobody needs its input.
@@ -97,6 +97,87 @@ def test_programs_give_what_they_give_with_the_original(name, known):
     check(actual, expected, 1e-2 if name == "autocast" else 1e-9)
 
 
+@pytest.mark.parametrize("known", ["nothing", "relu", "leaky_relu", "overwriting"])
+@pytest.mark.parametrize("gamma", [0.0, 1e-7])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("relu", "residual", "custom function", "scripted relu_", "relu_ of a name, then custom function", "numpy"),
+        *("read without grad", "checkpoint begins", "residual modified", "saved by a function, then relu"),
+    ],
+)
+def test_weights_that_are_too_small_to_be_recovered_from_change_nothing(name, gamma, known):
+    """Where nothing was measured, and where what is in the norm's memory is seen."""
+    net = Net().double()
+    torch.nn.init.constant_(net.bn.weight, gamma)
+    changed = overwriting(net) if known == "overwriting" else converted(net, **KNOWN[known])
+    check(results(changed, PROGRAMS[name], 3), results(net, PROGRAMS[name], 3))
+
+
+ASKED = {
+    "a hook": lambda h, z: h.register_hook(lambda g: g * 0.5),
+    "retain_grad": lambda h, z: h.retain_grad(),
+    "a gradient": lambda h, z: torch.autograd.grad(z.sum(), h, allow_unused=True),
+    "grad": lambda h, z: h.grad,
+}
+
+
+@pytest.mark.parametrize("again", [lambda h: None, Gated.apply, torch.sin])
+@pytest.mark.parametrize("follows", [torch.relu, lambda h: h + torch.ones(4, 4, 6, 5)])
+@pytest.mark.parametrize("asked", ASKED)
+def test_who_asks_for_a_gradient_of_what_has_no_place_in_the_graph_any_more_gets_an_error(asked, follows, again):
+    net = converted(Net())
+    h = net.bn(net.conv(torch.randn(4, 3, 6, 5)))
+    z = follows(h)
+    again(h)
+    with pytest.raises(RuntimeError, match=r"a gradient of the output of bn, or a hook on it, .*filter_fn"):
+        ASKED[asked](h, z)
+    z.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("function", "message"), [(Gated.apply, "written to through a view"), (scripted_gate, "TorchScript interpreter")]
+)
+def test_a_view_that_is_written_to_before_a_custom_function_is_an_error_and_never_other_gradients(function, message):
+    net = converted(Net())
+    h = net.bn(net.conv(torch.randn(4, 3, 6, 5)))
+    h[:, 1:].mul_(2)
+    with pytest.raises(RuntimeError, match=message):
+        function(h)
+    # Whatever torch tells of takes its place again.
+    h.sin()
+    function(h).sum().backward()
+
+
+def test_parameters_that_are_modified_before_the_output_is_needed_again_are_an_error_and_never_other_numbers():
+    net = converted(Net())
+    h = net.bn(net.conv(torch.randn(4, 3, 6, 5)))
+    torch.relu(h)
+    with torch.no_grad():
+        net.bn.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="parameters were modified or freed since"):
+        h.detach()
+
+
+def test_what_is_exposed_keeps_no_more_than_torch_does():
+    """The norm's input and its output, which the function saves."""
+    held = []
+    for net in (Net(), converted(Net())):
+        sizes = {}
+        x = net.conv(torch.randn(4, 3, 6, 5))
+        h = net.bn(x)
+        z = Gated.apply(h)
+        state = getattr(h, "_state", None)
+        tensors = [x, *z.grad_fn.saved_tensors]
+        if state is not None:
+            tensors += [t for t in vars(state).values() if isinstance(t, torch.Tensor)]
+        for t in tensors:
+            storage = t.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+        held.append(sum(sizes.values()))
+    assert held[1] <= held[0]
+
+
 CHANGES = {
     "added to": lambda x: x.add_(1),
     "multiplied": lambda x: x.mul_(2),
@@ -121,6 +202,19 @@ def test_an_input_that_is_modified_in_between_changes_nothing(change, known, act
 
     net = Net().double()
     check(results(converted(net, **KNOWN[known]), program(False), 1), results(net, program(True), 1))
+
+
+@pytest.mark.parametrize("name", ["sum used too", "silu and again", "relu twice", "residual used too"])
+def test_an_example_of_what_is_read_again_is_enough(name):
+    class Whole(Net):
+        def forward(self, a):
+            return PROGRAMS[name](self, a)
+
+    net = Whole().double()
+    net._parameters["r"].requires_grad_(True)
+    changed = convert(copy.deepcopy(net), torch.randn(4, 3, 6, 5, dtype=torch.float64, requires_grad=True))
+    run = lambda model, a: model(a)  # noqa: E731
+    check(results(changed, run, 3), results(net, run, 3))
 
 
 def overwriting(net):

@@ -38,6 +38,19 @@ def test_transforms_active():
     assert not _torch.transforms_active()
 
 
+def test_outside_of_transforms():
+    seen = []
+
+    def look(x):
+        with _torch.outside_of_transforms():
+            seen.append(_torch.transforms_active())
+        seen.append(_torch.transforms_active())
+        return x.sum()
+
+    torch.func.grad(look)(torch.ones(2))
+    assert seen == [False, True]
+
+
 @pytest.mark.parametrize("strict", [False, True])
 def test_exporting_is_told_from_compiling(strict, fresh_compiler):
     class Looks(torch.nn.Module):
