@@ -81,6 +81,21 @@ class State:
         self.scaled_at = -1
         self.scales = True
         self.pending: list[tuple[Tensor, torch.Event | None, torch.dtype]] = []
+        self.met: dict[Any, int | None] = {}
+        """When what follows the layer was measured first; None where that decided at once."""
+        self.stranger: int | None = None
+        """When something followed that never was measured."""
+
+    def knows(self, what: Any) -> bool:
+        """Whether it was measured, in a generation before this one: all calls of a generation are to do the same."""
+        return what in self.met and self.met[what] != generation
+
+    def learn(self, what: Any, at_once: bool) -> None:
+        self.met.setdefault(what, None if at_once else generation)
+
+    def is_new(self) -> bool:
+        """Whether the layer is to be measured as if it had never been."""
+        return self.measured_at < 0 or self.stranger not in (None, generation)
 
     def is_due(self, interval: int) -> bool:
         """Whether calls of this generation are measured, of a layer that has been."""
@@ -91,7 +106,7 @@ class State:
     def keep(self, figures: Tensor, dtype: torch.dtype, waited: bool) -> None:
         """Keeps the figures of a call; those of an earlier generation are forgotten."""
         if self.measured_at != generation:
-            self.measured_at, self.calls, self.pending = generation, 0, []
+            self.measured_at, self.calls, self.pending, self.stranger = generation, 0, [], None
         self.calls += 1
         self.pending.append((*((figures, None) if waited else fetched(figures)), dtype))
 
@@ -153,7 +168,7 @@ def look(module: Any, x: Tensor, residual: Tensor | None, empty: bool = False) -
     interval: int = module.guard_interval
     if interval == 0 or _paused:
         return Look(bool(module._trusted))
-    first = state is None or state.measured_at < 0
+    first = state is None or state.is_new()
     due = first or cast(State, state).is_due(interval)
     if not due and not cast(State, state).pending:
         module.__dict__["_guard_generation"] = generation

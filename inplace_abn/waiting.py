@@ -126,13 +126,29 @@ class Norm:
         return [next(found) if need else None for need in needed]
 
     def is_trusted(self, activation: tuple[str, float], residual: Tensor | None) -> bool:
-        """Whether the guard lets the node keep z alone. What is measured decides at once if nothing is known yet."""
+        """Whether the guard lets the node keep z alone, of what follows. What is measured decides at once if nothing is
+        known yet; what was never measured before is measured, and is torch's until the next generation."""
         observation, self.observation = self.observation, None
+        state: guard.State | None = self.module._guard
         if observation is not None:
             figures = observation.figures(*activation, residual)
             trusted = guard.take(self.module, figures, self.decisive, observation.x.dtype)
             self.trusted = trusted or not self.decisive
-        return self.trusted
+            self.module._guard.learn((*activation, residual is not None), self.decisive)
+        if not self.trusted or self.knows(activation, residual is not None):
+            return self.trusted
+        if observation is None and state is not None:
+            state.stranger = guard.generation
+        return False
+
+    def knows(self, activation: tuple[str, float], with_residual: bool) -> bool:
+        """Whether that what follows was measured, or something that tells less of y."""
+        state: guard.State | None = self.module._guard
+        if state is None or self.module.guard_interval == 0:
+            return True
+        if activation == IDENTITY:
+            return any(state.knows(what) for what in state.met if what[2] or not with_residual)
+        return state.knows((*activation, with_residual))
 
     def saw(self, *what: Any) -> None:
         """Tells the layer what followed."""
