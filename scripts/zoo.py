@@ -46,14 +46,14 @@ PAGE = """# Public models
   that stands beside the name. **with example** is the share of that which is held after `convert(model, example)`,
   **without** the share after `convert(model)`.
 - **prediction**: by how much `analyze` was off, relative to what was measured with an example.
-- **analysis**: what `analyze` took, on one thread or as many as torch was given.
+- **analysis**: what `analyze` took, measured once, beside whatever else the machine was doing.
 
 Parameters that initialisation sets to a constant have been moved to where training may leave them: weights of norms are
-between 0.5 and 1.5, others have normal noise of deviation 0.1 added. As initialised, one gradient in this table would
-differ, that of the bias in the first affine layer of HGNetV2, a single number. It is exactly zero then and added to the
-zeros of a ReLU, which makes them equal to the zeros that are padded before a pooling, and there the gradient depends on
-which of two equal values the pooling takes ("Subgradients at ties" in the README). It is equal as soon as the bias has
-moved, after the first step.
+between 0.5 and 1.5, others have normal noise of deviation 0.1 added. As initialised, norms with weights of zero, such
+as those of timm's ResNet-50, would keep their input until the weights have grown. And one gradient would differ, that
+of the bias in the first affine layer of HGNetV2, a single number. It is exactly zero then and added to the zeros of a
+ReLU, which makes them equal to the zeros that are padded before a pooling, and there the gradient depends on which of
+two equal values the pooling takes ("Subgradients at ties" in the README). It is equal as soon as the bias has moved.
 
 """
 
