@@ -161,8 +161,9 @@ class _Decision:
         """What is saved by each, first without and then with residuals; what saves nothing is refused."""
         without = {name for name, layer in layers.items() if layer.convertible}
         while True:
-            gains = self._gains({name: self._mode(layers[name]) for name in without})
-            lost = {name for name in without if gains[name] <= 0}
+            modes = {name: self._mode(layers[name]) for name in without}
+            gains = self._gains(modes)
+            lost = self._superfluous(modes, gains)
             if not lost:
                 break
             without -= lost
@@ -203,6 +204,16 @@ class _Decision:
             )
         return layers
 
+    def _superfluous(self, modes: dict[str, str], gains: dict[str, int]) -> set[str]:
+        """Norms without which no less is saved. One that saves nothing itself may be needed by another, to release an
+        input that both read."""
+        total = sum(gains.values())
+
+        def without(name: str) -> int:
+            return sum(self._gains({n: mode for n, mode in modes.items() if n != name}).values())
+
+        return {name for name, gain in gains.items() if gain <= 0 and without(name) >= total}
+
     @staticmethod
     def _more(layer: Layer, with_residual: set[str], gains: dict[str, int], before: dict[str, int]) -> int:
         """What a layer saves with its residual, and its partner that way, beyond what they save without."""
@@ -216,8 +227,8 @@ class _Decision:
         return "identity" if layer.activation == "identity" else "activation"
 
     def _gains(self, modes: dict[str, str]) -> dict[str, int]:
-        """Of each norm, the most over the examples."""
-        most = dict.fromkeys(modes, 0)
+        """Of each norm, the most over the examples; negative if it has more held in all of them."""
+        most: dict[str, int] = {}
         for recording, findings in zip(self.recordings, self.findings, strict=True):
             if not recording.training:
                 continue
@@ -229,8 +240,8 @@ class _Decision:
                         own = "identity" if finding.activation is None else "activation"
                     planned.append(Planned(name, finding, own))
             for name, size in saved(recording, planned).items():
-                most[name] = max(most[name], size)
-        return most
+                most[name] = max(most.get(name, size), size)
+        return {name: most.get(name, 0) for name in modes}
 
     def _with_chains(self, layers: dict[str, Layer]) -> dict[str, Layer]:
         """What is in place keeps its output, which therefore cannot be overwritten by the next one."""

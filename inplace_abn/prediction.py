@@ -19,7 +19,10 @@ class Planned(NamedTuple):
 
 
 def saved(recording: Recording, planned: Sequence[Planned]) -> dict[str, int]:
-    """Bytes that each norm saves, by name; negative if it has more held than before. Their sum is what all save."""
+    """Bytes that each norm saves, by name; negative if it has more held than before. Their sum is what all save.
+
+    What several norms have to release before it is gone, such as an input that two of them read, is shared by them.
+    """
     by_storage: dict[int, list[int]] = {}
     for i, save in enumerate(recording.saves):
         if save.held:
@@ -37,7 +40,10 @@ def saved(recording: Recording, planned: Sequence[Planned]) -> dict[str, int]:
     bytes_saved = {name: 0 for name, _, _ in planned}
     for storage, saves in by_storage.items():
         if storage not in added and storage not in elsewhere and all(i in released for i in saves):
-            bytes_saved[released[saves[0]]] += recording.sizes[storage]
+            names = list(dict.fromkeys(released[i] for i in saves))
+            share, rest = divmod(recording.sizes[storage], len(names))
+            for i, name in enumerate(names):
+                bytes_saved[name] += share + (i < rest)
     for storage, name in added.items():
         if storage not in by_storage and storage not in elsewhere:
             bytes_saved[name] -= recording.sizes[storage]

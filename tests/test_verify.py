@@ -174,3 +174,17 @@ def test_outputs_that_have_no_gradient_are_compared_too():
     other.load_state_dict(model.state_dict())
     assert verify(model, other, images()).worst[0] == "outputs without gradient"
     assert verify(model, copy.deepcopy(model), images())
+
+
+def test_a_running_mean_of_zero_is_not_compared_by_what_rounding_left_of_it():
+    """Behind a norm without bias it is rounding alone: verify said of a new MobileViT that the models differ."""
+    mixed = nn.Conv2d(4, 8, 1, bias=False)
+    model = nn.Sequential(conv(3, 4), nn.BatchNorm2d(4), mixed, nn.BatchNorm2d(8), nn.ReLU(), conv(8, 4)).double()
+    x = torch.randn(4, 3, 8, 8)
+    converted = convert(copy.deepcopy(model))
+    found = verify(model, converted, x)
+    assert found, str(found)
+    converted[3].running_mean += 1e-13  # Hundreds of roundings.
+    found = verify(model, converted, x)
+    assert not found
+    assert found.worst[0] == "buffer 3.running_mean"
