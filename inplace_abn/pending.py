@@ -80,7 +80,8 @@ class Pending(Tensor):
         for t, values, version in given:
             if writes or values._version != version:
                 t._follow()
-        return result
+        # What an op returns of its arguments is one tensor with them, also where a custom function writes to it later.
+        return next((t for t, values, _ in given if values is result), result)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -73,7 +73,13 @@ class Norm:
     def fuses_residual(self) -> bool:
         """Whether what is added may take the memory. Where the output was seen to be kept, others read it again."""
         module = self.module
-        return bool(module._fuses_residual) and not (self.overwritten and module._keeps_output)
+        if not module._fuses_residual or (self.overwritten and module._keeps_output):
+            return False
+        if self.overwritten and not self.knows(IDENTITY, True):
+            # Without x there would be no way back.
+            module._guard.stranger = guard.generation
+            return False
+        return True
 
     def has_its_input(self) -> bool:
         return not self.overwritten and self.x is not None and (self.x._version, self.x.data_ptr()) == self._content

@@ -443,6 +443,22 @@ def detached(net, a):
     return Gated.apply(h) + net.r
 
 
+def written_by_another_name(net, a):
+    """What an op in place returns is the tensor itself, wherever a custom function puts it."""
+    h = net.bn(net.conv(a))
+    g = h
+    g += 1
+    w = DoubledInPlace.apply(h)
+    return g * 1.0, w.sin()
+
+
+def returned_as_it_is(net, a):
+    h = net.bn(net.conv(a))
+    g = h.contiguous()
+    DoubledInPlace.apply(h)
+    return g * 1.0, net.bn2(h)
+
+
 def gradient_of_it(function):
     """Of all that was computed with the norm's output: by custom functions, and by torch's."""
 
@@ -497,6 +513,8 @@ def sum_under_a_transform(net, a):
 
 
 PROGRAMS = {
+    "written by another name": written_by_another_name,
+    "returned as it is": returned_as_it_is,
     "relu": after(F.relu),
     "relu in place": after(lambda h: F.relu(h, inplace=True)),
     "torch.relu": after(torch.relu),

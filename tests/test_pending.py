@@ -9,7 +9,7 @@ from programs import PROGRAMS, Gated, scripted_gate
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from inplace_abn import convert, guard, norms
+from inplace_abn import convert, guard, norms, revert
 from inplace_abn.pending import Pending
 
 # What was learned of the norm before: nothing, that a relu follows, that nothing does, or that nobody needs its input.
@@ -21,7 +21,7 @@ KNOWN = {
     "plain": {"expected": norms.PLAIN},
 }
 # These write to what is kept by ways that are not seen at the call: no recording would tell that it is kept.
-NOT_KEPT = {"view written to", "custom function in place", "rebound by __iadd__"}
+NOT_KEPT = {"view written to", "custom function in place", "rebound by __iadd__", "returned as it is"}
 # The original counts batches twice. Here the norm is not computed again, because nothing of it is asked for.
 COUNTED_ONCE = {"checkpoint ends"}
 
@@ -222,16 +222,43 @@ def overwriting(net):
 
 
 def test_what_is_needed_after_its_memory_was_given_away_is_an_error_and_never_other_numbers():
-    net = overwriting(Net())
-    for activate in (torch.relu, torch.nn.functional.silu, lambda h: h + 1.0 * net.r):
+    r = torch.randn(4, 4, 6, 5)
+    for activate in (torch.relu, torch.nn.functional.silu, lambda h: h + 1.0 * r):
+        net = overwriting(Net())
         x = net.conv(torch.randn(4, 3, 6, 5)) * 1.0
         # The first call keeps its input, in case that the guard does not trust what it measures.
-        torch.relu(net.bn(x * 1.0))
+        torch.relu(activate(net.bn(x * 1.0)))
         h = net.bn(x)
         z = activate(h)
         with pytest.raises(RuntimeError, match=r"the output of bn is needed after .* overwritten"):
             h.sum()
         z.sum().backward()
+
+
+@pytest.mark.parametrize("overwrites", [False, True])
+def test_what_never_followed_before_is_torchs_until_it_was_measured(overwrites):
+    net = converted(Net().double(), overwrites=overwrites)
+    with torch.no_grad():
+        # elu's inverse loses almost all of what lies below -20, relu's nothing.
+        net.bn.weight.fill_(30.0)
+
+    def step(activate):
+        a = torch.randn(4, 3, 6, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        x = net.conv(a) * 1.0
+        z = activate(net.bn(x))
+        (z.cumsum(1) * z).sum().backward()
+        twin = copy.deepcopy(net)
+        revert(twin)
+        b = a.detach().clone().requires_grad_()
+        y = activate(twin.bn(twin.conv(b) * 1.0))
+        (y.cumsum(1) * y).sum().backward()
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-8, atol=1e-8)
+        guard._advance()
+        return z
+
+    assert "InPlaceABN" in step(torch.relu).grad_fn.name()
+    for activate in (torch.nn.functional.elu, torch.nn.functional.elu, torch.relu, torch.nn.functional.elu):
+        step(activate)
 
 
 def test_memory_that_is_written_to_before_its_turn_is_an_error():
