@@ -13,6 +13,9 @@ keeps x, as torch does, and scales by the weight itself, also where that is with
 What is compiled, captured, traced or transformed by torch.func stays in the mode that the layer had: that would need
 the host to wait. What is computed again in a backward pass stays in the mode of the forward pass; it is measured if
 the forward pass was not, since reentrant checkpoints need gradients there only.
+
+Converted norms, which anything may follow, are measured by what follows. What never did is torch's until the next
+generation, in which it is measured.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from inplace_abn import _torch, ops, recovery
+from inplace_abn import _torch, measuring
 from inplace_abn.figures import (
     THRESHOLDS,
     Figures,
@@ -35,11 +38,9 @@ from inplace_abn.figures import (
     described,
     fetched,
     no_figures,
-    packed,
     unpacked,
     worst,
 )
-from inplace_abn.settings import Settings
 
 ON_UNTRUSTED = ("fallback", "warn", "raise")
 CALLS = 8
@@ -173,7 +174,7 @@ def look(module: Any, x: Tensor, residual: Tensor | None, empty: bool = False) -
     if not due and not cast(State, state).pending:
         module.__dict__["_guard_generation"] = generation
         return Look(bool(module._trusted))
-    if not is_measurable(module, x, residual, empty):
+    if not measuring.is_measurable(module, x, residual, empty):
         return Look(bool(module._trusted))
     if state is None:
         state = module.__dict__["_guard"] = State()
@@ -207,7 +208,7 @@ def take(module: Any, figures: Tensor, first: bool, dtype: torch.dtype) -> bool:
 def trusts(module: Any, x: Tensor, residual: Tensor | None) -> bool:
     """Whether an in-place module may run in place in this generation, on this x. Arguments are those of `look`."""
     looked = look(module, x, residual)
-    return take(module, measure(module, x, residual), looked.first, x.dtype) if looked.due else looked.trusted
+    return take(module, measuring.measure(module, x, residual), looked.first, x.dtype) if looked.due else looked.trusted
 
 
 class Frozen:
@@ -241,7 +242,7 @@ class Watch(Frozen):
         self.measures = self.look.due and x.numel() > x.shape[1]
         if not self.measures:
             return super().figures(x)
-        return measure(self.module, x, self.residual)
+        return measuring.measure(self.module, x, self.residual)
 
     def trusts(self, gathered: Tensor) -> bool:
         """Whether the call may be in place, from all ranks' figures, (ranks, 4)."""
@@ -260,49 +261,6 @@ def _scales(module: Any, state: State) -> bool:
         state.scaled_at, weight = generation, module.weight
         state.scales = weight is None or not module.signed_weight or bool((weight.detach().abs() >= module.eps).all())
     return state.scales
-
-
-def measure(module: Any, x: Tensor, residual: Tensor | None) -> Tensor:
-    """`Figures` in one tensor, on x's device. Nothing is waited for."""
-    with torch.no_grad():
-        return _measure(module, x, residual)
-
-
-def _measure(module: Any, x: Tensor, residual: Tensor | None) -> Tensor:
-    return observe(module, x).figures(module.activation, module.activation_param, residual)
-
-
-class Observation(NamedTuple):
-    """What a measurement needs of a call, taken before its x is overwritten."""
-
-    x: Tensor
-    """A sample."""
-    mean: Tensor
-    var: Tensor
-    weight: Tensor | None
-    bias: Tensor | None
-    eps: float
-    signed_weight: bool
-    training: bool
-
-    def figures(self, activation: str, param: float, residual: Tensor | None) -> Tensor:
-        """`Figures` in one tensor, once it is known what follows. Nothing is waited for; to be asked once."""
-        settings = Settings(activation, param, self.eps, self.signed_weight, self.training, None)
-        with torch.no_grad():
-            added = None if residual is None else recovery.sample(residual)
-            errors = recovery.measured(self.x, self.mean, self.var, self.weight, self.bias, added, settings)
-            return packed(errors, self.weight, settings)
-
-
-def observe(module: Any, x: Tensor) -> Observation:
-    running_mean, running_var = _running(module)
-    training = module.training or running_mean is None or running_var is None
-    with torch.no_grad():
-        mean, var = (
-            ops.run(ops.statistics, [], x) if training else (cast(Tensor, running_mean), cast(Tensor, running_var))
-        )
-        sample = recovery.sample(x)
-    return Observation(sample, mean, var, module.weight, module.bias, module.eps, module.signed_weight, training)
 
 
 def _decide(module: Any, found: list[tuple[Figures, torch.dtype]]) -> None:
@@ -327,54 +285,6 @@ def _decide(module: Any, found: list[tuple[Figures, torch.dtype]]) -> None:
         _logger.info("%s: z tells xhat again (%s); it runs in place", name, told)
     else:
         _logger.log(logging.WARNING if module.on_untrusted == "warn" else logging.INFO, "%s", text)
-
-
-_KINDS = (Tensor, nn.Parameter)
-
-
-def _running(module: Any) -> tuple[Tensor | None, Tensor | None]:
-    """Subclasses may have none."""
-    buffers = module._buffers
-    return buffers.get("running_mean"), buffers.get("running_var")
-
-
-def is_measurable(module: Any, x: Tensor, residual: Tensor | None, empty: bool) -> bool:
-    """`is_suitable`, while no tracer, transform or capture is watching."""
-    if _torch.transforms_active() or _torch.is_captured() or not is_suitable(module, x, residual, empty):
-        return False
-    # Its calls are out of place, and it would count the measurement's ops among those that are computed again.
-    if _torch.count_dispatch_modes() > 0 and _torch.is_checkpointed_selectively():
-        return False
-    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
-
-
-def is_suitable(module: Any, x: Tensor, residual: Tensor | None, empty: bool) -> bool:
-    """Whether the tensors are what the ops take."""
-    if type(x) not in _KINDS or x.layout is not torch.strided:
-        return False
-    dtype, device, shape = x.dtype, x.device, x.shape
-    if dtype not in THRESHOLDS or device.type == "meta" or len(shape) < 2 or x.is_neg():
-        return False
-    channels = shape[1]
-    if channels != module.num_features:
-        return False
-    buffers = _running(module)
-    training = module.training or buffers[0] is None or buffers[1] is None
-    if not empty and x.numel() <= (channels if training else 0):
-        return False
-    if residual is not None and (
-        type(residual) not in _KINDS
-        or (residual.shape, residual.dtype, residual.device) != (shape, dtype, device)
-        or residual.is_neg()
-    ):
-        return False
-    for t in (module.weight, module.bias, *buffers):
-        if t is not None and (t.dim() != 1 or t.size(0) != channels or t.device != device):
-            return False
-        # float64 goes with nothing but itself.
-        if t is not None and t.dtype is not dtype and (t.dtype is not torch.float32 or dtype is torch.float64):
-            return False
-    return True
 
 
 def set_guard(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.distributed import ProcessGroup
 
-from inplace_abn import _torch, checks, collectives, functions, guard, writing
+from inplace_abn import _torch, checks, collectives, functions, guard, measuring, writing
 from inplace_abn.pending import Pending, pending, plain
 from inplace_abn.settings import Settings
 from inplace_abn.waiting import IDENTITY, Norm, can_be_taken_back
@@ -66,7 +66,7 @@ class InPlaceNorm(guard.Guarded):
         functions.calibrate()
         # If nothing is known, or nothing good, x has to be there in case that what is measured is bad.
         decisive = look.due and (look.first or not look.trusted)
-        observation = guard.observe(self, x) if look.due else None
+        observation = measuring.observe(self, x) if look.due else None
         if observation is not None and decisive and self._scales_otherwise():
             guard.take(self, observation.figures(*IDENTITY, None), True, x.dtype)
             return None
@@ -331,7 +331,7 @@ def _may_wait(module: Any, x: Tensor) -> bool:
     if not requires_grad or not 0 < module.eps < math.inf:
         return False
     synchronised = module._participating() is not None
-    return guard.is_suitable(module, x, None, synchronised) and _has_standard_strides(x)
+    return measuring.is_suitable(module, x, None, synchronised) and _has_standard_strides(x)
 
 
 def _has_standard_strides(x: Tensor) -> bool:

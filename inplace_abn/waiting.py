@@ -14,6 +14,7 @@ from inplace_abn import _torch, gradients, guard, ops
 from inplace_abn.activations import ACTIVATIONS
 from inplace_abn.gradients import Needed, Saved
 from inplace_abn.kept import KeptABNFunction
+from inplace_abn.measuring import Observation
 from inplace_abn.settings import Settings
 
 IDENTITY = ("identity", 0.01)
@@ -38,7 +39,7 @@ class Norm:
         var: Tensor,
         settings: Settings,
         overwritten: bool,
-        observation: guard.Observation | None,
+        observation: Observation | None,
         decisive: bool,
     ) -> None:
         self.module, self.weight, self.bias = module, weight, bias
