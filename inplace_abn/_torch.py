@@ -9,6 +9,7 @@ from sys import getrefcount
 from typing import Any
 
 import torch
+import torch._functorch.pyfunctorch
 import torch.utils.checkpoint
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -25,6 +26,9 @@ has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 
 # Whether one of torch.func's transforms is running: under it nothing is reused, and graphs have levels.
 transforms_active = torch._C._are_functorch_transforms_active
+
+# Where no transform of torch.func is running.
+outside_of_transforms = torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack
 
 # The node that autograd's engine is running.
 current_node = torch._C._current_autograd_node
@@ -57,6 +61,15 @@ _SelectiveCheckpointModes = (
     torch.utils.checkpoint._CachingTorchDispatchMode,
     torch.utils.checkpoint._CachedTorchDispatchMode,
 )
+
+
+# Calls a tensor's own functions where a subclass would see them again.
+NoTorchFunction = torch._C.DisableTorchFunctionSubclass
+
+
+def stand_in_like(kind: type[Tensor], t: Tensor) -> Any:
+    """A tensor of a subclass, without memory, of t's shape, strides, dtype and device."""
+    return torch.Tensor._make_wrapper_subclass(kind, t.shape, strides=t.stride(), dtype=t.dtype, device=t.device)  # type: ignore[attr-defined]
 
 
 def in_forward_mode() -> bool:
@@ -123,6 +136,19 @@ def uncompiled_autograd() -> AbstractContextManager[Any]:
 def is_captured() -> bool:
     """Whether a tracer is recording the ops that run: torch.jit.trace or make_fx."""
     return torch._C._get_tracing_state() is not None or get_proxy_mode() is not None
+
+
+_tracing_state = torch._C._get_tracing_state
+_is_included = torch._C._dispatch_tls_is_dispatch_key_included
+_PreDispatch = torch._C.DispatchKey.PreDispatch
+
+
+def is_watched() -> bool:
+    """Whether a dispatch mode, a tracer or a transform sees the ops that run. `is_captured` tells tracers alone, and
+    takes longer."""
+    return bool(
+        count_dispatch_modes() or _tracing_state() is not None or _is_included(_PreDispatch) or transforms_active()
+    )
 
 
 def is_checkpointed_selectively() -> bool:

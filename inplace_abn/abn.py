@@ -150,7 +150,7 @@ class ABN(nn.Module):
         return text + (f"[{self.activation_param}]" if self.activation in ("leaky_relu", "elu") else "")
 
 
-class InPlaceABN(ABN):
+class InPlaceABN(guard.Guarded, ABN):
     """`ABN` that writes its result over its input and keeps nothing else for backward (arXiv 1712.02616).
 
     The scale is ``|weight| + eps``, or with ``signed_weight`` the weight itself, kept ``eps`` away from zero, which is
@@ -161,18 +161,13 @@ class InPlaceABN(ABN):
 
     Args:
         signed_weight: keep the weight's sign.
+        keep_input: write the result to new memory, and leave the input as it is; it is not kept for backward.
         guard_interval: optimizer steps between two looks at that; 0 for none at all.
 
     The other arguments are those of `ABN`.
     """
 
-    # Of the guard, which leaves its own marks in the instance's dictionary.
-    guard_interval: int = 100
-    guard_threshold: float | None = None
-    on_untrusted: str = "fallback"
-    _guard: guard.State | None = None
-    _guard_generation: int = -1
-    _trusted: bool = True
+    keep_input: bool = False
 
     def __init__(
         self,
@@ -185,12 +180,14 @@ class InPlaceABN(ABN):
         activation_param: float = 0.01,
         *,
         signed_weight: bool = False,
+        keep_input: bool = False,
         guard_interval: int = 100,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         guard.check_interval(guard_interval)
         self.signed_weight = signed_weight
+        self.keep_input = keep_input
         self.guard_interval = guard_interval
         super().__init__(
             num_features,
@@ -205,18 +202,19 @@ class InPlaceABN(ABN):
         )
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        function = functions.inplace_abn if self._may_overwrite(x, residual) else functions.kept
-        return self._call(function, x, signed_weight=self.signed_weight, residual=residual)
+        options: dict[str, Any] = {"signed_weight": self.signed_weight, "residual": residual}
+        if not self._trusts(x, residual):
+            return self._call(functions.kept, x, keep_input=self.keep_input, **options)
+        return self._call(functions.inplace_abn, x, keep_input=self.keep_input, **options)
 
-    def _may_overwrite(self, x: Tensor, residual: Tensor | None) -> bool:
+    def _trusts(self, x: Tensor, residual: Tensor | None) -> bool:
         """Whether the guard trusts z in this generation. A compiler would make a new program of every generation."""
         if is_compiling() or self._guard_generation == guard.generation:
             return self._trusted
         return guard.trusts(self, x, residual)
 
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], *rest: Any) -> None:
-        guard.forget(self)
-        super()._load_from_state_dict(state_dict, *rest)
+    def extra_repr(self) -> str:
+        return super().extra_repr() + (", keep_input=True" if self.keep_input else "")
 
 
 class InPlaceABNSync(InPlaceABN):
@@ -242,6 +240,7 @@ class InPlaceABNSync(InPlaceABN):
         group: ProcessGroup | None = None,
         *,
         signed_weight: bool = False,
+        keep_input: bool = False,
         guard_interval: int = 100,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -256,6 +255,7 @@ class InPlaceABNSync(InPlaceABN):
             activation,
             activation_param,
             signed_weight=signed_weight,
+            keep_input=keep_input,
             guard_interval=guard_interval,
             device=device,
             dtype=dtype,
@@ -265,13 +265,15 @@ class InPlaceABNSync(InPlaceABN):
         self.group = group
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        options = {"signed_weight": self.signed_weight, "residual": residual}
+        options: dict[str, Any] = {"signed_weight": self.signed_weight, "residual": residual}
         if not self._is_synchronised():
             # Warns where torch.distributed is not initialised, and is local.
-            if not self._may_overwrite(x, residual):
-                return self._call(functions.kept, x, **options)
+            if not self._trusts(x, residual):
+                return self._call(functions.kept, x, keep_input=self.keep_input, **options)
+            options["keep_input"] = self.keep_input
             return self._call(functions.inplace_abn_sync, x, group=self.group, **options)
         watch = guard.Frozen(self._trusted) if is_compiling() else guard.Watch(self, x, residual)
+        options["keep_input"] = self.keep_input
         return self._call(functions.inplace_abn_sync, x, group=self.group, watch=watch, **options)
 
     def _is_synchronised(self) -> bool:

@@ -9,24 +9,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from inplace_abn import recovery, rewrite
+from inplace_abn import norms, recovery
 from inplace_abn.example import examples_of
 from inplace_abn.figures import THRESHOLDS
-from inplace_abn.findings import Activation, Finding, examine, examine_residual
+from inplace_abn.findings import Finding, examine, examine_residual
 from inplace_abn.plan import Layer, Plan, Residual
+from inplace_abn.prediction import Planned, saved
 from inplace_abn.recording import Recording, record
 from inplace_abn.settings import check_hyperparameters
 
-_STANDARD = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-
-
-def is_fused_batch_norm(module: nn.Module) -> bool:
-    """Whether it is timm's BatchNorm with activation, which timm need not be imported for."""
-    return (
-        isinstance(module, nn.modules.batchnorm._BatchNorm)
-        and type(module).__name__ == "BatchNormAct2d"
-        and all(isinstance(getattr(module, name, None), nn.Module) for name in ("act", "drop"))
-    )
+_NO_GAIN = "nothing would be gained: as much would be kept for backward as before"
 
 
 def analyze(model: nn.Module, /, *example_inputs: Any, **kwargs: Any) -> Plan:
@@ -54,32 +46,28 @@ def analyze(model: nn.Module, /, *example_inputs: Any, **kwargs: Any) -> Plan:
     if not isinstance(model, nn.Module):
         raise TypeError(f"inplace_abn.analyze: expected model to be a torch.nn.Module, got {type(model).__name__}")
     examples = examples_of("inplace_abn.analyze", example_inputs, kwargs)
-    norms = {
+    found: dict[str, nn.Module] = {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) or is_fused_batch_norm(module)
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, norms.InPlaceNorm)
     }
-    unfit = {name: _unfit(module) for name, module in norms.items()}
+    unfit = {name: unfit_reasons(module) for name, module in found.items()}
     recordings: list[Recording] = []
     errors: list[str] = []
     for example in examples:
         recorded, error = record(model, example)
         recordings += recorded
         errors += [error] if error else []
-    return replace(_Decision(model, norms, unfit, recordings).plan(), evaluation_errors=_unique(errors))
+    return replace(_Decision(found, unfit, recordings).plan(), evaluation_errors=_unique(errors))
 
 
-def _unfit(module: nn.Module) -> list[str]:
-    """Reasons that do not depend on the forward pass."""
+def unfit_reasons(module: nn.Module) -> list[str]:
+    """Why a norm cannot be converted whatever a forward pass does with it."""
+    if norms.converted_class(module) is None:
+        return [f"{type(module).__name__} is a subclass whose forward pass is unknown"]
     reasons = []
-    fused = is_fused_batch_norm(module)
-    if type(module) not in _STANDARD and not fused:
-        reasons.append(f"{type(module).__name__} is a subclass whose forward pass is unknown")
-        return reasons
-    if rewrite.is_observed(module):
-        reasons.append("it has hooks, or a forward pass of its own, which would see other tensors")
-    if fused and type(module.drop) is not nn.Identity:
-        reasons.append("it has a drop layer between normalisation and activation")
+    if "forward" in vars(module):
+        reasons.append("it has a forward pass of its own")
     try:
         check_hyperparameters(module.eps, module.momentum)  # type: ignore[arg-type]
     except ValueError as error:
@@ -90,224 +78,191 @@ def _unfit(module: nn.Module) -> list[str]:
 class _Decision:
     """Unites the findings of all recordings."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        norms: dict[str, nn.Module],
-        unfit: dict[str, list[str]],
-        recordings: list[Recording],
-    ) -> None:
-        self.modules = dict(model.named_modules())
-        self.norms = norms
-        self.unfit = unfit
-        self.recordings = recordings
-        self.findings: list[dict[str, Finding]] = [{} for _ in recordings]
+    def __init__(self, modules: dict[str, nn.Module], unfit: dict[str, list[str]], recordings: list[Recording]) -> None:
+        self.modules, self.unfit, self.recordings = modules, unfit, recordings
+        self.findings = [{name: found for name in modules if (found := examine(r, name))} for r in recordings]
         for findings, recording in zip(self.findings, recordings, strict=True):
-            for name in norms:
-                finding = examine(recording, name)
-                if finding is not None:
-                    findings[name] = finding
             for name in findings:
-                if not is_fused_batch_norm(norms[name]):
-                    examine_residual(recording, findings, name, unfit)
+                examine_residual(recording, findings, name, unfit)
 
     def plan(self) -> Plan:
-        layers = [self._layer(name) for name in self.norms]
-        layers = self._without_chains(layers)
-        layers = self._with_shared_activations(layers)
-        return Plan(tuple(layers))
+        layers = {name: self._layer(name) for name in self.modules}
+        layers = self._with_gains(layers)
+        return Plan(tuple(self._with_chains(layers).values()))
 
-    def _without_chains(self, layers: list[Layer]) -> list[Layer]:
-        """What is in place keeps its output, which therefore cannot be the input of another that is."""
-        chosen: list[Layer] = []
-        for layer in layers:
-            for other in chosen:
-                for findings in self.findings:
-                    if not (layer.convertible and other.convertible and {layer.name, other.name} <= findings.keys()):
-                        continue
-                    first, second = findings[other.name], findings[layer.name]
-                    reason = ""
-                    if second.input == self._result(first, other):
-                        reason = f"its input is the output of {other.name}, which keeps it in place"
-                    elif first.input == self._result(second, layer):
-                        reason = f"its output is the input of {other.name}, which overwrites it in place"
-                    if reason:
-                        layer = replace(layer, reasons=(*layer.reasons, reason))
-            chosen.append(layer)
-        return [self._without_residual_chain(layer, chosen) for layer in chosen]
-
-    def _without_residual_chain(self, layer: Layer, layers: list[Layer]) -> Layer:
-        residual = layer.residual
-        if residual is None or residual.reasons:
-            return layer
-        for findings in self.findings:
-            inputs = {findings[name].input for name in (layer.name, residual.partner) if name in findings}
-            for other in layers:
-                if other.convertible and other.name in findings and self._result(findings[other.name], other) in inputs:
-                    reason = f"it or the residual is made of the output of {other.name}, which keeps it in place"
-                    residual = replace(residual, reasons=(*residual.reasons, reason))
-        return replace(layer, residual=residual)
-
-    @staticmethod
-    def _result(finding: Finding, layer: Layer) -> int:
-        """Storage of what the in-place module returns."""
-        fused = layer.activation != "identity"
-        return finding.activation.result if fused and finding.activation is not None else finding.output
-
-    def _activation_site(self, name: str) -> tuple[str, str, str]:
-        """(site, parent, activation module) of the activation that follows; the same in all recordings."""
-        sites = set()
-        for recording, findings in zip(self.recordings, self.findings, strict=True):
-            if name in findings and (activation := findings[name].activation) is not None:
-                module = recording.ops[activation.op].module
-                if is_fused_batch_norm(self.norms[name]) and (module + ".").startswith(name + "."):
-                    sites.add(("own", "", module))
-                elif self._is_plain_activation(recording, module, activation):
-                    sites.add(("module", "", module))
-                else:
-                    sites.add(("call", module, ""))
-        return sites.pop() if len(sites) == 1 else ("", "", "")
-
-    def _is_plain_activation(self, recording: Recording, module: str, activation: Activation) -> bool:
-        calls = [c for c in recording.calls.get(module, []) if c.start <= activation.op < c.stop]
-        if len(calls) != 1:
-            return False
-        ops = [recording.ops[i] for i in range(calls[0].start, calls[0].stop)]
-        return all(o.name in ("clone", recording.ops[activation.op].name) for o in ops) and (
-            rewrite.is_activation_module(self.modules[module], activation.name, activation.param)
-        )
+    def _of(self, name: str) -> list[Finding]:
+        return [finding for findings in self.findings for finding in findings.get(name, [])]
 
     def _layer(self, name: str) -> Layer:
-        module = self.norms[name]
-        found = [findings[name] for findings in self.findings if name in findings]
+        module, found = self.modules[name], self._of(name)
         reasons = list(self.unfit[name])
         if not any(name in f for r, f in zip(self.recordings, self.findings, strict=True) if r.training):
             reasons.append("it was not called in the recorded forward pass")
         for finding in found:
-            reasons += finding.input_reasons
+            reasons += finding.reasons
         producers = [
-            r.producer(f[name].input) for r, f in zip(self.recordings, self.findings, strict=True) if name in f
+            r.producer(f[name][0].input) for r, f in zip(self.recordings, self.findings, strict=True) if name in f
         ]
         producer = next((str(op) for op in producers if op is not None), "a model input" if found else "")
-        saved_by = _unique(saver for finding in found for saver in finding.saved_by)
-        activation, param, site, parent, activated_by, output_reasons = self._activation(name, found)
+        activation, param, output_reasons = self._activation(found)
         reasons += output_reasons
-        fused = activation != "identity"
-        saved = max((f.fused_bytes if fused else f.identity_bytes for f in found), default=0)
         return Layer(
             name=name,
             kind=type(module).__name__,
             producer=producer,
             activation=activation,
             activation_param=param,
-            site=site,
-            parent=parent,
-            activation_module=activated_by,
             reasons=_unique(reasons),
-            bytes_saved=saved,
-            saved_by=saved_by,
+            kept=_unique(reason for finding in found for reason in finding.kept_reasons),
+            saved_by=_unique(saver for finding in found for saver in finding.saved_by),
             followed_by=next((f.followed_by for f in found), "") if activation == "identity" else "",
-            residual=self._residual(name, reasons),
+            residual=self._residual(name, found, reasons),
             note=_note(module, activation, param, self._dtype(name)),
         )
 
-    def _activation(self, name: str, found: list[Finding]) -> tuple[str, float, str, str, str, list[str]]:
-        """Name, parameter, site, parent and module of what the layer would apply, and the reasons against it."""
-        module = self.norms[name]
-        fused = is_fused_batch_norm(module) and type(module.act) is not nn.Identity
-        identity_reasons = [reason for f in found for reason in f.identity_reasons]
-        identity = "identity", 0.01, "", "", ""
+    @staticmethod
+    def _activation(found: list[Finding]) -> tuple[str, float, list[str]]:
+        """Name and parameter of the activation that follows, and the reasons against it."""
+        identity = "identity", 0.01
         activations = {None if f.activation is None else (f.activation.name, f.activation.param) for f in found}
         if len(activations) > 1:
-            reason = "different activations follow it, in different examples or in training and evaluation"
-            return *identity, [reason]
+            # Each call may have another one, which is seen when it comes.
+            return *identity, [reason for f in found for reason in f.fused_reasons or f.identity_reasons]
         known = next(iter(activations), None)
         if known is None:
-            unsupported = [f"its activation, {type(module.act).__name__}, is not supported"] if fused else []
-            return *identity, identity_reasons + unsupported
-        site, parent, activated_by = self._activation_site(name)
-        reasons = [reason for f in found for reason in f.fused_reasons]
-        if fused and site != "own":
-            reasons.append("more than one activation follows it")
-        elif not site:
-            reasons.append("its activation is applied in different places")
-        elif site == "call" and not reasons:
-            blocked = self._not_rewritable(name, parent, rewrite.Edit("", *known, False))
-            if blocked and not identity_reasons:
-                return *identity, []
-            if blocked:
-                reasons.append(f"its {known[0]} is a function call: {blocked}")
-        return *known, site, parent, activated_by, reasons
+            return *identity, [reason for f in found for reason in f.identity_reasons]
+        return *known, [reason for f in found for reason in f.fused_reasons]
+
+    @staticmethod
+    def _residual(name: str, found: list[Finding], reasons: list[str]) -> Residual | None:
+        residuals = [finding.residual for finding in found]
+        first = residuals[0] if residuals else None
+        if first is None:
+            return None
+        united = []
+        for finding, other in zip(found, residuals, strict=True):
+            if other is None or (other.partner, other.activation.name, other.activation.param) != (
+                first.partner,
+                first.activation.name,
+                first.activation.param,
+            ):
+                united.append("it differs between examples or calls")
+            else:
+                united += [*finding.reasons, *other.reasons]
+        return Residual(first.activation.name, first.activation.param, 0, _unique(united), first.partner)
 
     def _dtype(self, name: str) -> torch.dtype:
         for recording, findings in zip(self.recordings, self.findings, strict=True):
-            if name in findings and findings[name].op >= 0:
-                return recording.ops[findings[name].op].tensors[0].dtype
+            if name in findings and findings[name][0].op >= 0:
+                return recording.ops[findings[name][0].op].tensors[0].dtype
         return torch.float32
 
-    def _not_rewritable(self, name: str, parent: str, edit: rewrite.Edit) -> str:
-        """Why the forward pass of ``parent`` cannot have the edit; empty if it can."""
-        prefix = parent + "." if parent else ""
-        if name == parent or not name.startswith(prefix):
-            return f"it is in {parent or 'the model'}, which does not contain the BatchNorm"
-        try:
-            rewrite.rewritten(self.modules[parent], [edit._replace(norm=name.removeprefix(prefix))])
-        except rewrite.NotRewritable as error:
-            return str(error)
-        return ""
+    def _with_gains(self, layers: dict[str, Layer]) -> dict[str, Layer]:
+        """What is saved by each, first without and then with residuals; what saves nothing is refused."""
+        without = {name for name, layer in layers.items() if layer.convertible}
+        while True:
+            modes = {name: self._mode(layers[name]) for name in without}
+            gains = self._gains(modes)
+            lost = self._superfluous(modes, gains)
+            if not lost:
+                break
+            without -= lost
+        for name, layer in layers.items():
+            if name in without:
+                layers[name] = replace(layer, bytes_saved=gains[name])
+            elif layer.convertible:
+                layers[name] = replace(layer, reasons=(_NO_GAIN,))
+        with_residual = {n for n, layer in layers.items() if layer.residual is not None and not layer.residual.reasons}
+        with_residual = {n for n in with_residual if not self.unfit[n]}
+        while True:
+            modes = {name: self._mode(layers[name]) for name in without}
+            for name in with_residual:
+                residual = layers[name].residual
+                assert residual is not None
+                if residual.partner:
+                    modes.setdefault(residual.partner, "identity")
+            modes |= dict.fromkeys(with_residual, "residual")
+            all_gains = self._gains(modes)
 
-    def _with_shared_activations(self, layers: list[Layer]) -> list[Layer]:
-        """An activation module that does anything else than to activate one layer is passed through."""
-        users: dict[str, list[Layer]] = {}
-        for layer in layers:
-            if layer.convertible and layer.site == "module":
-                users.setdefault(layer.activation_module, []).append(layer)
-        changed = {}
-        for module, activated in users.items():
-            exclusive = len(activated) == 1
-            direct = dict.fromkeys((layer.name for layer in activated), True)
-            for recording, findings in zip(self.recordings, self.findings, strict=True):
-                calls = {call.start: call for call in recording.calls.get(module, [])}
-                for layer in activated:
-                    activation = findings[layer.name].activation if layer.name in findings else None
-                    if activation is not None:
-                        call = next(c for c in calls.values() if c.start <= activation.op < c.stop)
-                        direct[layer.name] &= call.source == layer.name
-                        calls.pop(call.start)
-                exclusive &= not calls
-            if not exclusive:
-                for layer in activated:
-                    reasons = layer.reasons
-                    if not direct[layer.name]:
-                        reasons += (
-                            f"{module} is also used elsewhere, and does not get the BatchNorm's output itself here",
-                        )
-                    changed[layer.name] = replace(layer, site="shared", reasons=reasons)
-        # A layer refused just now is one more use of its activation module, which is shared already.
-        return [changed.get(layer.name, layer) for layer in layers]
+            more = {name: self._more(layers[name], with_residual, all_gains, gains) for name in with_residual}
+            lost = {name for name in with_residual if more[name] <= 0}
+            if not lost:
+                break
+            for name in lost:
+                layers[name] = replace(
+                    layers[name],
+                    residual=replace(
+                        layers[name].residual,  # type: ignore[type-var]
+                        reasons=("nothing would be gained, because the residual is not kept otherwise",),
+                    ),
+                )
+            with_residual -= lost
+        for name in with_residual:
+            layers[name] = replace(
+                layers[name],
+                residual=replace(layers[name].residual, bytes_saved=more[name]),  # type: ignore[type-var]
+            )
+        return layers
 
-    def _residual(self, name: str, reasons: list[str]) -> Residual | None:
-        found = [findings[name].residual for findings in self.findings if name in findings]
-        first = found[0] if found else None
-        if first is None:
-            return None
-        activation, param = first.activation.name, first.activation.param
-        united = list(self.unfit[name])
-        for other in found:
-            if other is None or (other.parent, other.partner, other.activation.name, other.activation.param) != (
-                first.parent,
-                first.partner,
-                activation,
-                param,
-            ):
-                united.append("it differs between examples")
-            else:
-                united += other.reasons
-        if not united:
-            blocked = self._not_rewritable(name, first.parent, rewrite.Edit("", activation, param, True))
-            united += [blocked] if blocked else []
-        saved = max(other.bytes for other in found if other is not None)
-        return Residual(first.parent, activation, param, saved, _unique(united), first.partner)
+    def _superfluous(self, modes: dict[str, str], gains: dict[str, int]) -> set[str]:
+        """Norms without which no less is saved. One that saves nothing itself may be needed by another, to release an
+        input that both read."""
+        total = sum(gains.values())
+
+        def without(name: str) -> int:
+            return sum(self._gains({n: mode for n, mode in modes.items() if n != name}).values())
+
+        return {name for name, gain in gains.items() if gain <= 0 and without(name) >= total}
+
+    @staticmethod
+    def _more(layer: Layer, with_residual: set[str], gains: dict[str, int], before: dict[str, int]) -> int:
+        """What a layer saves with its residual, and its partner that way, beyond what they save without."""
+        names = {layer.name}
+        if layer.residual is not None and layer.residual.partner:
+            names |= {layer.residual.partner} - with_residual
+        return sum(gains[name] - before.get(name, 0) for name in names)
+
+    @staticmethod
+    def _mode(layer: Layer) -> str:
+        return "identity" if layer.activation == "identity" else "activation"
+
+    def _gains(self, modes: dict[str, str]) -> dict[str, int]:
+        """Of each norm, the most over the examples; negative if it has more held in all of them."""
+        most: dict[str, int] = {}
+        for recording, findings in zip(self.recordings, self.findings, strict=True):
+            if not recording.training:
+                continue
+            planned = []
+            for name, mode in modes.items():
+                for finding in findings.get(name, []):
+                    own = mode
+                    if mode != "residual":
+                        own = "identity" if finding.activation is None else "activation"
+                    planned.append(Planned(name, finding, own))
+            for name, size in saved(recording, planned).items():
+                most[name] = max(most.get(name, size), size)
+        return {name: most.get(name, 0) for name in modes}
+
+    def _with_chains(self, layers: dict[str, Layer]) -> dict[str, Layer]:
+        """What is in place keeps its output, which therefore cannot be overwritten by the next one."""
+        for findings in self.findings:
+            results: dict[int, str] = {}
+            for name, found in findings.items():
+                layer = layers[name]
+                for finding in found:
+                    if layer.residual is not None and not layer.residual.reasons and finding.residual is not None:
+                        results[finding.residual.activation.result] = name
+                        results[finding.residual.storage] = f"{name}, as its residual"
+                    if layer.convertible or layer.residual is not None:
+                        results[finding.output] = name
+                    if finding.activation is not None and layer.convertible:
+                        results[finding.activation.result] = name
+            for name, found in findings.items():
+                for finding in found:
+                    if finding.input in results:
+                        reason = f"its input is kept in place by {results[finding.input]}"
+                        layers[name] = replace(layers[name], kept=_unique([*layers[name].kept, reason]))
+        return layers
 
 
 def _unique(reasons: Iterable[str]) -> tuple[str, ...]:

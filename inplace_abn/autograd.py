@@ -18,7 +18,7 @@ from inplace_abn.gradients import Needed, Saved
 from inplace_abn.settings import Settings
 
 
-class _Edge:
+class _Hidden:
     """A tensor that autograd is not to take for an input."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -42,7 +42,7 @@ class _Watch:
 
 
 class InPlaceABNFunction(torch.autograd.Function):
-    """Declares that x has become z."""
+    """Declares that x has become z, or that ``written`` is z."""
 
     @staticmethod
     def forward(
@@ -52,51 +52,51 @@ class InPlaceABNFunction(torch.autograd.Function):
         residual: Tensor | None,
         var: Tensor,
         settings: Settings,
-        edge: _Edge | Tensor | None,
+        edge: _Hidden | Tensor | None,
         watch: _Watch | None,
-    ) -> Tensor:
-        return x
+        written: _Hidden | None,
+        stand_in: _Hidden | None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        z = x if written is None else written.tensor
+        return z if stand_in is None else (z, stand_in.tensor)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, *others, ctx.settings, ctx.edge, ctx.watch = inputs
-        ctx.of_view = _torch.is_view(x)
-        ctx.mark_dirty(x)
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor | tuple[Tensor, Tensor]) -> None:
+        x, *others, ctx.settings, ctx.edge, ctx.watch, written, _ = inputs
+        ctx.of_view = written is None and _torch.is_view(x)
+        if written is None:
+            ctx.mark_dirty(x)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(output, *others)
+        ctx.save_for_backward(output if isinstance(output, Tensor) else output[0], *others)
 
     @staticmethod
-    def backward(ctx: Any, dz: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dz: Tensor | None, of_stand_in: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        if of_stand_in is not None:
+            dz = of_stand_in if dz is None else dz + of_stand_in
         if dz is None:
-            return (None,) * 8
+            return (None,) * 10
         if _torch.is_batched(dz):
             raise RuntimeError("inplace_abn: gradients in batches are not supported. Use ABN, which works out of place")
         settings: Settings = ctx.settings
         need = Needed(*ctx.needs_input_grad[:4])
         # Compiled code is functional: nothing is reused, the compiler does that.
         if torch.compiler.is_compiling():
-            return (
-                *gradients.gradients(need, Saved(*ctx.saved_tensors), dz, False, False, settings),
-                None,
-                None,
-                None,
-                None,
-            )
+            return *gradients.gradients(need, Saved(*ctx.saved_tensors), dz, False, False, settings), *(None,) * 6
         # Called by anybody else than the engine, backward is given what its caller holds, and will be called again.
         # For the node of a view, autograd's own node of the base stands in.
         node = _torch.current_node()
         by_engine = node is ctx or (ctx.of_view and node is not None and node.name().endswith("CopySlices"))
-        own_dz = by_engine and ownership.owns_gradient(dz, sys.getrefcount(dz))
+        own_dz = by_engine and of_stand_in is None and ownership.owns_gradient(dz, sys.getrefcount(dz))
         saved = _unpacked(ctx)
         if torch.is_grad_enabled():
-            edge = ctx.edge.tensor if isinstance(ctx.edge, _Edge) else ctx.edge
-            return *gradients.differentiable(saved, dz, edge, settings), None, None, None, None
+            edge = ctx.edge.tensor if isinstance(ctx.edge, _Hidden) else ctx.edge
+            return *gradients.differentiable(saved, dz, edge, settings), *(None,) * 6
         z = saved.z
         own_dz = own_dz and z.stride() == dz.stride()
         own_z = by_engine and not _is_hooked(ctx) and ownership.owns_output(z)
         # z itself is part of the graph, its memory as a gradient must not be.
         saved = saved._replace(z=z.detach())
-        return *gradients.gradients(need, saved, dz, own_z, own_dz, settings), None, None, None, None
+        return *gradients.gradients(need, saved, dz, own_z, own_dz, settings), *(None,) * 6
 
 
 # What `torch.autograd.Function.apply` comes to where no transform is active, without the binding of default arguments
@@ -114,7 +114,8 @@ def _unpacked(ctx: Any) -> Saved:
     from noticing; what they hand out may be a copy made in time, though, or the output itself."""
     modified = (
         "inplace_abn: the output of an in-place ABN has been modified in place, but its backward needs it. "
-        "Replace that operation by one out of place (z = z + y for z += y), or use ABN"
+        "Replace that operation by one out of place (z = z + y for z += y), use ABN, or leave the norm out of the "
+        "conversion (filter_fn)"
     )
     try:
         saved = Saved(*ctx.saved_tensors)
@@ -168,14 +169,42 @@ def overwritten(
 ) -> Tensor:
     """x, whose content is z by now, with its place in the graph."""
     apply = InPlaceABNFunction.apply if _torch.transforms_active() else _apply
-    # Hooks may take the output elsewhere, and autograd does not check the versions of what they hand out.
-    watch = None if _torch.top_saved_tensors_hooks(True) is None else _Watch(x)
+    watch = _watch(x)
     # Transforms wrap it at each of their levels, so they have to see it.
-    hidden = edge if edge is None or _torch.transforms_active() else _Edge(edge)
-    z: Tensor = apply(x, weight, bias, residual, var, settings, hidden, watch)
+    hidden = edge if edge is None or _torch.transforms_active() else _Hidden(edge)
+    z: Tensor = apply(x, weight, bias, residual, var, settings, hidden, watch, None, None)
     if watch is not None:
         watch.start()
     return z
+
+
+def attached(
+    x: Tensor,
+    z: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    var: Tensor,
+    settings: Settings,
+    edge: Tensor | None,
+    stand_in: Tensor | None,
+) -> Tensor:
+    """z, which was written elsewhere, with the place in the graph that it has as a function of x. Of x that place is
+    all that matters here. ``stand_in`` gets that place, too."""
+    watch = _watch(z)
+    hidden = None if edge is None else _Hidden(edge)
+    if stand_in is None:
+        z = _apply(x, weight, bias, residual, var, settings, hidden, watch, _Hidden(z), None)
+    else:
+        z, _ = _apply(x, weight, bias, residual, var, settings, hidden, watch, _Hidden(z), _Hidden(stand_in))
+    if watch is not None:
+        watch.start()
+    return z
+
+
+def _watch(z: Tensor) -> _Watch | None:
+    """Hooks may take the output elsewhere, and autograd does not check the versions of what they hand out."""
+    return None if _torch.top_saved_tensors_hooks(True) is None else _Watch(z)
 
 
 def as_identity(x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 from inplace_abn import _torch
 from inplace_abn.gradients import values_per_channel
 
-_REMEDY = ". Pass x.clone(), or use ABN, which works out of place"
+_REMEDY = ". Use keep_input=True, or ABN, which works out of place"
 
 
 def check_transforms(tensors: tuple[Tensor | None, ...]) -> None:
@@ -44,20 +44,24 @@ def check_tensors(x: Tensor, **others: Tensor | None) -> None:
             )
 
 
-def check_overwritable(x: Tensor, requires_grad: bool, **saved: Tensor | None) -> None:
-    """Raises if autograd does not let x be overwritten, or ``saved`` be kept for backward, before x is."""
-    if x.is_inference() and not torch.is_inference_mode_enabled():
-        raise ValueError(
-            f"inplace_abn: x was made under torch.inference_mode() and cannot be overwritten outside it{_REMEDY}"
-        )
-    if not requires_grad:
-        return
+def check_saved(**saved: Tensor | None) -> None:
+    """Raises if autograd does not let ``saved`` be kept for backward."""
     for name, t in saved.items():
         if t is not None and t.is_inference():
             raise ValueError(
                 f"inplace_abn: {name} was made under torch.inference_mode() and cannot be saved for backward. Pass "
                 f"{name}.clone()"
             )
+
+
+def check_overwritable(x: Tensor, requires_grad: bool) -> None:
+    """Raises if autograd does not let x be overwritten, before it is."""
+    if x.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError(
+            f"inplace_abn: x was made under torch.inference_mode() and cannot be overwritten outside it{_REMEDY}"
+        )
+    if not requires_grad:
+        return
     if x.is_leaf and x.requires_grad:
         raise ValueError(f"inplace_abn: x is a leaf that requires grad and cannot be overwritten{_REMEDY}")
     base = None

@@ -1,13 +1,15 @@
 """Converts a model's BatchNorms to in-place ones, and back.
 
-A module is converted by giving it another class. So it stays the object it is wherever it is referred to, with its
-parameters (which optimizers hold), buffers, hooks, flags and state-dict keys, and what it was is one attribute.
+A module is converted by giving it a subclass of its class (`inplace_abn.norms`). So it stays the object it is wherever
+it is referred to, and a norm to whoever looks for norms, with its parameters, buffers, hooks, flags and state-dict
+keys. Nothing else in the model changes.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -15,66 +17,46 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.utils import parametrize
 
-from inplace_abn import guard, reference, rewrite
+from inplace_abn import norms, reference
 from inplace_abn.abn import InPlaceABN, InPlaceABNSync
-from inplace_abn.analysis import analyze, is_fused_batch_norm
+from inplace_abn.analysis import analyze, unfit_reasons
 from inplace_abn.example import Example
-from inplace_abn.plan import Plan
+from inplace_abn.guard import strip
+from inplace_abn.plan import Plan, readable
 
-_ORIGINAL = "_inplace_abn_original"
-"""Attribute of a converted module: the class that it had."""
-_ACTIVATED = "_inplace_abn_activated"
-"""Attribute of a tensor: True where a shared activation module has to let it pass."""
-
-
-class PassedActivation(nn.Module):
-    """An activation module that is used elsewhere too: what an in-place module has activated passes through, once."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        if not isinstance(input, Tensor):
-            raise TypeError(
-                "inplace_abn: a tracer does not see which tensors are activated; revert the model to trace it"
-            )
-        if getattr(input, _ACTIVATED, None) is True:
-            setattr(input, _ACTIVATED, None)
-            return input
-        activated: Tensor = getattr(self, _ORIGINAL).forward(self, input)
-        return activated
-
-    def extra_repr(self) -> str:
-        return str(getattr(self, _ORIGINAL).__name__)
+_logger = logging.getLogger("inplace_abn")
 
 
 class NormActivation(nn.Sequential):
     """Standard BatchNorm and activation that take the place of an `InPlaceABN` which was never converted."""
 
 
-def _mark_activated(module: nn.Module, args: tuple[Any, ...], z: Tensor) -> None:
-    setattr(z, _ACTIVATED, True)
-
-
 def convert(
     model: nn.Module,
-    plan_or_example: Plan | Example | Tensor | tuple[Any, ...],
+    plan_or_example: Plan | Example | Tensor | tuple[Any, ...] | Mapping[str, Any] | None = None,
     *,
     sync: bool = False,
-    residual: bool = False,
+    residual: bool = True,
+    filter_fn: Callable[[nn.Module, str], bool] | None = None,
 ) -> nn.Module:
-    """Makes ``model``'s BatchNorms in-place ones where the plan says so.
+    """Makes ``model``'s BatchNorms in-place ones.
 
-    A BatchNorm becomes an `InPlaceABN` with ``signed_weight=True``, a SyncBatchNorm an `InPlaceABNSync` of its process
-    group. The activation modules that they take over become Identity, or let what is activated pass if they are used
-    elsewhere. Parameters, buffers and keys of the state dict stay what they are: optimizers made before remain valid,
-    checkpoints load both ways.
+    A BatchNorm becomes a subclass of what it was (`inplace_abn.norms`), with the same parameters, buffers and keys of
+    the state dict: optimizers made before remain valid, checkpoints load both ways. Nothing else changes. In training
+    its output waits for what follows: an activation that is known makes one of norm and activation, of which only the
+    result is kept for backward, an addition before it makes one of all three, and after anything else the norm is what
+    it was.
+
+    Without a plan all BatchNorms are converted, and leave their inputs as they are. With one those are converted that
+    it shows to save something, and their inputs are overwritten where nobody needs them again.
 
     Args:
         model: is modified. Copy it before (``copy.deepcopy``) to keep the original.
         plan_or_example: what `analyze` returned for this model or a copy of it; or an example to analyze it with: a
-            tensor, a tuple of arguments or an `Example`.
+            tensor, a tuple of arguments, a mapping of keyword arguments or an `Example`; or None.
         sync: make all converted BatchNorms synchronise their statistics, in the default process group.
-        residual: also make BatchNorm, addition of a residual and activation one, by rewriting the forward pass of the
-            module that adds with torch.fx. A plan whose ``residual`` is True, as that of a memory report of it, does so
-            anyway.
+        residual: also make BatchNorm, addition of a residual and activation one.
+        filter_fn: called with each BatchNorm and its name; those for which it is False are left as they are.
 
     Returns:
         ``model``.
@@ -82,43 +64,62 @@ def convert(
     Raises:
         TypeError: an argument of a wrong type.
         ValueError: the plan is not this model's. Nothing has been modified.
+
+    What was done is told in one line of information by ``logging.getLogger("inplace_abn")``.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"inplace_abn.convert: expected model to be a torch.nn.Module, got {type(model).__name__}")
-    plan = _plan(model, plan_or_example)
-    residual = residual or plan.residual
     modules = dict(model.named_modules())
-    activations = {layer.name: (layer.activation, layer.activation_param) for layer in plan.convertible}
-    edits: dict[str, list[rewrite.Edit]] = {}
-    for layer in plan.convertible:
-        if layer.site == "call":
-            edits.setdefault(layer.parent, []).append(
-                rewrite.Edit(layer.name, layer.activation, layer.activation_param, False)
-            )
-    for layer in plan.residuals if residual else ():
-        found = layer.residual
-        assert found is not None
-        activations[layer.name] = (found.activation, found.activation_param)
-        if found.partner:
-            activations.setdefault(found.partner, ("identity", 0.01))
-        edits.setdefault(found.parent, []).append(
-            rewrite.Edit(layer.name, found.activation, found.activation_param, True)
-        )
-    _check_plan(plan, modules)
-    classes = {parent: _rewritten(modules, parent, wanted, edits) for parent, wanted in edits.items()}
-
-    for parent, rewritten in classes.items():
-        _change(modules[parent], rewritten)
-    for name, (activation, param) in activations.items():
-        _to_in_place(modules[name], activation, param, sync)
-        modules[name].__dict__["_guard_name"] = name
-    for layer in plan.convertible:
-        if layer.site == "module":
-            _change(modules[layer.activation_module], nn.Identity)
-        elif layer.site == "shared":
-            _change(modules[layer.activation_module], PassedActivation)
-            modules[layer.name].register_forward_hook(_mark_activated)
+    found = [name for name, module in modules.items() if _is_norm(module)]
+    plan = None if plan_or_example is None else _plan(model, plan_or_example)
+    chosen: dict[str, dict[str, Any]]
+    if plan is None:
+        chosen = {name: {} for name in found if not unfit_reasons(modules[name])}
+    else:
+        _check_plan(plan, modules)
+        chosen = _planned(plan, residual and plan.residual)
+    if filter_fn is not None:
+        chosen = {name: options for name, options in chosen.items() if filter_fn(modules[name], name)}
+    for name, options in chosen.items():
+        norms.adopt(modules[name], name, synchronised=sync, fuses_residual=residual, **options)
+    if chosen:
+        _make_outputs_plain(model)
+    gain = "" if plan is None else f", {readable(_bytes(plan, chosen, residual and plan.residual))}"
+    _logger.info("%d of %d norms%s", len(chosen), len(found), gain)
     return model
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, norms.InPlaceNorm)
+
+
+def _planned(plan: Plan, residual: bool) -> dict[str, dict[str, Any]]:
+    """How each norm that the plan chooses is adopted."""
+    chosen: dict[str, dict[str, Any]] = {}
+    for layer in plan.convertible:
+        fused = layer.activation != "identity"
+        expected = (layer.activation, layer.activation_param) if fused else None
+        chosen[layer.name] = {"expected": expected, "overwrites": not layer.kept, "keeps_output": not fused}
+    layers = {layer.name: layer for layer in plan.layers}
+    for layer in plan.residuals if residual else ():
+        chosen[layer.name] = {"overwrites": not layer.kept}
+        partner = layers[layer.residual.partner] if layer.residual and layer.residual.partner else None
+        if partner is not None and partner not in plan.residuals:
+            chosen.setdefault(partner.name, {"overwrites": not partner.kept, "keeps_output": True})
+    return chosen
+
+
+def _bytes(plan: Plan, chosen: Collection[str], residual: bool) -> int:
+    saved = sum(layer.bytes_saved for layer in plan.convertible if layer.name in chosen)
+    if residual:
+        saved += sum(r.bytes_saved for layer in plan.residuals if layer.name in chosen and (r := layer.residual))
+    return saved
+
+
+def _make_outputs_plain(model: nn.Module) -> None:
+    """Has the model return plain tensors only."""
+    if norms.plain_outputs not in model._forward_hooks.values():
+        model.register_forward_hook(norms.plain_outputs)
 
 
 def _plan(model: nn.Module, given: Any) -> Plan:
@@ -144,57 +145,15 @@ def _check_plan(plan: Plan, modules: Mapping[str, nn.Module]) -> None:
                 f"inplace_abn.convert: the plan is not this model's: it has a {layer.kind} {layer.name!r}, the model "
                 + ("has none" if module is None else f"a {type(module).__name__}")
             )
-        if layer.activation_module and layer.activation_module not in modules:
-            raise ValueError(f"inplace_abn.convert: the model has no module {layer.activation_module!r}")
-        if layer.site in ("module", "shared") and layer.convertible:
-            activation = modules[layer.activation_module]
-            if not rewrite.is_activation_module(activation, layer.activation, layer.activation_param):
-                raise ValueError(
-                    f"inplace_abn.convert: expected {layer.activation_module!r} to be {layer.activation}, as planned, "
-                    f"got {activation}"
-                )
-
-
-def _rewritten(
-    modules: Mapping[str, nn.Module],
-    parent: str,
-    edits: list[rewrite.Edit],
-    parents: Collection[str],
-) -> type[nn.Module]:
-    prefix = parent + "." if parent else ""
-    for edit in edits:
-        inner = [p for p in parents if p != parent and p.startswith(prefix) and edit.norm.startswith(p + ".")]
-        if inner or parent not in modules:
-            raise ValueError(f"inplace_abn.convert: {parent!r} cannot be rewritten, because {inner} is rewritten too")
-    try:
-        return rewrite.rewritten(modules[parent], [e._replace(norm=e.norm.removeprefix(prefix)) for e in edits])
-    except rewrite.NotRewritable as error:
-        raise ValueError(f"inplace_abn.convert: {parent!r} cannot be rewritten as planned: {error}") from error
-
-
-def _change(module: nn.Module, to: type[nn.Module]) -> None:
-    """Gives the module another class, once."""
-    if _ORIGINAL not in vars(module):
-        module.__dict__[_ORIGINAL] = type(module)
-        module.__class__ = to
-
-
-def _to_in_place(module: nn.Module, activation: str, param: float, sync: bool) -> None:
-    synchronised = isinstance(module, nn.SyncBatchNorm)
-    _change(module, InPlaceABNSync if sync or synchronised else InPlaceABN)
-    module.__dict__.update(activation=activation, activation_param=param, signed_weight=True)
-    if sync or synchronised:
-        module.__dict__["group"] = module.__dict__.get("process_group")
 
 
 def revert(model: nn.Module, batch_norm: type[nn.Module] = nn.BatchNorm2d) -> nn.Module:
     """Makes ``model`` standard BatchNorms and activations again, for export, quantisation and fusion.
 
-    In evaluation the result is what it was. Converted modules get back their class, with the state-dict keys and the
-    parameters that they have; weights within eps of zero become plus or minus eps, by which they scaled. In-place
-    modules that were built as such become a BatchNorm if their activation is the identity, and otherwise a Sequential
-    of ``norm`` and ``activation``, with those names in the keys; their weight becomes ``|weight| + eps`` if it was not
-    signed.
+    Converted norms get back their class, with everything that they have. In-place modules that were built as such
+    become a BatchNorm if their activation is the identity, and otherwise a Sequential of ``norm`` and ``activation``,
+    with those names in the keys; their weight becomes what it scaled by, ``|weight| + eps`` or the signed weight kept
+    eps away from zero.
 
     Args:
         model: is modified.
@@ -205,24 +164,22 @@ def revert(model: nn.Module, batch_norm: type[nn.Module] = nn.BatchNorm2d) -> nn
         ``model``, or what takes its place if it is an in-place module itself.
 
     Raises:
-        ValueError: a converted module has got another class since, other than by torch.nn.utils.parametrize; or a
-            weight cannot be set to what it scaled by, because it is computed from other parameters. Nothing has been
-            modified.
+        ValueError: a converted norm has got another class since, other than by torch.nn.utils.parametrize; or an
+            in-place module has a weight that cannot be set to what it scaled by, because it is computed from other
+            parameters. Nothing has been modified.
     """
-    classes = {
-        name: _original_class(name, module) for name, module in model.named_modules() if _ORIGINAL in vars(module)
-    }
+    converted = [(name, module) for name, module in model.named_modules() if norms.is_converted(module)]
+    classes = {module: _original_class(name, module) for name, module in converted}
     for name, module in model.named_modules():
         if isinstance(module, InPlaceABN):
             _check_scale(name, module)
-    modules = dict(model.named_modules())
-    for name, original in classes.items():
-        module = modules[name]
-        if isinstance(module, InPlaceABN):
-            _take_scale(module)
-            _strip(module)
-        del module.__dict__[_ORIGINAL]
-        module.__class__ = original
+    for norm, original in classes.items():
+        norms.release(norm)
+        norm.__class__ = original
+    for module in model.modules():
+        for key, hook in list(module._forward_hooks.items()):
+            if hook is norms.plain_outputs:
+                del module._forward_hooks[key]
     replaced: dict[nn.Module, nn.Module] = {}
     for module in list(model.modules()):
         if isinstance(module, InPlaceABN):
@@ -235,17 +192,17 @@ def revert(model: nn.Module, batch_norm: type[nn.Module] = nn.BatchNorm2d) -> nn
 
 
 def _original_class(name: str, module: nn.Module) -> type[nn.Module]:
-    """What a converted module is to become: the class that it had, parametrized if it is now.
+    """What a converted norm is to become: the class that it had, parametrized if it is now.
 
     Raises:
         ValueError: somebody has given it another class since.
     """
-    original: type[nn.Module] = vars(module)[_ORIGINAL]
     current = type(module)
-    if _is_made_by_convert(current):
-        return original
-    if parametrize.is_parametrized(module) and _is_made_by_convert(current.__bases__[0]):
+    if norms.is_made_by_conversion(current):
+        return norms.original_class(current)
+    if parametrize.is_parametrized(module) and norms.is_made_by_conversion(current.__bases__[0]):
         # torch.nn.utils.parametrize makes a subclass for each module, whose attributes are the parametrized tensors.
+        original = norms.original_class(current.__bases__[0])
         members = {key: value for key, value in vars(current).items() if key not in ("__dict__", "__weakref__")}
         return type(f"Parametrized{original.__name__}", (original,), members)
     raise ValueError(
@@ -254,14 +211,9 @@ def _original_class(name: str, module: nn.Module) -> type[nn.Module]:
     )
 
 
-def _is_made_by_convert(kind: type[nn.Module]) -> bool:
-    return kind in (InPlaceABN, InPlaceABNSync, nn.Identity, PassedActivation) or rewrite.is_rewritten(kind)
-
-
 def _check_scale(name: str, module: InPlaceABN) -> None:
     """Refuses a weight that is computed, by a parametrization or a hook, and is not what it scales by."""
-    converted = _ORIGINAL in vars(module)
-    if not converted and parametrize.is_parametrized(module):
+    if parametrize.is_parametrized(module):
         raise ValueError(
             f"inplace_abn.revert: {name or 'the model'} is parametrized, and not a module that was converted; use "
             "torch.nn.utils.parametrize.remove_parametrizations before"
@@ -272,24 +224,8 @@ def _check_scale(name: str, module: InPlaceABN) -> None:
     if not torch.equal(scale, module.weight):
         raise ValueError(
             f"inplace_abn.revert: {name or 'the model'} has a weight that is computed from other parameters, and "
-            "scales by another one (within eps of zero, or by the magnitude); remove the parametrization, weight "
-            "norm or pruning before"
+            "scales by another one (within eps of zero, or by the magnitude); remove the weight norm or pruning before"
         )
-
-
-def _take_scale(module: InPlaceABN) -> None:
-    if "weight" in module._parameters and module.weight is not None:
-        with torch.no_grad():
-            module.weight.copy_(reference.gamma(module.weight, module.eps, module.signed_weight))
-
-
-def _strip(module: InPlaceABN) -> None:
-    for name in ("activation", "activation_param", "signed_weight", "group"):
-        module.__dict__.pop(name, None)
-    guard.strip(module)
-    for key, hook in list(module._forward_hooks.items()):
-        if hook is _mark_activated:
-            del module._forward_hooks[key]
 
 
 def _standard(module: InPlaceABN, batch_norm: type[nn.Module]) -> nn.Module:
@@ -301,10 +237,14 @@ def _standard(module: InPlaceABN, batch_norm: type[nn.Module]) -> nn.Module:
         "leaky_relu": lambda: nn.LeakyReLU(param),
         "elu": lambda: nn.ELU(param),
     }
-    _take_scale(module)
+    if "weight" in module._parameters and module.weight is not None:
+        with torch.no_grad():
+            module.weight.copy_(reference.gamma(module.weight, module.eps, module.signed_weight))
     norm = batch_norm.__new__(batch_norm)
     norm.__dict__.update(module.__dict__)
-    _strip(norm)  # type: ignore[arg-type]
+    strip(norm)
+    for name in ("activation", "activation_param", "signed_weight", "keep_input", "group"):
+        norm.__dict__.pop(name, None)
     if activation not in activations:
         return norm
     both = NormActivation()
@@ -314,7 +254,8 @@ def _standard(module: InPlaceABN, batch_norm: type[nn.Module]) -> nn.Module:
 
 
 def convert_sync(model: nn.Module, sync: bool = True, group: ProcessGroup | None = None) -> nn.Module:
-    """Makes every `InPlaceABN` of ``model`` an `InPlaceABNSync`, or with ``sync=False`` the reverse.
+    """Makes every `InPlaceABN` of ``model`` an `InPlaceABNSync`, or with ``sync=False`` the reverse; converted norms
+    synchronise their statistics, or do not (but for those that were a SyncBatchNorm).
 
     Args:
         model: is modified; parameters, buffers and keys stay.
@@ -330,6 +271,9 @@ def convert_sync(model: nn.Module, sync: bool = True, group: ProcessGroup | None
     for module in found:
         if type(module) not in (InPlaceABN, InPlaceABNSync):
             raise TypeError(f"inplace_abn.convert_sync: expected no subclass, got {type(module).__name__}")
+    for norm in model.modules():
+        if isinstance(norm, norms.InPlaceNorm):
+            norm.synchronise(sync, group)
     for module in found:
         if sync and type(module) is InPlaceABN:
             module.__class__ = InPlaceABNSync
@@ -363,7 +307,7 @@ def load_public_state_dict(
     norms = {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, (nn.modules.batchnorm._BatchNorm, InPlaceABN)) or is_fused_batch_norm(module)
+        if isinstance(module, (nn.modules.batchnorm._BatchNorm, InPlaceABN))
     }
     outer = {name.removesuffix(".norm") if _is_part(model, name) else name: name for name in norms}
     unknown = sorted(set(layers or ()) - outer.keys())

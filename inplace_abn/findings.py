@@ -29,19 +29,19 @@ class Activation:
 
 @dataclass
 class Finding:
-    """About one BatchNorm in one recording."""
+    """About one call of a BatchNorm in one recording."""
 
     call: Call
     input: int
     output: int
-    size: int
     op: int
-    input_reasons: list[str] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+    """Why it cannot be in place at all."""
+    kept_reasons: list[str] = field(default_factory=list)
+    """Why its input is not to be overwritten."""
     activation: Activation | None = None
     fused_reasons: list[str] = field(default_factory=list)
-    fused_bytes: int = 0
     identity_reasons: list[str] = field(default_factory=list)
-    identity_bytes: int = 0
     followed_by: str = ""
     saved_by: tuple[str, ...] = ()
     residual: ResidualFinding | None = None
@@ -49,85 +49,76 @@ class Finding:
 
 @dataclass
 class ResidualFinding:
-    parent: str
     activation: Activation
-    bytes: int
+    storage: int
+    """Of what is added."""
+    total: int
+    """Storage of the sum."""
     reasons: list[str]
     partner: str = ""
 
 
-def examine(recording: Recording, name: str) -> Finding | None:
-    """About the BatchNorm of that name; None if it was not called."""
+def examine(recording: Recording, name: str) -> list[Finding]:
+    """About each call of the BatchNorm of that name."""
     calls = recording.calls.get(name, [])
-    if not calls:
-        return None
-    call = calls[0]
+    return [_examined(recording, call, len(calls)) for call in calls]
+
+
+def _examined(recording: Recording, call: Call, calls: int) -> Finding:
     ops = range(call.start, call.stop)
     op = next((i for i in ops if "batch_norm" in recording.ops[i].name), None)
     if op is None or call.input is None:
-        return Finding(call, -1, -1, 0, -1, ["it did not normalise a tensor that was its argument"])
+        return Finding(call, -1, -1, -1, ["it did not normalise a tensor that was its argument"])
     x, y = recording.ops[op].tensors[0], recording.ops[op].results[0]
-    finding = Finding(call, x.storage, y.storage, recording.sizes[x.storage], op)
-    finding.input_reasons = _input_reasons(recording, len(calls), call, x, y, op)
+    finding = Finding(call, x.storage, y.storage, op, _reasons(call, x, y))
+    finding.kept_reasons = _kept_reasons(recording, calls, call, x, op)
     inside = [i for i in recording.touching(x.storage, -1) if i in ops and i != op]
     if inside:
-        finding.input_reasons.append("it does more with its input than to normalise it")
-    own = _holds_input(recording, name, x.storage)
+        finding.reasons.append("it does more with its input than to normalise it")
     finding.activation = _activation_after(recording, y, op)
     first = recording.touching(y.storage, op)
     finding.followed_by = recording.ops[first[0]].name if first else ""
-    before = finding.size if own else 0
-    copies = () if finding.activation is None else finding.activation.copies
     if finding.activation is not None:
-        z = finding.activation.result
         finding.fused_reasons = _fused_reasons(recording, y.storage, op, finding.activation)
-        kept = {s for s in {y.storage, z, *copies} if recording.is_held(s)}
-        finding.fused_bytes = before + sum(recording.sizes[s] for s in kept) - finding.size
     finding.identity_reasons = _modified_reasons(recording, y.storage, op) + _node_reasons(recording, y.storage, op)
-    finding.identity_bytes = before + finding.size * recording.is_held(y.storage) - finding.size
     last = y.storage if finding.activation is None else finding.activation.result
     savers = {recording.saved_by(s): None for s in recording.saves if s.storage == last and recording.training}
     finding.saved_by = tuple(savers)
-    if not recording.training:
-        finding.fused_bytes = finding.identity_bytes = 0
-    elif not own:
-        gain = "nothing would be gained: autograd does not keep its input"
-        finding.fused_reasons.append(gain)
-        finding.identity_reasons.append(gain)
-    else:
-        if finding.fused_bytes <= 0:
-            finding.fused_reasons.append("nothing would be gained: neither input nor output is kept for backward")
-        if finding.identity_bytes <= 0:
-            finding.identity_reasons.append(
-                "nothing would be gained: its output is kept by nobody, but would be in place"
-            )
     return finding
 
 
 def examine_residual(
-    recording: Recording, findings: Mapping[str, Finding], name: str, unfit: Mapping[str, Sequence[str]]
+    recording: Recording, findings: Mapping[str, Sequence[Finding]], name: str, unfit: Mapping[str, Sequence[str]]
 ) -> None:
-    """Adds to the finding what ``residual=`` would save, if an addition and an activation follow.
+    """Adds to the findings what a residual would make of them, if an addition and an activation follow.
 
     ``unfit`` has the reasons against each BatchNorm that do not depend on the recording.
     """
-    finding = findings[name]
-    if finding.op < 0 or finding.activation is not None:
-        return
+    for finding in findings[name]:
+        if finding.op >= 0 and finding.activation is None:
+            finding.residual = _residual(recording, findings, finding, unfit)
+
+
+def _residual(
+    recording: Recording,
+    findings: Mapping[str, Sequence[Finding]],
+    finding: Finding,
+    unfit: Mapping[str, Sequence[str]],
+) -> ResidualFinding | None:
     touching = recording.touching(finding.output, finding.op)
     addition = recording.ops[touching[0]] if touching else None
     if addition is None or addition.name not in ("add", "add_") or len(addition.tensors) != 2:
-        return
+        return None
     others = [t for t in addition.tensors if t.storage != finding.output]
     y = recording.ops[finding.op].results[0]
     if len(others) != 1 or addition.values.get("alpha", 1) != 1:
-        return
+        return None
     r, total = others[0], addition.results[0]
     activation = _activation_after(recording, total, touching[0])
     if activation is None or total.storage == r.storage:
-        return
-    reasons = list(finding.input_reasons)
-    if (r.shape, r.dtype) != (y.shape, y.dtype) or r.storage == finding.input:
+        return None
+    reasons = []
+    if (r.shape, r.dtype) != (y.shape, y.dtype):
         reasons.append("the residual's shape or dtype is another")
     if total.storage != finding.output and len(touching) > 1:
         reasons.append(f"its output is also read by {recording.ops[touching[1]]}")
@@ -136,48 +127,36 @@ def examine_residual(
     if any(r.storage in recording.ops[i].writes for i in recording.touching(r.storage, touching[0])):
         reasons.append("the residual is modified in place later")
     reasons += _fused_reasons(recording, total.storage, touching[0], activation)
-    if total.storage != finding.output:
-        reasons += _watched_reasons("its output", recording.watched(finding.output, finding.op))
-    else:
-        reasons += _watched_reasons("its output", recording.watched(finding.output, finding.op, touching[0]))
-    for user, found in findings.items():
-        if found.input in (r.storage, activation.result):
-            what = "the residual" if found.input == r.storage else "its output"
-            reasons.append(f"{what} is the input of {user}")
-    own = _holds_input(recording, name, finding.input)
-    kept = {s for s in {total.storage, activation.result, *activation.copies} if recording.is_held(s)}
-    saved = finding.size * own + sum(recording.sizes[s] for s in kept) - finding.size
+    until = None if total.storage != finding.output else touching[0]
+    reasons += _watched_reasons("its output", recording.watched(finding.output, finding.op, until))
     partner = ""
     if not recording.is_held(r.storage):
-        saved -= finding.size
-        partner = next((n for n, f in findings.items() if f.output == r.storage and f.activation is None), "")
+        own = {n: f for n, found in findings.items() for f in found if f.output == r.storage and f.activation is None}
+        partner = next(iter(own), "")
         if partner and addition.tensors[0].storage != finding.output:
-            return  # The other one takes this one as its residual.
+            return None  # The other one takes this one as its residual.
         if partner:
-            other = findings[partner]
-            saved += other.size
-            reasons += [f"{partner}: {reason}" for reason in (*other.input_reasons, *unfit[partner])]
-            reasons += [f"{partner}: {reason}" for reason in _modified_reasons(recording, other.output, other.op)]
-    if not recording.training:
-        saved = 0
-    elif saved <= 0:
-        reasons.append("nothing would be gained, because the residual is not kept otherwise")
-    parent = recording.ops[touching[0]].module
-    finding.residual = ResidualFinding(parent, activation, saved, reasons, partner)
+            reasons += [f"{partner}: {reason}" for reason in (*own[partner].reasons, *unfit[partner])]
+            modified = _modified_reasons(recording, own[partner].output, own[partner].op)
+            reasons += [f"{partner}: {reason}" for reason in modified]
+    return ResidualFinding(activation, r.storage, total.storage, reasons, partner)
 
 
-def _holds_input(recording: Recording, name: str, x: int) -> bool:
-    return any(save.storage == x and name in save.modules and save.held for save in recording.saves)
+def _reasons(call: Call, x: Seen, y: Seen) -> list[str]:
+    reasons = []
+    if call.input is not None and call.input.storage != x.storage:
+        reasons.append("it normalises another tensor than its argument")
+    if (x.dtype, x.shape) != (y.dtype, y.shape) or x.dtype not in _DTYPES:
+        reasons.append(f"it makes {y.dtype} of {x.dtype}")
+    if x.device.type not in ("cpu", "cuda", "meta"):
+        reasons.append(f"device {x.device.type} is not supported")
+    return reasons
 
 
-def _input_reasons(recording: Recording, calls: int, call: Call, x: Seen, y: Seen, op: int) -> list[str]:
+def _kept_reasons(recording: Recording, calls: int, call: Call, x: Seen, op: int) -> list[str]:
     reasons = []
     if calls > 1:
         reasons.append(f"it is called {calls} times in a forward pass")
-    if call.by_keyword:
-        reasons.append("it is called with a keyword argument")
-    if call.input is not None and call.input.storage != x.storage:
-        reasons.append("it normalises another tensor than its argument")
     if x.storage in recording.inputs:
         reasons.append("its input is an input of the model")
     if x.storage in recording.state:
@@ -190,10 +169,6 @@ def _input_reasons(recording: Recording, calls: int, call: Call, x: Seen, y: See
         reasons.append("its input is a leaf or view that autograd protects")
     if call.custom_function:
         reasons.append(f"its input comes from a custom autograd Function, {call.custom_function}")
-    if (x.dtype, x.shape) != (y.dtype, y.shape) or x.dtype not in _DTYPES:
-        reasons.append(f"it makes {y.dtype} of {x.dtype}")
-    if x.device.type not in ("cpu", "cuda", "meta"):
-        reasons.append(f"device {x.device.type} is not supported")
     for save in recording.saves:
         if save.storage == x.storage and call.module not in save.modules:
             reasons.append(f"its input is also kept for backward by {recording.saved_by(save)}")

@@ -1,8 +1,9 @@
 """``inplace_abn`` and ``inplace_abn_sync``: the forward pass, local and synchronised.
 
-The forward pass writes z over x and keeps z alone ("In-Place Activated BatchNorm for Memory-Optimized Training of
-DNNs", arXiv 1712.02616). `checks` refuses what cannot be done before anything is written, `autograd` makes the node of
-the graph, `gradients` has the backward pass, `ownership` decides what it may overwrite.
+The forward pass writes z over x, or beside it, and keeps z alone ("In-Place Activated BatchNorm for Memory-Optimized
+Training of DNNs", arXiv 1712.02616). `checks` refuses what cannot be done before anything is written, `writing` calls
+the ops, `autograd` makes the node of the graph, `gradients` has the backward pass, `ownership` decides what it may
+overwrite.
 
 ``INPLACE_ABN_DISABLE=1`` in the environment makes both functions work out of place, for debugging.
 """
@@ -11,16 +12,27 @@ from __future__ import annotations
 
 import os
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from inplace_abn import _torch, autograd, checks, collectives, gradients, guard, node, ops, ownership, plain, reference
+from inplace_abn import (
+    _torch,
+    autograd,
+    checks,
+    collectives,
+    gradients,
+    guard,
+    node,
+    ops,
+    ownership,
+    plain,
+    reference,
+    writing,
+)
 from inplace_abn.activations import ACTIVATIONS, check_activation
-from inplace_abn.figures import WIDTH
-from inplace_abn.gradients import values_per_channel
 from inplace_abn.kept import KeptABNFunction
 from inplace_abn.settings import Settings, check_hyperparameters
 
@@ -42,12 +54,13 @@ def inplace_abn(
     *,
     signed_weight: bool = False,
     residual: Tensor | None = None,
+    keep_input: bool = False,
 ) -> Tensor:
     """z = act(gamma * (x - mean) / sqrt(var + eps) + bias + residual), written over ``x``.
 
     Args:
         x: activations of shape (batch, channel, \\*), dtype float64, float32, bfloat16 or float16, in any strides
-            without internal overlap. Overwritten with the result.
+            without internal overlap. Overwritten with the result, unless ``keep_input``.
         weight: (channel,) or None; scales by ``|weight| + eps``. float32 or x's dtype.
         bias: (channel,) or None. float32 or x's dtype.
         running_mean: (channel,) or None; updated in training, used otherwise.
@@ -62,9 +75,11 @@ def inplace_abn(
             BatchNorm's weight needs it, instead of by ``|weight| + eps``.
         residual: of x's shape, dtype and device, in memory of its own; added before the activation. Saved beside the
             result, because it is alive anyway: it is the input of the block it bridges.
+        keep_input: write the result to new memory and leave ``x`` as it is, which is not kept for backward. So ``x``
+            may be a leaf, a view, what its producer or anybody else needs, and the residual itself.
 
     Returns:
-        ``x``, which now holds the result.
+        ``x``, which now holds the result; or with ``keep_input`` a new tensor of its shape, dtype and memory format.
 
     Raises:
         ValueError: a wrong value or shape, one value per channel in training, or an ``x`` that autograd does not let
@@ -77,6 +92,9 @@ def inplace_abn(
     check_activation(activation, activation_param)
     check_hyperparameters(eps, momentum)
     training = training or running_mean is None
+    settings = Settings(activation, activation_param, eps, signed_weight, training, None)
+    if keep_input:
+        return _forward(x, weight, bias, residual, running_mean, running_var, momentum, settings, keep_input=True)
     if _node is not None and not torch.compiler.is_compiling() and not _torch.saves_its_result(x):
         try:
             z: Tensor | None = _node.inplace_abn(
@@ -87,7 +105,7 @@ def inplace_abn(
                 running_mean,
                 running_var,
                 training,
-                *_momentum_arguments(momentum),
+                *writing.momentum_arguments(momentum),
                 eps,
                 signed_weight,
                 ACTIVATIONS[activation].code,
@@ -97,7 +115,6 @@ def inplace_abn(
             raise ops.translated(raised) from None
         if z is not None:
             return z
-    settings = Settings(activation, activation_param, eps, signed_weight, training, None)
     return _forward(x, weight, bias, residual, running_mean, running_var, momentum, settings)
 
 
@@ -116,6 +133,7 @@ def inplace_abn_sync(
     *,
     signed_weight: bool = False,
     residual: Tensor | None = None,
+    keep_input: bool = False,
     watch: guard.Frozen | None = None,
 ) -> Tensor:
     """`inplace_abn` with the statistics of all ranks of ``group`` (None: the default group).
@@ -149,9 +167,10 @@ def inplace_abn_sync(
             activation_param,
             signed_weight=signed_weight,
             residual=residual,
+            keep_input=keep_input,
         )
     settings = Settings(activation, activation_param, eps, signed_weight, training, group)
-    return _forward(x, weight, bias, residual, running_mean, running_var, momentum, settings, watch)
+    return _forward(x, weight, bias, residual, running_mean, running_var, momentum, settings, watch, keep_input)
 
 
 def kept(
@@ -164,12 +183,13 @@ def kept(
     *settings: Any,
     signed_weight: bool,
     residual: Tensor | None = None,
+    keep_input: bool = False,
 ) -> Tensor:
     """`plain.kept` of what `inplace_abn` takes, and of nothing else: a module that keeps x for a while must not fail
     once it does not."""
     if not _is_plain() and not torch.compiler.is_compiling():
         requires_grad = _requires_grad(x, weight, bias, residual)
-        _check(x, weight, bias, residual, running_mean, running_var, training, requires_grad)
+        _check(x, weight, bias, residual, running_mean, running_var, training, requires_grad, keep_input)
         if not _torch.transforms_active():
             ops.run(ops.check, [], x, weight, bias, residual, running_mean, running_var)
     tensors = (x, weight, bias, running_mean, running_var)
@@ -199,6 +219,11 @@ def _observe_sole_holders() -> None:
         compiled.set_sole_holders(*sole)
 
 
+def is_disabled() -> bool:
+    """Whether everything is to be out of place, for debugging."""
+    return _DISABLED
+
+
 def _is_plain() -> bool:
     """Whether the call has to be torch's own ops out of place: tracers record what runs, and would record ops without
     gradients; selective checkpointing skips ops whose results it kept, and with them what they write."""
@@ -219,40 +244,72 @@ def _forward(
     momentum: float | Tensor,
     settings: Settings,
     watch: guard.Frozen | None = None,
+    keep_input: bool = False,
 ) -> Tensor:
     if _is_plain():
         return _out_of_place(x, weight, bias, residual, running_mean, running_var, momentum, settings)
     requires_grad = _requires_grad(x, weight, bias, residual)
     compiling = torch.compiler.is_compiling()
     if not compiling:
-        _check(x, weight, bias, residual, running_mean, running_var, settings.training, requires_grad)
+        _check(x, weight, bias, residual, running_mean, running_var, settings.training, requires_grad, keep_input)
         if settings.group is not None:
             ops.run(ops.check, [], x, weight, bias, residual, running_mean, running_var)
     if settings.training and settings.group is None:
         checks.check_count(x)
+    if keep_input and _torch.transforms_active():
+        # A tensor of any level that backward needs has to be an input of the node.
+        x, keep_input = x.clone(), False
     statistics = None
     if settings.group is not None:
-        statistics, trusted = _sync_statistics(x.detach(), running_mean, running_var, momentum, settings.group, watch)
+        statistics, trusted = writing.sync_statistics(
+            x.detach(), running_mean, running_var, momentum, settings.group, watch
+        )
         if not trusted:
             z: Tensor = KeptABNFunction.apply(x, weight, bias, residual, *statistics, settings)
             return z
-    write = partial(_write, statistics=statistics)
+    write = partial(
+        writing.written,
+        weight=weight,
+        bias=bias,
+        residual=residual,
+        running_mean=running_mean,
+        running_var=running_var,
+        momentum=momentum,
+        settings=settings,
+        invertible=requires_grad,
+        statistics=statistics,
+    )
     if not requires_grad:
-        write(x, weight, bias, residual, running_mean, running_var, momentum, settings, invertible=False)
-        return x
+        z = torch.empty_like(x) if keep_input else x
+        write(x, z)
+        return z
     if compiling:
         # The compiler makes one buffer of x, its clone and the copy below.
         with torch.no_grad():
             data = x.clone()
-            var = write(data, weight, bias, residual, running_mean, running_var, momentum, settings, invertible=True)
-        return x.copy_(autograd.TracedABNFunction.apply(x, data, weight, bias, residual, var, settings))
-    if not ownership.is_calibrated():
-        ownership.calibrate(_observe_sole_holders)
+            var = write(data, data)
+        z = autograd.TracedABNFunction.apply(x, data, weight, bias, residual, var, settings)
+        return z if keep_input else x.copy_(z)
+    calibrate()
+    if keep_input:
+        data = x.detach()
+        z = torch.empty_like(data)
+        return attached(x, z, weight, bias, residual, write(data, z), settings)
+    data = x.detach()
+    edge = _input_edge(x, settings)
+    return autograd.overwritten(x, weight, bias, residual, write(data, data), settings, edge)
+
+
+def _input_edge(x: Tensor, settings: Settings) -> Tensor | None:
     # Under transforms x may need a gradient at another level than this one.
     differentiated = x.requires_grad or _torch.transforms_active()
-    edge = gradients.input_edge(x) if settings.group is None and differentiated else None
-    var = write(x.detach(), weight, bias, residual, running_mean, running_var, momentum, settings, invertible=True)
-    return autograd.overwritten(x, weight, bias, residual, var, settings, edge)
+    return gradients.input_edge(x) if settings.group is None and differentiated else None
+
+
+def calibrate() -> None:
+    """Before the first graph is built: observes what leaves backward alone with memory."""
+    if not ownership.is_calibrated():
+        ownership.calibrate(_observe_sole_holders)
 
 
 def _check(
@@ -264,6 +321,7 @@ def _check(
     running_var: Tensor | None,
     training: bool,
     requires_grad: bool,
+    keep_input: bool,
 ) -> None:
     """Refuses what the op does not see as an error."""
     if _torch.transforms_active() or _torch.in_forward_mode():
@@ -271,84 +329,48 @@ def _check(
     checks.check_tensors(
         x, weight=weight, bias=bias, residual=residual, running_mean=running_mean, running_var=running_var
     )
-    var = None if training else running_var
-    checks.check_overwritable(x, requires_grad, weight=weight, bias=bias, residual=residual, running_var=var)
+    if requires_grad:
+        checks.check_saved(weight=weight, bias=bias, residual=residual, running_var=None if training else running_var)
+    if not keep_input:
+        checks.check_overwritable(x, requires_grad)
 
 
-def _write(
+def attached(
     x: Tensor,
+    z: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
     residual: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    momentum: float | Tensor,
+    var: Tensor,
     settings: Settings,
-    invertible: bool,
-    statistics: tuple[Tensor, Tensor] | None = None,
+    stand_in: Tensor | None = None,
 ) -> Tensor:
-    """Writes z over x, and returns the variance that backward needs. What makes z invertible costs a little of its
-    exactness, and is left out where no backward will follow."""
-    if settings.training and settings.group is None:
-        _, var = ops.run(
-            ops.local_forward,
-            _written(x, running_mean, running_var),
+    """z, which `writing.written` wrote with these settings, with the place in the graph that it has as a function of x.
+
+    Args:
+        x: of z's shape; its content may be another by now.
+        z: a tensor without graph.
+        var: what `writing.written` returned.
+        stand_in: a tensor that stands for z and gets its place in the graph, too.
+    """
+    if _node is not None and settings.group is None:
+        found: Tensor | None = _node.attached(
             x,
+            z,
             weight,
             bias,
             residual,
-            running_mean,
-            running_var,
-            *_momentum_arguments(momentum),
-            *settings.arithmetic(),
-            invertible,
+            var,
+            settings.training,
+            settings.eps,
+            settings.signed_weight,
+            ACTIVATIONS[settings.activation].code,
+            settings.activation_param,
+            stand_in,
         )
-        return cast(Tensor, var)
-    mean, var = statistics or (cast(Tensor, running_mean), cast(Tensor, running_var))
-    ops.run(ops.forward, [x], x, mean, var, weight, bias, residual, *settings.arithmetic(), invertible)
-    # Training may change the running variance before backward needs what it was.
-    return var if settings.training or not invertible else var.clone()
-
-
-def _momentum_arguments(momentum: float | Tensor) -> tuple[float, Tensor | None]:
-    return (0.0, momentum) if isinstance(momentum, Tensor) else (momentum, None)
-
-
-def _written(*tensors: Tensor | None) -> list[Tensor]:
-    return [t for t in tensors if t is not None]
-
-
-def _sync_statistics(
-    x: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    momentum: float | Tensor,
-    group: ProcessGroup,
-    watch: guard.Frozen | None,
-) -> tuple[tuple[Tensor, Tensor], bool]:
-    """Mean and biased variance over all ranks, and whether the guard trusts z. A rank that has several values knows
-    that the whole batch has; only others look at the gathered counts (which waits for the device), so that all ranks
-    raise together or none does. The guard's figures are there in every call, measured or not, so that ranks agree on
-    what is gathered."""
-    count = values_per_channel(x)
-    mean, var = ops.run(ops.statistics, [], x)
-    said = mean.new_zeros(WIDTH) if watch is None else watch.figures(x).to(mean.dtype)
-    packed = torch.cat([mean, var, mean.new_full((1,), count), said])
-    everything = collectives.all_gather(packed, group)
-    gathered = everything[:, :-WIDTH].contiguous()
-    if not torch.compiler.is_compiling() and count < 2:
-        checks.check_count(x, gathered[:, -1].sum().item())
-    # Before anything is written, because it may raise.
-    trusted = watch is None or watch.trusts(everything[:, -WIDTH:])
-    mean, var, _ = ops.run(
-        ops.combine,
-        _written(running_mean, running_var),
-        gathered,
-        running_mean,
-        running_var,
-        *_momentum_arguments(momentum),
-    )
-    return (mean, var), trusted
+        if found is not None:
+            return found
+    return autograd.attached(x, z, weight, bias, residual, var, settings, _input_edge(x, settings), stand_in)
 
 
 def _out_of_place(

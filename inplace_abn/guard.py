@@ -13,12 +13,15 @@ keeps x, as torch does, and scales by the weight itself, also where that is with
 What is compiled, captured, traced or transformed by torch.func stays in the mode that the layer had: that would need
 the host to wait. What is computed again in a backward pass stays in the mode of the forward pass; it is measured if
 the forward pass was not, since reentrant checkpoints need gradients there only.
+
+Converted norms, which anything may follow, are measured by what follows. What never did is torch's until the next
+generation, in which it is measured.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
@@ -26,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from inplace_abn import _torch, ops, recovery
+from inplace_abn import _torch, measuring
 from inplace_abn.figures import (
     THRESHOLDS,
     Figures,
@@ -35,11 +38,9 @@ from inplace_abn.figures import (
     described,
     fetched,
     no_figures,
-    packed,
     unpacked,
     worst,
 )
-from inplace_abn.settings import Settings
 
 ON_UNTRUSTED = ("fallback", "warn", "raise")
 CALLS = 8
@@ -81,6 +82,21 @@ class State:
         self.scaled_at = -1
         self.scales = True
         self.pending: list[tuple[Tensor, torch.Event | None, torch.dtype]] = []
+        self.met: dict[Any, int | None] = {}
+        """When what follows the layer was measured first; None where that decided at once."""
+        self.stranger: int | None = None
+        """When something followed that never was measured."""
+
+    def knows(self, what: Any) -> bool:
+        """Whether it was measured, in a generation before this one: all calls of a generation are to do the same."""
+        return what in self.met and self.met[what] != generation
+
+    def learn(self, what: Any, at_once: bool) -> None:
+        self.met.setdefault(what, None if at_once else generation)
+
+    def is_new(self) -> bool:
+        """Whether the layer is to be measured as if it had never been."""
+        return self.measured_at < 0 or self.stranger not in (None, generation)
 
     def is_due(self, interval: int) -> bool:
         """Whether calls of this generation are measured, of a layer that has been."""
@@ -91,7 +107,7 @@ class State:
     def keep(self, figures: Tensor, dtype: torch.dtype, waited: bool) -> None:
         """Keeps the figures of a call; those of an earlier generation are forgotten."""
         if self.measured_at != generation:
-            self.measured_at, self.calls, self.pending = generation, 0, []
+            self.measured_at, self.calls, self.pending, self.stranger = generation, 0, [], None
         self.calls += 1
         self.pending.append((*((figures, None) if waited else fetched(figures)), dtype))
 
@@ -116,6 +132,21 @@ def _has_passed(since: int, interval: int) -> bool:
     return since > generation or generation // interval > since // interval
 
 
+class Guarded:
+    """What a module has that the guard watches. The guard leaves its marks in the instance's dictionary."""
+
+    guard_interval: int = 100
+    guard_threshold: float | None = None
+    on_untrusted: str = "fallback"
+    _guard: State | None = None
+    _guard_generation: int = -1
+    _trusted: bool = True
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], *rest: Any) -> None:
+        forget(self)
+        super()._load_from_state_dict(state_dict, *rest)  # type: ignore[misc]
+
+
 class Look(NamedTuple):
     """What a layer is to do in a call."""
 
@@ -130,7 +161,7 @@ def look(module: Any, x: Tensor, residual: Tensor | None, empty: bool = False) -
     """What an in-place module is to do with this x, in this generation.
 
     Args:
-        module: an `InPlaceABN`.
+        module: a `Guarded` one.
         x, residual: its arguments, which need not be valid; nothing is measured on what is not.
         empty: whether a share of the batch counts that has no values to measure.
     """
@@ -138,12 +169,12 @@ def look(module: Any, x: Tensor, residual: Tensor | None, empty: bool = False) -
     interval: int = module.guard_interval
     if interval == 0 or _paused:
         return Look(bool(module._trusted))
-    first = state is None or state.measured_at < 0
+    first = state is None or state.is_new()
     due = first or cast(State, state).is_due(interval)
     if not due and not cast(State, state).pending:
         module.__dict__["_guard_generation"] = generation
         return Look(bool(module._trusted))
-    if not _is_measurable(module, x, residual, empty):
+    if not measuring.is_measurable(module, x, residual, empty):
         return Look(bool(module._trusted))
     if state is None:
         state = module.__dict__["_guard"] = State()
@@ -177,7 +208,7 @@ def take(module: Any, figures: Tensor, first: bool, dtype: torch.dtype) -> bool:
 def trusts(module: Any, x: Tensor, residual: Tensor | None) -> bool:
     """Whether an in-place module may run in place in this generation, on this x. Arguments are those of `look`."""
     looked = look(module, x, residual)
-    return take(module, measure(module, x, residual), looked.first, x.dtype) if looked.due else looked.trusted
+    return take(module, measuring.measure(module, x, residual), looked.first, x.dtype) if looked.due else looked.trusted
 
 
 class Frozen:
@@ -211,7 +242,7 @@ class Watch(Frozen):
         self.measures = self.look.due and x.numel() > x.shape[1]
         if not self.measures:
             return super().figures(x)
-        return measure(self.module, x, self.residual)
+        return measuring.measure(self.module, x, self.residual)
 
     def trusts(self, gathered: Tensor) -> bool:
         """Whether the call may be in place, from all ranks' figures, (ranks, 4)."""
@@ -230,23 +261,6 @@ def _scales(module: Any, state: State) -> bool:
         state.scaled_at, weight = generation, module.weight
         state.scales = weight is None or not module.signed_weight or bool((weight.detach().abs() >= module.eps).all())
     return state.scales
-
-
-def measure(module: Any, x: Tensor, residual: Tensor | None) -> Tensor:
-    """`Figures` in one tensor, on x's device. Nothing is waited for."""
-    with torch.no_grad():
-        return _measure(module, x, residual)
-
-
-def _measure(module: Any, x: Tensor, residual: Tensor | None) -> Tensor:
-    weight, bias = module.weight, module.bias
-    running_mean, running_var = _running(module)
-    training = module.training or running_mean is None or running_var is None
-    mean, var = ops.run(ops.statistics, [], x) if training else (cast(Tensor, running_mean), cast(Tensor, running_var))
-    settings = Settings(module.activation, module.activation_param, module.eps, module.signed_weight, training, None)
-    added = None if residual is None else recovery.sample(residual)
-    errors = recovery.measured(recovery.sample(x), mean, var, weight, bias, added, settings)
-    return packed(errors, weight, settings)
 
 
 def _decide(module: Any, found: list[tuple[Figures, torch.dtype]]) -> None:
@@ -271,41 +285,6 @@ def _decide(module: Any, found: list[tuple[Figures, torch.dtype]]) -> None:
         _logger.info("%s: z tells xhat again (%s); it runs in place", name, told)
     else:
         _logger.log(logging.WARNING if module.on_untrusted == "warn" else logging.INFO, "%s", text)
-
-
-def _running(module: Any) -> tuple[Tensor | None, Tensor | None]:
-    """Subclasses may have none."""
-    buffers = module._buffers
-    return buffers.get("running_mean"), buffers.get("running_var")
-
-
-def _is_measurable(module: Any, x: Tensor, residual: Tensor | None, empty: bool) -> bool:
-    """Whether the tensors are what the ops take, and no tracer, transform or capture is watching."""
-    if _torch.transforms_active() or _torch.is_captured():
-        return False
-    if type(x) not in (Tensor, nn.Parameter) or x.device.type == "meta" or x.layout is not torch.strided:
-        return False
-    if x.dtype not in THRESHOLDS or x.dim() < 2 or x.is_neg() or x.shape[1] != module.num_features:
-        return False
-    buffers = _running(module)
-    training = module.training or any(t is None for t in buffers)
-    if not empty and x.numel() <= (x.shape[1] if training else 0):
-        return False
-    if residual is not None and (
-        type(residual) not in (Tensor, nn.Parameter)
-        or (residual.shape, residual.dtype, residual.device) != (x.shape, x.dtype, x.device)
-        or residual.is_neg()
-    ):
-        return False
-    for t in (module.weight, module.bias, *buffers):
-        if t is not None and (t.device != x.device or t.shape != x.shape[1:2]):
-            return False
-        if t is not None and t.dtype not in (x.dtype, torch.promote_types(x.dtype, torch.float32)):
-            return False
-    # Its calls are out of place, and it would count the measurement's ops among those that are computed again.
-    if _torch.count_dispatch_modes() > 0 and _torch.is_checkpointed_selectively():
-        return False
-    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def set_guard(
@@ -334,8 +313,6 @@ def set_guard(
         TypeError: ``model`` is no module.
         ValueError: a negative interval, a threshold that is not positive, or another word. Nothing has been modified.
     """
-    from inplace_abn.abn import InPlaceABN
-
     if not isinstance(model, nn.Module):
         raise TypeError(f"inplace_abn.set_guard: expected model to be a torch.nn.Module, got {type(model).__name__}")
     if interval is not None:
@@ -347,7 +324,7 @@ def set_guard(
             f"inplace_abn.set_guard: expected on_untrusted to be one of {ON_UNTRUSTED}, got {on_untrusted!r}"
         )
     for name, module in model.named_modules():
-        if isinstance(module, InPlaceABN):
+        if isinstance(module, Guarded):
             forget(module)
             module.__dict__.update(guard_threshold=threshold, on_untrusted=on_untrusted)
             if name:
@@ -367,7 +344,7 @@ _STATE = ("_guard", "_guard_generation", "_trusted")
 _SETTINGS = ("guard_interval", "guard_threshold", "on_untrusted", "_guard_name")
 
 
-def forget(module: nn.Module) -> None:
+def forget(module: Any) -> None:
     """Has the module measure again before it is trusted or not: its weights are others."""
     for name in _STATE:
         module.__dict__.pop(name, None)

@@ -198,7 +198,7 @@ def memory_report(
     /,
     *example: Any,
     converted: bool = True,
-    residual: bool = False,
+    residual: bool = True,
     progress: bool = False,
     **kwargs: Any,
 ) -> MemoryReport:
@@ -346,13 +346,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="of the model's inputs: 8x3x512x512",
     )
     parser.add_argument("--convert", action="store_true", help="print the plan, convert, and measure again")
-    parser.add_argument("--residual", action="store_true", help="with --convert: residual blocks too")
+    parser.add_argument("--no-residual", action="store_true", help="with --convert: without residual blocks")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1")
     parser.add_argument("--png", metavar="FILE", help="write the timeline as a picture")
     parser.add_argument("--no-progress", action="store_true", help="no progress bar")
     args = parser.parse_args(arguments)
-    if args.residual and not args.convert:
-        parser.error("--residual is about the conversion: add --convert")
+    if args.no_residual and not args.convert:
+        parser.error("--no-residual is about the conversion: add --convert")
     try:
         if args.png:
             check_plot(args.png)
@@ -364,7 +364,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(str(error))
     example = [torch.randn(shape, device=device) for shape in args.input]
     progress = not args.no_progress and sys.stderr.isatty()
-    report = memory_report(model, *example, converted=args.convert, residual=args.residual, progress=progress)
+    report = memory_report(model, *example, converted=args.convert, residual=not args.no_residual, progress=progress)
     if report.plan is not None:
         print(report.plan, end="\n\n")
     print(report)

@@ -4,8 +4,9 @@
 ``check``           raises what the forward ops would, before a collective
 ``statistics``      mean and biased variance of x per channel
 ``combine``         merges the statistics of several shares of a batch, updates the running statistics
-``forward``         z = act(gamma * (x - mean) / sqrt(var + eps) + beta + residual), written over x
-``local_forward``   ``statistics`` and ``forward`` in one
+``forward``         z = act(gamma * (x - mean) / sqrt(var + eps) + beta + residual), written over x; its overload
+                    ``out`` writes it to a buffer of the caller's
+``local_forward``   ``statistics`` and ``forward`` in one, with the same overload
 ``backward_reduce`` **overwrites** y_act with xhat and dy_act with dy, returns the sums over dy and xhat * dy; its
                     overload ``out`` writes both to buffers of the caller's, which may be y_act and dy_act themselves
 ``backward``        dx = gamma / sqrt(var + eps) * (dy - mean_dy - xhat * mean_xhat_dy), written over dy; its overload
@@ -46,8 +47,10 @@ __all__ = [
     "check",
     "combine",
     "forward",
+    "forward_out",
     "local_backward",
     "local_forward",
+    "local_forward_out",
     "run",
     "statistics",
     "translated",
@@ -78,7 +81,9 @@ with_cuda: bool = _torch.has_kernel("inplace_abn::forward", "CUDA")
 statistics = torch.ops.inplace_abn.statistics.default
 combine = torch.ops.inplace_abn.combine.default
 forward = torch.ops.inplace_abn.forward.default
+forward_out = torch.ops.inplace_abn.forward.out
 local_forward = torch.ops.inplace_abn.local_forward.default
+local_forward_out = torch.ops.inplace_abn.local_forward.out
 backward_reduce = torch.ops.inplace_abn.backward_reduce.default
 backward_reduce_out = torch.ops.inplace_abn.backward_reduce.out
 backward = torch.ops.inplace_abn.backward.default
@@ -138,7 +143,9 @@ for _op in (
     statistics,
     combine,
     forward,
+    forward_out,
     local_forward,
+    local_forward_out,
     backward_reduce,
     backward_reduce_out,
     backward,
@@ -276,10 +283,11 @@ def _forward(
     bias: Tensor | None,
     residual: Tensor | None,
     *_: object,
+    z: Tensor | None = None,
 ) -> None:
     _check_activations("x", x)
     _check_channels(x, mean=mean, var=var, weight=weight, bias=bias)
-    _check_like(x, residual=residual)
+    _check_like(x, residual=residual, z=z)
 
 
 def _local_forward(
@@ -292,10 +300,11 @@ def _local_forward(
     momentum: float,
     momentum_tensor: Tensor | None,
     *_: object,
+    z: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     _check_activations("x", x)
     _check_channels(x, weight=weight, bias=bias)
-    _check_like(x, residual=residual)
+    _check_like(x, residual=residual, z=z)
     _check_running(x, running_mean, running_var)
     _check_momentum(x, momentum_tensor)
     return _channel_statistics(x)
@@ -364,7 +373,9 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "statistics": _statistics,
     "combine": _combine,
     "forward": _forward,
+    "forward.out": _forward,
     "local_forward": _local_forward,
+    "local_forward.out": _local_forward,
     "backward_reduce": _backward_reduce,
     "backward_reduce.out": _backward_reduce,
     "backward": _backward,

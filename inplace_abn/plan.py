@@ -13,14 +13,12 @@ from typing import Any
 class Residual:
     """BatchNorm, addition and activation that ``residual=`` makes one."""
 
-    parent: str
-    """The module whose forward pass adds."""
     activation: str
     activation_param: float
     bytes_saved: int
-    """Per training step, if it is rewritten."""
+    """Per training step, if they are made one."""
     reasons: tuple[str, ...] = ()
-    """Why it cannot be rewritten; empty if it can."""
+    """Why they cannot; empty if they can."""
     partner: str = ""
     """A BatchNorm that makes the other operand, and goes in place with this one."""
 
@@ -35,16 +33,13 @@ class Layer:
     producer: str
     """The op that makes its input."""
     activation: str
-    """What the in-place module applies, or what was seen to follow."""
+    """What was seen to follow; "identity" if none that is known did."""
     activation_param: float
-    site: str
-    """Where the activation is: "module" (becomes Identity), "shared" (is passed through), "call" (a function call in
-    the forward pass of ``parent``, which is rewritten), "own" (in the BatchNorm itself), or "" for none."""
-    parent: str
-    activation_module: str
     reasons: tuple[str, ...]
     """Why it is refused; empty if it is converted."""
-    bytes_saved: int
+    kept: tuple[str, ...] = ()
+    """Why its input is kept as it is, and the result written beside it; empty if it is overwritten."""
+    bytes_saved: int = 0
     """Activation memory that the forward pass holds for backward natively, but not in place."""
     saved_by: tuple[str, ...] = ()
     """The ops that keep its output, or its activation's, for backward."""
@@ -67,8 +62,8 @@ class Plan:
     layers: tuple[Layer, ...]
     evaluation_errors: tuple[str, ...] = ()
     """Of the model's forward pass in evaluation, which therefore nothing is known of; one for each example."""
-    residual: bool = False
-    """Whether residual blocks are converted too, as by ``residual=True`` of `inplace_abn.convert`."""
+    residual: bool = True
+    """Whether residual blocks are converted too. ``residual=False`` of `inplace_abn.convert` leaves them out."""
 
     @property
     def convertible(self) -> tuple[Layer, ...]:
@@ -82,12 +77,12 @@ class Plan:
 
     @property
     def residuals(self) -> tuple[Layer, ...]:
-        """The layers that are converted with ``residual=True`` only."""
+        """The layers that are one with an addition and an activation, unless ``residual=False``."""
         return tuple(layer for layer in self.layers if layer.residual is not None and not layer.residual.reasons)
 
     @property
     def residual_bytes_saved(self) -> int:
-        """What ``residual=True`` saves more."""
+        """What these save more."""
         return sum(layer.residual.bytes_saved for layer in self.residuals if layer.residual is not None)
 
     @property
@@ -171,8 +166,9 @@ class Plan:
         return {layer.residual.partner: layer.name for layer in self.residuals if layer.residual is not None}
 
     def _row(self, layer: Layer) -> tuple[str, str, str, str, str]:
-        activation = layer.activation + (f" ({layer.site})" if layer.site else "")
-        verdict, saves = ("in place", readable(layer.bytes_saved)) if layer.convertible else ("refused", "-")
+        activation = layer.activation
+        in_place = "beside input" if layer.kept else "in place"
+        verdict, saves = (in_place, readable(layer.bytes_saved)) if layer.convertible else ("refused", "-")
         if self.residual and layer in self.residuals and layer.residual is not None:
             activation, verdict = layer.residual.activation, "residual"
             saves = readable(layer.residual.bytes_saved + layer.bytes_saved * layer.convertible)
@@ -186,11 +182,11 @@ class Plan:
             return [layer.note] if layer.note else []
         if self.residual and layer.name in self._partners() and not layer.convertible:
             return [f"it makes the residual of {self._partners()[layer.name]}"]
-        notes = ["; ".join(layer.reasons)] if layer.reasons else [layer.note] if layer.note else []
+        notes = ["; ".join(layer.reasons)] if layer.reasons else [n for n in (layer.note, "; ".join(layer.kept)) if n]
         if residual is not None:
             saved = readable(residual.bytes_saved)
             notes.append(
-                f"residual= would save {saved}, but {'; '.join(residual.reasons)}"
+                f"it is not one with its residual, because {'; '.join(residual.reasons)}"
                 if residual.reasons
                 else f"residual=True would save {saved}"
             )

@@ -19,6 +19,10 @@ class Settings(NamedTuple):
     training: bool
     group: ProcessGroup | None
 
+    def activating(self, activation: tuple[str, float]) -> Settings:
+        """These with another activation and its parameter."""
+        return Settings(*activation, self.eps, self.signed_weight, self.training, self.group)
+
     def arithmetic(self) -> tuple[float, bool, int, float]:
         """The arguments that every op has in common."""
         return self.eps, self.signed_weight, activations.find(self.activation).code, self.activation_param

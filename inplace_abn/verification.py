@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from inplace_abn.abn import ABN
 from inplace_abn.example import Example, examples_of, tensors_in
+from inplace_abn.norms import InPlaceNorm
 from inplace_abn.preservation import preserved
 
 _EXACT = ("identity", "none", "relu", "leaky_relu", "elu")
@@ -37,7 +38,7 @@ class Verification:
     """Per parameter and input, in the 2-norm, relative to the whole gradient's or the parameter's own, whichever is
     larger; infinite where only one model has a gradient."""
     buffer_errors: dict[str, float]
-    """Running statistics after the step, relative."""
+    """Running statistics after the step, relative; a mean of nearly zero relative to a millionth of the deviation."""
     evaluation_error: float
     """Of the outputs in evaluation, relative."""
     tolerance: float
@@ -131,18 +132,25 @@ def verify(
     if names[0] != names[1]:
         raise ValueError(f"inplace_abn.verify: only one model has the parameters {sorted(names[0] ^ names[1])}")
     calibrated = tolerance is None
+    actual = [_run(converted, e) for e in examples]
     if tolerance is None:
-        activations = {m.activation for m in converted.modules() if isinstance(m, ABN)}
+        activations = set[str]().union(*(run.activations for run in actual))
         tolerance = _TOLERANCE if activations <= set(_EXACT) else _TOLERANCE_AT_MINIMA
     expected = [_run(model, e) for e in examples]
     pairs = list(zip(examples, expected, strict=True))
-    result = _united([_compared(_run(converted, e), run, tolerance) for e, run in pairs])
+    result = _united([_compared(a, run, tolerance) for a, run in zip(actual, expected, strict=True)])
     if result.ok or not calibrated:
         return result
     moved = [
         _compared(_run(model, e, seed), run, tolerance) for e, run in pairs for seed in range(1, _PERTURBATIONS + 1)
     ]
     return replace(result, sensitivity=_united(moved).errors)
+
+
+def _activations(model: nn.Module) -> set[str]:
+    """What its in-place modules have activated with."""
+    fixed = {m.activation for m in model.modules() if isinstance(m, ABN)}
+    return fixed.union(*(m.activations() for m in model.modules() if isinstance(m, InPlaceNorm)))
 
 
 def _united(found: Sequence[Verification]) -> Verification:
@@ -175,11 +183,22 @@ def _compared(actual: _Run, expected: _Run, tolerance: float) -> Verification:
     return Verification(
         _error(actual.loss, expected.loss),
         {name: _error(actual.gradients.get(name), g, scale) for name, g in expected.gradients.items()},
-        {name: _error(actual.buffers.get(name), b) for name, b in expected.buffers.items()},
+        {
+            name: _error(actual.buffers.get(name), b, _deviation(expected.buffers, name))
+            for name, b in expected.buffers.items()
+        },
         _error_of_all(actual.evaluated, expected.evaluated),
         tolerance,
         _error_of_all(actual.others, expected.others),
     )
+
+
+def _deviation(buffers: dict[str, Tensor], name: str) -> float:
+    """Of the values that a running mean is of. Where they cancel, as behind a norm without bias, the mean is what their
+    rounding left."""
+    norm, dot, kind = name.rpartition(".")
+    var = buffers.get(f"{norm}{dot}running_var") if kind == "running_mean" else None
+    return 0.0 if var is None else float(var.double().sum().sqrt())
 
 
 def _error_of_all(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
@@ -194,6 +213,7 @@ class _Run:
     others: list[Tensor]
     """Outputs of the training step that take no part in the loss."""
     evaluated: list[Tensor]
+    activations: set[str]
 
 
 def _run(model: nn.Module, example: Example, seed: int = 0) -> _Run:
@@ -247,16 +267,17 @@ def _run(model: nn.Module, example: Example, seed: int = 0) -> _Run:
         loss.backward()
         gradients = {name: p.grad for name, p in model.named_parameters()}
         gradients |= {f"input {i}": t.grad for i, t in enumerate(inputs) if t.requires_grad}
+        activations = _activations(model)
         buffers = {name: b.detach().clone() for name, b in model.named_buffers() if b.is_floating_point()}
         model.eval()
         with torch.no_grad():
             arguments = example.map_tensors(lambda t: double(t.detach()))
             evaluated = list(tensors_in(model(*arguments.args, **arguments.kwargs)))
-    return _Run(loss.detach(), gradients, buffers, others, evaluated)
+    return _Run(loss.detach(), gradients, buffers, others, evaluated, activations)
 
 
 def _error(actual: Tensor | None, expected: Tensor | None, scale: float = 0.0) -> float:
-    """In the 2-norm, relative to ``expected``'s; a gradient that is nearly zero is measured by ``scale``."""
+    """In the 2-norm, relative to ``expected``'s; what is nearly zero, next to ``scale``, is measured by that."""
     if actual is None or expected is None:
         return 0.0 if actual is expected else math.inf
     if actual.shape != expected.shape:

@@ -27,6 +27,7 @@ BOTH_NODES = {
     "test_double_backward",
     "test_holders",
     "test_hooks",
+    "test_keep_input",
     "test_modified",
     "test_ownership",
     "test_reuse",

@@ -283,7 +283,7 @@ def test_tiny_run(tiny):
             assert 0 < lower <= median <= upper
         assert set(timed) >= {"ms", "speedup", "of_floor"}
     assert run["peer"]["separate_process"] is True
-    assert set(run["overhead"]["calls"]) == {OURS, f"{OURS}, Python", EAGER, "neither"}
+    assert set(run["overhead"]["calls"]) == {OURS, f"{OURS}, Python", "keep_input", "converted", EAGER, "neither"}
     assert set(run["scaling"][0]["speedup"]) == {OURS, FLOOR}
     (net,) = run["nets"]
     for norm in net["norms"].values():

@@ -6,7 +6,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from inplace_abn import InPlaceABN, analyze, convert, memory, set_guard
+from inplace_abn import analyze, convert, memory, set_guard
+from inplace_abn.norms import InPlaceNorm
 
 
 class Block(nn.Module):
@@ -50,9 +51,9 @@ def test_a_zero_gamma_resnet_50_converts_completely_and_its_first_step_is_the_na
     model = resnet((3, 4, 6, 3), 64, 4)
     x, target = torch.randn(2, 3, 64, 64), torch.randint(0, 10, (2,))
     original = copy.deepcopy(model)
-    plan = replace(analyze(model, x), residual=True)
+    plan = analyze(model, x)
     convert(model, plan)
-    assert sum(isinstance(m, InPlaceABN) for m in model.modules()) == len(plan.layers) == 53
+    assert sum(isinstance(m, InPlaceNorm) for m in model.modules()) == len(plan.layers) == 53
     assert len(plan.waiting) == 16
     notes = {layer.name: layer.note for layer in plan.layers if layer.note}
     assert all(note.startswith("in place once its weights have grown") for note in notes.values())
@@ -64,7 +65,7 @@ def test_a_zero_gamma_resnet_50_converts_completely_and_its_first_step_is_the_na
         results.append([loss.detach(), *(p.grad for p in net.parameters())])
     for native, ours in zip(*results, strict=True):
         torch.testing.assert_close(ours, native, rtol=1e-3, atol=1e-4 * native.abs().max().item())
-    untrusted = {name for name, m in model.named_modules() if isinstance(m, InPlaceABN) and not m._trusted}
+    untrusted = {name for name, m in model.named_modules() if isinstance(m, InPlaceNorm) and not m._trusted}
     assert untrusted == set(notes)
 
 
@@ -84,7 +85,7 @@ def test_training_a_zero_gamma_net_ends_in_place_and_memory_falls():
         optimizer.step()
         losses.append(loss.item())
     after = held(model, x)
-    assert all(m._trusted for m in model.modules() if isinstance(m, InPlaceABN))
+    assert all(m._trusted for m in model.modules() if isinstance(m, InPlaceNorm))
     assert after < before < native
     assert losses[-1] < losses[0]
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from inplace_abn import ABN, InPlaceABN, figures, guard, set_guard
+from inplace_abn import ABN, InPlaceABN, figures, guard, measuring, set_guard
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 # Errors of dx that the in-place form had, with dz = noise + 2x, when nothing guarded it.
@@ -291,7 +291,7 @@ def test_tensors_that_are_errors_are_told_by_the_op_not_by_the_guard():
 def test_measuring_leaves_x_the_statistics_and_the_random_generator_alone():
     module, x = layer(), values()
     before, state = x.clone(), torch.get_rng_state()
-    guard.measure(module, x, None)
+    measuring.measure(module, x, None)
     assert torch.equal(x, before)
     assert torch.equal(torch.get_rng_state(), state)
     assert module.num_batches_tracked == 0

@@ -38,6 +38,19 @@ def test_transforms_active():
     assert not _torch.transforms_active()
 
 
+def test_outside_of_transforms():
+    seen = []
+
+    def look(x):
+        with _torch.outside_of_transforms():
+            seen.append(_torch.transforms_active())
+        seen.append(_torch.transforms_active())
+        return x.sum()
+
+    torch.func.grad(look)(torch.ones(2))
+    assert seen == [False, True]
+
+
 @pytest.mark.parametrize("strict", [False, True])
 def test_exporting_is_told_from_compiling(strict, fresh_compiler):
     class Looks(torch.nn.Module):
@@ -269,3 +282,62 @@ def test_in_backward():
     x.sum().backward()
     assert seen == [True]
     assert not _torch.in_backward()
+
+
+def test_no_torch_function_asks_a_subclass_without_its_own_functions():
+    class Loud(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            raise AssertionError
+
+    t = torch.ones(2, 3).as_subclass(Loud)
+    with _torch.NoTorchFunction():
+        assert t.shape == (2, 3)
+
+
+def test_stand_in_like_has_no_memory_and_may_be_an_output_of_a_node():
+    class Standing(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            raise AssertionError
+
+    like = torch.ones(2, 3, 4, 5, dtype=torch.float64).to(memory_format=torch.channels_last)
+    t = _torch.stand_in_like(Standing, like)
+    assert (t.shape, t.stride(), t.dtype) == (like.shape, like.stride(), like.dtype)
+
+    class Made(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, hidden):
+            return hidden[0]
+
+        @staticmethod
+        def backward(ctx, g):
+            return g, None
+
+    x = torch.ones_like(like, requires_grad=True)
+    for _ in range(2):  # The second time it moves to another place.
+        assert Made.apply(x, (t,)) is t
+        (g,) = torch.autograd.grad(t, x, torch.ones_like(like))
+        assert torch.equal(g, torch.ones_like(g))
+
+
+def test_is_watched():
+    seen = []
+
+    def look(x):
+        seen.append(_torch.is_watched())
+        return x * 2
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(2)
+    look(x)
+    with Mode():
+        look(x)
+    make_fx(look)(x)
+    make_fx(look, pre_dispatch=True)(x)
+    torch.jit.trace(look, x, check_trace=False)
+    torch.func.vmap(look)(x)
+    assert seen == [False, *[True] * 5]

@@ -80,6 +80,31 @@ def test_pooling_indices_that_place_values_are_a_reader_and_verify_would_tell():
     assert blind.worst[0] in str(blind)
 
 
+class AffineAndPadded(nn.Module):
+    """As HGNetV2's stem: one bias for all of an activated tensor, which is padded with zeros and pooled."""
+
+    def __init__(self, bias):
+        super().__init__()
+        self.conv, self.bn = conv(3, 4), nn.BatchNorm2d(4)
+        self.scale, self.bias = nn.Parameter(torch.ones(1)), nn.Parameter(torch.full((1,), bias))
+
+    def forward(self, x):
+        h = self.scale * F.relu(self.bn(self.conv(x))) + self.bias
+        return F.max_pool2d(F.pad(h, (0, 1, 0, 1)), 2, 1)
+
+
+@pytest.mark.parametrize("example", [True, False], ids=["example", "no example"])
+@pytest.mark.parametrize("bias", [0.0, 1e-30, -1e-30, 0.1])
+def test_a_tie_with_padding_is_broken_otherwise_only_while_a_bias_is_exactly_zero(bias, example):
+    """A quarter of the gradient of such a bias went to padding. Nothing else may, nor that of any other bias."""
+    model, x = spread(AffineAndPadded(bias)), images()
+    with torch.no_grad():
+        model.bias.fill_(bias)
+    found = verify(model, convert(copy.deepcopy(model), x if example else None), x)
+    wrong = {name for name in found.errors if found.errors[name] > found.accepted(name)}
+    assert wrong == ({"gradient of bias"} if bias == 0 else set()), str(found)
+
+
 ZERO, CHOICE, OTHERS = "tells zeros from other numbers", "chooses by them", "compares them with other values"
 READERS = {
     "h != 0": (lambda h: (h != 0).sum(), "compares them with zero"),

@@ -69,12 +69,12 @@ inline void check_like(const char* op, const char* name, const Tensor& t, const 
   INPLACE_ABN_CHECK(t.layout() == torch::headeronly::Layout::Strided, op, ": expected a strided ", name);
 }
 
-inline void check_residual(const char* op, const OptTensor& residual, const Tensor& x) {
+inline void check_residual(const char* op, const OptTensor& residual, const char* written_name, const Tensor& written) {
   if (!residual.has_value()) return;
-  check_like(op, "residual", *residual, x);
-  INPLACE_ABN_CHECK(!ranges_meet(*residual, x), op,
-                    ": expected residual in memory of its own, because x is written in place; it shares x's. Pass "
-                    "residual.clone() instead");
+  check_like(op, "residual", *residual, written);
+  INPLACE_ABN_CHECK(!ranges_meet(*residual, written), op, ": expected residual in memory of its own, because ",
+                    written_name, " is written in place; it shares ", written_name,
+                    "'s. Pass residual.clone() instead");
 }
 
 // `t`, a vector that is read, and `written`, which is overwritten meanwhile.

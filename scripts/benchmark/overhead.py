@@ -16,17 +16,25 @@ SETUP = """
 import torch
 import torch.nn.functional as F
 from torch import nn
-from inplace_abn import InPlaceABN, functions
+from inplace_abn import InPlaceABN, convert, functions
 
 node = functions._node
 leaf = torch.randn({shape}, device="{device}", requires_grad=True)
 dz = torch.randn({shape}, device="{device}")
 in_place = InPlaceABN({channels}).to("{device}")
+kept = InPlaceABN({channels}, keep_input=True).to("{device}")
 native = nn.BatchNorm2d({channels}).to("{device}")
+converted = convert(nn.Sequential(nn.BatchNorm2d({channels}), nn.LeakyReLU(0.01, inplace=True)).to("{device}"))
+for _ in range(2):
+    # What follows a norm is expected from the step after the one that it was seen in.
+    converted(leaf.clone()).backward(dz)
+    torch.optim.SGD(converted.parameters(), 0.0).step()
 """
 STATEMENTS = {
     "in-place": "in_place(leaf.clone()).backward(dz)",
     "in-place, Python": "functions._node = None; in_place(leaf.clone()).backward(dz); functions._node = node",
+    "keep_input": "kept(leaf.clone()).backward(dz)",
+    "converted": "converted(leaf.clone()).backward(dz)",
     "eager": "F.leaky_relu_(native(leaf.clone()), 0.01).backward(dz)",
     "neither": "leaf.clone().backward(dz)",
 }

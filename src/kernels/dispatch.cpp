@@ -112,7 +112,7 @@ void check(const Tensor& x, const OptTensor& weight, const OptTensor& bias, cons
   check_written(op, "x", x);
   check_channels(op, "weight", weight, x);
   check_channels(op, "bias", bias, x);
-  check_residual(op, residual, x);
+  check_residual(op, residual, "x", x);
   check_running(op, running_mean, running_var, x);
   check_parameters_apart(op, x, weight, bias, running_mean, running_var);
 }
@@ -167,19 +167,28 @@ std::tuple<Tensor, Tensor, Tensor> combine(const Tensor& gathered, const OptTens
   return {mean, var, count};
 }
 
-void forward(const Tensor& x, const Tensor& mean, const Tensor& var, const OptTensor& weight, const OptTensor& bias,
-             const OptTensor& residual, double eps, bool signed_weight, int64_t activation, double activation_param,
-             bool invertible) {
-  constexpr auto op = "inplace_abn::forward";
+// What both forms of the forward pass ask of their tensors, before anything is written.
+void check_forward(const char* op, const Tensor& x, const Tensor& z, const OptTensor& weight, const OptTensor& bias,
+                   const OptTensor& residual, const OptTensor& running_mean, const OptTensor& running_var, double eps,
+                   int64_t activation, double activation_param) {
+  const char* written = is_same(z, x) ? "x" : "z";
   check_activations(op, "x", x);
-  check_written(op, "x", x);
+  check_output(op, written, z, x, {&x});
+  check_residual(op, residual, written, z);
+  check_running(op, running_mean, running_var, z);
+  check_affine(op, x, weight, bias, eps, activation, activation_param);
+  check_parameters_apart(op, z, weight, bias, running_mean, running_var);
+}
+
+void forward_out(const Tensor& x, const Tensor& mean, const Tensor& var, const OptTensor& weight, const OptTensor& bias,
+                 const OptTensor& residual, double eps, bool signed_weight, int64_t activation, double activation_param,
+                 bool invertible, const Tensor& z) {
+  constexpr auto op = "inplace_abn::forward";
+  check_forward(op, x, z, weight, bias, residual, std::nullopt, std::nullopt, eps, activation, activation_param);
   check_channels(op, "mean", mean, x);
   check_channels(op, "var", var, x);
-  check_residual(op, residual, x);
-  check_affine(op, x, weight, bias, eps, activation, activation_param);
-  check_parameters_apart(op, x, weight, bias, std::nullopt, std::nullopt);
-  check_apart(op, "mean", mean, "x", x);
-  check_apart(op, "var", var, "x", x);
+  check_apart(op, "mean", mean, "x", z);
+  check_apart(op, "var", var, "x", z);
 
   const Scope scope(x);
   Operands operands(x);
@@ -187,7 +196,7 @@ void forward(const Tensor& x, const Tensor& mean, const Tensor& var, const OptTe
   dispatch_types(x.scalar_type(), [&]<typename scalar_t>() {
     const ForwardArgs<scalar_t> args{operands.extent(),
                                      operands.input<scalar_t>(x),
-                                     operands.output<scalar_t>(x),
+                                     operands.output<scalar_t>(z),
                                      operands.channels<scalar_t>(mean),
                                      operands.channels<scalar_t>(var),
                                      operands.affine<scalar_t>(weight, bias, eps, signed_weight),
@@ -197,22 +206,24 @@ void forward(const Tensor& x, const Tensor& mean, const Tensor& var, const OptTe
     CALL_BACKEND(x, forward, args);
   });
   operands.finish();
-  kernel_activation.finish(x);
+  kernel_activation.finish(z);
 }
 
-std::tuple<Tensor, Tensor> local_forward(const Tensor& x, const OptTensor& weight, const OptTensor& bias,
-                                         const OptTensor& residual, const OptTensor& running_mean,
-                                         const OptTensor& running_var, double momentum,
-                                         const OptTensor& momentum_tensor, double eps, bool signed_weight,
-                                         int64_t activation, double activation_param, bool invertible) {
+void forward(const Tensor& x, const Tensor& mean, const Tensor& var, const OptTensor& weight, const OptTensor& bias,
+             const OptTensor& residual, double eps, bool signed_weight, int64_t activation, double activation_param,
+             bool invertible) {
+  forward_out(x, mean, var, weight, bias, residual, eps, signed_weight, activation, activation_param, invertible, x);
+}
+
+std::tuple<Tensor, Tensor> local_forward_out(const Tensor& x, const OptTensor& weight, const OptTensor& bias,
+                                             const OptTensor& residual, const OptTensor& running_mean,
+                                             const OptTensor& running_var, double momentum,
+                                             const OptTensor& momentum_tensor, double eps, bool signed_weight,
+                                             int64_t activation, double activation_param, bool invertible,
+                                             const Tensor& z) {
   constexpr auto op = "inplace_abn::local_forward";
-  check_activations(op, "x", x);
-  check_written(op, "x", x);
-  check_residual(op, residual, x);
-  check_running(op, running_mean, running_var, x);
+  check_forward(op, x, z, weight, bias, residual, running_mean, running_var, eps, activation, activation_param);
   check_momentum(op, momentum, momentum_tensor, x);
-  check_affine(op, x, weight, bias, eps, activation, activation_param);
-  check_parameters_apart(op, x, weight, bias, running_mean, running_var);
 
   const Scope scope(x);
   const Tensor mean = empty_statistic(x), var = empty_statistic(x);
@@ -222,7 +233,7 @@ std::tuple<Tensor, Tensor> local_forward(const Tensor& x, const OptTensor& weigh
     const LocalForwardArgs<scalar_t> args{
         operands.extent(),
         operands.input<scalar_t>(x),
-        operands.output<scalar_t>(x),
+        operands.output<scalar_t>(z),
         statistic_ptr<scalar_t>(mean),
         statistic_ptr<scalar_t>(var),
         operands.affine<scalar_t>(weight, bias, eps, signed_weight),
@@ -233,8 +244,17 @@ std::tuple<Tensor, Tensor> local_forward(const Tensor& x, const OptTensor& weigh
     CALL_BACKEND(x, local_forward, args);
   });
   operands.finish();
-  kernel_activation.finish(x);
+  kernel_activation.finish(z);
   return {mean, var};
+}
+
+std::tuple<Tensor, Tensor> local_forward(const Tensor& x, const OptTensor& weight, const OptTensor& bias,
+                                         const OptTensor& residual, const OptTensor& running_mean,
+                                         const OptTensor& running_var, double momentum,
+                                         const OptTensor& momentum_tensor, double eps, bool signed_weight,
+                                         int64_t activation, double activation_param, bool invertible) {
+  return local_forward_out(x, weight, bias, residual, running_mean, running_var, momentum, momentum_tensor, eps,
+                           signed_weight, activation, activation_param, invertible, x);
 }
 
 std::tuple<Tensor, Tensor> backward_reduce_out(const Tensor& y_act, const Tensor& dy_act, const OptTensor& weight,
@@ -379,10 +399,17 @@ STABLE_TORCH_LIBRARY(inplace_abn, m) {
       "signed_weight, "
       "int activation, float activation_param, bool invertible) -> ()");
   m.def(
+      "forward.out(Tensor x, Tensor mean, Tensor var, Tensor? weight, Tensor? bias, Tensor? residual, float eps, bool "
+      "signed_weight, int activation, float activation_param, bool invertible, *, Tensor(a!) z) -> ()");
+  m.def(
       "local_forward(Tensor(a!) x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor(b!)? running_mean, "
       "Tensor(c!)? running_var, "
       "float momentum, Tensor? momentum_tensor, float eps, bool signed_weight, int activation, "
       "float activation_param, bool invertible) -> (Tensor mean, Tensor var)");
+  m.def(
+      "local_forward.out(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor(b!)? running_mean, "
+      "Tensor(c!)? running_var, float momentum, Tensor? momentum_tensor, float eps, bool signed_weight, "
+      "int activation, float activation_param, bool invertible, *, Tensor(a!) z) -> (Tensor mean, Tensor var)");
   m.def(
       "backward_reduce(Tensor(a!) y_act, Tensor(b!) dy_act, Tensor? weight, Tensor? bias, Tensor? residual, float eps, "
       "bool signed_weight, int activation, float activation_param) -> (Tensor sum_dy, Tensor sum_xhat_dy)");
@@ -410,7 +437,9 @@ void register_ops(torch::stable::detail::StableLibrary& m) {
   m.impl("statistics", TORCH_BOX(&statistics));
   m.impl("combine", TORCH_BOX(&combine));
   m.impl("forward", TORCH_BOX(&forward));
+  m.impl("forward.out", TORCH_BOX(&forward_out));
   m.impl("local_forward", TORCH_BOX(&local_forward));
+  m.impl("local_forward.out", TORCH_BOX(&local_forward_out));
   m.impl("backward_reduce", TORCH_BOX(&backward_reduce));
   m.impl("backward_reduce.out", TORCH_BOX(&backward_reduce_out));
   m.impl("backward", TORCH_BOX(&backward));

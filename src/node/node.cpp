@@ -131,6 +131,13 @@ struct Arguments {
   OptTensor momentum_tensor;
 };
 
+// A result that was written elsewhere than over x, the variance that backward needs of it, and perhaps a tensor that
+// stands for the result and is to have the same place in the graph.
+struct Written {
+  Tensor z, var;
+  OptTensor stand_in;
+};
+
 struct Saved {
   Tensor z;
   OptTensor weight, bias, residual;
@@ -204,7 +211,8 @@ variable_list saved_variables(const AutogradContext* ctx) {
     TORCH_CHECK(message.find("modified by an inplace operation") == std::string::npos ||
                     message.find("InPlaceABNFunction") == std::string::npos,
                 "inplace_abn: the output of an in-place ABN has been modified in place, but its backward needs it. "
-                "Replace that operation by one out of place (z = z + y for z += y), or use ABN");
+                "Replace that operation by one out of place (z = z + y for z += y), use ABN, or leave the norm out of "
+                "the conversion (filter_fn)");
     throw;
   }
 }
@@ -212,27 +220,31 @@ variable_list saved_variables(const AutogradContext* ctx) {
 // Its name is what profiles and messages show.
 class InPlaceABNFunction final : public torch::autograd::Function<InPlaceABNFunction> {
  public:
-  static Tensor forward(AutogradContext* ctx, const Tensor& x, const OptTensor& weight, const OptTensor& bias,
-                        const OptTensor& residual, const Arguments& given, const Settings& settings,
-                        AutogradContext** context) {
-    const Tensor var = write(x, weight, bias, residual, given, settings, true);
-    ctx->mark_dirty({x});
+  static variable_list forward(AutogradContext* ctx, const Tensor& x, const OptTensor& weight, const OptTensor& bias,
+                               const OptTensor& residual, const std::optional<Written>& written, const Arguments& given,
+                               const Settings& settings, AutogradContext** context) {
+    const Tensor var = written ? written->var : write(x, weight, bias, residual, given, settings, true);
+    const Tensor z = written ? written->z : x;
+    if (!written) ctx->mark_dirty({x});
     ctx->set_materialize_grads(false);
-    ctx->save_for_backward({x, weight.value_or(Tensor()), bias.value_or(Tensor()), residual.value_or(Tensor()), var});
+    ctx->save_for_backward({z, weight.value_or(Tensor()), bias.value_or(Tensor()), residual.value_or(Tensor()), var});
     settings.save(ctx);
     *context = ctx;
-    return x;
+    if (written && written->stand_in) return {z, *written->stand_in};
+    return {z};
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& incoming) {
-    variable_list results(7);
-    const Tensor& dz = incoming[0];
+    variable_list results(8);
+    const bool is_split = incoming.size() == 2 && incoming[1].defined();
+    const Tensor sum = is_split ? (incoming[0].defined() ? incoming[0] + incoming[1] : incoming[1]) : Tensor();
+    const Tensor& dz = is_split ? sum : incoming[0];
     if (!dz.defined()) return results;
     TORCH_CHECK(!dz.key_set().has(c10::DispatchKey::FuncTorchBatched) && !dz.key_set().has(c10::DispatchKey::Batched),
                 "inplace_abn: gradients in batches are not supported. Use ABN, which works out of place");
     const Settings settings = Settings::of(ctx);
     const auto running = torch::autograd::get_current_node();
-    const bool sole_gradient_given = running && owns_gradient(dz);
+    const bool sole_gradient_given = running && !is_split && owns_gradient(dz);
     const variable_list unpacked = saved_variables(ctx);
     // Called by anybody else than the engine, backward is given what its caller holds, and will be called again. In
     // code that autograd's compiler made there is no node: it is functional, nothing is reused.
@@ -267,23 +279,27 @@ class InPlaceABNFunction final : public torch::autograd::Function<InPlaceABNFunc
 
 bool is_calibrated = false;
 
-// Whether nothing is asked of this call that functions.py would have to know of: no wrapper, mode, tracer or hook, no
-// view (a C++ function would save an overwritten view in a reference cycle), and nothing to complain of but to the op.
-bool is_simple(const Tensor& x, std::initializer_list<const OptTensor*> others, bool training, bool requires_grad) {
+// Whether these are plain tensors, and no mode, tracer or hook is active that functions.py would have to know of.
+bool is_usual(const Tensor& x, std::initializer_list<const OptTensor*> others, bool requires_grad) {
   const auto usual = [&](const Tensor& t) {
     return !t.key_set().has_any(opaque) && t.layout() == at::kStrided && t.device() == x.device() &&
            !t._fw_grad(0).defined() && !(requires_grad && t.is_inference());
   };
-  if (!usual(x) || x.dim() < 2 || (x.is_inference() && !c10::InferenceMode::is_enabled())) return false;
+  if (!usual(x)) return false;
   for (const OptTensor* t : others) {
     if (t->has_value() && !usual(**t)) return false;
   }
-  if (c10::impl::TorchDispatchModeTLS::any_modes_set() || at::tracer::impl::is_dispatch_enabled() ||
-      c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
-      c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::PreDispatch) ||
-      at::SavedTensorDefaultHooks::get_hooks().has_value()) {
-    return false;
-  }
+  return !(c10::impl::TorchDispatchModeTLS::any_modes_set() || at::tracer::impl::is_dispatch_enabled() ||
+           c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
+           c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::PreDispatch) ||
+           at::SavedTensorDefaultHooks::get_hooks().has_value());
+}
+
+// Whether x may be overwritten without functions.py: it is no view (a C++ function would save an overwritten view in a
+// reference cycle), and there is nothing to complain of but to the op.
+bool is_simple(const Tensor& x, std::initializer_list<const OptTensor*> others, bool training, bool requires_grad) {
+  if (!is_usual(x, others, requires_grad)) return false;
+  if (x.dim() < 2 || (x.is_inference() && !c10::InferenceMode::is_enabled())) return false;
   if (training && x.numel() == x.size(1)) return false;
   if (!requires_grad) return true;
   const auto& producer = x.grad_fn();
@@ -310,10 +326,23 @@ OptTensor inplace_abn(const Tensor& x, const OptTensor& weight, const OptTensor&
     return x;
   }
   AutogradContext* context = nullptr;
-  const Tensor z = InPlaceABNFunction::apply(x, weight, bias, residual, given, settings, &context);
+  const Tensor z = InPlaceABNFunction::apply(x, weight, bias, residual, std::nullopt, given, settings, &context)[0];
   // The graph knows by now that x was overwritten; a context that lists it is refused by autograd's compiler.
   context->mark_dirty({});
   return z;
+}
+
+// z, which was written elsewhere, with the place in the graph that it has as a function of x. The tensor that stands
+// for it, if there is one, gets that place, too.
+OptTensor attached(const Tensor& x, const Tensor& z, const OptTensor& weight, const OptTensor& bias,
+                   const OptTensor& residual, const Tensor& var, bool training, double eps, bool signed_weight,
+                   int64_t activation, double activation_param, const OptTensor& stand_in) {
+  if (!is_calibrated || !is_usual(z, {&weight, &bias, &residual}, true) || x.key_set().has_any(opaque)) {
+    return std::nullopt;
+  }
+  AutogradContext* context = nullptr;
+  return InPlaceABNFunction::apply(x, weight, bias, residual, Written{z, var, stand_in}, Arguments{},
+                                   Settings{eps, signed_weight, activation, activation_param, training}, &context)[0];
 }
 
 }  // namespace
@@ -324,6 +353,9 @@ PYBIND11_MODULE(_node, m) {
   m.def("inplace_abn", &inplace_abn::inplace_abn, arg("x"), arg("weight"), arg("bias"), arg("residual"),
         arg("running_mean"), arg("running_var"), arg("training"), arg("momentum"), arg("momentum_tensor"), arg("eps"),
         arg("signed_weight"), arg("activation"), arg("activation_param"),
+        pybind11::call_guard<pybind11::gil_scoped_release>());
+  m.def("attached", &inplace_abn::attached, arg("x"), arg("z"), arg("weight"), arg("bias"), arg("residual"), arg("var"),
+        arg("training"), arg("eps"), arg("signed_weight"), arg("activation"), arg("activation_param"), arg("stand_in"),
         pybind11::call_guard<pybind11::gil_scoped_release>());
   m.def("set_sole_holders", [](std::optional<inplace_abn::Counts> gradient, std::optional<int64_t> output) {
     inplace_abn::is_calibrated = true;

@@ -117,6 +117,14 @@ def run(case, run_ops, tensors, reuse):
     z = copy(x)
     run_ops["forward"](z, results["mean"], results["var"], weight, bias, residual, *arithmetic, False)
     results["plain forward"] = z
+    if not reuse:
+        # Beside x, which stays as it is.
+        z, place = copy(x), case.empty()
+        run_ops["local_forward_out"](z, weight, bias, residual, None, None, 0.3, None, *arithmetic, True, z=place)
+        results |= {"kept x": z, "z beside x": place}
+        place = case.empty()
+        run_ops["forward_out"](z, results["mean"], results["var"], weight, bias, residual, *arithmetic, True, z=place)
+        results["z beside x, by steps"] = place
     z = x
     running = (mean, var) if case.training else (None, None)
     batch_mean, batch_var = run_ops["local_forward"](z, weight, bias, residual, *running, 0.3, None, *arithmetic, True)

@@ -1,0 +1,97 @@
+"""What the guard measures of a call (`inplace_abn.guard`), and of which calls it can."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from inplace_abn import _torch, ops, recovery
+from inplace_abn.figures import THRESHOLDS, packed
+from inplace_abn.settings import Settings
+
+_KINDS = (Tensor, nn.Parameter)
+
+
+def _running(module: Any) -> tuple[Tensor | None, Tensor | None]:
+    """Subclasses may have none."""
+    buffers = module._buffers
+    return buffers.get("running_mean"), buffers.get("running_var")
+
+
+def is_measurable(module: Any, x: Tensor, residual: Tensor | None, empty: bool) -> bool:
+    """`is_suitable`, while no tracer, transform or capture is watching."""
+    if _torch.transforms_active() or _torch.is_captured() or not is_suitable(module, x, residual, empty):
+        return False
+    # Its calls are out of place, and it would count the measurement's ops among those that are computed again.
+    if _torch.count_dispatch_modes() > 0 and _torch.is_checkpointed_selectively():
+        return False
+    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def is_suitable(module: Any, x: Tensor, residual: Tensor | None, empty: bool) -> bool:
+    """Whether the tensors are what the ops take."""
+    if type(x) not in _KINDS or x.layout is not torch.strided:
+        return False
+    dtype, device, shape = x.dtype, x.device, x.shape
+    if dtype not in THRESHOLDS or device.type == "meta" or len(shape) < 2 or x.is_neg():
+        return False
+    channels = shape[1]
+    if channels != module.num_features:
+        return False
+    buffers = _running(module)
+    training = module.training or buffers[0] is None or buffers[1] is None
+    if not empty and x.numel() <= (channels if training else 0):
+        return False
+    if residual is not None and (
+        type(residual) not in _KINDS
+        or (residual.shape, residual.dtype, residual.device) != (shape, dtype, device)
+        or residual.is_neg()
+    ):
+        return False
+    for t in (module.weight, module.bias, *buffers):
+        if t is not None and (t.dim() != 1 or t.size(0) != channels or t.device != device):
+            return False
+        # float64 goes with nothing but itself.
+        if t is not None and t.dtype is not dtype and (t.dtype is not torch.float32 or dtype is torch.float64):
+            return False
+    return True
+
+
+def measure(module: Any, x: Tensor, residual: Tensor | None) -> Tensor:
+    """`Figures` in one tensor, on x's device. Nothing is waited for."""
+    return observe(module, x).figures(module.activation, module.activation_param, residual)
+
+
+class Observation(NamedTuple):
+    """What a measurement needs of a call, taken before its x is overwritten."""
+
+    x: Tensor
+    """A sample."""
+    mean: Tensor
+    var: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+    signed_weight: bool
+    training: bool
+
+    def figures(self, activation: str, param: float, residual: Tensor | None) -> Tensor:
+        """`Figures` in one tensor, once it is known what follows. Nothing is waited for; to be asked once."""
+        settings = Settings(activation, param, self.eps, self.signed_weight, self.training, None)
+        with torch.no_grad():
+            added = None if residual is None else recovery.sample(residual)
+            errors = recovery.measured(self.x, self.mean, self.var, self.weight, self.bias, added, settings)
+            return packed(errors, self.weight, settings)
+
+
+def observe(module: Any, x: Tensor) -> Observation:
+    running_mean, running_var = _running(module)
+    training = module.training or running_mean is None or running_var is None
+    with torch.no_grad():
+        mean, var = (
+            ops.run(ops.statistics, [], x) if training else (cast(Tensor, running_mean), cast(Tensor, running_var))
+        )
+        sample = recovery.sample(x)
+    return Observation(sample, mean, var, module.weight, module.bias, module.eps, module.signed_weight, training)

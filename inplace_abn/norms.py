@@ -1,0 +1,349 @@
+"""BatchNorms that torch's or timm's became by conversion: what they were, computed in place where that is right."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.distributed import ProcessGroup
+
+from inplace_abn import _torch, checks, collectives, functions, guard, measuring, writing
+from inplace_abn.pending import Pending, pending, plain
+from inplace_abn.settings import Settings
+from inplace_abn.waiting import IDENTITY, Norm, can_be_taken_back
+
+PLAIN = ("plain", 0.0)
+"""What is expected of a norm whose output nobody activates."""
+
+_SETTINGS = ("_overwrites", "_keeps_output", "_fuses_residual", "_synchronised", "_group")
+_STATE = ("_expected", "_seen", "_seen_generation", "_plain_since")
+
+
+class InPlaceNorm(guard.Guarded):
+    """Of a BatchNorm that was converted: it goes on being one, with the same state.
+
+    In training its output is a tensor that waits for what follows (`inplace_abn.pending`). What it learns of that in
+    one generation of the guard is expected from the next one on, so that it does the same in all micro-batches and
+    recomputations of a step. Where no graph is recorded, under tracers, compilers, transforms and dispatch modes, and
+    while the guard does not trust it, it is what it was.
+    """
+
+    signed_weight = True
+    _overwrites: bool = False
+    """Whether nobody needs its input again."""
+    _keeps_output: bool = False
+    """Whether it is in place although nobody activates its output, because somebody keeps that anyway."""
+    _fuses_residual: bool = True
+    _synchronised: bool = False
+    _group: ProcessGroup | None = None
+    _expected: tuple[str, float] | None = None
+    _seen: set[tuple[Any, ...]]
+    _seen_generation: int = -1
+    _plain_since: int = 0
+
+    def forward(self, input: Tensor) -> Tensor:
+        if isinstance(input, fx.Proxy):
+            return _as_leaf(self, input)
+        x = plain(input)
+        y = self._normalised(x)
+        return self._native(x) if y is None else y
+
+    def _normalised(self, x: Tensor) -> Tensor | None:
+        """What the norm makes of x, mostly a `Pending` tensor; None where it is to be what it was."""
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or not _may_wait(self, x):
+            return None
+        expected = self._expectation()
+        if expected == PLAIN:
+            return None
+        module: Any = self
+        known = self._guard_generation == guard.generation
+        look = guard.Look(self._trusted) if known else guard.look(self, x, None)
+        if not look.trusted and not look.due:
+            return None
+        module._check_input_dim(x)
+        functions.calibrate()
+        # If nothing is known, or nothing good, x has to be there in case that what is measured is bad.
+        decisive = look.due and (look.first or not look.trusted)
+        observation = measuring.observe(self, x) if look.due else None
+        if observation is not None and decisive and self._scales_otherwise():
+            guard.take(self, observation.figures(*IDENTITY, None), True, x.dtype)
+            return None
+        overwritten = self._overwrites and not decisive and _is_overwritable(x)
+        applied = IDENTITY
+        if expected is not None and can_be_taken_back(expected, x.dtype):
+            applied = expected
+        data = x.detach()
+        memory = data if overwritten else torch.empty_like(data)
+        weight, bias = module.weight, module.bias
+        running_mean, running_var = _running(module)
+        training = module.training or running_mean is None
+        group = self._participating() if training else None
+        momentum = _momentum(module)
+        settings = Settings(*IDENTITY, module.eps, True, training, group)
+        statistics = mean = None
+        if group is not None:
+            frozen = guard.Frozen(True)
+            statistics, _ = writing.sync_statistics(data, running_mean, running_var, momentum, group, frozen)
+            mean = statistics[0]
+        elif not training:
+            mean = running_mean.clone()
+        var = writing.written(
+            data,
+            memory,
+            weight,
+            bias,
+            None,
+            running_mean,
+            running_var,
+            momentum,
+            settings.activating(applied),
+            True,
+            statistics,
+        )
+        norm = Norm(self, x, weight, bias, mean, var, settings, overwritten, observation, decisive)
+        return pending(norm, memory, None, applied)
+
+    def _scales_otherwise(self) -> bool:
+        """Whether weights are so small that others take their place in place, which nobody is to see."""
+        module: Any = self
+        return module.weight is not None and bool((module.weight.detach().abs() < module.eps).any())
+
+    def _native(self, x: Tensor) -> Tensor:
+        module: Any = self
+        group = self._participating() if module.training else None
+        if group is None:
+            return super().forward(x)  # type: ignore[misc, no-any-return]
+        module._check_input_dim(x)
+        running_mean, running_var = _running(module)
+        return functions.inplace_abn_sync(
+            x,
+            module.weight,
+            module.bias,
+            running_mean,
+            running_var,
+            True,
+            _momentum(module),
+            module.eps,
+            "identity",
+            group=group,
+            signed_weight=True,
+            keep_input=True,
+            watch=guard.Frozen(False),
+        )
+
+    def _participating(self) -> ProcessGroup | None:
+        """The group to synchronise statistics with in training; None where they are local."""
+        synchronised = self._synchronised or isinstance(self, nn.SyncBatchNorm)
+        if not synchronised or not torch.distributed.is_available() or not torch.distributed.is_initialized():
+            return None
+        return collectives.participating_group(self._group or getattr(self, "process_group", None))
+
+    def synchronise(self, sync: bool, group: ProcessGroup | None) -> None:
+        """Has statistics be those of all ranks of ``group`` (None: the default one), or of this rank alone."""
+        if not isinstance(self, nn.SyncBatchNorm):
+            self.__dict__.update(_synchronised=sync, _group=group if sync else None)
+        elif sync and group is not None:
+            self.__dict__["_group"] = group
+
+    def activations(self) -> set[str]:
+        """Names of those that followed in this generation of the guard."""
+        return {what[0] for what in self._seen if len(what) > 1}
+
+    def _expectation(self) -> tuple[str, float] | None:
+        """What follows, as far as the generations before tell."""
+        if self._seen_generation != guard.generation:
+            state = self.__dict__
+            seen, state["_seen"], state["_seen_generation"] = self._seen, set(), guard.generation
+            if self._expected == PLAIN:
+                if not 0 <= guard.generation - self._plain_since < 100:
+                    state["_expected"] = None
+            elif seen:
+                what = next(iter(seen))
+                if all(what == ("plain",) for what in seen):
+                    state.update(_expected=PLAIN, _plain_since=guard.generation)
+                else:
+                    state["_expected"] = what[:2] if len(seen) == 1 and what[2:] == (False,) else None
+        return self._expected
+
+    def extra_repr(self) -> str:
+        text: str = super().extra_repr()  # type: ignore[misc]
+        return text + (", in place over its input" if self._overwrites else ", in place beside its input")
+
+    def __prepare_scriptable__(self) -> Any:
+        raise RuntimeError(
+            f"inplace_abn: {type(self).__name__} cannot be scripted; call inplace_abn.revert on the model before"
+        )
+
+
+class InPlaceBatchNorm1d(InPlaceNorm, nn.BatchNorm1d):
+    """A `torch.nn.BatchNorm1d` that was converted."""
+
+
+class InPlaceBatchNorm2d(InPlaceNorm, nn.BatchNorm2d):
+    """A `torch.nn.BatchNorm2d` that was converted."""
+
+
+class InPlaceBatchNorm3d(InPlaceNorm, nn.BatchNorm3d):
+    """A `torch.nn.BatchNorm3d` that was converted."""
+
+
+class InPlaceSyncBatchNorm(InPlaceNorm, nn.SyncBatchNorm):
+    """A `torch.nn.SyncBatchNorm` that was converted."""
+
+
+_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
+    nn.BatchNorm1d: InPlaceBatchNorm1d,
+    nn.BatchNorm2d: InPlaceBatchNorm2d,
+    nn.BatchNorm3d: InPlaceBatchNorm3d,
+    nn.SyncBatchNorm: InPlaceSyncBatchNorm,
+}
+
+
+def is_fused_batch_norm(module: nn.Module) -> bool:
+    """Whether it is timm's BatchNorm with activation, which timm need not be imported for."""
+    return (
+        isinstance(module, nn.modules.batchnorm._BatchNorm)
+        and type(module).__name__.removeprefix("InPlace") == "BatchNormAct2d"
+        and all(isinstance(getattr(module, name, None), nn.Module) for name in ("act", "drop"))
+    )
+
+
+def converted_class(module: nn.Module) -> type[nn.Module] | None:
+    """The class that a norm gets by conversion; None if it is none that can be."""
+    kind = type(module)
+    if is_fused_batch_norm(module) and not isinstance(module, InPlaceNorm):
+        return _with_activation(kind)
+    return _CLASSES.get(kind)
+
+
+def is_converted(module: nn.Module) -> bool:
+    return isinstance(module, InPlaceNorm)
+
+
+def is_made_by_conversion(kind: type[nn.Module]) -> bool:
+    return kind in _CLASSES.values()
+
+
+def original_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """The class that a norm had before conversion."""
+    return kind.__bases__[1]
+
+
+def _with_activation(base: type[nn.Module]) -> type[nn.Module]:
+    """The subclass of a BatchNorm that has an activation of its own."""
+    if base in _CLASSES:
+        return _CLASSES[base]
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        if isinstance(x, fx.Proxy):
+            return _as_leaf(self, x)
+        x = plain(x)
+        y = self._normalised(x)
+        if y is None and (self._participating() is None or not self.training):
+            return base.forward(self, x)  # type: ignore[no-any-return]
+        return self.act(self.drop(self._native(x) if y is None else y))  # type: ignore[no-any-return]
+
+    # Copies and pickles would look for the class by its name.
+    def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
+        return _made_again, (base,), self.__getstate__()
+
+    members = {"forward": forward, "__reduce_ex__": reduce, "__module__": __name__, "__doc__": f"A converted {base}."}
+    _CLASSES[base] = type(f"InPlace{base.__name__}", (InPlaceNorm, base), members)
+    return _CLASSES[base]
+
+
+def _made_again(base: type[nn.Module]) -> nn.Module:
+    kind = _with_activation(base)
+    return kind.__new__(kind)
+
+
+def adopt(
+    module: nn.Module,
+    name: str,
+    *,
+    expected: tuple[str, float] | None = None,
+    overwrites: bool = False,
+    keeps_output: bool = False,
+    fuses_residual: bool = True,
+    synchronised: bool = False,
+) -> None:
+    """Gives a norm the class that it has when converted."""
+    kind = converted_class(module)
+    assert kind is not None
+    module.__class__ = kind
+    module.__dict__.update(
+        _guard_name=name,
+        _seen=set(),
+        _expected=expected,
+        _overwrites=overwrites,
+        _keeps_output=keeps_output,
+        _fuses_residual=fuses_residual,
+        _synchronised=synchronised,
+    )
+
+
+def release(module: nn.Module) -> None:
+    """Takes away what conversion has left on a norm, but for the class."""
+    guard.strip(module)
+    for name in (*_SETTINGS, *_STATE):
+        module.__dict__.pop(name, None)
+
+
+def plain_outputs(module: nn.Module, args: Any, result: Any) -> Any:
+    """A forward hook that leaves no `Pending` tensor in what a model returns."""
+    return torch.utils._pytree.tree_map_only(Pending, plain, result)
+
+
+def _as_leaf(module: Any, x: fx.Proxy) -> Any:
+    """What a tracer keeps of a call: the call."""
+    tracer: Any = x.tracer
+    return tracer.create_proxy("call_module", tracer.path_of_module(module), (x,), {})
+
+
+def _running(module: Any) -> tuple[Any, Any]:
+    if module.training and not module.track_running_stats:
+        return None, None
+    return module._buffers.get("running_mean"), module._buffers.get("running_var")
+
+
+def _momentum(module: Any) -> float | Tensor:
+    """The share of this call in the running statistics. Counts the call."""
+    if module.training and module.track_running_stats and module.num_batches_tracked is not None:
+        module.num_batches_tracked.add_(1)
+        if module.momentum is None:
+            return module.num_batches_tracked.double().reciprocal()  # type: ignore[no-any-return]
+    return 0.0 if module.momentum is None else module.momentum  # type: ignore[no-any-return]
+
+
+def _may_wait(module: Any, x: Tensor) -> bool:
+    """Whether a graph is recorded of plain tensors, and nobody watches the ops."""
+    weight, bias = module.weight, module.bias
+    if type(x) is not Tensor or _torch.is_watched() or _torch.in_forward_mode() or functions.is_disabled():
+        return False
+    requires_grad = x.requires_grad
+    for t in (x, weight, bias):
+        if t is not None:
+            requires_grad |= t.requires_grad
+            if t.is_inference():
+                return False
+    if not requires_grad or not 0 < module.eps < math.inf:
+        return False
+    synchronised = module._participating() is not None
+    return measuring.is_suitable(module, x, None, synchronised) and _has_standard_strides(x)
+
+
+def _has_standard_strides(x: Tensor) -> bool:
+    if x.is_contiguous():
+        return True
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return x.dim() in formats and x.is_contiguous(memory_format=formats[x.dim()])
+
+
+def _is_overwritable(x: Tensor) -> bool:
+    try:
+        checks.check_overwritable(x, True)
+    except (ValueError, RuntimeError):
+        return False
+    return not _torch.is_view(x)

@@ -1,0 +1,383 @@
+"""A norm's output while it is not known yet what follows.
+
+Everything is computed when the norm is called; what waits is only the graph node. The `Pending` tensor stands for the
+norm's output y. An activation that is called with it activates y's memory and makes one node of norm and activation, an
+addition before makes it one of all three, and whatever else is called with it gets a plain tensor. If the activation is
+one that the layer expects, it is applied when the norm is called, and taken back if something else comes.
+
+A pending tensor has no memory, but a place in the graph: `WaitingFunction`, the node of a norm without activation. So
+what looks at it without torch's ``__torch_function__`` (custom autograd functions, scripted functions, ops of other
+libraries) gets the right values and the right gradients, in memory that nobody else sees.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+from torch.utils._pytree import tree_map_only
+
+from inplace_abn import _torch, functions
+from inplace_abn.recognition import IN_GRAPH, KNOWN, METADATA, Activating, Adding, is_writing
+from inplace_abn.waiting import IDENTITY, Norm, State, show, stand, wait
+
+
+class Pending(Tensor):
+    """A tensor without memory that stands for a norm's output."""
+
+    _state: State | None
+    """None once it is settled what the tensor stands for."""
+    _plain: Tensor | None
+    _shown: Tensor | None
+    """What ops below autograd have seen."""
+    _node: Any
+    """Where it was put in the graph. It is elsewhere once a custom function, or an op below autograd, wrote to it."""
+    _version_of_plain: int
+    """The plain tensor's when it was put there."""
+    _leads: bool
+    """Whether the plain tensor comes after it in the graph."""
+    _taken_from: str | None
+    """The norm, if the memory became that of an activation, or of a sum, whose node is not after this one's."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        read = KNOWN.get(func)
+        if read is not None:
+            call = read(args, kwargs)
+            result = None
+            if isinstance(call, Activating):
+                result = _activated(call)
+            elif isinstance(call, Adding):
+                result = _added(call)
+            if result is not None:
+                return result
+        if func in METADATA:
+            # The plain tensor's shape may have been changed in place.
+            args = tuple(t._plain if type(t) is Pending and t._plain is not None else t for t in args)
+            with _torch.NoTorchFunction():
+                return func(*args, **kwargs)
+        if func in IN_GRAPH:
+            return _asked_of_graph(func, args, kwargs)
+        given: list[tuple[Pending, Tensor, int]] = []
+
+        writes = is_writing(func, kwargs)
+
+        def made_plain(t: Pending) -> Tensor:
+            values = plain(t, writes)
+            given.append((t, values, values._version))
+            return values
+
+        args, kwargs = tree_map_only(Pending, made_plain, (args, kwargs))
+        result = func(*args, **kwargs)
+        # Whoever has saved a pending tensor learns that it was written to.
+        increment_version([t for t, values, version in given if values._version != version])
+        for t, values, version in given:
+            if writes or values._version != version:
+                t._follow()
+        # What an op returns of its arguments is one tensor with them, also where a custom function writes to it later.
+        return next((t for t, values, _ in given if values is result), result)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        shown: dict[int, Pending] = {}
+
+        def values_of(t: Pending) -> Tensor:
+            values = t._values()
+            shown[id(values)] = t
+            return values
+
+        written = [
+            value
+            for i, argument in enumerate(func._schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+            for value in [args[i] if i < len(args) else (kwargs or {}).get(argument.name)]
+            if type(value) is Pending
+        ]
+        args, kwargs = tree_map_only(Pending, values_of, (args, kwargs or {}))
+        result = func(*args, **kwargs)
+        increment_version([t._values() for t in written])
+        # What an op in place returns is what it was given.
+        return tree_map_only(Tensor, lambda t: shown.get(id(t), t), result)
+
+    def _values(self) -> Tensor:
+        """What an op below autograd is given."""
+        if self._plain is not None and not self._leads:
+            if self._is_left_behind() and not self._has_moved():
+                raise RuntimeError(_LEFT_BEHIND)
+            if self._shown is None:
+                with _torch.NoTorchFunction():
+                    self._shown = self._plain.detach()
+        elif self._shown is None:
+            assert self._state is not None
+            self._shown = self._state.expose()
+        return self._shown
+
+    def _has_moved(self) -> bool:
+        with _torch.NoTorchFunction():
+            return self.grad_fn is not self._node
+
+    def _is_placed(self) -> None:
+        if self._plain is not None:
+            self._version_of_plain = self._plain._version
+        with _torch.NoTorchFunction():
+            self._node = self.grad_fn
+
+    def _is_left_behind(self) -> bool:
+        """Whether the plain tensor was written to through a view, and has another place in the graph."""
+        return not self._leads and self._plain is not None and self._plain._version != self._version_of_plain
+
+    def _follow(self) -> None:
+        """Takes its place in the graph again where the plain tensor may have got another one."""
+        values = self._plain
+        if values is None or self._has_moved():
+            return
+        with torch.inference_mode(False), torch.enable_grad(), _torch.NoTorchFunction():
+            if values.requires_grad:
+                stand(values, (self,))
+            else:
+                self.detach_()
+        self._leads, self._shown = False, None
+        self._is_placed()
+
+
+_LEFT_BEHIND = (
+    "inplace_abn: the output of a converted norm was written to through a view, and is then read without gradients, as "
+    "custom autograd functions do, whose gradients would be lost. Write to the tensor itself, or leave the norm out of "
+    "the conversion (filter_fn)"
+)
+
+
+class Overwritten(Tensor):
+    """What becomes of a norm's input whose memory was given to the output: whoever reads it after all gets an error."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in METADATA:
+            with _torch.NoTorchFunction():
+                return func(*args, **(kwargs or {}))
+        raise RuntimeError(
+            "inplace_abn: the input of a converted norm was overwritten, because nobody read it again in the example "
+            "that the model was converted with, but now it is read. Convert the model with an Example for each way "
+            "that it takes, without an example, or without this norm (filter_fn)"
+        )
+
+
+def pending(norm: Norm, memory: Tensor, residual: Tensor | None, applied: tuple[str, float]) -> Pending:
+    """A tensor that stands for the norm's output, which memory holds."""
+    made = _placed(_torch.stand_in_like(Pending, memory), State(norm, memory, residual, applied))
+    if norm.overwritten and norm.x is not None:
+        norm.x.__class__ = Overwritten
+    return made
+
+
+def _placed(t: Any, state: State) -> Pending:
+    t._state, t._plain, t._shown, t._leads, t._taken_from = state, None, None, False, None
+    norm = state.norm
+    wait(norm.x, norm.weight, norm.bias, state.residual, state, (t,))
+    t._is_placed()
+    return t  # type: ignore[no-any-return]
+
+
+def plain(t: Any, to_write: bool = False) -> Tensor:
+    """The plain tensor that a pending one stands for, made once.
+
+    Who asks under no_grad may be a custom function, whose node has this one before it.
+    """
+    if type(t) is not Pending:
+        return t  # type: ignore[no-any-return]
+    if _torch.transforms_active() and (t._plain is None or t._has_moved()):
+        # It was made outside of them.
+        with _torch.outside_of_transforms():
+            return plain(t, to_write)
+    moved = t._has_moved()
+    if t._plain is not None and not moved:
+        if t._is_left_behind():
+            # Without gradients it may be a custom function, whose place in the graph is chosen already.
+            if not torch.is_grad_enabled():
+                raise RuntimeError(_LEFT_BEHIND)
+            t._follow()
+        return t._plain
+    state = t._state
+    if (
+        torch.is_grad_enabled()
+        and not moved
+        and t._shown is None
+        and state is not None
+        and not state.is_exposed
+        and state.has_its_residual()
+        and state.norm.is_unchanged()
+        and (state.norm.overwritten or not state.norm.why_gone())
+        and _is_plain_surroundings()
+    ):
+        return _unfused(t, state, to_write)
+    else:
+        # Also under no_grad, where the tensor still has its place in the graph.
+        with torch.inference_mode(False), torch.enable_grad():
+            t._plain = show(t, (t._values(),))
+        t._leads = True
+        t._is_placed()
+    return t._plain
+
+
+def _unfused(t: Pending, state: State, to_write: bool) -> Tensor:
+    """The norm's output as torch makes it; or where x is no more, or the layer is to be in place anyway, in place."""
+    norm = state.norm
+    keeps_output = norm.module._keeps_output and not to_write
+    if state.memory is not None and (norm.overwritten or keeps_output):
+        y = _attached(state, IDENTITY, None)
+        if y is not None:
+            norm.saw("kept" if keeps_output else "plain")
+            # Whoever writes to it must not write to what backward needs.
+            return _settled(t, y if keeps_output else y.clone())
+    y = norm.native()
+    if state.residual is not None:
+        y = y + state.residual
+    if norm.trusted:
+        norm.saw("plain")
+    return _settled(t, y)
+
+
+def _settled(t: Pending, result: Tensor) -> Tensor:
+    stand(result, (t,))
+    t._plain, t._state = result, None
+    t._is_placed()
+    return result
+
+
+def _attached(state: State, activation: tuple[str, float], stand_in: Tensor | None) -> Tensor | None:
+    """The memory, activated, with its node; None if the guard does not trust it."""
+    norm, residual = state.norm, state.residual
+    if not norm.is_trusted(activation, residual):
+        return None
+    memory = state.take_back() if activation == IDENTITY else state.activate(activation)
+    settings = norm.settings.activating(activation)
+    assert norm.x is not None
+    with _torch.NoTorchFunction() if norm.overwritten else nullcontext():
+        z = functions.attached(norm.x, memory, norm.weight, norm.bias, residual, norm.var, settings, stand_in)
+    state.memory = None
+    if norm.overwritten:
+        # It is the same memory, which is to be the result's alone.
+        norm.x = None
+    return z
+
+
+def _asked_of_graph(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A hook, or a gradient, of pending tensors. It is that of all that was computed with them."""
+
+    def in_graph(t: Pending) -> Tensor:
+        if t._taken_from is not None:
+            raise RuntimeError(
+                f"inplace_abn: a gradient of the output of {t._taken_from}, or a hook on it, is asked for after "
+                "it was activated or added to in place, and it has no place in the graph any more. Ask before, "
+                "or leave this norm out of the conversion (filter_fn)"
+            )
+        values = plain(t)
+        return t if t._leads else values
+
+    given = [*args]
+    # Of these alone the place in the graph matters.
+    at = 1 if func is torch.autograd.grad else 0
+    given[at] = tree_map_only(Pending, in_graph, given[at])
+    given, kwargs = (
+        [given[at] if i == at else tree_map_only(Pending, plain, v) for i, v in enumerate(given)],
+        {name: tree_map_only(Pending, plain, value) for name, value in kwargs.items()},
+    )
+    with _torch.NoTorchFunction():
+        return func(*given, **kwargs)
+
+
+def _is_plain_surroundings() -> bool:
+    """Whether nothing watches the ops that run. A node made here would go unnoticed, or be no node of a tracer's."""
+    return not _torch.is_watched()
+
+
+def _is_fusible(t: Any) -> bool:
+    return (
+        type(t) is Pending
+        and t._plain is None
+        and t._shown is None
+        and torch.is_grad_enabled()
+        and not t._has_moved()
+        and _is_plain_surroundings()
+        and t._state.is_fusible()  # type: ignore[union-attr]
+    )
+
+
+def _activated(call: Activating) -> Tensor | None:
+    t = call.input
+    if not _is_fusible(t):
+        return None
+    state: State = t._state
+    norm, activation = state.norm, (call.activation, call.param)
+    norm.saw(*activation, state.residual is not None)
+    z = _attached(state, activation, t if call.in_place else None)
+    if z is None:
+        return None
+    if call.in_place:
+        t._plain, t._state = z, None
+        t._is_placed()
+        increment_version([t])
+    else:
+        t._taken_from = norm.name
+    return z
+
+
+def _added(call: Adding) -> Tensor | None:
+    """y plus what is added to it, still pending; None if that is no residual."""
+    for t, other in ((call.first, call.second), (call.second, call.first)):
+        if t is other or not _is_fusible(t) or t._state.residual is not None or not t._state.norm.fuses_residual():
+            continue
+        if call.in_place and t is not call.first:
+            return None
+        residual = _as_residual(other, t._state)
+        if residual is None:
+            return None
+        return _with_residual(t, residual, call.in_place)
+    return None
+
+
+def _as_residual(other: Any, state: State) -> Tensor | None:
+    memory = state.memory
+    if not isinstance(other, Tensor) or memory is None:
+        return None
+    if (other.shape, other.dtype, other.device) != (memory.shape, memory.dtype, memory.device):
+        return None
+    if type(other) is Pending:
+        if _is_fusible(other) and other._state is not None and other._state.residual is None:
+            # Saved once, as the other's output and this one's residual.
+            other._state.norm.saw("residual")
+            y = _attached(other._state, IDENTITY, other)
+            if y is not None:
+                other._plain, other._state = y, None
+                other._is_placed()
+        other = plain(other)
+    if type(other) is not Tensor or other.layout is not torch.strided or other.is_neg() or other.is_inference():
+        return None
+    if other.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr():
+        return None
+    return other
+
+
+def _with_residual(t: Pending, residual: Tensor, in_place: bool) -> Tensor:
+    state = t._state
+    assert state is not None
+    norm, memory = state.norm, state.take_back()
+    with _torch.BelowAutograd():
+        torch.ops.aten.add_.Tensor(memory, residual.detach())
+    state.memory = None
+    if not in_place:
+        t._taken_from = norm.name
+        return pending(norm, memory, residual, IDENTITY)
+    _placed(t, State(norm, memory, residual, IDENTITY))
+    increment_version([t])
+    return t

@@ -1,0 +1,160 @@
+"""What a call of torch's does with a pending tensor: an activation, an addition, a look at its metadata, or anything
+else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Activating(NamedTuple):
+    """A call that activates a tensor."""
+
+    input: Any
+    activation: str
+    param: float
+    in_place: bool
+
+
+class Adding(NamedTuple):
+    """A call that adds two values."""
+
+    first: Any
+    second: Any
+    in_place: bool
+
+
+Reading = Callable[[tuple[Any, ...], Mapping[str, Any]], "Activating | Adding | None"]
+
+
+def _given(names: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The arguments by name; None if there are others."""
+    if len(args) > len(names):
+        return None
+    given = dict(zip(names, args, strict=False))
+    for name, value in kwargs.items():
+        name = names[0] if name in ("input", "self") else name
+        if name not in names or name in given:
+            return None
+        given[name] = value
+    return given if names[0] in given else None
+
+
+def _activating(activation: str, *options: str, default: float = 0.01, in_place: bool = False) -> Reading:
+    """Of a function with these arguments after the first: "param", "inplace", or factors that have to be 1."""
+    names = ("input", *options)
+    param_name = next((name for name in options if name in ("negative_slope", "alpha")), "")
+
+    def read(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Activating | None:
+        if len(args) == 1 and not param_name and (not kwargs or kwargs.keys() == {"inplace"}):
+            return Activating(args[0], activation, default, in_place or bool(kwargs.get("inplace")))
+        given = _given(names, args, kwargs)
+        if given is None or not all(given.get(name, 1) == 1 for name in ("scale", "input_scale")):
+            return None
+        param = given.get(param_name, default)
+        if not isinstance(param, (int, float)) or not 0 <= param < math.inf or (activation == "elu" and param == 0):
+            return None
+        return Activating(given["input"], activation, float(param), in_place or bool(given.get("inplace", False)))
+
+    return read
+
+
+def _adding(in_place: bool) -> Reading:
+    def read(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Adding | None:
+        given = _given(("input", "other"), args, {k: v for k, v in kwargs.items() if k != "alpha"})
+        if given is None or len(given) != 2 or kwargs.get("alpha", 1) != 1:
+            return None
+        return Adding(given["input"], given["other"], in_place)
+
+    return read
+
+
+_aten, _nn = torch.ops.aten, torch._C._nn
+
+_SPELLINGS: list[tuple[Reading, tuple[Any, ...]]] = [
+    (_activating("relu", "inplace"), (F.relu,)),
+    (_activating("relu"), (torch.relu, Tensor.relu, _aten.relu, _aten.relu.default)),
+    (_activating("relu", in_place=True), (torch.relu_, Tensor.relu_, _aten.relu_, _aten.relu_.default)),
+    (_activating("silu", "inplace"), (F.silu,)),
+    (_activating("silu"), (_nn.silu, _aten.silu, _aten.silu.default)),
+    (_activating("silu", in_place=True), (_nn.silu_, _aten.silu_, _aten.silu_.default)),
+    (_activating("hardswish", "inplace"), (F.hardswish,)),
+    (_activating("hardswish"), (_nn.hardswish, _aten.hardswish, _aten.hardswish.default)),
+    (_activating("hardswish", in_place=True), (_nn.hardswish_, _aten.hardswish_, _aten.hardswish_.default)),
+    (_activating("leaky_relu", "negative_slope", "inplace"), (F.leaky_relu,)),
+    (_activating("leaky_relu", "negative_slope"), (_nn.leaky_relu, _aten.leaky_relu, _aten.leaky_relu.default)),
+    (
+        _activating("leaky_relu", "negative_slope", in_place=True),
+        (F.leaky_relu_, _nn.leaky_relu_, _aten.leaky_relu_, _aten.leaky_relu_.default),
+    ),
+    (_activating("elu", "alpha", "inplace", default=1.0), (F.elu,)),
+    (_activating("elu", "alpha", "scale", "input_scale", default=1.0), (_nn.elu, _aten.elu, _aten.elu.default)),
+    (
+        _activating("elu", "alpha", "scale", "input_scale", default=1.0, in_place=True),
+        (F.elu_, _nn.elu_, _aten.elu_, _aten.elu_.default),
+    ),
+    (_adding(False), (torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, _aten.add, _aten.add.Tensor)),
+    (_adding(True), (Tensor.add_, Tensor.__iadd__, _aten.add_, _aten.add_.Tensor)),
+]
+
+KNOWN: dict[Any, Reading] = {function: read for read, functions in _SPELLINGS for function in functions}
+"""How to read the calls of functions that may activate or add."""
+
+
+def is_writing(function: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether torch's conventions say that the function writes to what it is given."""
+    name: str = getattr(function, "__name__", "")
+    in_place = name.endswith("_") and not name.endswith("__")
+    return in_place or name in _WRITING or kwargs.get("out") is not None or kwargs.get("inplace") is True
+
+
+_OPERATORS = (
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "pow",
+    "matmul",
+    "and",
+    "or",
+    "xor",
+    "lshift",
+    "rshift",
+)
+_WRITING = frozenset(["__setitem__", "__set__", *(f"__i{name}__" for name in _OPERATORS)])
+
+_ATTRIBUTES = (
+    *("shape", "dtype", "device", "layout", "ndim", "requires_grad", "itemsize", "nbytes"),
+    *("is_cpu", "is_cuda", "is_meta", "is_sparse", "is_quantized", "is_mkldnn", "is_mps", "is_xpu", "is_nested"),
+)
+_METHODS = (
+    *("size", "dim", "ndimension", "stride", "numel", "nelement", "element_size", "__len__", "storage_offset"),
+    *("is_contiguous", "is_floating_point", "is_complex", "is_signed", "get_device"),
+)
+
+METADATA: frozenset[Any] = frozenset(
+    [
+        *(getattr(Tensor, name).__get__ for name in _ATTRIBUTES),
+        *(getattr(Tensor, name) for name in _METHODS),
+        *(torch.is_floating_point, torch.is_complex, torch.numel),
+    ]
+)
+"""Functions that ask for what a pending tensor tells without being computed."""
+
+_GRAD: Any = Tensor.grad
+_RETAINS_GRAD: Any = Tensor.retains_grad
+
+IN_GRAPH: frozenset[Any] = frozenset(
+    [
+        *(Tensor.register_hook, Tensor.retain_grad, torch.autograd.grad),
+        *(_RETAINS_GRAD.__get__, _GRAD.__get__, _GRAD.__set__, _GRAD.__delete__),
+    ]
+)
+"""Functions that ask for gradients of the first argument, or of the second one of ``torch.autograd.grad``."""

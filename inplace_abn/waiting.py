@@ -1,0 +1,362 @@
+"""What a pending tensor stands for (`inplace_abn.pending`): a norm's call, the memory that holds its result, and the
+places in the graph that such a tensor may have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from inplace_abn import _torch, gradients, guard, ops
+from inplace_abn.activations import ACTIVATIONS
+from inplace_abn.gradients import Needed, Saved
+from inplace_abn.kept import KeptABNFunction
+from inplace_abn.measuring import Observation
+from inplace_abn.settings import Settings
+
+IDENTITY = ("identity", 0.01)
+
+_GONE = (
+    "inplace_abn: the output of {name} is needed after it was activated or added to in place, and cannot be computed "
+    "again, because {why}. Leave this norm out of the conversion (filter_fn), or convert the "
+    "model without an example, which keeps inputs"
+)
+
+
+class Norm:
+    """What a norm was called with, and what it computed with it."""
+
+    def __init__(
+        self,
+        module: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor | None,
+        var: Tensor,
+        settings: Settings,
+        overwritten: bool,
+        observation: Observation | None,
+        decisive: bool,
+    ) -> None:
+        self.module, self.weight, self.bias = module, weight, bias
+        self.mean, self.var, self.settings = mean, var, settings
+        self.overwritten, self.observation, self.decisive = overwritten, observation, decisive
+        self.x: Tensor | None = x
+        self._edge = (x.requires_grad, x.grad_fn, x.output_nr)
+        self._content = x._version, x.data_ptr()
+        self._versions = _versions(weight, bias)
+        self._hooks = _torch.top_saved_tensors_hooks(True)
+        self.trusted = True
+
+    @property
+    def name(self) -> str:
+        return str(self.module.__dict__.get("_guard_name") or type(self.module).__name__)
+
+    def is_unchanged(self) -> bool:
+        """Whether x has the place in the graph that it had, the parameters are what they were, and what is saved for
+        backward goes where it went: checkpoints, which begin or end in between, count what is saved."""
+        if _versions(self.weight, self.bias) != self._versions or _torch.top_saved_tensors_hooks(True) != self._hooks:
+            return False
+        return self.has_its_place()
+
+    def has_its_place(self) -> bool:
+        x = self.x
+        if x is None:
+            return False
+        requires_grad, node, number = self._edge
+        with _torch.NoTorchFunction():
+            return x.requires_grad == requires_grad and x.grad_fn is node and x.output_nr == number
+
+    def fuses_residual(self) -> bool:
+        """Whether what is added may take the memory. Where the output was seen to be kept, others read it again."""
+        module = self.module
+        if not module._fuses_residual or (self.overwritten and module._keeps_output):
+            return False
+        if self.overwritten and not self.knows(IDENTITY, True):
+            # Without x there would be no way back.
+            module._guard.stranger = guard.generation
+            return False
+        return True
+
+    def has_its_input(self) -> bool:
+        return not self.overwritten and self.x is not None and (self.x._version, self.x.data_ptr()) == self._content
+
+    def why_gone(self) -> str:
+        """Why y cannot be computed again, in words; empty if it can."""
+        if self.overwritten:
+            return "the norm's input was overwritten"
+        if not self.has_its_input():
+            return "the norm's input was modified since"
+        # Sharded parameters are freed after the forward pass of their unit.
+        versions = _versions(self.weight, self.bias)
+        if any(now[:2] != then[:2] for now, then in zip(versions, self._versions, strict=True)):
+            return "the norm's parameters were modified or freed since"
+        return ""
+
+    def has_other_parameters(self) -> bool:
+        """Whether autograd would refuse the parameters as modified. Where their memory is does not matter."""
+        versions = _versions(self.weight, self.bias)
+        return any(now[0] != then[0] for now, then in zip(versions, self._versions, strict=True))
+
+    def native(self) -> Tensor:
+        """y as torch makes it, of x, which its node keeps. Running statistics are left alone."""
+        why = self.why_gone()
+        if why:
+            raise RuntimeError(_GONE.format(name=self.name, why=why))
+        assert self.x is not None
+        return self._native(self.x, self.weight, self.bias)
+
+    def _native(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        s = self.settings
+        if s.group is not None:
+            y: Tensor = KeptABNFunction.apply(x, weight, bias, None, self.mean, self.var, s)
+            return y
+        mean, var = (None, None) if s.training else (self.mean, self.var)
+        return F.batch_norm(x, mean, var, weight, bias, s.training, 0.0, s.eps)
+
+    def native_gradients(self, g: Tensor, needed: Sequence[bool]) -> list[Tensor | None]:
+        """Of x, weight and bias, from y's gradient, as torch computes them. Of these with ``create_graph=True``."""
+        tensors = self.x, self.weight, self.bias
+        create_graph = torch.is_grad_enabled()
+        if not create_graph:
+            tensors = tuple(
+                None if t is None else t.detach().requires_grad_(need) for t, need in zip(tensors, needed, strict=True)
+            )  # type: ignore[assignment]
+        with torch.enable_grad():
+            y = self._native(*tensors)  # type: ignore[arg-type]
+            inputs = [t for t, need in zip(tensors, needed, strict=True) if need and t is not None]
+            found = iter(torch.autograd.grad(y, inputs, g, create_graph=create_graph) if inputs else ())
+        return [next(found) if need else None for need in needed]
+
+    def is_trusted(self, activation: tuple[str, float], residual: Tensor | None) -> bool:
+        """Whether the guard lets the node keep z alone, of what follows. What is measured decides at once if nothing is
+        known yet; what was never measured before is measured, and is torch's until the next generation."""
+        observation, self.observation = self.observation, None
+        state: guard.State | None = self.module._guard
+        if observation is not None:
+            figures = observation.figures(*activation, residual)
+            trusted = guard.take(self.module, figures, self.decisive, observation.x.dtype)
+            self.trusted = trusted or not self.decisive
+            self.module._guard.learn((*activation, residual is not None), self.decisive)
+        if not self.trusted or self.knows(activation, residual is not None):
+            return self.trusted
+        if observation is None and state is not None:
+            state.stranger = guard.generation
+        return False
+
+    def knows(self, activation: tuple[str, float], with_residual: bool) -> bool:
+        """Whether that what follows was measured, or something that tells less of y."""
+        state: guard.State | None = self.module._guard
+        if state is None or self.module.guard_interval == 0:
+            return True
+        if activation == IDENTITY:
+            return any(state.knows(what) for what in state.met if what[2] or not with_residual)
+        return state.knows((*activation, with_residual))
+
+    def saw(self, *what: Any) -> None:
+        """Tells the layer what followed."""
+        self.module._seen.add(what)
+        if what == ("plain",) and self.observation is not None:
+            # Nothing was measured: the next call has to.
+            self.observation = None
+            self.module.__dict__["_guard_generation"] = -1
+
+
+def _versions(*tensors: Tensor | None) -> list[tuple[int, int, bool]]:
+    """Version, memory and flag. Subclasses of tensors need not have memory of their own."""
+    return [
+        (0, 0, False) if t is None else (t._version, t.data_ptr() if type(t) in _STORED else 0, t.requires_grad)
+        for t in tensors
+    ]
+
+
+_STORED = (Tensor, torch.nn.Parameter)
+
+
+class State:
+    """What a pending tensor stands for: memory, and what was done with it."""
+
+    def __init__(self, norm: Norm, memory: Tensor, residual: Tensor | None, applied: tuple[str, float]) -> None:
+        self.norm = norm
+        self.memory: Tensor | None = memory
+        self.residual = residual
+        self.applied = applied
+        """The activation that memory holds the result of, which nobody has asked for yet."""
+        self.own: Tensor | None = None
+        """A copy of the values for the node alone, if they were exposed and the norm's input is no more."""
+        self.tells = True
+        """Whether that copy tells what the norm's input was."""
+        self.is_exposed = False
+        """Whether somebody has seen the values whom torch does not tell of."""
+        self._version = memory._version
+        self._residual_version = _versions(residual)
+
+    def has_its_residual(self) -> bool:
+        return _versions(self.residual) == self._residual_version
+
+    def is_fusible(self) -> bool:
+        return self.memory is not None and self.has_its_residual() and self.norm.is_unchanged()
+
+    def take_back(self) -> Tensor:
+        """The memory, which holds the norm's output, the residual added, and nothing else."""
+        memory = self.memory
+        assert memory is not None
+        if memory._version != self._version:
+            why = "the norm's input was overwritten and modified since"
+            raise RuntimeError(_GONE.format(name=self.norm.name, why=why))
+        if self.applied != IDENTITY:
+            with _torch.BelowAutograd():
+                F.leaky_relu_(memory, 1.0 / slope(self.applied, memory.dtype))
+            self.applied = IDENTITY
+        return memory
+
+    def activate(self, activation: tuple[str, float]) -> Tensor:
+        """The memory, activated so that it tells what it was."""
+        memory = self.memory
+        assert memory is not None
+        if self.applied != activation or memory._version != self._version:
+            memory = self.take_back()
+            channels = memory.shape[1]
+            dtype = torch.float64 if memory.dtype == torch.float64 else torch.float32
+            zero, one = torch.zeros(channels, dtype=dtype, device=memory.device), memory.new_ones(channels, dtype=dtype)
+            name, param = activation
+            with _torch.BelowAutograd():
+                # With these statistics the norm is the identity, bit for bit.
+                ops.forward(memory, zero, one, None, None, None, 1e-30, True, ACTIVATIONS[name].code, param, True)
+            self.applied = activation
+        return memory
+
+    def expose(self) -> Tensor:
+        """The values, which may be modified, for whom torch does not tell of. Backward goes by the norm's input, as
+        torch's does, or where that is no more by a copy of them."""
+        norm = self.norm
+        self.is_exposed = True
+        with torch.inference_mode(False), torch.no_grad():
+            if self.own is not None:
+                values = self.own.clone()
+            elif self.memory is not None and (norm.has_its_input() or self.has_its_residual()):
+                values = self.take_back()
+            elif self.residual is None or self.has_its_residual():
+                values = norm.native()
+                if self.residual is not None:
+                    values = values + self.residual
+            else:
+                raise RuntimeError(_GONE.format(name=norm.name, why="what was added to it was modified since"))
+            if norm.has_its_input():
+                self.residual = None
+            elif self.own is None:
+                self.own, self.tells = values.clone(), norm.is_trusted(IDENTITY, self.residual)
+        self.memory = None
+        norm.saw("plain")
+        return values
+
+
+def slope(activation: tuple[str, float], dtype: torch.dtype) -> float:
+    """By what the activation multiplies negative values."""
+    name, param = activation
+    if name == "relu" or (name == "leaky_relu" and param == 0):
+        return 2.0**-300 if dtype == torch.float64 else 2.0**-48
+    return param
+
+
+def can_be_taken_back(activation: tuple[str, float], dtype: torch.dtype) -> bool:
+    """Whether y is known within a rounding once it was activated. In float16 negative values lose bits."""
+    return (
+        activation[0] in ("relu", "leaky_relu")
+        and dtype != torch.float16
+        and (activation[0] == "relu" or activation[1] == 0 or activation[1] >= 2.0**-12)
+    )
+
+
+class WaitingFunction(torch.autograd.Function):
+    """The norm, and the addition, without activation: the place in the graph of a pending tensor."""
+
+    @staticmethod
+    def forward(
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        state: State,
+        pending: Sequence[Tensor],
+    ) -> Tensor:
+        return pending[0]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.state = inputs[4]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor | None) -> tuple[Tensor | None, ...]:
+        if g is None:
+            return (None,) * 6
+        state: State = ctx.state
+        if state.memory is not None:
+            state.expose()
+        norm = state.norm
+        if norm.has_other_parameters() or not (norm.has_its_input() or (state.own is not None and state.tells)):
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"parameter, or the input, of {norm.name}"
+            )
+        needed: tuple[bool, ...] = ctx.needs_input_grad
+        if torch.is_grad_enabled() and not norm.has_its_place():
+            raise RuntimeError(f"inplace_abn: the input of {norm.name} was modified before create_graph=True")
+        found: Sequence[Tensor | None]
+        if state.own is None:
+            found = norm.native_gradients(g, needed[:3])
+        elif torch.is_grad_enabled():
+            saved = Saved(state.own, norm.weight, norm.bias, state.residual, norm.var)
+            assert norm.x is not None
+            with _torch.NoTorchFunction():
+                edge = gradients.input_edge(norm.x)
+            found = gradients.differentiable(saved, g, edge, norm.settings)
+        else:
+            saved = Saved(state.own, norm.weight, norm.bias, state.residual, norm.var)
+            found = gradients.gradients(
+                Needed(needed[0], needed[1], needed[2], False), saved, g, False, False, norm.settings
+            )
+        return *found[:3], g if needed[3] else None, None, None
+
+
+class ShownFunction(torch.autograd.Function):
+    """A plain tensor in the place of a pending one that was exposed."""
+
+    @staticmethod
+    def forward(pending: Tensor, shown: Sequence[Tensor]) -> Tensor:
+        return shown[0]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        return g, None
+
+
+class StandsForFunction(torch.autograd.Function):
+    """A pending tensor in the place of the plain one."""
+
+    @staticmethod
+    def forward(plain: Tensor, pending: Sequence[Tensor]) -> Tensor:
+        return pending[0]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        return g, None
+
+
+# As in autograd.py: what ``apply`` comes to where no transform is active.
+wait = super(torch.autograd.Function, WaitingFunction).apply
+show = super(torch.autograd.Function, ShownFunction).apply
+stand = super(torch.autograd.Function, StandsForFunction).apply

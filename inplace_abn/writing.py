@@ -1,0 +1,94 @@
+"""The forward pass: statistics, running statistics and the result are written, with what backward needs returned."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from inplace_abn import checks, collectives, guard, ops
+from inplace_abn.figures import WIDTH
+from inplace_abn.gradients import values_per_channel
+from inplace_abn.settings import Settings
+
+
+def written(
+    x: Tensor,
+    z: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    momentum: float | Tensor,
+    settings: Settings,
+    invertible: bool,
+    statistics: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Writes the result to z, which may be x, and returns the variance that backward needs. What makes z invertible
+    costs a little of its exactness, and is left out where no backward will follow."""
+    kept = {} if z is x else {"z": z}
+    if settings.training and settings.group is None:
+        _, var = ops.run(
+            ops.local_forward_out if kept else ops.local_forward,
+            present(z, running_mean, running_var),
+            x,
+            weight,
+            bias,
+            residual,
+            running_mean,
+            running_var,
+            *momentum_arguments(momentum),
+            *settings.arithmetic(),
+            invertible,
+            **kept,
+        )
+        return cast(Tensor, var)
+    mean, var = statistics or (cast(Tensor, running_mean), cast(Tensor, running_var))
+    op = ops.forward_out if kept else ops.forward
+    ops.run(op, [z], x, mean, var, weight, bias, residual, *settings.arithmetic(), invertible, **kept)
+    # Training may change the running variance before backward needs what it was.
+    return var if settings.training or not invertible else var.clone()
+
+
+def momentum_arguments(momentum: float | Tensor) -> tuple[float, Tensor | None]:
+    return (0.0, momentum) if isinstance(momentum, Tensor) else (momentum, None)
+
+
+def present(*tensors: Tensor | None) -> list[Tensor]:
+    return [t for t in tensors if t is not None]
+
+
+def sync_statistics(
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    momentum: float | Tensor,
+    group: ProcessGroup,
+    watch: guard.Frozen | None,
+) -> tuple[tuple[Tensor, Tensor], bool]:
+    """Mean and biased variance over all ranks, and whether the guard trusts z. A rank that has several values knows
+    that the whole batch has; only others look at the gathered counts (which waits for the device), so that all ranks
+    raise together or none does. The guard's figures are there in every call, measured or not, so that ranks agree on
+    what is gathered."""
+    count = values_per_channel(x)
+    mean, var = ops.run(ops.statistics, [], x)
+    said = mean.new_zeros(WIDTH) if watch is None else watch.figures(x).to(mean.dtype)
+    packed = torch.cat([mean, var, mean.new_full((1,), count), said])
+    everything = collectives.all_gather(packed, group)
+    gathered = everything[:, :-WIDTH].contiguous()
+    if not torch.compiler.is_compiling() and count < 2:
+        checks.check_count(x, gathered[:, -1].sum().item())
+    # Before anything is written, because it may raise.
+    trusted = watch is None or watch.trusts(everything[:, -WIDTH:])
+    mean, var, _ = ops.run(
+        ops.combine,
+        present(running_mean, running_var),
+        gathered,
+        running_mean,
+        running_var,
+        *momentum_arguments(momentum),
+    )
+    return (mean, var), trusted

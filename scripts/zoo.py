@@ -1,0 +1,281 @@
+"""Held memory and gradients of public models, as they are and converted.
+
+    python scripts/zoo.py                            # all that the installed packages have, as a table
+    python scripts/zoo.py resnet50 dla34             # some
+    python scripts/zoo.py --write docs/zoo.md        # the page of the documentation
+
+The packages are asked for the models alone, so they are installed without what they depend on:
+
+    pip install --no-deps timm torchvision segmentation-models-pytorch ultralytics opencv-python-headless \\
+        monai dynamic-network-architectures transformers
+
+torchvision is to be the one made for this torch. Models are built from their configurations, with random weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import importlib
+import importlib.metadata
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from inplace_abn import Verification, analyze, convert, verify
+from inplace_abn.memory import measure
+from inplace_abn.plan import readable
+
+COLUMNS = ("model", "gradients", "norms", "held", "with example", "prediction", "without", "analysis")
+
+PAGE = """# Public models
+
+`python scripts/zoo.py --write docs/zoo.md` makes this page. Its docstring says what to install. This one was made with
+{versions}.
+
+- **gradients**: whether `inplace_abn.verify` finds all gradients, outputs and running statistics of a training step in
+  float64 equal to the original's, after `convert(model, example)` and after `convert(model)`, and the largest relative
+  difference of a gradient.
+- **norms**: how many of the BatchNorms `analyze` has in place.
+- **held**: what the forward pass of the original holds for backward, in float32 on the CPU, with an input of the shape
+  that stands beside the name. **with example** is the share of that which is held after `convert(model, example)`,
+  **without** the share after `convert(model)`.
+- **prediction**: by how much `analyze` was off, relative to what was measured with an example.
+- **analysis**: what `analyze` took, measured once, beside whatever else the machine was doing.
+
+Parameters that initialisation sets to a constant have been moved to where training may leave them: weights of norms are
+between 0.5 and 1.5, others have normal noise of deviation 0.1 added. As initialised, norms with weights of zero, such
+as those of timm's ResNet-50, would keep their input until the weights have grown. And one gradient would differ, that
+of the bias in the first affine layer of HGNetV2, a single number. It is exactly zero then and added to the zeros of a
+ReLU, which makes them equal to the zeros that are padded before a pooling, and there the gradient depends on which of
+two equal values the pooling takes ("Subgradients at ties" in the README). It is equal as soon as the bias has moved.
+
+"""
+
+
+class Entry(NamedTuple):
+    package: str
+    """The Python module to import."""
+    distribution: str
+    make: Callable[[Any], nn.Module]
+    shape: tuple[int, ...] = (3, 64, 64)
+    """Of one image."""
+
+
+def timm(name: str) -> Entry:
+    return Entry("timm", "timm", lambda package: package.create_model(name))
+
+
+def torchvision(name: str) -> Entry:
+    return Entry("torchvision.models", "torchvision", lambda package: getattr(package, name)())
+
+
+def smp(name: str) -> Entry:
+    module = "segmentation_models_pytorch"
+    return Entry(module, "segmentation-models-pytorch", lambda package: getattr(package, name)(encoder_weights=None))
+
+
+def ultralytics(name: str) -> Entry:
+    make = lambda package: package.DetectionModel(f"{name}.yaml", verbose=False)  # noqa: E731
+    return Entry("ultralytics.nn.tasks", "ultralytics", make)
+
+
+def monai(name: str, **options: Any) -> Entry:
+    make = lambda package: getattr(package, name)(3, in_channels=1, out_channels=2, **options)  # noqa: E731
+    return Entry("monai.networks.nets", "monai", make, (1, 32, 32, 32))
+
+
+def nnunet(name: str, **options: Any) -> Entry:
+    """As nnU-Net plans them, with biases and leaky ReLU, but for BatchNorm and the width."""
+    settings = {
+        "input_channels": 1,
+        "n_stages": 4,
+        "features_per_stage": (16, 32, 64, 128),
+        "conv_op": nn.Conv2d,
+        "kernel_sizes": 3,
+        "strides": (1, 2, 2, 2),
+        "n_conv_per_stage_decoder": 2,
+        "num_classes": 2,
+        "conv_bias": True,
+        "norm_op": nn.BatchNorm2d,
+        "norm_op_kwargs": {"eps": 1e-5, "affine": True},
+        "nonlin": nn.LeakyReLU,
+        "nonlin_kwargs": {"inplace": True},
+        **options,
+    }
+    module = "dynamic_network_architectures.architectures.unet"
+    make = lambda package: getattr(package, name)(**settings)  # noqa: E731
+    return Entry(module, "dynamic-network-architectures", make, (1, 64, 64))
+
+
+def hugging_face(make: Callable[[Any], nn.Module]) -> Entry:
+    return Entry("transformers", "transformers", make)
+
+
+def hf_resnet(package: Any) -> nn.Module:
+    return package.ResNetForImageClassification(package.ResNetConfig())  # type: ignore[no-any-return]
+
+
+def hf_upernet(package: Any) -> nn.Module:
+    backbone = package.ResNetConfig(
+        embedding_size=16,
+        hidden_sizes=[16, 32, 64, 128],
+        depths=[2, 2, 2, 2],
+        layer_type="basic",
+        out_features=["stage1", "stage2", "stage3", "stage4"],
+    )
+    config = package.UperNetConfig(
+        backbone_config=backbone, hidden_size=64, auxiliary_in_channels=64, auxiliary_channels=32, num_labels=5
+    )
+    return package.UperNetForSemanticSegmentation(config)  # type: ignore[no-any-return]
+
+
+def hf_mobilevit(package: Any) -> nn.Module:
+    return package.MobileViTForImageClassification(package.MobileViTConfig(image_size=64))  # type: ignore[no-any-return]
+
+
+TIMM = (
+    *("resnet50", "dla34", "skresnet34", "regnety_002", "resnetv2_50", "dpn68"),
+    *("densenet121", "efficientnet_b0", "hgnetv2_b0"),
+)
+ZOO = {
+    **{f"timm {name}": timm(name) for name in TIMM},
+    **{f"torchvision {name}": torchvision(name) for name in ("resnet50", "densenet121", "mobilenet_v3_large")},
+    **{f"smp {name}": smp(name) for name in ("Unet", "Linknet", "DeepLabV3Plus")},
+    "ultralytics yolo11n": ultralytics("yolo11n"),
+    "MONAI SegResNet": monai("SegResNet", norm="batch"),
+    "MONAI DynUNet": monai(
+        "DynUNet",
+        kernel_size=[3, 3, 3],
+        strides=[1, 2, 2],
+        upsample_kernel_size=[2, 2],
+        filters=[8, 16, 32],
+        norm_name=("BATCH", {"affine": True}),
+    ),
+    "nnU-Net PlainConvUNet": nnunet("PlainConvUNet", n_conv_per_stage=2),
+    "nnU-Net ResidualEncoderUNet": nnunet("ResidualEncoderUNet", n_blocks_per_stage=(1, 2, 2, 2)),
+    "HF ResNet": hugging_face(hf_resnet),
+    "HF UperNet": hugging_face(hf_upernet),
+    "HF MobileViT": hugging_face(hf_mobilevit),
+}
+
+
+def trained(model: nn.Module) -> nn.Module:
+    """The model, with parameters that were constants as training may leave them: no weight or bias is exactly zero."""
+    generator = torch.Generator().manual_seed(0)
+    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.weight is not None]
+    for norm in norms:
+        nn.init.uniform_(norm.weight, 0.5, 1.5, generator=generator)
+        nn.init.normal_(norm.bias, std=0.1, generator=generator)
+    done = {p for norm in norms for p in norm.parameters()}
+    with torch.no_grad():
+        for p in model.parameters():
+            if p not in done and p.numel() and bool((p == p.flatten()[0]).all()):
+                p.add_(torch.randn(p.shape, generator=generator), alpha=0.1)
+    return model
+
+
+def import_torchvision() -> torch.library.Library | None:
+    """Imports it if it is there. Without its compiled part it asks for ops, which are known as long as the result."""
+    library = None
+    try:
+        importlib.import_module("torchvision")
+    except ImportError:
+        pass
+    except RuntimeError:  # An operator does not exist.
+        library = torch.library.Library("torchvision", "FRAGMENT")
+        for name in ("nms", "qnms"):
+            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        importlib.import_module("torchvision")
+    return library
+
+
+def verdict(found: Iterable[Verification]) -> str:
+    found = list(found)
+    worst = max(error for v in found for error in v.gradient_errors.values())
+    if all(found):
+        return f"equal, {worst:.0e}"
+    return "DIFFER: " + "; ".join(f"{error:.1e} {name}" for name, error in (v.worst for v in found if not v))
+
+
+def row(name: str, model: nn.Module, x: Tensor, verified: bool = True) -> tuple[str, ...]:
+    """What `COLUMNS` says of a model."""
+    start = time.perf_counter()
+    plan = analyze(model, x)
+    seconds = time.perf_counter() - start
+    converted = [convert(copy.deepcopy(model), plan), convert(copy.deepcopy(model))]
+    # More than one value per channel is needed, and no more: convolutions in float64 are slow.
+    equal = verdict(verify(model, m, x[:2]) for m in converted) if verified else "-"
+    held, with_example, without = (measure(m, x).held for m in (model, *converted))
+    predicted = held - plan.bytes_saved - plan.residual_bytes_saved
+    in_place = {layer.name for layer in (*plan.convertible, *plan.residuals)}
+    return (
+        f"{name}, {'x'.join(map(str, x.shape))}",
+        equal,
+        f"{len(in_place)} of {len(plan.layers)}",
+        readable(held),
+        f"{with_example / held:.3f}",
+        f"{100 * (predicted / with_example - 1):+.1f} %",
+        f"{without / held:.3f}",
+        f"{seconds:.1f} s",
+    )
+
+
+def entry_row(name: str, entry: Entry, batch: int, verified: bool) -> tuple[str, ...]:
+    """What `COLUMNS` says of a model of the zoo, or why it cannot be made."""
+    try:
+        package = importlib.import_module(entry.package)
+    except ImportError as error:
+        return (name, f"{entry.package} cannot be imported: {error}", *[""] * (len(COLUMNS) - 2))
+    torch.manual_seed(0)
+    return row(name, trained(entry.make(package)), torch.randn(batch, *entry.shape), verified)
+
+
+def versions(entries: Iterable[Entry]) -> str:
+    """Of torch and of the packages that are installed, in words."""
+    found = [f"torch {torch.__version__}"]
+    for distribution in dict.fromkeys(entry.distribution for entry in entries):
+        try:
+            found.append(f"{distribution} {importlib.metadata.version(distribution)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ", ".join(found)
+
+
+def line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("names", nargs="*", help="parts of models' names; all without any")
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--no-verify", action="store_true", help="measure memory only")
+    parser.add_argument("--write", metavar="FILE", help="write a page with the table")
+    args = parser.parse_args()
+    chosen = {name: e for name, e in ZOO.items() if not args.names or any(part in name for part in args.names)}
+    # One of them looks for the internet as soon as it is imported.
+    os.environ.setdefault("YOLO_OFFLINE", "true")
+    library = import_torchvision()
+    # What the first analysis of a process takes is not the first model's.
+    analyze(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()), torch.randn(2, 3, 8, 8))
+    lines = [line(COLUMNS), line(["---"] * len(COLUMNS))]
+    print(*lines, sep="\n", flush=True)
+    for name, entry in chosen.items():
+        lines.append(line(entry_row(name, entry, args.batch, not args.no_verify)))
+        print(lines[-1], flush=True)
+    del library
+    text = versions(chosen.values())
+    print(f"\n{text}", file=sys.stderr)
+    if args.write:
+        with open(args.write, "w", encoding="utf-8") as file:
+            file.write(PAGE.format(versions=text) + "\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,651 @@
+"""Programs of a norm and what is done with its output: (net, a) -> tensors that the loss is made of.
+
+``net`` has ``conv``, the norms ``bn``, ``bn2`` and ``bn3`` (of ``a`` itself), ``r``, of the norms' shape, ``kept``, a
+list.
+"""
+
+import threading
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return g * 2 + 0 * x
+
+
+class DoubledInPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        x.mul_(2)
+        ctx.mark_dirty(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * 2
+
+
+class Passed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g
+
+
+class Gated(torch.autograd.Function):
+    """As memory-efficient swish: an activation of its own, of what it saved."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * torch.sigmoid(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        s = torch.sigmoid(x)
+        return g * (s * (1 + x * (1 - s)))
+
+
+@torch.jit.script
+def scripted_relu(x):
+    return torch.relu(x)
+
+
+@torch.jit.script
+def scripted_relu_in_place(x):
+    return torch.relu_(x)
+
+
+@torch.jit.script
+def scripted_gate(x):
+    return x * torch.sigmoid(x)
+
+
+def rebind(function):
+    def program(net, a):
+        h = net.bn(net.conv(a))
+        function(h)
+        return h * 1.5
+
+    return program
+
+
+def after(function):
+    return lambda net, a: function(net.bn(net.conv(a)))
+
+
+def then(function):
+    """``function`` of net and the norm's output."""
+    return lambda net, a: function(net, net.bn(net.conv(a)))
+
+
+def silent(_):
+    return None
+
+
+def parameters_changed(net, a):
+    h = net.bn(net.conv(a))
+    net.eval()
+    net.bn.weight.requires_grad_(True)
+    z = F.relu(h)
+    net.train()
+    return z
+
+
+def residual_changed(net, a):
+    r = net.r * 1.0
+    h = net.bn(net.conv(a)) + r
+    s = F.leaky_relu(h, 0.1)
+    r = r * 2
+    return s, r
+
+
+def residual_modified(net, a):
+    r = net.r * 1.0
+    h = net.bn(net.conv(a)) + r
+    r.mul_(2)
+    return F.relu(h), r
+
+
+def residual_modified_in_place(net, a):
+    r = net.r * 1.0
+    h = net.bn(net.conv(a))
+    h += r
+    r.mul_(2)
+    return h * h, r
+
+
+def no_grad_between(net, a):
+    h = net.bn(net.conv(a))
+    with torch.no_grad():
+        net.kept.append(F.relu(h).sum().item())
+        net.kept.append(h.mean().item())
+    return F.relu(h)
+
+
+def activated_without_grad(net, a):
+    h = net.bn(net.conv(a))
+    with torch.no_grad():
+        z = F.relu(h)
+    return h * z
+
+
+def in_place_without_grad(net, a):
+    h = net.bn(net.conv(a))
+    with torch.no_grad():
+        h.relu_()
+    return h * h.detach()
+
+
+def under_autocast(net, a):
+    with torch.autocast("cpu", torch.bfloat16, enabled=False):
+        h = net.bn(net.conv(a))
+    with torch.autocast("cpu", torch.bfloat16):
+        return F.silu(h)
+
+
+def exception_between(net, a):
+    try:
+        h = net.bn(net.conv(a))
+        raise ValueError(h.shape)
+    except ValueError as error:
+        assert error.args[0] == net.r.shape
+    return F.relu(net.bn(net.conv(a)))
+
+
+def generated(net, a):
+    def layers():
+        h = net.bn(net.conv(a))
+        yield h
+        yield F.relu(h)
+
+    return tuple(layers())
+
+
+def stored(net, a):
+    net.h = net.bn(net.conv(a))
+    z = F.relu(net.h)
+    h, net.h = net.h, None
+    return z, h.tanh()
+
+
+def by_numpy(net, a):
+    h = net.bn(net.conv(a))
+    net.kept.append(float(np.abs(h.detach().numpy()).mean()))
+    return F.relu(h)
+
+
+def squeeze(net, a):
+    h = net.bn(net.conv(a))
+    return h * torch.sigmoid(h.mean((2, 3), keepdim=True))
+
+
+def hooked(net, a):
+    h = net.bn(net.conv(a))
+    if h.requires_grad:
+        h.register_hook(lambda g: g * 0.5)
+    return F.relu(h)
+
+
+def hooked_after(net, a):
+    h = net.bn(net.conv(a))
+    z = F.relu(h, inplace=True)
+    if h.requires_grad:
+        h.register_hook(lambda g: g * 0.5)
+    return z * h
+
+
+def retained(net, a):
+    h = net.bn(net.conv(a))
+    if h.requires_grad:
+        h.retain_grad()
+    return F.relu(h)
+
+
+def two_threads(net, a):
+    h, results = net.bn(net.conv(a)), {}
+
+    def read(i):
+        with torch.set_grad_enabled(i < 2):
+            results[i] = h.sin() if i else h.cos()
+
+    threads = [threading.Thread(target=read, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+        thread.join()
+    return results[0], results[1]
+
+
+def checkpointed(**options):
+    return lambda net, a: checkpoint(lambda a: F.relu(net.bn(net.conv(a))) * 2, a, **options)
+
+
+def checkpoint_begins_with_it(**options):
+    return lambda net, a: checkpoint(lambda h: F.silu(h) * 2, net.bn(net.conv(a)), **options)
+
+
+def checkpoint_ends_with_it(**options):
+    return lambda net, a: F.relu(checkpoint(lambda a: net.bn(net.conv(a)), a, **options))
+
+
+def called_functionally(net, a):
+    state = {k: v.clone() for k, v in net.bn.state_dict().items()} | {"weight": net.bn.weight * 2}
+    return F.relu(torch.func.functional_call(net.bn, state, (net.conv(a),)))
+
+
+def both_norms(net, a):
+    return F.relu(net.bn(net.conv(a)) + net.bn2(net.conv(a * 2)))
+
+
+def both_norms_in_place(net, a):
+    h, r = net.bn(net.conv(a)), net.bn2(net.conv(a * 2))
+    h += r
+    return F.relu(h, inplace=True)
+
+
+def residual_is_used_too(net, a):
+    h, r = net.bn(net.conv(a)), net.bn2(net.conv(a * 2))
+    h += r
+    return F.relu_(h), r.sin()
+
+
+def three(net, a):
+    return F.relu(net.bn(net.conv(a)) + net.r + net.r.sin())
+
+
+def sum_used_too(net, a):
+    h = net.bn(net.conv(a))
+    s = h + net.r
+    z = F.relu(s)
+    return z, s.sin(), h.cos()
+
+
+def norm_of_norm(net, a):
+    return F.relu(net.bn2(net.bn(net.conv(a))))
+
+
+def called_twice(net, a):
+    return F.relu(net.bn(net.conv(a))) + net.bn(net.conv(a.sin())).tanh()
+
+
+def of_a_leaf(net, a):
+    return F.relu(net.bn3(a))
+
+
+def of_what_is_needed_again(net, a):
+    x = net.conv(a)
+    return F.relu(net.bn(x)) + x
+
+
+def pre_activation(net, a):
+    x = net.conv(a)
+    return F.relu(net.bn(x)) * 2 + x, net.bn2(x).relu_()
+
+
+def residual_is_the_input(net, a):
+    x = net.conv(a)
+    return F.relu(net.bn(x) + x)
+
+
+def frozen(net, a):
+    net.bn.eval()
+    z = F.relu(net.bn(net.conv(a)))
+    net.bn.train()
+    return z
+
+
+def weights_frozen(net, a):
+    for p in net.bn.parameters():
+        p.requires_grad_(False)
+    z = F.relu(net.bn(net.conv(a)))
+    for p in net.bn.parameters():
+        p.requires_grad_(True)
+    return z
+
+
+def backward_twice(net, a):
+    z = F.relu(net.bn(net.conv(a)))
+    (g,) = torch.autograd.grad(z.square().sum(), a, retain_graph=True)
+    return z, g
+
+
+def second_order(activation):
+    def program(net, a):
+        h = net.bn(net.conv(a))
+        z = activation(h)
+        if not a.requires_grad or not torch.is_grad_enabled():
+            return z
+        (g,) = torch.autograd.grad(z.square().sum(), a, create_graph=True)
+        return z, g
+
+    return program
+
+
+def own_linear_algebra(net, a):
+    h = net.bn(net.conv(a))
+    return torch.einsum("nchw,nchw->nc", h, h), F.conv2d(h, torch.ones(2, 4, 1, 1, dtype=h.dtype))
+
+
+def concatenated(net, a):
+    h = net.bn(net.conv(a))
+    return F.relu(torch.cat([h, net.r], 1)), torch.stack((h, h))
+
+
+def by_keyword(net, a):
+    return F.relu(input=net.bn(net.conv(a)), inplace=True), torch.add(input=net.bn(net.conv(a)), other=net.r)
+
+
+def written_to(net, a):
+    h = net.bn(net.conv(a))
+    h[:, 1] = 0.5
+    return F.relu(h)
+
+
+def part_written_later(net, a):
+    y = net.bn(net.conv(a)).flatten(2)
+    y += 1.0
+    return y
+
+
+def out_argument(net, a):
+    h = net.bn(net.conv(a))
+    with torch.no_grad():
+        out = torch.empty_like(net.r)
+        torch.mul(h, 2, out=out)
+    return F.relu(h) * out
+
+
+def saved_by_a_function(net, a):
+    h = net.bn(net.conv(a))
+    return Gated.apply(h), F.relu(h)
+
+
+def in_place_function(net, a):
+    h = net.bn(net.conv(a))
+    z = DoubledInPlace.apply(h)
+    return z * z
+
+
+def metadata(net, a):
+    h = net.bn(net.conv(a))
+    assert isinstance(h, torch.Tensor)
+    assert h.shape == h.size() == net.r.shape
+    assert (h.dim(), h.ndim, len(h)) == (4, 4, 4)
+    assert h.dtype == net.r.dtype
+    assert h.device == net.r.device
+    assert h.is_contiguous()
+    assert h.stride() == net.r.stride()
+    assert h.numel() == net.r.numel()
+    assert h.is_floating_point()
+    assert torch.is_tensor(h)
+    assert h.requires_grad == torch.is_grad_enabled()
+    return F.relu(h)
+
+
+def changed(change, function):
+    """What was changed in place, then given to what torch does not tell of."""
+
+    def program(net, a):
+        h = net.bn(net.conv(a))
+        change(h)
+        return function(h), h * 1.5
+
+    return program
+
+
+def changed_between_functions(net, a):
+    h = net.bn(net.conv(a))
+    DoubledInPlace.apply(h)
+    h.mul_(3)
+    DoubledInPlace.apply(h)
+    h.add_(net.r)
+    return Gated.apply(h), h.sin()
+
+
+def changed_after_a_function(net, a):
+    h = net.bn(net.conv(a))
+    z = scripted_relu(h) + 0
+    h.mul_(2)
+    return Gated.apply(h), z
+
+
+def item_set(h):
+    h[:, 0] = 0.5
+
+
+def shape_changed(net, a):
+    h = net.bn(net.conv(a))
+    h.unsqueeze_(0)
+    net.kept.extend([h.dim(), len(h), h.size(1), *h.shape])
+    return F.relu(h)
+
+
+def detached(net, a):
+    h = net.bn(net.conv(a))
+    h.detach_()
+    net.kept.append(int(h.requires_grad))
+    return Gated.apply(h) + net.r
+
+
+def written_by_another_name(net, a):
+    """What an op in place returns is the tensor itself, wherever a custom function puts it."""
+    h = net.bn(net.conv(a))
+    g = h
+    g += 1
+    w = DoubledInPlace.apply(h)
+    return g * 1.0, w.sin()
+
+
+def returned_as_it_is(net, a):
+    h = net.bn(net.conv(a))
+    g = h.contiguous()
+    DoubledInPlace.apply(h)
+    return g * 1.0, net.bn2(h)
+
+
+def gradient_of_it(function):
+    """Of all that was computed with the norm's output: by custom functions, and by torch's."""
+
+    def program(net, a):
+        h = net.bn(net.conv(a))
+        z = function(h)
+        (g,) = torch.autograd.grad(z.square().sum(), h, retain_graph=True)
+        return z, g
+
+    return program
+
+
+def hooked_after_a_function(net, a):
+    h = net.bn(net.conv(a))
+    z = Gated.apply(h)
+    h.register_hook(lambda g: g * 0.5)
+    return z
+
+
+def hooked_after_both(net, a):
+    h = net.bn(net.conv(a))
+    s, z = h.sin(), Gated.apply(h)
+    h.register_hook(lambda g: g * 0.5)
+    return z, s
+
+
+def retained_after_a_function(net, a):
+    h = net.bn(net.conv(a))
+    z = Gated.apply(h)
+    h.retain_grad()
+    z.square().sum().backward(retain_graph=True)
+    net.kept.append(h.grad.norm().item())
+    return z
+
+
+def thawed_after_the_call(net, a):
+    net.bn.weight.requires_grad_(False)
+    h = net.bn(net.conv(a))
+    net.bn.weight.requires_grad_(True)
+    return Gated.apply(h), h.sin()
+
+
+def under_a_transform(net, a):
+    h = net.bn(net.conv(a))
+    g = torch.func.grad(lambda t: (F.relu(h) * t).sum().sin())(net.r)
+    return g, torch.func.vmap(lambda t: (t * h[0]).sum())(net.r), F.silu(h)
+
+
+def sum_under_a_transform(net, a):
+    s = net.bn(net.conv(a)) + net.r
+    return torch.func.grad(lambda t: (F.relu(s) * t).sum().sin())(net.r), s
+
+
+PROGRAMS = {
+    "written by another name": written_by_another_name,
+    "returned as it is": returned_as_it_is,
+    "relu": after(F.relu),
+    "relu in place": after(lambda h: F.relu(h, inplace=True)),
+    "torch.relu": after(torch.relu),
+    "method": after(lambda h: h.relu()),
+    "method in place": after(lambda h: h.relu_()),
+    "torch.relu_": after(torch.relu_),
+    "nn.ReLU": after(nn.ReLU()),
+    "nn.ReLU in place": after(nn.ReLU(inplace=True)),
+    "aten": after(lambda h: torch.ops.aten.relu(h)),
+    "aten overload": after(lambda h: torch.ops.aten.relu.default(h)),
+    "aten in place": after(lambda h: torch.ops.aten.relu_(h)),
+    "silu": after(F.silu),
+    "silu in place": after(nn.SiLU(inplace=True)),
+    "hardswish": after(F.hardswish),
+    "hardswish in place": after(nn.Hardswish(inplace=True)),
+    "leaky_relu": after(lambda h: F.leaky_relu(h, negative_slope=0.2)),
+    "leaky_relu_": after(lambda h: F.leaky_relu_(h, 0.2)),
+    "leaky_relu of slope 0": after(nn.LeakyReLU(0.0)),
+    "leaky_relu of a negative slope": after(nn.LeakyReLU(-0.1)),
+    "elu": after(lambda h: F.elu(h, 0.7)),
+    "elu_": after(lambda h: F.elu_(h)),
+    "elu, scaled": after(lambda h: torch.ops.aten.elu(h, 0.7, 2.0)),
+    "gelu": after(lambda h: F.gelu(h, approximate="tanh")),
+    "relu6": after(nn.ReLU6(inplace=True)),
+    "softplus": after(F.softplus),
+    "nothing": after(lambda h: h),
+    "nothing in a dictionary": after(lambda h: {"h": [h]}),
+    "rebound by relu_": rebind(lambda h: h.relu_()),
+    "rebound by add_": rebind(lambda h: h.add_(1.0)),
+    "rebound by a module": rebind(nn.ReLU(inplace=True)),
+    "rebound by __iadd__": rebind(lambda h: h.__iadd__(h.detach().clone())),
+    "rebound by mul_": rebind(lambda h: h.mul_(2)),
+    "relu twice": after(lambda h: (F.relu(h), F.relu(h))),
+    "relu of both signs": after(lambda h: torch.cat([F.relu(h), F.relu(-h)], 1)),
+    "silu and again": after(lambda h: (F.silu(h), h.tanh())),
+    "elu and again": after(lambda h: F.elu(h) + h),
+    "again in place": after(lambda h: F.relu_(F.relu(h) * h)),
+    "unused": then(lambda net, h: net.r * 2),
+    "unused and used": then(lambda net, h: F.relu(net.bn2(net.r))),
+    "flags": parameters_changed,
+    "another residual of the name": residual_changed,
+    "residual modified": residual_modified,
+    "residual modified, nothing follows": residual_modified_in_place,
+    "read without grad": no_grad_between,
+    "activated without grad": activated_without_grad,
+    "in place without grad": in_place_without_grad,
+    "autocast": under_autocast,
+    "exception": exception_between,
+    "generator": generated,
+    "stored": stored,
+    "numpy": by_numpy,
+    "squeeze and excite": squeeze,
+    "hook": hooked,
+    "hook after the activation": hooked_after,
+    "retain_grad": retained,
+    "threads": two_threads,
+    "checkpoint": checkpointed(use_reentrant=False),
+    "reentrant checkpoint": checkpointed(use_reentrant=True),
+    "checkpoint begins": checkpoint_begins_with_it(use_reentrant=False),
+    "reentrant checkpoint begins": checkpoint_begins_with_it(use_reentrant=True),
+    "checkpoint ends": checkpoint_ends_with_it(use_reentrant=False),
+    "reentrant checkpoint ends": checkpoint_ends_with_it(use_reentrant=True),
+    "functional_call": called_functionally,
+    "residual": then(lambda net, h: F.relu(h + net.r)),
+    "residual first": then(lambda net, h: F.relu(net.r + h)),
+    "torch.add": then(lambda net, h: F.relu(torch.add(h, net.r))),
+    "torch.add, alpha 2": then(lambda net, h: F.relu(torch.add(h, net.r, alpha=2))),
+    "add_": then(lambda net, h: h.add_(net.r).relu_()),
+    "sub": then(lambda net, h: F.relu(h - net.r)),
+    "add a number": then(lambda net, h: F.relu(h + 1)),
+    "sum()": then(lambda net, h: F.relu(sum([h, net.r]))),
+    "broadcast residual": then(lambda net, h: F.relu(h + net.r[:1])),
+    "residual of another dtype": then(lambda net, h: F.relu(h + net.r.float())),
+    "transposed residual": then(lambda net, h: F.relu(h + net.r.transpose(2, 3).contiguous().transpose(2, 3))),
+    "residual into which it is added": then(lambda net, h: F.relu((net.r * 1).add_(h))),
+    "residual without activation": then(lambda net, h: h + net.r),
+    "residual and silu": then(lambda net, h: F.silu(h + net.r, inplace=True)),
+    "itself": then(lambda net, h: F.relu(h + h)),
+    "both norms": both_norms,
+    "both norms in place": both_norms_in_place,
+    "residual used too": residual_is_used_too,
+    "three": three,
+    "sum used too": sum_used_too,
+    "norm of a norm": norm_of_norm,
+    "called twice": called_twice,
+    "a leaf": of_a_leaf,
+    "input needed again": of_what_is_needed_again,
+    "pre-activation": pre_activation,
+    "residual is the input": residual_is_the_input,
+    "frozen statistics": frozen,
+    "frozen parameters": weights_frozen,
+    "backward twice": backward_twice,
+    "second order": second_order(F.silu),
+    "second order of a function": second_order(Doubled.apply),
+    "second order of nothing": second_order(torch.tanh),
+    "linear algebra": own_linear_algebra,
+    "containers": concatenated,
+    "keywords": by_keyword,
+    "item assignment": written_to,
+    "view written to": part_written_later,
+    "out=": out_argument,
+    "custom function": after(Doubled.apply),
+    "custom function that makes a view": after(Passed.apply),
+    "custom function, then relu": after(lambda h: F.relu(Passed.apply(h) * 1)),
+    "relu, then custom function": after(lambda h: Doubled.apply(F.relu(h))),
+    "relu_, then custom function": rebind(lambda h: h.relu_()),
+    "relu_ of a name, then custom function": after(lambda h: (F.relu_(h), Doubled.apply(h))),
+    "add_ of a name, then custom function": then(lambda net, h: (h.add_(net.r), Doubled.apply(h))),
+    "saved by a function, then relu": saved_by_a_function,
+    "custom function in place": in_place_function,
+    "scripted relu": after(scripted_relu),
+    "scripted relu_": after(lambda h: scripted_relu_in_place(h) * 1.5),
+    "scripted relu_, then the name": rebind(scripted_relu_in_place),
+    "scripted gate": after(scripted_gate),
+    "metadata": metadata,
+    "mul_, then custom function": changed(lambda h: h.mul_(2), Gated.apply),
+    "tanh_, then scripted gate": changed(lambda h: h.tanh_(), scripted_gate),
+    "item assignment, then custom function": changed(item_set, Gated.apply),
+    "dropout in place, then custom function": changed(lambda h: F.dropout(h, 0.0, True, True), Gated.apply),
+    "mul_ without grad, then custom function": changed(torch.no_grad()(lambda h: h.mul_(2)), Gated.apply),
+    "changed between functions": changed_between_functions,
+    "changed after a function": changed_after_a_function,
+    "shape changed in place": shape_changed,
+    "detached in place": detached,
+    "gradient of a custom function": gradient_of_it(Gated.apply),
+    "gradient of both": gradient_of_it(lambda h: Gated.apply(h) + h.sin()),
+    "gradient of both, in other order": gradient_of_it(lambda h: h.sin() * Gated.apply(h)),
+    "hook after a custom function": hooked_after_a_function,
+    "hook after both": hooked_after_both,
+    "retain_grad after a custom function": retained_after_a_function,
+    "thawed after the call": thawed_after_the_call,
+    "under a transform": under_a_transform,
+    "sum under a transform": sum_under_a_transform,
+}

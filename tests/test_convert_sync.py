@@ -1,0 +1,63 @@
+"""Converted norms over several ranks: as one process on the whole batch, whatever follows them and the guard says."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import on_each_rank
+from torch import nn
+
+from inplace_abn import collectives, convert, guard
+from inplace_abn.norms import InPlaceNorm
+
+
+class Net(nn.Module):
+    def __init__(self, gamma):
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)
+        self.conv2, self.bn2 = nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4, momentum=None)
+        self.relu, self.last = nn.ReLU(inplace=True), nn.BatchNorm2d(4)
+        for norm in (self.bn1, self.bn2, self.last):
+            nn.init.constant_(norm.weight, gamma)
+
+    def forward(self, x):
+        h = self.relu(self.bn1(self.conv1(x)))
+        z = self.bn2(self.conv2(h))
+        z += h
+        return torch.tanh(self.last(nn.functional.silu(z)))
+
+
+@pytest.mark.parametrize("kind", ["sync=True", "SyncBatchNorm"])
+@pytest.mark.parametrize("gamma", [0.7, 0.0])
+@on_each_rank(2)
+def test_a_converted_net_equals_one_process_on_the_whole_batch(gamma, kind):
+    guard.generation = 0
+    torch.manual_seed(0)
+    net = Net(gamma).double()
+    shared = copy.deepcopy(net)
+    if kind == "SyncBatchNorm":
+        shared = nn.SyncBatchNorm.convert_sync_batchnorm(shared)
+    convert(shared, sync=kind == "sync=True")
+    assert sum(isinstance(m, InPlaceNorm) for m in shared.modules()) == 3
+    sizes = [3, 5]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (net, shared)]
+    for _ in range(3):
+        x = torch.randn(8, 3, 6, 5, dtype=torch.float64)
+        mine = x.split(sizes)[dist.get_rank()]
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        expected, z = net(x), shared(mine)
+        expected.square().sum().backward()
+        z.square().sum().backward()
+        torch.testing.assert_close(z, expected.split(sizes)[dist.get_rank()])
+        for ours, theirs in zip(shared.parameters(), net.parameters(), strict=True):
+            ours.grad = collectives.all_reduce(ours.grad, dist.group.WORLD)
+            torch.testing.assert_close(ours.grad, theirs.grad)
+        for ours, theirs in zip(shared.buffers(), net.buffers(), strict=True):
+            torch.testing.assert_close(ours, theirs)
+        for optimizer in optimizers:
+            optimizer.step()
+    shared.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(shared(x), net.eval()(x))
