@@ -83,7 +83,13 @@ def run(command: tuple[str, ...], seconds: float, log: Path, environment: dict[s
     it has started."""
     with log.open("w") as file:
         process = subprocess.Popen(
-            command, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            command,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+            # What a shell runs in the background ignores interrupts, and so would what it starts.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         for sent, patience in ((signal.SIGINT, seconds), (signal.SIGKILL, GRACE)):
             try:
