@@ -23,6 +23,22 @@ def inplace_abn(
     """`functions.inplace_abn`, or None, with nothing done, where the call is one that Python has to look at. Whether
     the producer of ``x`` needs its result is not looked at."""
 
+def attached(
+    x: Tensor,
+    z: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    var: Tensor,
+    training: bool,
+    eps: float,
+    signed_weight: bool,
+    activation: int,
+    activation_param: float,
+    stand_in: Tensor | None,
+) -> Tensor | None:
+    """`functions.attached`, or None, with nothing done, where the call is one that Python has to look at."""
+
 def set_sole_holders(gradient: tuple[int, int, int] | None, output: int | None) -> None:
     """The references to a gradient that Python has seen (from Python; from C++, before and after one from Python was
     made to ask), and those to a saved output's storage, that leave backward alone with them. Until they are set,

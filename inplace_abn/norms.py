@@ -10,9 +10,10 @@ from torch import Tensor, fx, nn
 from torch.distributed import ProcessGroup
 
 from inplace_abn import _torch, checks, collectives, functions, guard, measuring, writing
+from inplace_abn.activations import can_be_taken_back
 from inplace_abn.pending import Pending, pending, plain
 from inplace_abn.settings import Settings
-from inplace_abn.waiting import IDENTITY, Norm, can_be_taken_back
+from inplace_abn.waiting import IDENTITY, Norm
 
 PLAIN = ("plain", 0.0)
 """What is expected of a norm whose output nobody activates."""
@@ -72,7 +73,7 @@ class InPlaceNorm(guard.Guarded):
             return None
         overwritten = self._overwrites and not decisive and _is_overwritable(x)
         applied = IDENTITY
-        if expected is not None and can_be_taken_back(expected, x.dtype):
+        if expected is not None and can_be_taken_back(*expected, x.dtype):
             applied = expected
         data = x.detach()
         memory = data if overwritten else torch.empty_like(data)

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from inplace_abn import _torch, functions
 from inplace_abn.recognition import IN_GRAPH, KNOWN, METADATA, Activating, Adding, is_writing
-from inplace_abn.waiting import IDENTITY, Norm, State, show, stand, wait
+from inplace_abn.waiting import IDENTITY, Norm, State, stand, wait
 
 
 class Pending(Tensor):
@@ -223,7 +223,7 @@ def plain(t: Any, to_write: bool = False) -> Tensor:
     else:
         # Also under no_grad, where the tensor still has its place in the graph.
         with torch.inference_mode(False), torch.enable_grad():
-            t._plain = show(t, (t._values(),))
+            t._plain = stand(t, (t._values(),))
         t._leads = True
         t._is_placed()
     return t._plain

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from inplace_abn.activations import activate, activation_backward
+from inplace_abn.activations import activation_backward, exactly
 
 
 def per_channel(t: Tensor, like: Tensor) -> Tensor:
@@ -71,10 +71,7 @@ def forward(
         y = y + per_channel(bias, x)
     if residual is not None:
         y = y + residual
-    if activation == "hardswish":
-        # torch's kernel for CUDA multiplies by a sixth of float's precision, doubles too.
-        return y * (y + 3).clamp(0, 6) / 6
-    return activate(y, activation, activation_param)
+    return exactly(y, activation, activation_param)
 
 
 def backward(

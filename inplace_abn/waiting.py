@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inplace_abn import _torch, gradients, guard, ops
-from inplace_abn.activations import ACTIVATIONS
+from inplace_abn.activations import ACTIVATIONS, take_back
 from inplace_abn.gradients import Needed, Saved
 from inplace_abn.kept import KeptABNFunction
 from inplace_abn.measuring import Observation
@@ -210,7 +210,7 @@ class State:
             raise RuntimeError(_GONE.format(name=self.norm.name, why=why))
         if self.applied != IDENTITY:
             with _torch.BelowAutograd():
-                F.leaky_relu_(memory, 1.0 / slope(self.applied, memory.dtype))
+                take_back(memory, *self.applied)
             self.applied = IDENTITY
         return memory
 
@@ -253,23 +253,6 @@ class State:
         self.memory = None
         norm.saw("plain")
         return values
-
-
-def slope(activation: tuple[str, float], dtype: torch.dtype) -> float:
-    """By what the activation multiplies negative values."""
-    name, param = activation
-    if name == "relu" or (name == "leaky_relu" and param == 0):
-        return 2.0**-300 if dtype == torch.float64 else 2.0**-48
-    return param
-
-
-def can_be_taken_back(activation: tuple[str, float], dtype: torch.dtype) -> bool:
-    """Whether y is known within a rounding once it was activated. In float16 negative values lose bits."""
-    return (
-        activation[0] in ("relu", "leaky_relu")
-        and dtype != torch.float16
-        and (activation[0] == "relu" or activation[1] == 0 or activation[1] >= 2.0**-12)
-    )
 
 
 class WaitingFunction(torch.autograd.Function):
@@ -324,28 +307,12 @@ class WaitingFunction(torch.autograd.Function):
         return *found[:3], g if needed[3] else None, None, None
 
 
-class ShownFunction(torch.autograd.Function):
-    """A plain tensor in the place of a pending one that was exposed."""
-
-    @staticmethod
-    def forward(pending: Tensor, shown: Sequence[Tensor]) -> Tensor:
-        return shown[0]
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        return g, None
-
-
 class StandsForFunction(torch.autograd.Function):
-    """A pending tensor in the place of the plain one."""
+    """One tensor with the values of another, and after it in the graph."""
 
     @staticmethod
-    def forward(plain: Tensor, pending: Sequence[Tensor]) -> Tensor:
-        return pending[0]
+    def forward(before: Tensor, after: Sequence[Tensor]) -> Tensor:
+        return after[0]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -358,5 +325,4 @@ class StandsForFunction(torch.autograd.Function):
 
 # As in autograd.py: what ``apply`` comes to where no transform is active.
 wait = super(torch.autograd.Function, WaitingFunction).apply
-show = super(torch.autograd.Function, ShownFunction).apply
 stand = super(torch.autograd.Function, StandsForFunction).apply

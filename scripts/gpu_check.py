@@ -91,15 +91,16 @@ def run(command: tuple[str, ...], seconds: float, log: Path, environment: dict[s
             # What a shell runs in the background ignores interrupts, and so would what it starts.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
+        in_time = True
         for sent, patience in ((signal.SIGINT, seconds), (signal.SIGKILL, GRACE)):
             try:
-                code = process.wait(patience)
+                process.wait(patience)
                 break
             except subprocess.TimeoutExpired:
+                in_time = False
                 os.killpg(process.pid, sent)
-                code = None
-        process.wait()
-    if code is None or code < 0 or sent == signal.SIGKILL:
+        code = process.wait()
+    if not in_time:
         return "timed out"
     return "passed" if code == 0 else f"failed ({code})"
 

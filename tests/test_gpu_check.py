@@ -39,6 +39,11 @@ def test_what_became_of_a_step_is_told(code, result, tmp_path):
     assert gpu_check.last_line(tmp_path / "log") == "last words"
 
 
+def test_a_step_that_crashes_has_failed(tmp_path):
+    command = (sys.executable, "-c", "import os; os.abort()")
+    assert gpu_check.run(command, 60, tmp_path / "log", dict(os.environ)) == "failed (-6)"
+
+
 def test_everything_known_is_written_after_each_step(tmp_path):
     logs = tmp_path / "logs"
     logs.mkdir()
