@@ -27,12 +27,12 @@ class Kernel(NamedTuple):
     @property
     def walks_vectors(self) -> bool:
         """Whether it is one of the kernels that go through tensors, at a width of more than one element."""
-        return re.match(r"(planes|rows)_kernel<.*, [248]>", self.name) is not None
+        return re.match(r"(planes|rows)_kernel<.*, [248](, (true|false))?>", self.name) is not None
 
     @property
     def stores(self) -> bool:
         op = self.name.split("_kernel<", 1)[1]
-        return op.startswith(STORING) or re.match(r"Reduce<.*, true>, \d>", op) is not None
+        return op.startswith(STORING) or re.match(r"Reduce<.*, true>, \d", op) is not None
 
 
 def find_tool(name: str) -> str:

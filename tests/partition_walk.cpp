@@ -28,52 +28,74 @@ void require(bool condition, const char* what, const Extent& extent) {
 }
 
 template <int width>
-void walk_planes(const Extent& extent, int unroll, const Device& device) {
-  const bool even = extent.space % width == 0;
-  const int64_t phase = even ? 0 : random_size(width) - 1;
-  const PlanePartition p = partition_planes(extent, width, unroll, phase, even, device);
+void walk_planes(const Extent& extent, int unroll, const PlanePartition& p) {
+  require(p.fits_32_bits(), "planes in 32 bits", extent);
   std::vector<int> visits(extent.elements());
+  int64_t most_items = 0;
   for (int64_t unit = 0; unit < p.blocks(); ++unit) {
     const int64_t c = unit / p.parts, part = unit % p.parts;
     for (int thread = 0; thread < p.threads; ++thread) {
       int64_t item = part * p.tile + thread;
-      Cursor cursor = p.at(item);
+      Items<int64_t> cursor = p.at(item);
+      int64_t items = 0;
       for (; item < p.items; item += p.parts * p.tile) {
         for (int u = 0; u < unroll; ++u) {
-          const int64_t plane = (cursor.plane * extent.channels + c) * extent.space;
+          const int64_t plane = (cursor.planes * extent.channels + c) * extent.space;
           const int64_t first = p.first_element<width>(cursor, plane);
           for (int64_t s = first; s < first + width && item + u * p.threads < p.items; ++s) {
             if (s >= 0 && s < extent.space) ++visits[plane + s];
           }
+          if (item + u * p.threads < p.items) ++items;
           cursor.advance(p.next_item, p.slots);
         }
         cursor.advance(p.next_tile, p.slots);
       }
+      most_items = std::max(most_items, items);
     }
   }
   for (const int count : visits) require(count == 1, "planes", extent);
+  require(p.items_of_thread() == most_items, "items of a thread", extent);
 }
 
-void walk_rows(const Extent& extent, int width, int unroll, const Device& device) {
-  const RowPartition p = partition_rows(extent, width, unroll, device);
+template <int width>
+void walk_planes(const Extent& extent, int unroll, int64_t resident) {
+  const bool even = extent.space % width == 0;
+  const int64_t phase = even ? 0 : random_size(width) - 1, plane_stride = extent.channels * extent.space;
+  walk_planes<width>(extent, unroll, partition_planes(extent, width, unroll, phase, even, plane_stride, resident));
+  const int threads = 32 << random_size(4), blocks = 1 << random_size(4) >> 1;
+  if (even) walk_planes<width>(extent, unroll, partition_cluster(extent, width, unroll, plane_stride, threads, blocks));
+}
+
+// Rows of `repeats` times all channels, of which each has `space` elements in turn.
+void walk_rows(const Rows& rows, int width, int unroll, int64_t waves, int64_t resident) {
+  const Extent extent{Order::rows, rows.count, rows.length, rows.space};
+  const RowPartition p = partition_rows(rows, width, unroll, waves, resident);
   require(p.threads <= block_threads && p.width <= most_across(width), "block", extent);
-  std::vector<int> visits(extent.elements());
+  std::vector<int> visits(rows.count * rows.length);
   for (int64_t block = 0; block < p.blocks(); ++block) {
     for (int thread = 0; thread < p.threads; ++thread) {
-      const int64_t c = block % p.columns * p.width * width + thread % p.width * width;
-      for (int64_t g = block / p.columns; g < p.groups && c < p.channels; g += p.parts) {
+      const int64_t e = block % p.columns * p.width * width + thread % p.width * width;
+      for (int64_t g = block / p.columns; g < p.groups && e < rows.length; g += p.parts) {
         for (int u = 0; u < unroll; ++u) {
           const int64_t row = (g * unroll + u) * p.height + thread / p.width;
-          for (int v = 0; v < width && row < p.rows; ++v) ++visits[row * extent.channels + c + v];
+          for (int v = 0; v < width && row < rows.count; ++v) ++visits[row * rows.length + e + v];
         }
       }
     }
   }
   for (const int count : visits) require(count == 1, "rows", extent);
+  std::vector<int> shares(p.shares() * rows.channels);
+  for (int64_t part = 0; part < p.parts; ++part) {
+    for (int64_t e = 0; e < rows.length; ++e) {
+      require(rows.channel(e) == e / rows.space % rows.channels, "channel", extent);
+      ++shares[(part * rows.repeats() + rows.repeat(e)) * rows.channels + rows.channel(e)];
+    }
+  }
+  for (const int count : shares) require(count == 1, "shares", extent);
 }
 
-void check_waves(int64_t tiles, int64_t lines, int64_t waves, const Device& device) {
-  const int64_t parts = share_tiles(tiles, lines, waves, device), resident = device.multiprocessors * resident_blocks;
+void check_waves(int64_t tiles, int64_t lines, int64_t waves, int64_t resident) {
+  const int64_t parts = share_tiles(tiles, lines, waves, resident);
   const Extent shown{Order::planes, tiles, lines, waves};
   require(parts >= 1 && parts <= tiles, "parts", shown);
   // Only a block for each line, which none can do without, may be more than whole waves.
@@ -95,18 +117,26 @@ void check_groups(const Extent& extent, int64_t element_bytes, int64_t streams, 
 }  // namespace
 
 int main() {
+  const Extent none{};
+  require(!PlanePartition{.items = 1ll << 31}.fits_32_bits(), "items beyond 32 bits", none);
+  require(!PlanePartition{.plane_stride = 1ll << 31}.fits_32_bits(), "a stride beyond 32 bits", none);
   for (int i = 0; i < 2000; ++i) {
     const Device device{random_size(16), random_size(1 << 16)};
-    check_waves(random_size(10000), random_size(3000), random_size(8), device);
+    const int64_t resident = device.multiprocessors * (1 + random_size(2));
+    check_waves(random_size(10000), random_size(3000), random_size(8), resident);
     const int unroll = 1 << random_size(3) >> 1;
     const Extent planes{Order::planes, random_size(40), random_size(40), random_size(3000)};
     if (planes.elements() > 1 << 18) continue;
-    walk_planes<1>(planes, unroll, device);
-    walk_planes<4>(planes, unroll, device);
-    walk_planes<8>(planes, unroll, device);
+    walk_planes<1>(planes, unroll, resident);
+    walk_planes<4>(planes, unroll, resident);
+    walk_planes<8>(planes, unroll, resident);
     const Extent rows{Order::rows, planes.space, planes.batch * planes.channels, 1};
     for (const int width : {1, 2, 4, 8}) {
-      if (rows.channels % width == 0) walk_rows(rows, width, unroll, device);
+      const int64_t space = random_size(7), channels = random_size(40), repeats = random_size(8);
+      const Rows folded{random_size(200), repeats * channels * space, channels, space};
+      if (folded.length % width == 0) walk_rows(folded, width, unroll, random_size(2), resident);
+      const Rows plain{rows.batch, rows.channels, rows.channels, 1};
+      if (plain.length % width == 0) walk_rows(plain, width, unroll, random_size(2), resident);
     }
     for (const int64_t bytes : {2, 4, 8}) {
       check_groups(planes, bytes, random_size(3), device);

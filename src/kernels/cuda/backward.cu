@@ -1,8 +1,50 @@
+#include <cstdlib>
+#include <string_view>
+
+#include "clusters.cuh"
 #include "inplace_abn/kernels.h"
 #include "walk.cuh"
 
 namespace inplace_abn::cuda {
 namespace {
+
+// dx = from_dy * dy + from_xhat * xhat + constant, where xhat may stand for any affine image of it.
+template <typename opmath_t>
+struct Combination {
+  opmath_t from_dy, from_xhat, constant;
+
+  __device__ __forceinline__ opmath_t operator()(opmath_t dy, opmath_t xhat) const {
+    return from_dy * dy + from_xhat * xhat + constant;
+  }
+};
+
+// What a channel's sums are wanted for; what is null is not.
+template <typename scalar_t>
+struct Results {
+  using opmath_t = opmath_type<scalar_t>;
+  opmath_t *sum_dy, *sum_xhat_dy;
+  ChannelVector<scalar_t> var, dweight, dbias;
+  Combination<opmath_t>* combinations;
+  bool of_xhat;   // dx is a combination of dy and xhat, else of dy and y
+  bool training;  // else statistics are constants
+  double count;
+
+  __device__ void store(int64_t c, const Affine<scalar_t>& affine, const Totals& totals) const {
+    const auto gamma = static_cast<double>(affine.gamma(c)), beta = static_cast<double>(affine.beta(c));
+    const double total_dy = totals.first, total_xhat_dy = totals.second / gamma;
+    if (sum_dy != nullptr) sum_dy[c] = static_cast<opmath_t>(total_dy);
+    if (sum_xhat_dy != nullptr) sum_xhat_dy[c] = static_cast<opmath_t>(total_xhat_dy);
+    if (dweight) dweight.store(c, total_xhat_dy * static_cast<double>(affine.dgamma(c)));
+    if (dbias) dbias.store(c, total_dy);
+    if (combinations == nullptr) return;
+    const auto inv_std = static_cast<double>(affine.inv_std(var.load(c)));
+    const double from_xhat = training ? -gamma * inv_std * total_xhat_dy / count : 0;
+    const double constant = training ? -gamma * inv_std * total_dy / count : 0;
+    const double from_y = from_xhat / gamma;
+    combinations[c] = {static_cast<opmath_t>(gamma * inv_std), static_cast<opmath_t>(of_xhat ? from_xhat : from_y),
+                       static_cast<opmath_t>(of_xhat ? constant : constant - from_y * beta)};
+  }
+};
 
 // Inverts z and sums; if it `stores`, leaves xhat and dy, for ops that are not local.
 template <typename scalar_type, typename Act, bool with_residual, bool stores>
@@ -12,22 +54,26 @@ struct Reduce {
   static constexpr int inputs = with_residual ? 3 : 2, outputs = stores ? 2 : 0, needed_outputs = outputs;
   static constexpr int unroll = stores && heavy<Act> ? 1 : 2;
   static constexpr bool at_once = false, reduces = true, much_arithmetic = heavy<Act>;
-  template <typename T>
-  using Value = Sums<T>;
-  template <typename T>
-  using Sum = Sums<T>;
+  using Sum = Sums<opmath_t>;
   struct Channel {
     opmath_t beta, inverse_gamma;
   };
 
   Affine<scalar_t> affine;
   Act act;
+  Results<scalar_t> results;
 
   __device__ Channel channel(int64_t c) const { return {affine.beta(c), stores ? 1 / affine.gamma(c) : opmath_t(0)}; }
 
+  __device__ static Totals totals(const Channel&, const Sum& sum, opmath_t) {
+    return {static_cast<double>(sum.dy), static_cast<double>(sum.dy_centred)};
+  }
+
+  __device__ void finish(int64_t c, const Totals& totals) const { results.store(c, affine, totals); }
+
   template <int items, int width>
   __device__ __forceinline__ void tile(const Channel& channel, const Elements<scalar_t, inputs, items * width>& in,
-                                       Elements<scalar_t, outputs, items * width>& out, Sum<opmath_t>& sum,
+                                       Elements<scalar_t, outputs, items * width>& out, Sum& sum,
                                        const Tile<items, width>&) const {
 #pragma unroll
     for (int e = 0; e < items * width; ++e) {
@@ -45,16 +91,6 @@ struct Reduce {
   }
 };
 
-// dx = from_dy * dy + from_xhat * xhat + constant, where xhat may stand for any affine image of it.
-template <typename opmath_t>
-struct Combination {
-  opmath_t from_dy, from_xhat, constant;
-
-  __device__ __forceinline__ opmath_t operator()(opmath_t dy, opmath_t xhat) const {
-    return from_dy * dy + from_xhat * xhat + constant;
-  }
-};
-
 // dx from xhat and dy.
 template <typename scalar_type>
 struct Combine {
@@ -62,10 +98,7 @@ struct Combine {
   using opmath_t = opmath_type<scalar_t>;
   static constexpr int inputs = 2, outputs = 1, needed_outputs = 1, unroll = 2;
   static constexpr bool at_once = false, reduces = false, much_arithmetic = false;
-  template <typename T>
-  using Value = NoValue<T>;
-  template <typename T>
-  using Sum = NoValue<T>;
+  using Sum = NoSum;
   using Channel = Combination<opmath_t>;
 
   ChannelVector<scalar_t> var;
@@ -80,7 +113,7 @@ struct Combine {
 
   template <int items, int width>
   __device__ __forceinline__ void tile(const Channel& channel, const Elements<scalar_t, inputs, items * width>& in,
-                                       Elements<scalar_t, outputs, items * width>& out, Sum<opmath_t>&,
+                                       Elements<scalar_t, outputs, items * width>& out, Sum&,
                                        const Tile<items, width>&) const {
 #pragma unroll
     for (int e = 0; e < items * width; ++e) {
@@ -97,10 +130,7 @@ struct InvertAndCombine {
   static constexpr int inputs = with_residual ? 3 : 2, outputs = inputs - 1;
   static constexpr int needed_outputs = with_residual ? 0 : 1, unroll = 2;
   static constexpr bool at_once = false, reduces = false, much_arithmetic = heavy<Act>;
-  template <typename T>
-  using Value = NoValue<T>;
-  template <typename T>
-  using Sum = NoValue<T>;
+  using Sum = NoSum;
   using Channel = Combination<opmath_t>;
 
   const Combination<opmath_t>* combinations;
@@ -110,7 +140,7 @@ struct InvertAndCombine {
 
   template <int items, int width>
   __device__ __forceinline__ void tile(const Channel& channel, const Elements<scalar_t, inputs, items * width>& in,
-                                       Elements<scalar_t, outputs, items * width>& out, Sum<opmath_t>&,
+                                       Elements<scalar_t, outputs, items * width>& out, Sum&,
                                        const Tile<items, width>&) const {
 #pragma unroll
     for (int e = 0; e < items * width; ++e) {
@@ -137,49 +167,24 @@ void visit(const ActivationArgs& activation, const View<const scalar_t>& residua
   });
 }
 
-template <typename scalar_t>
-struct StoreSums {
-  Affine<scalar_t> affine;
-  opmath_type<scalar_t>*sum_dy, *sum_xhat_dy;
-
-  __device__ void operator()(int64_t c, const Partial<Sums>& partial) const {
-    using opmath_t = opmath_type<scalar_t>;
-    sum_dy[c] = static_cast<opmath_t>(partial.value.dy);
-    sum_xhat_dy[c] = static_cast<opmath_t>(partial.value.dy_centred / static_cast<double>(affine.gamma(c)));
-  }
-};
-
-// Stores the parameters' gradients, and dx as a combination of dy and y.
-template <typename scalar_t>
-struct StoreCombination {
-  using opmath_t = opmath_type<scalar_t>;
-  Affine<scalar_t> affine;
-  ChannelVector<scalar_t> var, dweight, dbias;
-  bool training;
-  double count;
-  Combination<opmath_t>* combinations;
-
-  __device__ void operator()(int64_t c, const Partial<Sums>& partial) const {
-    const auto gamma = static_cast<double>(affine.gamma(c)), beta = static_cast<double>(affine.beta(c));
-    const auto inv_std = static_cast<double>(affine.inv_std(var.load(c)));
-    const double sum_dy = partial.value.dy, sum_xhat_dy = partial.value.dy_centred / gamma;
-    if (dweight) dweight.store(c, sum_xhat_dy * static_cast<double>(affine.dgamma(c)));
-    if (dbias) dbias.store(c, sum_dy);
-    const double from_y = training ? -inv_std * sum_xhat_dy / count : 0;
-    const double constant = training ? -gamma * inv_std * sum_dy / count - from_y * beta : 0;
-    combinations[c] = {static_cast<opmath_t>(gamma * inv_std), static_cast<opmath_t>(from_y),
-                       static_cast<opmath_t>(constant)};
-  }
-};
+// Whether dx comes from the xhat and dy that the first pass left, instead of from z and dz inverted once more. That
+// saves an inversion and costs two writes. INPLACE_ABN_CUDA_INVERT in the environment, "once" or "twice", decides it;
+// without it, whichever bounds the second pass: only in double do inversions take longer than the bytes.
+template <typename scalar_t, typename Act>
+bool inverts_once() {
+  const char* const given = std::getenv("INPLACE_ABN_CUDA_INVERT");
+  if (given == nullptr) return heavy<Act> && std::is_same_v<scalar_t, double>;
+  return std::string_view(given) == "once";
+}
 
 }  // namespace
 
 template <typename scalar_t>
 void backward_reduce(const BackwardReduceArgs<scalar_t>& args) {
+  const Results<scalar_t> results{.sum_dy = args.sum_dy, .sum_xhat_dy = args.sum_xhat_dy};
   visit(args.activation, args.residual, [&](auto act, auto with_residual) {
-    reduce(args.extent, Reduce<scalar_t, decltype(act), with_residual(), true>{args.affine, act},
-           {{args.z, args.dz, args.residual}, {args.xhat, args.dy}},
-           StoreSums<scalar_t>{args.affine, args.sum_dy, args.sum_xhat_dy});
+    reduce(args.extent, Reduce<scalar_t, decltype(act), with_residual(), true>{args.affine, act, results},
+           {{args.z, args.dz, args.residual}, {args.xhat, args.dy}});
   });
 }
 
@@ -189,30 +194,61 @@ void backward(const BackwardArgs<scalar_t>& args) {
         {{args.xhat, args.dy}, {args.dx}});
 }
 
+// One group of channels of a local_backward; `args` are the group's.
+template <typename scalar_t, typename Act, bool with_residual>
+void backward_of_group(const LocalBackwardArgs<scalar_t>& args, const Act& act, Results<scalar_t> results) {
+  using Again = InvertAndCombine<scalar_t, Act, with_residual>;
+  using FromXhat = InvertAndCombine<scalar_t, Identity<scalar_t>, false>;
+  const Streams<scalar_t> io{{args.z, args.dz, args.residual}, {args.dx, args.dresidual}};
+  const bool sums_needed = args.training || args.dweight || args.dbias;
+  // dresidual is dy; where there is none, dx has room for it until it is overwritten.
+  const View<scalar_t> dy = with_residual ? args.dresidual : args.dx;
+  results.of_xhat = sums_needed && inverts_once<scalar_t, Act>() && args.xhat.data != nullptr &&
+                    args.dx.data != nullptr && dy.data != nullptr;
+  if (results.of_xhat) {
+    const Reduce<scalar_t, Act, with_residual, true> op{args.affine, act, results};
+    reduce(args.extent, op, {{args.z, args.dz, args.residual}, {args.xhat, dy}});
+    const View<const scalar_t> xhat{args.xhat.data, args.xhat.batch_stride, args.xhat.channel_stride};
+    apply(args.extent, FromXhat{results.combinations, {}},
+          {{xhat, {dy.data, dy.batch_stride, dy.channel_stride}}, {args.dx}});
+    return;
+  }
+  const Reduce<scalar_t, Act, with_residual, false> op{args.affine, act, results};
+  const Again again{results.combinations, act};
+  if (sums_needed && args.dx.data != nullptr && run_in_clusters(args.extent, op, again, io)) return;
+  if (sums_needed) {
+    reduce(args.extent, op, {{io.in[0], io.in[1], io.in[2]}, {}});
+  } else {
+    finish_channels_of(op, nullptr, 0, args.extent.channels);
+  }
+  if (args.dx.data != nullptr || args.dresidual.data != nullptr) {
+    apply(args.extent, again, io);
+  }
+}
+
 template <typename scalar_t>
 void local_backward(const LocalBackwardArgs<scalar_t>& args) {
-  using opmath_t = opmath_type<scalar_t>;
-  const bool sums_needed = args.training || args.dweight || args.dbias;
-  const bool writes = args.dx.data != nullptr || args.dresidual.data != nullptr;
   const auto count = static_cast<double>(args.extent.batch * args.extent.space);
   const int64_t streams = args.residual.data == nullptr ? 2 : 3;
-  const Scratch<Combination<opmath_t>> combinations(args.extent.channels);
+  const Scratch<Combination<opmath_type<scalar_t>>> combinations(args.extent.channels);
   visit(args.activation, args.residual, [&](auto act, auto with_residual) {
     for_each_channel_group<scalar_t>(args.extent, streams, [&](const Extent& extent, int64_t c) {
-      const Streams<scalar_t> io{{from_channel(args.z, c), from_channel(args.dz, c), from_channel(args.residual, c)},
-                                 {from_channel(args.dx, c), from_channel(args.dresidual, c)}};
-      const auto affine = from_channel(args.affine, c);
-      const StoreCombination<scalar_t> finish{
-          affine, from_channel(args.var, c), from_channel(args.dweight, c), from_channel(args.dbias, c), args.training,
-          count,  combinations.data() + c};
-      if (sums_needed) {
-        reduce(extent, Reduce<scalar_t, decltype(act), with_residual(), false>{affine, act},
-               {{io.in[0], io.in[1], io.in[2]}, {}}, finish);
-      } else {
-        finish_channels_of<Sums>(nullptr, 0, extent.channels, finish);
-      }
-      if (writes)
-        apply(extent, InvertAndCombine<scalar_t, decltype(act), with_residual()>{combinations.data() + c, act}, io);
+      LocalBackwardArgs<scalar_t> group = args;
+      group.extent = extent;
+      group.z = from_channel(args.z, c);
+      group.dz = from_channel(args.dz, c);
+      group.dx = from_channel(args.dx, c);
+      group.affine = from_channel(args.affine, c);
+      group.residual = from_channel(args.residual, c);
+      group.dresidual = from_channel(args.dresidual, c);
+      group.xhat = from_channel(args.xhat, c);
+      const Results<scalar_t> results{.var = from_channel(args.var, c),
+                                      .dweight = from_channel(args.dweight, c),
+                                      .dbias = from_channel(args.dbias, c),
+                                      .combinations = combinations.data() + c,
+                                      .training = args.training,
+                                      .count = count};
+      backward_of_group<scalar_t, decltype(act), with_residual()>(group, act, results);
     });
   });
 }

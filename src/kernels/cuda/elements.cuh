@@ -6,8 +6,10 @@
 //   outputs, needed_outputs   tensors written; those past the needed ones may be null and then are not
 //   unroll, at_once           items a thread has in flight; whether it takes them up all at once or one by one
 //   much_arithmetic           whether it needs many registers for intermediate results
-//   reduces, Value, Sum       whether, and to what, a channel is reduced, and what a thread sums up towards it
 //   Channel, channel(c)       what an element needs to know of its channel
+//   reduces, Sum              whether a channel is reduced, and what a thread sums up towards it
+//   totals(channel, sum, count)  what `count` elements of a thread add to the channel's totals
+//   finish(c, totals)         stores what comes of the totals of all of channel c
 //   tile<items, width>(channel, in, out, sum, tile)
 //                             the work: `width` elements of one channel from each of `items` items. `sum` takes up
 //                             those that the tile `has`; the others are zero, and what becomes of them is dropped.
@@ -20,8 +22,8 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "moments.cuh"
 #include "partition.h"
+#include "reduction.cuh"
 
 namespace inplace_abn::cuda {
 
@@ -55,12 +57,6 @@ struct Tile {
   }
 };
 
-template <typename opmath_t>
-struct NoValue {};
-
-template <typename Op>
-using ChannelPartial = Partial<Op::template Value>;
-
 // Activations that take more than a multiplication. They are bound by arithmetic rather than by memory.
 template <typename Act>
 constexpr bool heavy = true;
@@ -79,7 +75,13 @@ template <typename Op, int channels>
 constexpr bool wide =
     channels > 4 ? Op::inputs > 2 || Op::outputs > 1 || Op::much_arithmetic : Op::inputs + Op::outputs > 4;
 template <typename Op, int channels>
-constexpr int resident = sizeof(typename Op::opmath_t) == sizeof(double) || wide<Op, channels> ? 2 : resident_blocks;
+constexpr int resident = sizeof(typename Op::opmath_t) == sizeof(double) || wide<Op, channels> ? 2 : 3;
+
+// Blocks that the current device holds.
+template <typename Op, int channels>
+int64_t residency() {
+  return current_device().multiprocessors * resident<Op, channels>;
+}
 
 template <typename scalar_t>
 constexpr int vector_width = 16 / sizeof(scalar_t);
@@ -113,6 +115,11 @@ struct alignas(16) Vector {
     const uint4 raw = *reinterpret_cast<const uint4*>(from);
     memcpy(words, &raw, sizeof(raw));
   }
+  __device__ __forceinline__ void keep(uint4* shared) const {
+    uint4 raw;
+    raw.x = words[0], raw.y = words[1], raw.z = words[2], raw.w = words[3];
+    *shared = raw;
+  }
   __device__ __forceinline__ void store(scalar_t* to) const {
     // A plain store; compilers do not always see that these four words are one access.
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};"
@@ -136,38 +143,34 @@ struct Vector<scalar_t, 1> {
 template <typename scalar_t, int width, int streams>
 using Item = Vector<scalar_t, width>[streams == 0 ? 1 : streams];
 
-template <typename scalar_t>
-INPLACE_ABN_INLINE scalar_t* locate(const View<scalar_t>& view, int64_t batch, int64_t channel, int64_t element) {
-  return view.data + batch * view.batch_stride + channel * view.channel_stride + element;
-}
-
-template <typename Op, int width>
-__device__ __forceinline__ void load(const Streams<typename Op::scalar_t>& io, int64_t batch, int64_t channel,
-                                     int64_t element, Item<typename Op::scalar_t, width, Op::inputs>& in) {
+// Each stream's vector from, or to, where `at` says that it lies in a view.
+template <typename Op, int width, typename At>
+__device__ __forceinline__ void load(const Streams<typename Op::scalar_t>& io, const At& at,
+                                     Item<typename Op::scalar_t, width, Op::inputs>& in) {
 #pragma unroll
-  for (int k = 0; k < Op::inputs; ++k) in[k].load(locate(io.in[k], batch, channel, element));
+  for (int k = 0; k < Op::inputs; ++k) in[k].load(at(io.in[k]));
 }
 
-template <typename Op, int width>
-__device__ __forceinline__ void store(const Streams<typename Op::scalar_t>& io, int64_t batch, int64_t channel,
-                                      int64_t element, const Item<typename Op::scalar_t, width, Op::outputs>& out) {
+template <typename Op, int width, typename At>
+__device__ __forceinline__ void store(const Streams<typename Op::scalar_t>& io, const At& at,
+                                      const Item<typename Op::scalar_t, width, Op::outputs>& out) {
 #pragma unroll
   for (int k = 0; k < Op::outputs; ++k) {
-    if (k < Op::needed_outputs || io.out[k].data != nullptr) out[k].store(locate(io.out[k], batch, channel, element));
+    if (k < Op::needed_outputs || io.out[k].data != nullptr) out[k].store(at(io.out[k]));
   }
 }
 
 // The same for an item of which there may be a part only: missing elements are read as zero, and not written.
-template <typename Op, int width>
-__device__ __forceinline__ void load(const Streams<typename Op::scalar_t>& io, int64_t batch, int64_t channel,
-                                     int64_t element, Mask mask, Item<typename Op::scalar_t, width, Op::inputs>& in) {
+template <typename Op, int width, typename At>
+__device__ __forceinline__ void load_part(const Streams<typename Op::scalar_t>& io, const At& at, Mask mask,
+                                          Item<typename Op::scalar_t, width, Op::inputs>& in) {
   if (mask == all_elements<width>) {
-    load<Op, width>(io, batch, channel, element, in);
+    load<Op, width>(io, at, in);
   } else if constexpr (width > 1) {
     if (mask == 0) return;
 #pragma unroll
     for (int k = 0; k < Op::inputs; ++k) {
-      const auto* from = locate(io.in[k], batch, channel, element);
+      const auto* from = at(io.in[k]);
       in[k] = {};
 #pragma unroll
       for (int i = 0; i < width; ++i) {
@@ -177,17 +180,16 @@ __device__ __forceinline__ void load(const Streams<typename Op::scalar_t>& io, i
   }
 }
 
-template <typename Op, int width>
-__device__ __forceinline__ void store(const Streams<typename Op::scalar_t>& io, int64_t batch, int64_t channel,
-                                      int64_t element, Mask mask,
-                                      const Item<typename Op::scalar_t, width, Op::outputs>& out) {
+template <typename Op, int width, typename At>
+__device__ __forceinline__ void store_part(const Streams<typename Op::scalar_t>& io, const At& at, Mask mask,
+                                           const Item<typename Op::scalar_t, width, Op::outputs>& out) {
   if (mask == all_elements<width>) {
-    store<Op, width>(io, batch, channel, element, out);
+    store<Op, width>(io, at, out);
   } else if constexpr (width > 1) {
 #pragma unroll
     for (int k = 0; k < Op::outputs; ++k) {
       if (k >= Op::needed_outputs && io.out[k].data == nullptr) continue;
-      auto* to = locate(io.out[k], batch, channel, element);
+      auto* to = at(io.out[k]);
 #pragma unroll
       for (int i = 0; i < width; ++i) {
         if ((mask >> i & 1) != 0) to[i] = out[k].get(i);
@@ -201,8 +203,7 @@ template <int items, int elements, int width, typename Op>
 __device__ __forceinline__ void take(const Op& op, const typename Op::Channel& channel,
                                      const Item<typename Op::scalar_t, width, Op::inputs>* in,
                                      Item<typename Op::scalar_t, width, Op::outputs>* out, int at,
-                                     typename Op::template Sum<typename Op::opmath_t>& sum,
-                                     const Tile<items, elements>& tile) {
+                                     typename Op::Sum& sum, const Tile<items, elements>& tile) {
   Elements<typename Op::scalar_t, Op::inputs, items * elements> all_in;
   Elements<typename Op::scalar_t, Op::outputs, items * elements> all_out;
 #pragma unroll

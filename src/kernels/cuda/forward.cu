@@ -1,4 +1,6 @@
+#include "clusters.cuh"
 #include "inplace_abn/kernels.h"
+#include "statistics.cuh"
 #include "walk.cuh"
 
 namespace inplace_abn::cuda {
@@ -12,10 +14,7 @@ struct Transform {
   static constexpr int inputs = with_residual ? 2 : 1, outputs = 1, needed_outputs = 1;
   static constexpr int unroll = 4 / inputs;
   static constexpr bool at_once = false, reduces = false, much_arithmetic = heavy<Act>;
-  template <typename T>
-  using Value = NoValue<T>;
-  template <typename T>
-  using Sum = NoValue<T>;
+  using Sum = NoSum;
   struct Channel {
     opmath_t mean, scale, beta;
   };
@@ -28,9 +27,13 @@ struct Transform {
     return {mean.load(c), affine.gamma(c) * affine.inv_std(var.load(c)), affine.beta(c)};
   }
 
+  Transform from(int64_t c) const {
+    return {from_channel(mean, c), from_channel(var, c), from_channel(affine, c), act};
+  }
+
   template <int items, int width>
   __device__ __forceinline__ void tile(const Channel& channel, const Elements<scalar_t, inputs, items * width>& in,
-                                       Elements<scalar_t, outputs, items * width>& out, Sum<opmath_t>&,
+                                       Elements<scalar_t, outputs, items * width>& out, Sum&,
                                        const Tile<items, width>&) const {
 #pragma unroll
     for (int e = 0; e < items * width; ++e) {
@@ -41,14 +44,15 @@ struct Transform {
   }
 };
 
-template <typename scalar_t>
-void transform(const ForwardArgs<scalar_t>& args) {
+// Calls f(op, io) with the op that the arguments ask for.
+template <typename scalar_t, typename F>
+void visit_transform(const ForwardArgs<scalar_t>& args, const F& f) {
   visit_forward<scalar_t>(args.activation.kind, args.activation.param, args.invertible, [&](auto act) {
     const Streams<scalar_t> io{{args.x, args.residual}, {args.z}};
     if (args.residual.data == nullptr) {
-      apply(args.extent, Transform<scalar_t, decltype(act), false>{args.mean, args.var, args.affine, act}, io);
+      f(Transform<scalar_t, decltype(act), false>{args.mean, args.var, args.affine, act}, io);
     } else {
-      apply(args.extent, Transform<scalar_t, decltype(act), true>{args.mean, args.var, args.affine, act}, io);
+      f(Transform<scalar_t, decltype(act), true>{args.mean, args.var, args.affine, act}, io);
     }
   });
 }
@@ -57,25 +61,22 @@ void transform(const ForwardArgs<scalar_t>& args) {
 
 template <typename scalar_t>
 void forward(const ForwardArgs<scalar_t>& args) {
-  transform(args);
+  visit_transform(args, [&](const auto& op, const auto& io) { apply(args.extent, op, io); });
 }
 
 template <typename scalar_t>
 void local_forward(const LocalForwardArgs<scalar_t>& args) {
-  const int64_t streams = args.residual.data == nullptr ? 1 : 2;
-  for_each_channel_group<scalar_t>(args.extent, streams, [&](const Extent& extent, int64_t c) {
-    const auto x = from_channel(args.x, c);
-    auto *mean = args.mean + c, *var = args.var + c;
-    reduce_moments(extent, x, mean, var, from_channel(args.running, c));
-    transform(ForwardArgs<scalar_t>{extent,
-                                    x,
-                                    from_channel(args.z, c),
-                                    {mean, false},
-                                    {var, false},
-                                    from_channel(args.affine, c),
-                                    args.activation,
-                                    args.invertible,
-                                    from_channel(args.residual, c)});
+  const auto count = static_cast<double>(args.extent.batch * args.extent.space);
+  const Statistics<scalar_t> statistics{args.x, args.mean, args.var, args.running, count};
+  const ForwardArgs<scalar_t> all{args.extent, args.x,          args.z,          {args.mean, false}, {args.var, false},
+                                  args.affine, args.activation, args.invertible, args.residual};
+  visit_transform(all, [&](const auto& op, const auto& io) {
+    if (run_in_clusters(args.extent, statistics, op, io)) return;
+    const int64_t streams = args.residual.data == nullptr ? 1 : 2;
+    for_each_channel_group<scalar_t>(args.extent, streams, [&](const Extent& extent, int64_t c) {
+      reduce_moments(extent, statistics.from(c));
+      apply(extent, op.from(c), from_channel(io, c));
+    });
   });
 }
 

@@ -42,15 +42,19 @@ inline cudaStream_t current_stream() {
   return static_cast<cudaStream_t>(stream);
 }
 
+inline int attribute(cudaDeviceAttr name, int device) {
+  int value = 0;
+  check(cudaDeviceGetAttribute(&value, name, device), "cudaDeviceGetAttribute");
+  return value;
+}
+
 // The cache by whose size channels are grouped: of INPLACE_ABN_CUDA_CACHE in the environment, "device" for the device's
 // own, a number of bytes, or nothing, since every group costs launches.
 inline int64_t cache_bytes(int device) {
   const char* const given = std::getenv("INPLACE_ABN_CUDA_CACHE");
   if (given == nullptr) return 0;
   if (std::string_view(given) != "device") return std::strtoll(given, nullptr, 10);
-  int bytes = 0;
-  check(cudaDeviceGetAttribute(&bytes, cudaDevAttrL2CacheSize, device), "cudaDeviceGetAttribute");
-  return bytes;
+  return attribute(cudaDevAttrL2CacheSize, device);
 }
 
 inline std::vector<Device> all_devices() {
@@ -58,9 +62,9 @@ inline std::vector<Device> all_devices() {
   check(cudaGetDeviceCount(&count), "cudaGetDeviceCount");
   std::vector<Device> devices(count);
   for (int i = 0; i < count; ++i) {
-    int multiprocessors = 0;
-    check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, i), "cudaDeviceGetAttribute");
-    devices[i] = {multiprocessors, cache_bytes(i)};
+    devices[i] = {attribute(cudaDevAttrMultiProcessorCount, i), cache_bytes(i),
+                  attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, i),
+                  attribute(cudaDevAttrComputeCapabilityMajor, i) >= 9};
   }
   return devices;
 }
@@ -81,6 +85,26 @@ void launch(void (*kernel)(int64_t, Parameters...), int64_t blocks, int threads,
     kernel<<<grid, threads, 0, stream>>>(first, arguments...);
     check(cudaGetLastError(), "the launch of a kernel");
   }
+}
+
+// Starts clusters of `size` blocks each, which have so much dynamic shared memory.
+template <typename... Parameters, typename... Arguments>
+void launch_clusters(void (*kernel)(Parameters...), int64_t clusters, int size, int threads, int64_t shared_bytes,
+                     const Arguments&... arguments) {
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)),
+        "cudaFuncSetAttribute");
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim.x = static_cast<unsigned>(size);
+  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(clusters * size));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+  config.stream = current_stream();
+  config.attrs = &cluster;
+  config.numAttrs = 1;
+  check(cudaLaunchKernelEx(&config, kernel, arguments...), "the launch of a kernel's clusters");
 }
 
 // Device memory of torch's for the launches of one call: given back in stream order, so it may go out of scope once

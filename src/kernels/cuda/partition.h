@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <bit>
 #include <cstdint>
+#include <limits>
 
 #include "inplace_abn/activation.h"
 #include "inplace_abn/layout.h"
@@ -16,14 +17,17 @@ constexpr int block_threads = 256;
 constexpr int resident_blocks = 3;
 
 // Blocks of a large tensor come in so many waves, for balance, and take at least so many tiles each, to be worth their
-// start and the partial result they leave.
+// start and the share of a reduction that they leave. In row order every block leaves one for each element of its
+// column.
 constexpr int64_t plane_waves = 8;
-constexpr int64_t row_waves = 2;
+constexpr int64_t row_waves = 2, reduced_row_waves = 1;
 constexpr int64_t least_tiles = 8;
 
 struct Device {
   int64_t multiprocessors;
-  int64_t cache_bytes;  // of the second-level cache, as far as channels are to be grouped by it; 0: not at all
+  int64_t cache_bytes;       // of the second-level cache, as far as channels are to be grouped by it; 0: not at all
+  int64_t shared_bytes = 0;  // of shared memory that a block may ask for
+  bool has_clusters = false;
 };
 
 INPLACE_ABN_INLINE int64_t ceil_div(int64_t a, int64_t b) {
@@ -36,10 +40,9 @@ INPLACE_ABN_INLINE int64_t quotient(int64_t a, int64_t b) {
   return a / b;
 }
 
-// The number of blocks that share the `tiles` of one line; all `lines` are alike. All blocks together are whole waves,
-// or a little less: a few more than a device holds would take as long as another wave.
-inline int64_t share_tiles(int64_t tiles, int64_t lines, int64_t waves, const Device& device) {
-  const int64_t resident = device.multiprocessors * resident_blocks;
+// The number of blocks that share the `tiles` of one line; all `lines` are alike. All blocks together are whole waves
+// of the `resident` ones that the device holds, or a little less: a few more would take as long as another wave.
+inline int64_t share_tiles(int64_t tiles, int64_t lines, int64_t waves, int64_t resident) {
   const int64_t wanted = std::min(ceil_div(tiles, least_tiles) * lines, waves * resident);
   const int64_t full = std::max<int64_t>(1, wanted / resident);
   return std::clamp<int64_t>(full * resident / lines, 1, tiles);
@@ -52,67 +55,100 @@ inline int64_t share_tiles(int64_t tiles, int64_t lines, int64_t waves, const De
 // planes of a channel, one plane after the other, are its items; `tile` consecutive items are a tile, of which a thread
 // takes every `threads`-th; part p of `parts` blocks takes tiles p, p + parts, ...
 
-struct Step {
-  int64_t planes, slots;
-};
+// A place among the items of a channel, and the way from one to another, which is known beforehand: no thread divides.
+template <typename Index>
+struct Items {
+  Index planes, slots;
 
-// Walks the items of a channel in steps known beforehand, without dividing.
-struct Cursor {
-  int64_t plane, slot;
-
-  INPLACE_ABN_INLINE void advance(const Step& step, int64_t slots) {
-    plane += step.planes;
-    slot += step.slots;
-    if (slot >= slots) {
-      slot -= slots;
-      ++plane;
+  template <typename Other>
+  INPLACE_ABN_INLINE Items<Other> as() const {
+    return {static_cast<Other>(planes), static_cast<Other>(slots)};
+  }
+  INPLACE_ABN_INLINE void advance(const Items& by, Index slots_of_plane) {
+    planes += by.planes;
+    slots += by.slots;
+    if (slots >= slots_of_plane) {
+      slots -= slots_of_plane;
+      ++planes;
     }
   }
 };
 
+INPLACE_ABN_INLINE Items<int64_t> split(int64_t items, int64_t slots) {
+  const int64_t planes = quotient(items, slots);
+  return {planes, items - planes * slots};
+}
+
 struct PlanePartition {
   int64_t channels, space;
   int64_t slots, items, tile, parts;
-  Step next_item, next_tile;
-  int64_t phase;  // elements by which the tensors' first one is past a multiple of the width
+  Items<int64_t> next_item, next_tile;
+  int64_t phase;         // elements by which the tensors' first one is past a multiple of the width
+  int64_t plane_stride;  // of all tensors, if they agree, from plane to plane of a channel
   int threads;
 
   int64_t blocks() const { return channels * parts; }
-  INPLACE_ABN_INLINE Cursor at(int64_t item) const {
-    const int64_t plane = quotient(item, slots);
-    return {plane, item - plane * slots};
+  // The blocks of one channel, each of which leaves a share of a reduction.
+  int64_t shares() const { return parts; }
+  // The most items that a thread takes.
+  int64_t items_of_thread() const {
+    const int64_t before_last = (ceil_div(items, parts * tile) - 1) * tile;
+    return ceil_div(before_last + std::min(tile, items - before_last * parts), threads);
   }
+  // Whether planes, slots, items and the next of them, and the stride can be counted in 32 bits.
+  bool fits_32_bits() const {
+    return std::max(items + (parts + 1) * tile, plane_stride) <= std::numeric_limits<int32_t>::max();
+  }
+  INPLACE_ABN_INLINE Items<int64_t> at(int64_t item) const { return split(item, slots); }
   // The index in its plane of a slot's first element: negative, or less than `width` before the end, in a ragged slot.
   template <int width>
-  INPLACE_ABN_INLINE int64_t first_element(const Cursor& cursor, int64_t plane_offset) const {
-    return cursor.slot * width - ((phase + plane_offset) & (width - 1));
+  INPLACE_ABN_INLINE int64_t first_element(const Items<int64_t>& at, int64_t plane_offset) const {
+    return at.slots * width - ((phase + plane_offset) & (width - 1));
   }
 };
 
-inline Step make_step(int64_t items, int64_t slots) {
-  return {items / slots, items % slots};
-}
-
-// `even`: all planes start at multiples of the width.
-inline PlanePartition partition_planes(const Extent& extent, int width, int unroll, int64_t phase, bool even,
-                                       const Device& device) {
+// `even`: all planes start at multiples of the width. Threads and parts are left open.
+inline PlanePartition cut_planes(const Extent& extent, int width, int64_t phase, bool even, int64_t plane_stride) {
   PlanePartition p{};
   p.channels = extent.channels;
   p.space = extent.space;
   p.phase = phase;
+  p.plane_stride = plane_stride;
   p.slots = ceil_div(extent.space + (even ? 0 : width - 1), width);
   p.items = extent.batch * p.slots;
+  return p;
+}
+
+inline void set_steps(PlanePartition& p) {
+  p.next_item = split(p.threads, p.slots);
+  p.next_tile = split((p.parts - 1) * p.tile, p.slots);
+}
+
+// `resident`: blocks that the device holds.
+inline PlanePartition partition_planes(const Extent& extent, int width, int unroll, int64_t phase, bool even,
+                                       int64_t plane_stride, int64_t resident) {
+  PlanePartition p = cut_planes(extent, width, phase, even, plane_stride);
   p.threads = static_cast<int>(std::min<int64_t>(block_threads, ceil_div(p.items, 32) * 32));
   p.tile = static_cast<int64_t>(p.threads) * unroll;
-  p.parts = share_tiles(ceil_div(p.items, p.tile), p.channels, plane_waves, device);
-  p.next_item = make_step(p.threads, p.slots);
-  p.next_tile = make_step((p.parts - 1) * p.tile, p.slots);
+  p.parts = share_tiles(ceil_div(p.items, p.tile), p.channels, plane_waves, resident);
+  set_steps(p);
+  return p;
+}
+
+// A cluster of `blocks` for each channel of even planes.
+inline PlanePartition partition_cluster(const Extent& extent, int width, int unroll, int64_t plane_stride, int threads,
+                                        int blocks) {
+  PlanePartition p = cut_planes(extent, width, 0, true, plane_stride);
+  p.threads = threads;
+  p.tile = static_cast<int64_t>(threads) * unroll;
+  p.parts = blocks;
+  set_steps(p);
   return p;
 }
 
 // --- Row order -------------------------------------------------------------------------------------------------------
 //
-// A block covers a column of channels, `width` vectors across, and, `height` rows at a time, `unroll` times, a group of
+// A block covers a column of elements, `width` vectors across, and, `height` rows at a time, `unroll` times, a group of
 // rows. Part p of `parts` blocks takes groups p, p + parts, ... Columns are as equal as can be, so that few threads
 // idle.
 
@@ -121,27 +157,43 @@ INPLACE_ABN_INLINE constexpr int most_across(int vector_width) {
   return vector_width == 1 ? 128 : 32;
 }
 
+// `count` rows of `length` consecutive elements: one or several times all channels, `space` elements of each in turn.
+struct Rows {
+  int64_t count, length, channels, space;
+
+  INPLACE_ABN_INLINE int64_t channel(int64_t e) const {
+    const int64_t run = quotient(e, space);
+    return run - quotient(run, channels) * channels;
+  }
+  // Elements of a row that belong to the same channel are told apart by a number less than `repeats`.
+  INPLACE_ABN_INLINE int64_t repeats() const { return quotient(length, channels); }
+  INPLACE_ABN_INLINE int64_t repeat(int64_t e) const {
+    const int64_t run = quotient(e, space);
+    return quotient(run, channels) * space + e - run * space;
+  }
+};
+
 struct RowPartition {
-  int64_t channels, rows;
+  Rows rows;
   int64_t columns, groups, parts;
   int width, height, threads;
   int first_half;  // where the reduction over the block's rows starts: a power of two, at least half of `height`
 
   int64_t blocks() const { return columns * parts; }
+  int64_t shares() const { return parts * rows.repeats(); }
 };
 
-inline RowPartition partition_rows(const Extent& extent, int vector_width, int unroll, const Device& device) {
+inline RowPartition partition_rows(const Rows& rows, int vector_width, int unroll, int64_t waves, int64_t resident) {
   RowPartition p{};
-  p.channels = extent.channels;
-  p.rows = extent.batch;
-  const int64_t across = ceil_div(extent.channels, vector_width);
+  p.rows = rows;
+  const int64_t across = ceil_div(rows.length, vector_width);
   p.width = static_cast<int>(ceil_div(across, ceil_div(across, most_across(vector_width))));
   p.columns = ceil_div(across, p.width);
-  p.height = static_cast<int>(std::min<int64_t>(block_threads / p.width, p.rows));
+  p.height = static_cast<int>(std::min<int64_t>(block_threads / p.width, rows.count));
   p.threads = p.width * p.height;
   p.first_half = static_cast<int>(std::bit_ceil(static_cast<unsigned>(p.height)) / 2);
-  p.groups = ceil_div(p.rows, static_cast<int64_t>(p.height) * unroll);
-  p.parts = share_tiles(p.groups, p.columns, row_waves, device);
+  p.groups = ceil_div(rows.count, static_cast<int64_t>(p.height) * unroll);
+  p.parts = share_tiles(p.groups, p.columns, waves, resident);
   return p;
 }
 

@@ -1,6 +1,8 @@
 // Row order: the kernel, and how its launch is partitioned (partition.h says in which terms).
 #pragma once
 
+#include <numeric>
+
 #include "elements.cuh"
 #include "partition.h"
 
@@ -9,37 +11,40 @@ namespace inplace_abn::cuda {
 template <typename Op, int width>
 __global__ void __launch_bounds__(block_threads, resident<Op, width>)
     rows_kernel(const int64_t first_block, const Op op, const Streams<typename Op::scalar_t> io, const RowPartition p,
-                ChannelPartial<Op>* const partials) {
+                Totals* const shares) {
   using scalar_t = typename Op::scalar_t;
   using opmath_t = typename Op::opmath_t;
   constexpr int unroll = Op::unroll, together = Op::at_once ? unroll : 1;
   static_assert(together == 1 || Op::outputs == 0);
   const int x = threadIdx.x % p.width, y = threadIdx.x / p.width;
   const int64_t block = first_block + blockIdx.x, part = quotient(block, p.columns), column = block - part * p.columns;
-  const int64_t column_start = column * p.width * width, c = column_start + x * width;
+  const int64_t column_start = column * p.width * width, e = column_start + x * width;
 
-  // Worked out once per channel, not once per thread.
+  // Worked out once per element of the column, not once per thread.
   __shared__ typename Op::Channel shared_channels[most_across(width) * width];
-  for (int i = threadIdx.x; i < p.width * width && column_start + i < p.channels; i += blockDim.x) {
-    shared_channels[i] = op.channel(column_start + i);
+  for (int i = threadIdx.x; i < p.width * width && column_start + i < p.rows.length; i += blockDim.x) {
+    shared_channels[i] = op.channel(p.rows.channel(column_start + i));
   }
   __syncthreads();
   typename Op::Channel channel[width];
 #pragma unroll
   for (int v = 0; v < width; ++v) channel[v] = shared_channels[x * width + v];
 
-  typename Op::template Sum<opmath_t> sum[width] = {};
+  typename Op::Sum sum[width] = {};
   opmath_t count = 0;
-  // Threads past the last channel only take part in the synchronisation.
-  for (int64_t g = part; g < p.groups && c < p.channels; g += p.parts) {
+  // Threads past the last element only take part in the synchronisation.
+  for (int64_t g = part; g < p.groups && e < p.rows.length; g += p.parts) {
     // A second pass goes backward: what the first pass read last is still in the cache.
     const int64_t row = (Op::reduces ? g : p.groups - 1 - g) * unroll * p.height + y;
+    const auto locate = [&](int u) {
+      return [&, u](const auto& view) { return view.data + (row + u * p.height) * view.batch_stride + e; };
+    };
     Item<scalar_t, width, Op::inputs> in[unroll];
     Mask exists[unroll];
 #pragma unroll
     for (int u = 0; u < unroll; ++u) {
-      exists[u] = row + u * p.height < p.rows ? 1 : 0;
-      if (exists[u] != 0) load<Op, width>(io, row + u * p.height, c, 0, in[u]);
+      exists[u] = row + u * p.height < p.rows.count ? 1 : 0;
+      if (exists[u] != 0) load<Op, width>(io, locate(u), in[u]);
     }
 #pragma unroll
     for (int u = 0; u < unroll; u += together) {
@@ -48,55 +53,71 @@ __global__ void __launch_bounds__(block_threads, resident<Op, width>)
       Item<scalar_t, width, Op::outputs> out[together] = {};
 #pragma unroll
       for (int v = 0; v < width; ++v) take<together, 1, width>(op, channel[v], in + u, out, v, sum[v], tile);
-      store<Op, width>(io, row + u * p.height, c, 0, out[0]);
+      store<Op, width>(io, locate(u), out[0]);
       count += static_cast<opmath_t>(tile.elements());
     }
   }
 
   if constexpr (Op::reduces) {
-    using Value = typename Op::template Value<double>;
-    Value value[width];
+    Totals totals[width];
+    __shared__ Totals shared[width][block_threads];
 #pragma unroll
-    for (int v = 0; v < width; ++v) value[v] = sum[v].result(count);
-    __shared__ Value values[width][block_threads];
-    __shared__ double counts[block_threads];
-#pragma unroll
-    for (int v = 0; v < width; ++v) values[v][threadIdx.x] = value[v];
-    double merged = counts[threadIdx.x] = count;
+    for (int v = 0; v < width; ++v) shared[v][threadIdx.x] = totals[v] = op.totals(channel[v], sum[v], count);
     for (int half = p.first_half; half > 0; half /= 2) {
       __syncthreads();
-      const int other = threadIdx.x + half * p.width;
-      if (y >= half || y + half >= p.height || counts[other] == 0) continue;
-      const Shares<double> shares(merged, counts[other]);
-      merged += counts[other];
-      counts[threadIdx.x] = merged;
+      if (y >= half || y + half >= p.height) continue;
 #pragma unroll
       for (int v = 0; v < width; ++v) {
-        value[v].merge(values[v][other], shares);
-        values[v][threadIdx.x] = value[v];
+        totals[v].add(shared[v][threadIdx.x + half * p.width]);
+        shared[v][threadIdx.x] = totals[v];
       }
     }
-    if (y == 0 && c < p.channels) {
+    if (y == 0 && e < p.rows.length) {
 #pragma unroll
-      for (int v = 0; v < width; ++v) partials[part * p.channels + c + v] = {merged, value[v]};
+      for (int v = 0; v < width; ++v) {
+        const int64_t share = part * p.rows.repeats() + p.rows.repeat(e + v);
+        leave(op, p.rows.channel(e + v), totals[v], shares, share, p.rows.channels);
+      }
     }
   }
 }
 
-// Calls f(kernel, partition) with the kernel of the width in which all tensors can be accessed: by vectors, where
-// channels divide into them and all rows of all tensors start at multiples of 16 bytes.
+// Calls f(kernel, partition, io) for tensors whose rows, of all channels and their space, are consecutive memory: by
+// vectors, where rows start at multiples of 16 bytes and are whole numbers of vectors. Rows that are not, but follow
+// each other without a gap, are taken so many at once that they are; what is left over goes element by element.
 template <typename Op, typename F>
 void visit_rows(const Extent& extent, const Streams<typename Op::scalar_t>& io, const F& f) {
-  constexpr int width = vector_width<typename Op::scalar_t>;
-  bool vectors = extent.channels % width == 0;
+  constexpr int64_t width = vector_width<typename Op::scalar_t>;
+  const int64_t length = extent.channels * extent.space;
+  bool aligned = true, dense = true;
   for_each_view(io, [&](const auto& view) {
-    vectors = vectors && reinterpret_cast<uintptr_t>(view.data) % 16 == 0 &&
-              (extent.batch == 1 || view.batch_stride % width == 0);
+    aligned = aligned && reinterpret_cast<uintptr_t>(view.data) % 16 == 0;
+    dense = dense && (extent.batch == 1 || view.batch_stride == length);
   });
-  if (vectors) {
-    f(rows_kernel<Op, width>, partition_rows(extent, width, Op::unroll, current_device()));
-  } else {
-    f(rows_kernel<Op, 1>, partition_rows(extent, 1, Op::unroll, current_device()));
+  const int64_t fold = dense ? width / std::gcd(length, width) : 1;
+  for_each_view(
+      io, [&](const auto& view) { aligned = aligned && (extent.batch == 1 || fold * view.batch_stride % width == 0); });
+  const auto rows_from = [&](int64_t first, int64_t at_once) {
+    Streams<typename Op::scalar_t> rows = io;
+    const auto start = [&](auto& view) {
+      if (view.data != nullptr) view = {view.data + first * view.batch_stride, at_once * view.batch_stride, 1};
+    };
+    for (auto& view : rows.in) start(view);
+    for (auto& view : rows.out) start(view);
+    return rows;
+  };
+  const int64_t by_vectors = aligned && fold * length % width == 0 ? extent.batch / fold : 0;
+  const int64_t rest = extent.batch - by_vectors * fold;
+  const int waves = Op::reduces ? reduced_row_waves : row_waves;
+  if (by_vectors > 0) {
+    const Rows rows{by_vectors, fold * length, extent.channels, extent.space};
+    f(rows_kernel<Op, width>, partition_rows(rows, width, Op::unroll, waves, residency<Op, width>()),
+      rows_from(0, fold));
+  }
+  if (rest > 0) {
+    const Rows rows{rest, length, extent.channels, extent.space};
+    f(rows_kernel<Op, 1>, partition_rows(rows, 1, Op::unroll, waves, residency<Op, 1>()),
+      rows_from(by_vectors * fold, 1));
   }
 }
 

@@ -30,43 +30,56 @@
 //               passes (launch.cuh says when); in row order a group's share of a row is a multiple of 256 bytes.
 #pragma once
 
+#include <optional>
+
 #include "planes.cuh"
 #include "rows.cuh"
 
 namespace inplace_abn::cuda {
+
+// Calls f(kernel, partition, io) for each launch that the tensors take: one, and another one for rows left over. Planes
+// with no room for a vector are rows of all channels' planes, where these follow each other.
+template <typename Op, typename F>
+void visit_launches(const Extent& extent, const Streams<typename Op::scalar_t>& io, const F& f) {
+  bool rows = extent.order == Order::rows || extent.space < vector_width<typename Op::scalar_t>;
+  for_each_view(
+      io, [&](const auto& view) { rows = rows && (extent.channels == 1 || view.channel_stride == extent.space); });
+  if (rows) {
+    visit_rows<Op>(extent, io, f);
+  } else {
+    visit_planes<Op>(extent, io, f);
+  }
+}
 
 // Runs an op that writes elements only.
 template <typename Op>
 void apply(const Extent& extent, const Op& op, const Streams<typename Op::scalar_t>& io) {
   static_assert(!Op::reduces);
   if (extent.elements() == 0) return;
-  const auto run = [&](const auto& kernel, const auto& partition) {
-    launch(kernel, partition.blocks(), partition.threads, op, io, partition, nullptr);
-  };
-  if (extent.order == Order::planes) {
-    visit_planes<Op>(extent, io, run);
-  } else {
-    visit_rows<Op>(extent, io, run);
-  }
+  visit_launches<Op>(extent, io, [&](const auto& kernel, const auto& partition, const auto& streams) {
+    launch(kernel, partition.blocks(), partition.threads, op, streams, partition, nullptr);
+  });
 }
 
-// Runs an op that reduces each channel, and calls `finish(channel, partial)` on the device with the merged results,
-// empty ones for an empty tensor.
-template <typename Op, typename Finish>
-void reduce(const Extent& extent, const Op& op, const Streams<typename Op::scalar_t>& io, const Finish& finish) {
+// Runs an op that reduces each channel and finishes it, with empty totals for an empty tensor.
+template <typename Op>
+void reduce(const Extent& extent, const Op& op, const Streams<typename Op::scalar_t>& io) {
   static_assert(Op::reduces);
-  const auto run = [&](const auto& kernel, const auto& partition) {
-    const Scratch<ChannelPartial<Op>> partials(partition.parts * extent.channels);
-    launch(kernel, partition.blocks(), partition.threads, op, io, partition, partials.data());
-    finish_channels_of(partials.data(), partition.parts, extent.channels, finish);
-  };
   if (extent.elements() == 0) {
-    finish_channels_of<Op::template Value>(nullptr, 0, extent.channels, finish);
-  } else if (extent.order == Order::planes) {
-    visit_planes<Op>(extent, io, run);
-  } else {
-    visit_rows<Op>(extent, io, run);
+    finish_channels_of(op, nullptr, 0, extent.channels);
+    return;
   }
+  int64_t shares = 0;
+  visit_launches<Op>(extent, io,
+                     [&](const auto&, const auto& partition, const auto&) { shares += partition.shares(); });
+  std::optional<Scratch<Totals>> memory;
+  if (shares > 1) memory.emplace(shares * extent.channels);
+  Totals* next = memory ? memory->data() : nullptr;
+  visit_launches<Op>(extent, io, [&](const auto& kernel, const auto& partition, const auto& streams) {
+    launch(kernel, partition.blocks(), partition.threads, op, streams, partition, next);
+    if (memory) next += partition.shares() * extent.channels;
+  });
+  if (memory) finish_channels_of(op, memory->data(), shares, extent.channels);
 }
 
 // --- Channel groups --------------------------------------------------------------------------------------------------
@@ -92,6 +105,14 @@ ChannelVector<scalar_t> from_channel(const ChannelVector<scalar_t>& vector, int6
 template <typename scalar_t>
 Affine<scalar_t> from_channel(const Affine<scalar_t>& affine, int64_t c) {
   return {from_channel(affine.weight, c), from_channel(affine.bias, c), affine.eps, affine.signed_weight};
+}
+
+template <typename scalar_t>
+Streams<scalar_t> from_channel(const Streams<scalar_t>& io, int64_t c) {
+  Streams<scalar_t> shifted = io;
+  for (auto& view : shifted.in) view = from_channel(view, c);
+  for (auto& view : shifted.out) view = from_channel(view, c);
+  return shifted;
 }
 
 template <typename scalar_t>

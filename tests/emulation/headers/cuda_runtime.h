@@ -33,8 +33,17 @@
 
 #define threadIdx (::emulation::thread_index())
 #define blockIdx (::emulation::block_index())
-#define blockDim (::emulation::block_size())
-#define gridDim (::emulation::grid_size())
+// Not macros, because launch configurations have members of these names.
+inline const struct {
+  struct {
+    operator unsigned() const { return ::emulation::block_size().x; }
+  } x;
+} blockDim;
+inline const struct {
+  struct {
+    operator unsigned() const { return ::emulation::grid_size().x; }
+  } x;
+} gridDim;
 
 #define EMULATION_SITE (::emulation::Site{__FILE__, __LINE__})
 #define __syncthreads() ::emulation::synchronise(EMULATION_SITE)
@@ -63,7 +72,12 @@ struct alignas(16) uint4 {
 
 using cudaStream_t = struct CUstream_st*;
 enum cudaError_t { cudaSuccess = 0 };
-enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount, cudaDevAttrL2CacheSize };
+enum cudaDeviceAttr {
+  cudaDevAttrMultiProcessorCount,
+  cudaDevAttrL2CacheSize,
+  cudaDevAttrMaxSharedMemoryPerBlockOptin,
+  cudaDevAttrComputeCapabilityMajor
+};
 
 inline const char* cudaGetErrorString(cudaError_t) {
   return "no error";
@@ -82,7 +96,37 @@ inline cudaError_t cudaGetDeviceCount(int* count) {
 }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int index) {
   const ::emulation::Properties& device = ::emulation::device_properties(index);
-  *value = attribute == cudaDevAttrMultiProcessorCount ? device.multiprocessors : device.l2_bytes;
+  const int values[] = {device.multiprocessors, device.l2_bytes, device.shared_bytes, 9};
+  *value = values[attribute];
+  return cudaSuccess;
+}
+
+// Blocks are given as much dynamic shared memory as the launch says, up to what the device has.
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
+template <typename... Parameters>
+cudaError_t cudaFuncSetAttribute(void (*)(Parameters...), cudaFuncAttribute, int) {
+  return cudaSuccess;
+}
+enum cudaLaunchAttributeID { cudaLaunchAttributeClusterDimension };
+struct cudaLaunchAttribute {
+  cudaLaunchAttributeID id;
+  struct {
+    dim3 clusterDim;
+  } val;
+};
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  size_t dynamicSmemBytes;
+  cudaStream_t stream;
+  cudaLaunchAttribute* attrs;
+  unsigned numAttrs;
+};
+template <typename... Parameters, typename... Arguments>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
+                               const Arguments&... arguments) {
+  ::emulation::Shape shape{config->gridDim, config->blockDim, config->dynamicSmemBytes};
+  if (config->numAttrs > 0) shape.cluster = config->attrs[0].val.clusterDim.x;
+  ::emulation::launch(kernel, shape, arguments...);
   return cudaSuccess;
 }
 

@@ -130,7 +130,9 @@ template <typename scalar_t>
 void local_backward(const LocalBackwardArgs<scalar_t>& args) {
   Call call(args.extent);
   call.view("z", args.z, use_read).view("dz", args.dz, use_read).view("residual", args.residual, use_read);
-  call.view("dx", args.dx, use_write).view("dresidual", args.dresidual, use_write).view("xhat", args.xhat, use_both);
+  // With memory for xhat, dy waits for its second pass where it will be overwritten, or is wanted.
+  const auto use = args.xhat.data == nullptr ? use_write : use_both;
+  call.view("dx", args.dx, use).view("dresidual", args.dresidual, use).view("xhat", args.xhat, use_both);
   call.channels("var", args.var, use_read).affine(args.affine);
   call.channels("dweight", args.dweight, use_write).channels("dbias", args.dbias, use_write);
   cuda::local_backward(args);

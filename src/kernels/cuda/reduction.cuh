@@ -1,0 +1,108 @@
+// What a channel is reduced to, and how the blocks' shares of it are merged: two sums, in double. Sums are merged by
+// adding, without counts or divisions; the order is fixed by the partition, so results do not vary from run to run.
+#pragma once
+
+#include <cstdint>
+
+#include "inplace_abn/kernels.h"
+#include "launch.cuh"
+
+namespace inplace_abn::cuda {
+
+// (No default values: these live in shared memory, too. `{}` is nothing summed up.)
+struct Totals {
+  double first, second;
+
+  INPLACE_ABN_INLINE void add(const Totals& other) {
+    first += other.first;
+    second += other.second;
+  }
+  __device__ Totals shuffled_down(int lanes) const {
+    return {__shfl_down_sync(~0u, first, lanes), __shfl_down_sync(~0u, second, lanes)};
+  }
+};
+
+// What a thread has towards mean and variance: sums of x - pivot and of its square. The pivot is a mean of some of its
+// own values, so floats keep the digits of the variance however far the mean is from zero.
+template <typename opmath_t>
+struct ShiftedSums {
+  opmath_t pivot, sum, square;
+
+  INPLACE_ABN_INLINE void add(opmath_t x) {
+    const opmath_t shifted = x - pivot;
+    sum += shifted;
+    square += shifted * shifted;
+  }
+  // Of `count` values, about another pivot. That of a channel is one of its values, hence at most sqrt(values) standard
+  // deviations from the mean, which costs a variance in double at most the digits of the number of values.
+  INPLACE_ABN_INLINE Totals about(double other, double count) const {
+    if (count == 0) return {};
+    const double shift = static_cast<double>(pivot) - other, moved = static_cast<double>(sum) + count * shift;
+    return {moved, static_cast<double>(square) + shift * (static_cast<double>(sum) + moved)};
+  }
+};
+
+struct Moments {
+  double mean, var;
+};
+
+// Of `count` values, from their totals about a pivot.
+INPLACE_ABN_INLINE Moments moments(const Totals& totals, double pivot, double count) {
+  if (count == 0) return {};
+  const double shift = totals.first / count, var = totals.second / count - shift * shift;
+  // Not a number stays that.
+  return {pivot + shift, var < 0 ? 0 : var};
+}
+
+// Sums over dy and dy * (y - beta); xhat = (y - beta) / gamma, and the division can wait until the end.
+template <typename opmath_t>
+struct Sums {
+  opmath_t dy, dy_centred;
+};
+
+struct NoSum {};
+
+// Leaves what a block has summed up of channel c: as its `share`, laid out [shares][channels], or, where the block has
+// all of the channel and there is no memory for shares, as the result.
+template <typename Op>
+__device__ void leave(const Op& op, int64_t c, const Totals& totals, Totals* shares, int64_t share, int64_t channels) {
+  if (shares == nullptr) {
+    op.finish(c, totals);
+  } else {
+    shares[share * channels + c] = totals;
+  }
+}
+
+constexpr int finish_channels = 8;  // neighbours, whose shares lie in one cache line
+constexpr int finish_lanes = block_threads / finish_channels;
+
+// Merges the `count` shares of each channel.
+template <typename Op>
+__global__ void __launch_bounds__(block_threads)
+    finish_kernel(const int64_t first_block, const Op op, const Totals* const shares, const int64_t count,
+                  const int64_t channels) {
+  __shared__ Totals shared[block_threads];
+  const int x = threadIdx.x % finish_channels, lane = threadIdx.x / finish_channels;
+  const int64_t channel = (first_block + blockIdx.x) * finish_channels + x;
+  Totals merged{};
+  if (channel < channels) {
+#pragma unroll 4
+    for (int64_t share = lane; share < count; share += finish_lanes) merged.add(shares[share * channels + channel]);
+  }
+  shared[threadIdx.x] = merged;
+  for (int half = finish_lanes / 2; half > 0; half /= 2) {
+    __syncthreads();
+    if (lane < half) {
+      merged.add(shared[threadIdx.x + half * finish_channels]);
+      shared[threadIdx.x] = merged;
+    }
+  }
+  if (lane == 0 && channel < channels) op.finish(channel, merged);
+}
+
+template <typename Op>
+void finish_channels_of(const Op& op, const Totals* shares, int64_t count, int64_t channels) {
+  launch(finish_kernel<Op>, ceil_div(channels, finish_channels), block_threads, op, shares, count, channels);
+}
+
+}  // namespace inplace_abn::cuda
