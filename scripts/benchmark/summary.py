@@ -9,6 +9,7 @@ from typing import Any
 
 from benchmark.cases import CORE, SMALL
 from benchmark.contenders import CHECKPOINT, COMPILE, EAGER, FLOOR, NO_CUDNN, OURS, PEER
+from benchmark.steps import EAGER_CONVERTED, EAGER_NATIVE
 from benchmark.timing import PHASES
 
 LARGE = 64 << 20
@@ -96,8 +97,7 @@ def cpu_rows(run: Record) -> list[Row]:
     ]
     for name in SPEEDUP_ROWS:
         values = times_faster(ops, name, core)
-        if values or name == PEER:
-            rows.append(_row(f"{name} / in-place, fp32", values, "≥ 8" if name == PEER else ""))
+        rows.append(_row(f"{name} / in-place, fp32", values, "≥ 8" if name == PEER else ""))
     if run["scaling"]:
         rows.append(_row(f"1 thread / {threads} threads", scaling[OURS], "≥ 1.8" if threads == 2 else ""))
         rows.append(_row(f"1 thread / {threads} threads, floor", scaling[FLOOR]))
@@ -123,19 +123,18 @@ def cuda_rows(run: Record) -> list[Row]:
         rows.append(_row(f"eager / in-place, relu, {setting}", pick(ops, OURS, "speedup", "both", relu), target))
         for name in SPEEDUP_ROWS:
             values = times_faster(ops, name, here)
-            if values:
-                rows.append(_row(f"{name} / in-place, {setting}", values, "> 1" if name == COMPILE else ""))
+            rows.append(_row(f"{name} / in-place, {setting}", values, "> 1" if name == COMPILE else ""))
         for phase in PHASES:
             share = [1 / ratio for ratio in pick(ops, OURS, "of_floor", phase, large)]
             rows.append(_row(f"share of copy bandwidth, ≥ 64 MiB, {phase}, {setting}", share, "≥ 0.85"))
     for net in nets:
-        ours, eager = net["norms"][OURS], net["norms"][EAGER]
-        name = f"{net['net']} {net['dtype']} {net['layout']}"
-        resnet = net["net"] == "resnet50"
-        rows.append(_row(f"step of {name}, eager / in-place", [middle(eager["ms"]) / middle(ours["ms"])]))
-        rows.append(_row(f"activations of {name}, in-place / eager", [ours["held"] / eager["held"]]))
-        if resnet:
-            rows[-2]["target"], rows[-1]["target"] = "≥ 1", "≤ 0.6"
+        ours, eager = (net["contenders"].get(name) for name in (EAGER_CONVERTED, EAGER_NATIVE))
+        if not ours or not eager:
+            continue
+        name = f"{net['net']} {net['dtype']} {net['layout']}, converted / native"
+        targets = ("≤ 1", "≤ 0.6") if net["net"] == "resnet50" else ("", "")
+        rows.append(_row(f"step of {name}", [middle(ours["ratio"])], targets[0]))
+        rows.append(_row(f"activations of {name}", [ours["held"] / eager["held"]], targets[1]))
     return rows
 
 
@@ -157,11 +156,12 @@ def overhead_rows(run: Record) -> list[Row]:
 
 
 def summarise(runs: Sequence[Record]) -> list[Row]:
-    """One row per mean, with the malloc of its run."""
+    """One row per mean of something, with the malloc of its run."""
     rows = []
     for run in runs:
         chosen = cuda_rows(run) if "gpu" in run["machine"] else cpu_rows(run)
-        rows += [row | {"malloc": run["malloc"]["mode"]} for row in chosen + overhead_rows(run)]
+        chosen = [row for row in chosen + overhead_rows(run) if row["value"] is not None]
+        rows += [row | {"malloc": run["malloc"]["mode"]} for row in chosen]
     return rows
 
 
