@@ -151,7 +151,6 @@ def test_arithmetic():
     assert timing.quartiles([4, 1, 2, 3, 5]) == [2, 3, 4]
     assert cuda.copied_per_second(10**9, [1.0, 2.0, 9.0]) == 1e12
     assert cuda.floor_ms(10**9, 1e12) == (3.0, 5.0)
-    assert steps.highest([5, -2, 4, -7, 3]) == 7
     assert summary.geometric_mean([2.0, 8.0]) == pytest.approx(4)
     assert summary.geometric_mean([]) is None
 

@@ -41,17 +41,6 @@ def test_largest_batch_is_found_from_any_guess(most, guess):
     assert max(asked) <= 500
 
 
-def test_cpu_memory_is_the_allocators():
-    def run():
-        first = torch.zeros(1000)
-        second = torch.zeros(500)
-        del first, second
-        return torch.zeros(250)
-
-    changes, _ = steps.allocator_changes(run)
-    assert (steps.highest(changes), sum(changes)) == (6000, 1000)
-
-
 def test_expected_batch_counts_what_grows_with_the_images():
     net = nn.Linear(3, 5)
     training = steps.Training(net, net, torch.optim.SGD(net.parameters()), torch.zeros(4, 100), torch.float32)

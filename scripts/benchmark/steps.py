@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._functorch import config as functorch
-from torch.profiler import ProfilerActivity, profile
 
 from benchmark.cases import DTYPES, LAYOUTS, Setting
 from benchmark.notes import reason
 from benchmark.timing import DeviceClock, HostClock, no_garbage_collection, quartiles
 from inplace_abn import Plan, analyze, convert, guard
 from inplace_abn.example import tensors_in
+from inplace_abn.memory import measure
 
 WARM_UP = 2
 LIMIT = 1 << 16
@@ -40,7 +40,7 @@ class Contender:
     compiled: bool = False
     budget: float = 1.0
 
-    def compile(self, net: nn.Module) -> Callable[[Tensor], Any]:
+    def compile(self, net: nn.Module) -> nn.Module:
         def backend(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
             # What is kept for backward is decided in here, so that the setting need not outlive it.
             with functorch.patch(activation_memory_budget=self.budget):
@@ -66,7 +66,7 @@ class Training:
     to, as in mixed-precision training."""
 
     net: nn.Module
-    call: Callable[[Tensor], Any]
+    call: nn.Module
     optimizer: torch.optim.Optimizer
     images: Tensor
     dtype: torch.dtype
@@ -159,47 +159,12 @@ def time_steps(trainings: dict[str, Training], steps: int, failed: Callable[[str
     return {name: clocks[name].durations() for name in trainings}
 
 
-def allocator_changes(run: Callable[[], object]) -> tuple[list[int], object]:
-    """Bytes, in order, that the CPU's allocator gave and took (negative) during ``run``; and what ``run`` returned."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        kept = run()
-    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[union-attr]
-    return [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())], kept
-
-
-def highest(changes: list[int]) -> int:
-    """The most that is held at once."""
-    held = most = 0
-    for change in changes:
-        held += change
-        most = max(most, held)
-    return most
-
-
-def cpu_peak(training: Training) -> int:
-    """Bytes that a step takes at most above those held before it."""
-    training.forget()
-    return highest(allocator_changes(training.step)[0])
-
-
 def memory(training: Training) -> dict[str, int]:
     """Bytes above those held between two steps: ``held`` between forward and backward, ``peak`` during the step."""
-    device = training.images.device
     training.forget()
-    if device.type != "cuda":
-        changes, loss = allocator_changes(training.forward)
-        del loss
-        return {"held": sum(changes), "peak": cpu_peak(training)}
-    torch.cuda.synchronize(device)
-    before = torch.cuda.memory_allocated(device)
-    loss = training.forward()
-    held = torch.cuda.memory_allocated(device) - before
-    del loss
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    training.step()
-    torch.cuda.synchronize(device)
-    return {"held": held, "peak": torch.cuda.max_memory_allocated(device) - before}
+    with autocast(training.images.device, training.dtype):
+        usage = measure(training.call, training.images)
+    return {"held": usage.held, "peak": usage.peak}
 
 
 def expected_batch(training: Training, peak: int, budget: int) -> int:
@@ -265,9 +230,7 @@ def fits_budget(make: Callable[[], Training], device: torch.device, budget: int)
     torch._dynamo.reset()
     if device.type != "cuda":
         training = make()
-        with guard.paused():
-            training.step()
-            return training.resident() + cpu_peak(training) <= budget
+        return training.resident() + memory(training)["peak"] <= budget
     fits = True
     with memory_limit(device, budget):
         try:
@@ -320,8 +283,7 @@ def measure_net(
         training = trainings.pop(name)
         training.forget()
         try:
-            with guard.paused():
-                measured[name] = {"ms": quartiles(ms)} | memory(training)
+            measured[name] = {"ms": quartiles(ms)} | memory(training)
         except Exception as error:
             failed(name, error)
             continue
@@ -331,10 +293,10 @@ def measure_net(
             guesses[name] = expected_batch(training, measured[name]["peak"], budget)
         del training
     for name, guess in guesses.items():
-        if budget is None or not has_time(f"{name}, largest batch"):
-            continue
 
         def fits(batch: int, name: str = name) -> bool:
+            if not has_time(f"{name}, batch of {batch}"):
+                raise TimeoutError("no time left to find the largest batch")
             return fits_budget(lambda: course.training(CONTENDERS[name], batch), course.device, budget)
 
         try:
