@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from benchmark import malloc, report
 from benchmark.cases import DTYPES, GROUPS, LAYOUTS, Setting, parse_shape
-from benchmark.contenders import ACTIVATIONS, COMPILE, CONTENDERS, PEER
+from benchmark.contenders import ACTIVATIONS, CONTENDERS, PEER
 from benchmark.nets import NETS, recipe
 from benchmark.summary import summarise
 from benchmark.worker import Worker
@@ -67,8 +67,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         nargs="*",
         metavar="NAME",
         help=f"training steps, native and converted, of {', '.join(NETS)}, or of public models where their package is "
-        "installed: torchvision:resnet18, timm:resnet50, smp:Unet-resnet18, ultralytics:yolo11n; compiled too, unless "
-        f"it is a quick run or {COMPILE} is not among the contenders",
+        "installed: torchvision:resnet18, timm:resnet50, smp:Unet-resnet18, ultralytics:yolo11n",
+    )
+    parser.add_argument(
+        "--eager-nets", action="store_true", help="do not compile nets, which on a CPU takes minutes for each; as quick"
     )
     parser.add_argument("--net-batch", type=int, help="instead of the nets' own")
     parser.add_argument("--net-size", type=int, help="of an image, instead of the nets' own; a multiple of 32")
@@ -109,6 +111,7 @@ def fill_in_defaults(args: argparse.Namespace, on_cuda: bool) -> None:
         "nets": ["resnet50"] if args.quick else list(NETS),
         "steps": 3 if args.quick else 10,
     }
+    args.eager_nets |= args.quick
     for name, value in defaults.items():
         if getattr(args, name) is None:
             setattr(args, name, value)

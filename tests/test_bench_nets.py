@@ -17,7 +17,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 
 from benchmark import nets, report, steps
 from benchmark.cases import Setting
-from benchmark.notes import reason
 
 CPU = torch.device("cpu")
 FP32 = Setting("fp32", "contiguous")
@@ -116,7 +115,7 @@ def test_a_contender_that_fails_while_it_is_timed_is_a_note():
     for name, effects in runs.items():
         trainings[name] = SimpleNamespace(images=torch.zeros(1), step=Mock(side_effect=effects))
     notes = {}
-    timed = steps.time_steps(trainings, 3, lambda name, error: notes.update({name: reason(error)}))
+    timed = steps.time_steps(trainings, 3, notes)
     assert list(timed) == list(trainings) == ["second"]
     assert len(timed["second"]) == 3
     assert notes == {"first": "RuntimeError: CUDA out of memory"}

@@ -137,8 +137,8 @@ class Course:
         return training
 
 
-def time_steps(trainings: dict[str, Training], steps: int, failed: Callable[[str, Exception], None]) -> dict[str, Any]:
-    """Milliseconds of each one's steps, which take turns. One that fails is taken out of ``trainings``."""
+def time_steps(trainings: dict[str, Training], steps: int, notes: dict[str, str]) -> dict[str, list[float]]:
+    """Milliseconds of each one's steps, which take turns. One that fails goes from ``trainings`` to ``notes``."""
     clocks: dict[str, Any] = {}
     for name, training in trainings.items():
         clocks[name] = DeviceClock() if training.images.device.type == "cuda" else HostClock()
@@ -153,7 +153,7 @@ def time_steps(trainings: dict[str, Training], steps: int, failed: Callable[[str
                     trainings[name].step()
                 except Exception as error:
                     del trainings[name]
-                    failed(name, error)
+                    notes[name] = reason(error)
                     continue
                 clocks[name].mark()
     return {name: clocks[name].durations() for name in trainings}
@@ -199,7 +199,7 @@ def largest(fits: Callable[[int], bool], guess: int, least: int, limit: int = LI
 def memory_limit(device: torch.device, budget: int) -> Iterator[None]:
     """Lets the CUDA allocator of this process have ``budget`` bytes."""
     total = torch.cuda.get_device_properties(device).total_memory
-    release(device)
+    release()
     torch.cuda.set_per_process_memory_fraction(min(1.0, budget / total), device)
     try:
         yield
@@ -207,11 +207,10 @@ def memory_limit(device: torch.device, budget: int) -> Iterator[None]:
         torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
-def release(device: torch.device) -> None:
-    """Gives back what nobody holds."""
+def release() -> None:
+    """Gives the device's memory back that nobody holds."""
     gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()
 
 
 def out_of_memory(error: BaseException | None) -> bool:
@@ -244,7 +243,7 @@ def fits_budget(make: Callable[[], Training], device: torch.device, budget: int)
                 raise
             fits = False
         training = None  # type: ignore[assignment]
-        release(device)
+        release()
     return fits
 
 
@@ -261,10 +260,6 @@ def measure_net(
     measured: dict[str, dict[str, Any]] = {}
     notes: dict[str, str] = {}
 
-    def failed(name: str, error: Exception) -> None:
-        notes[name] = reason(error)
-        release(course.device)
-
     torch._dynamo.reset()
     trainings: dict[str, Training] = {}
     for name in filter(has_time, contenders):
@@ -274,23 +269,22 @@ def measure_net(
                 training.step()
             trainings[name] = training
         except Exception as error:
-            failed(name, error)
+            notes[name] = reason(error)
         training = None  # type: ignore[assignment]
-    timed = time_steps(trainings, steps, failed)
+    timed = time_steps(trainings, steps, notes)
     guesses: dict[str, int] = {}
     for name, ms in timed.items():
         # Together they need the memory of all, hence one after the other.
         training = trainings.pop(name)
-        training.forget()
         try:
-            measured[name] = {"ms": quartiles(ms)} | memory(training)
+            got: dict[str, Any] = {"ms": quartiles(ms)} | memory(training)
+            if EAGER_NATIVE in timed:
+                got["ratio"] = quartiles([a / b for a, b in zip(ms, timed[EAGER_NATIVE], strict=True)])
+            if budget is not None:
+                guesses[name] = expected_batch(training, got["peak"], budget)
+            measured[name] = got
         except Exception as error:
-            failed(name, error)
-            continue
-        if EAGER_NATIVE in timed:
-            measured[name]["ratio"] = quartiles([a / b for a, b in zip(ms, timed[EAGER_NATIVE], strict=True)])
-        if budget is not None:
-            guesses[name] = expected_batch(training, measured[name]["peak"], budget)
+            notes[name] = reason(error)
         del training
     for name, guess in guesses.items():
 
@@ -302,5 +296,5 @@ def measure_net(
         try:
             measured[name]["largest_batch"] = largest(fits, guess, 2)
         except Exception as error:
-            failed(name, error)
+            notes[name] = reason(error)
     return {"contenders": measured, "notes": notes}

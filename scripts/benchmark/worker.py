@@ -190,8 +190,7 @@ class Worker:
 
     def measure_nets(self) -> Iterable[dict[str, Any]]:
         budget = None if self.args.memory_budget is None else int(self.args.memory_budget * 2**30)
-        compiled = COMPILE in self.args.contenders and not self.args.quick
-        names = [name for name, contender in NET_CONTENDERS.items() if compiled or not contender.compiled]
+        names = [name for name, how in NET_CONTENDERS.items() if not (how.compiled and self.args.eager_nets)]
         for net in self.args.nets:
             recipe = nets.recipe(net)
             kind = "cuda" if self.device.type == "cuda" else "quick" if self.args.quick else "cpu"
