@@ -103,7 +103,7 @@ def test_a_compiler_that_fails_is_a_note_and_the_others_are_measured(monkeypatch
         raise RuntimeError("no compiler\nat all")
 
     monkeypatch.setattr(torch._inductor, "compile", fail)
-    measured = steps.measure_net(tiny_course(), 2, steps=1, budget=2_000_000)
+    measured = steps.measure_net(tiny_course(), 2, steps=1)
     assert list(measured["contenders"]) == EAGER
     assert list(measured["notes"]) == COMPILED
     assert all("RuntimeError: no compiler" in note for note in measured["notes"].values())

@@ -8,10 +8,10 @@ from typing import Any
 
 import matplotlib
 
-from benchmark.contenders import CHECKPOINT, COMPILE, CONTENDERS, EAGER, FLOOR, NO_CUDNN, OURS, PEER
+from benchmark.contenders import CHECKPOINT, COMPILE, EAGER, FLOOR, NO_CUDNN, OURS, PEER
 from benchmark.steps import CONTENDERS as NET_CONTENDERS
 from benchmark.steps import EAGER_NATIVE
-from benchmark.summary import bars, by_setting, middle
+from benchmark.summary import SPEEDUP_ROWS, bars, geometric_mean, grouped, middle, pick, times_faster
 from benchmark.timing import PHASES
 
 # Before pyplot, which would look for a display.
@@ -126,26 +126,19 @@ def replays_table(run: dict[str, Any]) -> str:
 
 
 def means_table(run: dict[str, Any]) -> str:
-    """`by_setting` in words."""
-    rows = by_setting(run)
-    if not rows:
+    """For each group, dtype, layout and activation geometric means over the shapes: of the floor, and speed-ups."""
+    groups = grouped(run["ops"], "group", "dtype", "layout", "activation")
+    if not groups:
         return ""
-    names = [name for name in CONTENDERS if any(row["faster_than"].get(name) is not None for row in rows)]
+    names = [name for name in (EAGER, *SPEEDUP_ROWS) if times_faster(run["ops"], name)]
     header = ["group", "dtype", "layout", "activation", "shapes"]
     header += [f"{phase} / floor" for phase in PHASES] + [f"{LABELS.get(name, name)} / in-place" for name in names]
-    cells = [
-        [
-            row["group"],
-            row["dtype"],
-            row["layout"],
-            row["activation"],
-            str(row["shapes"]),
-            *(number(row["of_floor"][phase]) for phase in PHASES),
-            *(number(row["faster_than"][name]) for name in names),
-        ]
-        for row in rows
-    ]
-    return table(header, cells)
+    rows = []
+    for setting, records in groups.items():
+        means = [geometric_mean(pick(records, OURS, "of_floor", phase)) for phase in PHASES]
+        means += [geometric_mean(times_faster(records, name)) for name in names]
+        rows.append([*setting, str(len(records)), *map(number, means)])
+    return table(header, rows)
 
 
 def scaling_table(run: dict[str, Any]) -> str:

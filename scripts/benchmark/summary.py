@@ -146,20 +146,6 @@ def summarise(runs: Sequence[Record]) -> list[Row]:
     return rows
 
 
-def by_setting(run: Record) -> list[Row]:
-    """For each group, dtype, layout and activation geometric means over the shapes: of the floor, and speed-ups."""
-    keys = ("group", "dtype", "layout", "activation")
-    return [
-        dict(zip(keys, setting, strict=True))
-        | {
-            "shapes": len(records),
-            "of_floor": {p: geometric_mean(pick(records, OURS, "of_floor", p)) for p in PHASES},
-            "faster_than": {name: geometric_mean(times_faster(records, name)) for name in (EAGER, *SPEEDUP_ROWS)},
-        }
-        for setting, records in grouped(run["ops"], *keys).items()
-    ]
-
-
 def bars(run: Record) -> dict[str, dict[str, dict[str, float]]]:
     """Setting, then contender, then phase: the geometric mean of the time over the floor's, over those cases that all
     the contenders of the setting took part in. Without small tensors, whose time is that of a call."""
