@@ -44,7 +44,8 @@ def test_expected_batch_counts_what_grows_with_the_images():
     net = nn.Linear(3, 5)
     training = steps.Training(net, net, torch.optim.SGD(net.parameters()), torch.zeros(4, 100), torch.float32)
     # 20 parameters and their gradients take 160 bytes, an image 400 and 600 in the step.
-    assert steps.expected_batch(training, peak=80 + 4 * 600, budget=160 + 10 * 1000 + 999) == 10
+    assert steps.expected_batch(training, held=0, peak=80 + 4 * 600, budget=160 + 10 * 1000 + 999) == 10
+    assert steps.expected_batch(training, held=4 * 600, peak=80 + 4 * 500, budget=160 + 10 * 1000) == 10
 
 
 class Tiny(nn.Module):

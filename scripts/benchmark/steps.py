@@ -167,12 +167,12 @@ def memory(training: Training) -> dict[str, int]:
     return {"held": usage.held, "peak": usage.peak}
 
 
-def expected_batch(training: Training, peak: int, budget: int) -> int:
+def expected_batch(training: Training, held: int, peak: int, budget: int) -> int:
     """How many images ``budget`` bytes suffice for, if what a step takes beyond parameters, momenta and gradients grows
-    with their number."""
+    with their number. In a small batch gradients of parameters may be made where activations were."""
     fixed = training.resident() - training.images.nbytes + training.gradients()
-    batch = len(training.images)
-    return batch * (budget - fixed) // max(1, peak - training.gradients() + training.images.nbytes)
+    growing = training.images.nbytes + max(held, peak - training.gradients())
+    return len(training.images) * (budget - fixed) // growing
 
 
 def largest(fits: Callable[[int], bool], guess: int, least: int, limit: int = LIMIT) -> int:
@@ -281,7 +281,7 @@ def measure_net(
             if EAGER_NATIVE in timed:
                 got["ratio"] = quartiles([a / b for a, b in zip(ms, timed[EAGER_NATIVE], strict=True)])
             if budget is not None:
-                guesses[name] = expected_batch(training, got["peak"], budget)
+                guesses[name] = expected_batch(training, got["held"], got["peak"], budget)
             measured[name] = got
         except Exception as error:
             notes[name] = reason(error)
