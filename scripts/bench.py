@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Times in-place batch norm and activation against torch's own, and against the least time that the bytes take.
 
-Prints tables in Markdown on standard output and writes bench.json and bench.png to --out. All contenders of a case take
+Prints tables in Markdown and writes them to --out, as bench.md, bench.json and bench.png. All contenders of a case take
 turns in one process (benchmark/timing.py says how they are timed); the public package, if --peer-python names an
 interpreter that has it, is timed in its own. Every run is a fresh process, because malloc is set when a process starts.
 """
@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from benchmark import malloc, report
 from benchmark.cases import DTYPES, GROUPS, LAYOUTS, Setting, parse_shape
-from benchmark.contenders import CONTENDERS, PEER
-from benchmark.nets import NETS
+from benchmark.contenders import ACTIVATIONS, CONTENDERS, PEER
+from benchmark.nets import NETS, recipe
 from benchmark.summary import summarise
 from benchmark.worker import Worker
 
@@ -43,7 +43,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), metavar="NAME")
     parser.add_argument("--groups", nargs="*", choices=GROUPS, metavar="NAME", help=f"of shapes: {', '.join(GROUPS)}")
     parser.add_argument("--shapes", nargs="+", type=parse_shape, metavar="NxCxHxW", help="instead of the groups' own")
-    parser.add_argument("--activations", nargs="+", metavar="NAME", help="instead of the groups' own")
+    parser.add_argument(
+        "--activations", nargs="+", choices=ACTIVATIONS, metavar="NAME", help="instead of the groups' own"
+    )
     parser.add_argument(
         "--settings",
         nargs="+",
@@ -60,12 +62,21 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument(
         "--callgrind", action="store_true", help="also count the instructions of a call; needs valgrind, takes minutes"
     )
-    parser.add_argument("--nets", nargs="*", choices=NETS, metavar="NAME", help=f"training steps of {', '.join(NETS)}")
+    parser.add_argument(
+        "--nets",
+        nargs="*",
+        metavar="NAME",
+        help=f"training steps, native and converted, of {', '.join(NETS)}, or of public models where their package is "
+        "installed: torchvision:resnet18, timm:resnet50, smp:Unet-resnet18, ultralytics:yolo11n",
+    )
+    parser.add_argument(
+        "--eager-nets", action="store_true", help="do not compile nets, which on a CPU takes minutes for each; as quick"
+    )
     parser.add_argument("--net-batch", type=int, help="instead of the nets' own")
     parser.add_argument("--net-size", type=int, help="of an image, instead of the nets' own; a multiple of 32")
     parser.add_argument("--steps", type=int, help="training steps to time (default 10, quick 3)")
     parser.add_argument("--memory-budget", type=float, metavar="GIB", help="find the largest batch that fits")
-    parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder of bench.json and bench.png")
+    parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder of the results")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     on_cuda = torch.device(args.device).type == "cuda"
@@ -79,6 +90,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     try:
         for text in args.settings:
             Setting.parse(text)
+        for name in args.nets:
+            recipe(name)
     except ValueError as error:
         parser.error(str(error))
     return args
@@ -98,6 +111,7 @@ def fill_in_defaults(args: argparse.Namespace, on_cuda: bool) -> None:
         "nets": ["resnet50"] if args.quick else list(NETS),
         "steps": 3 if args.quick else 10,
     }
+    args.eager_nets |= args.quick
     for name, value in defaults.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -133,7 +147,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     result = {"arguments": list(arguments), "runs": runs, "summary": summarise(runs)}
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "bench.json").write_text(json.dumps(result, indent=1))
-    print(report.full_report(result))
+    text = report.full_report(result)
+    (args.out / "bench.md").write_text(text + "\n")
+    print(text)
     report.save_chart(args.out / "bench.png", runs)
 
 

@@ -1,8 +1,8 @@
 """Checks the CUDA backend on a machine with a GPU, with that machine's Python and torch and without a network.
 
 Run by ``scripts/gpu_check.sh``. Steps run in the order of their worth until time is up. After each, the folder
-``--out`` has the log of every step so far (logs.tar.gz), summary.json and summary.txt; the bench adds bench.json and
-bench.png.
+``--out`` has the log of every step so far (logs.tar.gz), summary.json and summary.txt; what is measured adds a folder
+of its own, with bench.md, bench.json and, of ops, bench.png.
 """
 
 from __future__ import annotations
@@ -29,17 +29,27 @@ OPS = ("test_ops.py", "test_activations.py", "test_functions.py", "test_residual
 # All activations, with and without a residual, in few shapes of any alignment.
 CHECKED = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_cuda.py")
 CHECKED += ("-k", "test_small_tensors_of_any_alignment and (float32 or bfloat16)")
-BENCH = (sys.executable, "scripts/bench.py", "--device", "cuda")
+BENCH = (sys.executable, "scripts/bench.py", "--device", "cuda", "--time-limit", "{limit}")
+# In the dtype and layout that nets are trained in on a GPU.
+NETS = (*BENCH, "--groups", "--overhead", "0", "--settings", "bf16:channels_last", "--nets")
 PROBE = (sys.executable, "-c", "import torch; torch.zeros(1, device='cuda')")
 # The time from a signal to the end that a tool gets to write its report.
 GRACE = 15
 
 PLAN = """\
-Three calls of less than ten minutes each; on a machine that stays, the second and third find the build of the first.
+Calls of less than ten minutes each; on a machine that stays, all but the first find the build of the first.
+
+Whether it is right, on a lease of half an hour:
 
   OUT=... scripts/gpu_check.sh build sass ops memcheck racecheck synccheck
-  OUT=... scripts/gpu_check.sh build bench huge
+  OUT=... scripts/gpu_check.sh build huge
   OUT=... scripts/gpu_check.sh build suite
+
+How fast it is and what it holds, on another one; the folders ops, nets and batches go to scripts/results/cuda-DATE:
+
+  OUT=... scripts/gpu_check.sh build bench
+  OUT=... scripts/gpu_check.sh build nets
+  OUT=... scripts/gpu_check.sh build batches
 """
 
 
@@ -65,7 +75,9 @@ STEPS = {
     "memcheck": Step((*sanitizer("memcheck", "--report-api-errors", "no"), *CHECKED), 120),
     "racecheck": Step((*sanitizer("racecheck"), *CHECKED), 120),
     "synccheck": Step((*sanitizer("synccheck"), *CHECKED), 90),
-    "bench": Step((*BENCH, "--groups", "core", "small", "--nets", "--time-limit", "200", "--out", "{out}"), 260),
+    "bench": Step((*BENCH, "--groups", "core", "small", "--nets", "--out", "{out}/ops"), 260),
+    "nets": Step((*NETS, "resnet50", "unet", "efficientnet", "deeplab", "--out", "{out}/nets"), 510),
+    "batches": Step((*NETS, "resnet50", "unet", "--memory-budget", "16", "--out", "{out}/batches"), 510),
     "huge": Step((*PYTEST, "-m", "huge", "tests"), 180),
     "suite": Step((*PYTEST, "-m", "not huge", "tests"), 500, True),
 }
@@ -133,6 +145,14 @@ def environment_of(name: str, step: Step) -> dict[str, str]:
         # What the tests compare with is computed on the CPU, by all of them at once.
         environment |= {"PYTEST_ADDOPTS": f"-n {workers}", "OMP_NUM_THREADS": str((os.cpu_count() or 1) // workers)}
     return environment
+
+
+def command_of(name: str, step: Step, logs: Path, out: Path, seconds: float) -> tuple[str, ...]:
+    """What runs for at most so many seconds. The benchmark begins nothing in the last quarter, in which what it has
+    begun is compiled and finished."""
+    limit = int(0.75 * seconds)
+    command = tuple(word.format(build=logs / "build.log", out=out, limit=limit) for word in step.command)
+    return (*command, f"--junitxml={logs / name}.xml") if "pytest" in command else command
 
 
 def counts(report: Path) -> dict[str, int] | None:
@@ -211,13 +231,11 @@ def main() -> int:
             elif left < 5:
                 results.append(Result(name, "skipped", 0, "no time left"))
             else:
-                places = {"{build}": str(logs / "build.log"), "{out}": str(out)}
-                command = tuple(places.get(word, word) for word in step.command)
-                if "pytest" in command:
-                    command += (f"--junitxml={logs / name}.xml",)
+                seconds = min(step.seconds, left)
+                command = command_of(name, step, logs, out, seconds)
                 print(f"gpu_check: {name}: {shlex.join(command)}", flush=True)
                 begun = time.monotonic()
-                result = run(command, min(step.seconds, left), log, environment_of(name, step))
+                result = run(command, seconds, log, environment_of(name, step))
                 results.append(Result(name, result, round(time.monotonic() - begun), last_line(log)))
                 if result != "passed":
                     print(

@@ -3,7 +3,7 @@
 # place, reads the machine code, runs the tests on the device, the memory, race and barrier checkers, and benchmarks, in
 # this order, in less than ten minutes. gpu_check.py has the steps; arguments are names of steps, or --plan.
 #
-#   OUT     where summary.json, summary.txt, logs.tar.gz, bench.json and bench.png go; by default build/gpu
+#   OUT     where summary.json, summary.txt, logs.tar.gz and the results of the benchmarks go; by default build/gpu
 #   PYTHON  by default python3; it has torch with CUDA, setuptools, ninja, numpy, pytest, hypothesis, matplotlib, and
 #           pytest-xdist if tests are to run side by side
 set -euo pipefail

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import importlib
 import importlib.metadata
 import os
@@ -66,6 +67,15 @@ class Entry(NamedTuple):
     shape: tuple[int, ...] = (3, 64, 64)
     """Of one image."""
 
+    def build(self) -> nn.Module:
+        """With random weights, as training may leave them. Raises ImportError if the package cannot be imported."""
+        # One of them looks for the internet as soon as it is imported.
+        os.environ.setdefault("YOLO_OFFLINE", "true")
+        import_torchvision()
+        package = importlib.import_module(self.package)
+        torch.manual_seed(0)
+        return trained(self.make(package))
+
 
 def timm(name: str) -> Entry:
     return Entry("timm", "timm", lambda package: package.create_model(name))
@@ -76,8 +86,11 @@ def torchvision(name: str) -> Entry:
 
 
 def smp(name: str) -> Entry:
-    module = "segmentation_models_pytorch"
-    return Entry(module, "segmentation-models-pytorch", lambda package: getattr(package, name)(encoder_weights=None))
+    """An architecture, and after a hyphen the encoder if it is another than the package's own choice."""
+    architecture, _, encoder = name.partition("-")
+    options = {"encoder_weights": None} | ({"encoder_name": encoder} if encoder else {})
+    make = lambda package: getattr(package, architecture)(**options)  # noqa: E731
+    return Entry("segmentation_models_pytorch", "segmentation-models-pytorch", make)
 
 
 def ultralytics(name: str) -> Entry:
@@ -139,6 +152,17 @@ def hf_mobilevit(package: Any) -> nn.Module:
     return package.MobileViTForImageClassification(package.MobileViTConfig(image_size=64))  # type: ignore[no-any-return]
 
 
+PACKAGES = {"timm": timm, "torchvision": torchvision, "smp": smp, "ultralytics": ultralytics}
+
+
+def named(name: str) -> Entry:
+    """The model that ``torchvision:resnet18`` or ``smp:Unet-resnet18`` names. Raises ValueError for other packages."""
+    package, _, model = name.partition(":")
+    if package not in PACKAGES or not model:
+        raise ValueError(f"expected one of {', '.join(PACKAGES)}, a colon and a model's name, got {name!r}")
+    return PACKAGES[package](model)
+
+
 TIMM = (
     *("resnet50", "dla34", "skresnet34", "regnety_002", "resnetv2_50", "dpn68"),
     *("densenet121", "efficientnet_b0", "hgnetv2_b0"),
@@ -180,8 +204,10 @@ def trained(model: nn.Module) -> nn.Module:
     return model
 
 
+@functools.cache
 def import_torchvision() -> torch.library.Library | None:
-    """Imports it if it is there. Without its compiled part it asks for ops, which are known as long as the result."""
+    """Imports it if it is there. Without its compiled part it asks for ops, which are known as long as the result:
+    the cache keeps it."""
     library = None
     try:
         importlib.import_module("torchvision")
@@ -229,11 +255,10 @@ def row(name: str, model: nn.Module, x: Tensor, verified: bool = True) -> tuple[
 def entry_row(name: str, entry: Entry, batch: int, verified: bool) -> tuple[str, ...]:
     """What `COLUMNS` says of a model of the zoo, or why it cannot be made."""
     try:
-        package = importlib.import_module(entry.package)
+        model = entry.build()
     except ImportError as error:
         return (name, f"{entry.package} cannot be imported: {error}", *[""] * (len(COLUMNS) - 2))
-    torch.manual_seed(0)
-    return row(name, trained(entry.make(package)), torch.randn(batch, *entry.shape), verified)
+    return row(name, model, torch.randn(batch, *entry.shape), verified)
 
 
 def versions(entries: Iterable[Entry]) -> str:
@@ -259,9 +284,6 @@ def main() -> None:
     parser.add_argument("--write", metavar="FILE", help="write a page with the table")
     args = parser.parse_args()
     chosen = {name: e for name, e in ZOO.items() if not args.names or any(part in name for part in args.names)}
-    # One of them looks for the internet as soon as it is imported.
-    os.environ.setdefault("YOLO_OFFLINE", "true")
-    library = import_torchvision()
     # What the first analysis of a process takes is not the first model's.
     analyze(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()), torch.randn(2, 3, 8, 8))
     lines = [line(COLUMNS), line(["---"] * len(COLUMNS))]
@@ -269,7 +291,6 @@ def main() -> None:
     for name, entry in chosen.items():
         lines.append(line(entry_row(name, entry, args.batch, not args.no_verify)))
         print(lines[-1], flush=True)
-    del library
     text = versions(chosen.values())
     print(f"\n{text}", file=sys.stderr)
     if args.write:

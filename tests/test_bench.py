@@ -16,7 +16,7 @@ pytest.importorskip("matplotlib")
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 
 import bench
-from benchmark import cuda, nets, report, steps, summary, timing
+from benchmark import cuda, report, steps, summary, timing
 from benchmark.cases import CORE, GROUPS, QUICK_SHAPES, Case, Setting, make_cases, parse_shape
 from benchmark.contenders import (
     CHECKPOINT,
@@ -25,7 +25,6 @@ from benchmark.contenders import (
     FLOOR,
     OURS,
     PEER,
-    NativeNorm,
     make_contender,
     make_iterations,
 )
@@ -152,86 +151,8 @@ def test_arithmetic():
     assert timing.quartiles([4, 1, 2, 3, 5]) == [2, 3, 4]
     assert cuda.copied_per_second(10**9, [1.0, 2.0, 9.0]) == 1e12
     assert cuda.floor_ms(10**9, 1e12) == (3.0, 5.0)
-    assert steps.highest([5, -2, 4, -7, 3]) == 7
     assert summary.geometric_mean([2.0, 8.0]) == pytest.approx(4)
     assert summary.geometric_mean([]) is None
-
-
-@pytest.mark.parametrize("most", [0, 1, 2, 3, 7, 100, 1000])
-def test_largest_batch(most):
-    asked = []
-
-    def fits(batch):
-        asked.append(batch)
-        return batch <= most
-
-    found = steps.largest(fits, 2, 500)
-    assert found == (0 if most < 2 else pytest.approx(min(most, 500), rel=1 / 8))
-    assert found <= min(most, 500)
-    assert max(asked) <= 500
-
-
-def test_cpu_memory_is_the_allocators():
-    def run():
-        first = torch.zeros(1000)
-        second = torch.zeros(500)
-        del first, second
-        return torch.zeros(250)
-
-    changes, _ = steps.allocator_changes(run)
-    assert (steps.highest(changes), sum(changes)) == (6000, 1000)
-
-
-def test_batch_search_on_cpu():
-    recipe = nets.Recipe(lambda norm, classes: nets.UNet(norm, classes, (4, 8)), 2, True, (2, 16), (2, 16), (2, 16))
-    found = steps.measure_net(recipe, FP32, 2, 16, CPU, steps=1, budget=400_000)
-    assert found[OURS]["held"] < found[EAGER]["held"]
-    assert found[OURS]["largest_batch"] > found[EAGER]["largest_batch"] > 0
-
-
-@pytest.mark.parametrize("message", ["CUDA out of memory", "GET was unable to find an engine", "another error"])
-def test_batches_that_do_not_fit_a_device(message, monkeypatch):
-    """A device that the host plays, with 1000 bytes."""
-    fractions = []
-    properties = SimpleNamespace(total_memory=1000)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, _: fractions.append(share))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
-    kind = torch.cuda.OutOfMemoryError if "memory" in message else RuntimeError
-
-    def step():
-        raise kind(message)
-
-    def fits(step):
-        return steps.fits_budget(lambda: SimpleNamespace(step=step), torch.device("cuda", 0), 400)
-
-    assert fits(lambda: None)
-    if message == "another error":
-        with pytest.raises(RuntimeError, match=message):
-            fits(step)
-    else:
-        assert not fits(step)
-    assert fractions == [0.4, 1.0, 0.4, 1.0]
-
-
-def test_nets_have_the_parameters_of_the_nets_they_are_named_after():
-    with torch.device("meta"):
-        made = {name: recipe.make(NativeNorm, recipe.classes) for name, recipe in nets.NETS.items()}
-        for name, net in made.items():
-            assert net(torch.empty(2, 3, 64, 64)).shape[-2:] == ((64, 64) if nets.NETS[name].per_pixel else (2, 1000))
-    counts = {name: sum(p.numel() for p in net.parameters()) for name, net in made.items()}
-    assert counts["resnet50"] == 25_557_032
-    assert counts["efficientnet"] == 5_288_548
-
-
-@pytest.mark.parametrize("name", ["efficientnet", "unet"])
-def test_nets_compute_the_same_with_either_norm(name):
-    losses = []
-    for norm in steps.NORMS:
-        training = steps.make_training(nets.NETS[name], norm, FP32, 2, 32, CPU)
-        losses.append(training.forward())
-    # EfficientNet's last layers normalise two values per channel here, which amplifies rounding.
-    torch.testing.assert_close(*losses, rtol=1e-3, atol=0)
 
 
 def test_cases():
@@ -257,7 +178,9 @@ def tiny(tmp_path_factory):
     """A run's folder, JSON and output."""
     out = tmp_path_factory.mktemp("bench")
     options = "--quick --threads 1 --malloc warmed --shapes 2x4x8x8 --groups core --activations relu silu --seconds 0"
-    options += " --settings fp32:contiguous --min-rounds 3 --scaling --overhead 2 --nets efficientnet --net-batch 2"
+    options += (
+        " --settings fp32:contiguous --min-rounds 3 --scaling --overhead 2 --nets efficientnet timm:none --net-batch 2"
+    )
     options += " --net-size 32 --steps 2 --contenders in-place eager checkpoint peer floor --time-limit 1000"
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
@@ -269,7 +192,8 @@ def test_tiny_run(tiny):
     out, result, printed = tiny
     assert (out / "bench.png").stat().st_size > 1000
     (run,) = result["runs"]
-    assert run["skipped"] == []
+    (skipped,) = run["skipped"]
+    assert skipped.startswith("net timm:none fp32:contiguous: ")
     assert run["malloc"]["mode"] == "warmed"
     if sys.platform.startswith("linux"):
         assert run["malloc"]["page_faults_64MiB"] < 100
@@ -286,9 +210,10 @@ def test_tiny_run(tiny):
     assert set(run["overhead"]["calls"]) == {OURS, f"{OURS}, Python", "keep_input", "converted", EAGER, "neither"}
     assert set(run["scaling"][0]["speedup"]) == {OURS, FLOOR}
     (net,) = run["nets"]
-    for norm in net["norms"].values():
-        assert set(norm) == {"ms", "images_per_s", "held", "peak"}
-    assert net["norms"][OURS]["held"] < net["norms"][EAGER]["held"]
+    assert list(net["contenders"]) == [steps.EAGER_NATIVE, steps.EAGER_CONVERTED]
+    for got in net["contenders"].values():
+        assert set(got) == {"ms", "ratio", "held", "peak"}
+    assert (out / "bench.md").read_text() == printed
     for row in result["summary"]:
         assert row["name"] in printed
         assert set(row) == {"name", "malloc", "value", "cases", "target"}
@@ -305,13 +230,22 @@ def test_cuda_report_without_cuda(tiny):
     rows = {row["name"]: row for row in summary.summarise([run])}
     assert rows["eager / in-place, relu, bf16 channels_last"]["target"] == "≥ 2"
     assert rows["share of copy bandwidth, ≥ 64 MiB, forward, bf16 channels_last"]["cases"] == 2
-    assert rows["activations of efficientnet fp32 contiguous, in-place / eager"]["value"] < 1
+    assert rows["activations of efficientnet fp32 contiguous, converted / native"]["value"] < 1
     text = report.full_report({"runs": [run], "summary": list(rows.values())})
     assert "4.00 TB/s" in text
     assert "2000 (1000-3000)" in text
 
 
-@pytest.mark.parametrize("option", [["--settings", "fp32"], ["--shapes", "1x2"], ["--nets", "alexnet"]])
+@pytest.mark.parametrize(
+    "option",
+    [
+        ["--settings", "fp32"],
+        ["--shapes", "1x2"],
+        ["--nets", "alexnet"],
+        ["--nets", "keras:vgg"],
+        ["--activations", "x"],
+    ],
+)
 def test_wrong_options_are_told(option, capsys):
     with pytest.raises(SystemExit):
         bench.parse_arguments(option)

@@ -64,6 +64,16 @@ def test_the_plan_names_every_step_once_beside_the_build():
     assert all(planned.count(name) == 1 for name in gpu_check.STEPS if name != "build")
 
 
+@pytest.mark.parametrize("name", ["bench", "nets", "batches"])
+def test_a_benchmark_is_a_valid_call_that_ends_before_its_step(name, tmp_path, monkeypatch):
+    bench = pytest.importorskip("bench")
+    monkeypatch.setattr(bench.torch.cuda, "is_available", lambda: True)
+    command = gpu_check.command_of(name, gpu_check.STEPS[name], tmp_path, tmp_path, 200)
+    args = bench.parse_arguments(command[2:])
+    assert args.time_limit == 150
+    assert args.out.parent == tmp_path
+
+
 def test_steps_name_files_that_exist():
     words = [word for step in gpu_check.STEPS.values() for word in step.command]
     named = [word for word in words if word.startswith(("tests/", "scripts/"))]

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from benchmark.notes import reason
 from benchmark.timing import FLOOR_TRANSFERS, DeviceClock, Iteration, Sample, Silent, quartiles, run
 
 COPY_BYTES = 1 << 30
@@ -81,5 +82,5 @@ def replays(iterations: dict[str, Iteration], x: Tensor, dz: Tensor) -> tuple[di
         try:
             milliseconds[name] = replay_ms(body)
         except RuntimeError as error:
-            notes.append(f"{name} not captured as a graph: {str(error).strip().splitlines()[0]}")
+            notes.append(f"{name} not captured as a graph: {reason(error)}")
     return milliseconds, notes

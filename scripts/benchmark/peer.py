@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from benchmark.cases import Case
+from benchmark.notes import reason
 from benchmark.timing import interleaved, module_iteration, phase_quartiles
 
 SUBSTITUTES = {"leaky_relu": "leaky_relu", "relu": "leaky_relu", "elu": "elu", "identity": "identity"}
@@ -78,7 +79,7 @@ def main() -> None:
             timed = interleaved(iterations, x, dz, question["seconds"], question["min_rounds"])
             timings.append({"ms": phase_quartiles(timed["peer"]), "activation": SUBSTITUTES[case.activation]})
         except Exception as error:
-            timings.append({"error": f"{type(error).__name__}: {str(error).strip()}"})
+            timings.append({"error": reason(error)})
     package = {"path": inplace_abn.__file__, "version": inplace_abn.__version__}
     answer = {"torch": torch.__version__, "package": package, "timings": timings}
     Path(question["answer"]).write_text(json.dumps(answer))

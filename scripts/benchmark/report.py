@@ -8,8 +8,10 @@ from typing import Any
 
 import matplotlib
 
-from benchmark.contenders import CHECKPOINT, COMPILE, CONTENDERS, EAGER, FLOOR, NO_CUDNN, OURS, PEER
-from benchmark.summary import bars, by_setting, middle
+from benchmark.contenders import CHECKPOINT, COMPILE, EAGER, FLOOR, NO_CUDNN, OURS, PEER
+from benchmark.steps import CONTENDERS as NET_CONTENDERS
+from benchmark.steps import EAGER_NATIVE
+from benchmark.summary import SPEEDUP_ROWS, bars, geometric_mean, grouped, middle, pick, times_faster
 from benchmark.timing import PHASES
 
 # Before pyplot, which would look for a display.
@@ -78,6 +80,8 @@ def heading(run: dict[str, Any]) -> str:
 
 def ops_table(run: dict[str, Any]) -> str:
     """Each contender of each case: medians and quartiles of milliseconds, and of the ratios of the sums."""
+    if not run["ops"]:
+        return ""
     rows = []
     noted: dict[str, list[str]] = {}
     for record in run["ops"]:
@@ -122,24 +126,19 @@ def replays_table(run: dict[str, Any]) -> str:
 
 
 def means_table(run: dict[str, Any]) -> str:
-    """`by_setting` in words."""
-    rows = by_setting(run)
-    names = [name for name in CONTENDERS if any(row["faster_than"].get(name) is not None for row in rows)]
+    """For each group, dtype, layout and activation geometric means over the shapes: of the floor, and speed-ups."""
+    groups = grouped(run["ops"], "group", "dtype", "layout", "activation")
+    if not groups:
+        return ""
+    names = [name for name in (EAGER, *SPEEDUP_ROWS) if times_faster(run["ops"], name)]
     header = ["group", "dtype", "layout", "activation", "shapes"]
     header += [f"{phase} / floor" for phase in PHASES] + [f"{LABELS.get(name, name)} / in-place" for name in names]
-    cells = [
-        [
-            row["group"],
-            row["dtype"],
-            row["layout"],
-            row["activation"],
-            str(row["shapes"]),
-            *(number(row["of_floor"][phase]) for phase in PHASES),
-            *(number(row["faster_than"][name]) for name in names),
-        ]
-        for row in rows
-    ]
-    return table(header, cells)
+    rows = []
+    for setting, records in groups.items():
+        means = [geometric_mean(pick(records, OURS, "of_floor", phase)) for phase in PHASES]
+        means += [geometric_mean(times_faster(records, name)) for name in names]
+        rows.append([*setting, str(len(records)), *map(number, means)])
+    return table(header, rows)
 
 
 def scaling_table(run: dict[str, Any]) -> str:
@@ -163,33 +162,48 @@ def overhead_table(run: dict[str, Any]) -> str:
     return table([f"forward and backward on {shape}", "µs", "instructions"], rows)
 
 
-def nets_table(run: dict[str, Any]) -> str:
-    """Training steps; memory in MB, also relative to eager."""
-    rows = []
-    for net in run["nets"]:
-        eager = net["norms"][EAGER]
-        for name, norm in net["norms"].items():
-            rows.append(
-                [
-                    net["net"],
-                    net["dtype"],
-                    net["layout"],
-                    f"{net['batch']}x{net['size']}x{net['size']}",
-                    name,
-                    spread(norm["ms"]),
-                    number(norm["images_per_s"]),
-                    number(middle(eager["ms"]) / middle(norm["ms"]), "x"),
-                    *(f"{norm[k] / 1e6:.1f} ({norm[k] / eager[k]:.0%})" for k in ("held", "peak")),
-                    str(norm.get("largest_batch", "-")),
-                ]
-            )
-    if not rows:
+def share(value: float, of: float | None) -> str:
+    return "" if not of else f" ({value / of:.0%})"
+
+
+def nets_tables(run: dict[str, Any]) -> str:
+    """Training steps: memory, time and the largest batch with a column for each contender, and why others failed."""
+    nets = run["nets"]
+    names = [name for name in NET_CONTENDERS if any(name in (*net["contenders"], *net["notes"]) for net in nets)]
+    if not names:
         return ""
-    header = ["net", "dtype", "layout", "images", "norm", "ms per step", "images/s", "faster than eager"]
-    header += ["MB held after forward", "MB at peak", "largest batch"]
-    budgets = {net["budget"] for net in run["nets"] if net["budget"] is not None}
-    told = [f"\nLargest batch within {budget / 2**30:g} GiB." for budget in budgets]
-    return "\n".join([table(header, rows), *told])
+
+    def memory(got: dict[str, Any], eager: dict[str, Any]) -> str:
+        cells = (f"{got[key] / 2**20:.1f}{share(got[key], eager.get(key))}" for key in ("held", "peak"))
+        return " / ".join(cells)
+
+    def time(got: dict[str, Any], eager: dict[str, Any]) -> str:
+        ratio = f", {spread(got['ratio'], 'x')}" if "ratio" in got and got is not eager else ""
+        return number(middle(got["ms"])) + ratio
+
+    def batch(got: dict[str, Any], eager: dict[str, Any]) -> str:
+        return str(got["largest_batch"]) if "largest_batch" in got else "-"
+
+    parts = {
+        "MiB held after forward / at peak, beyond what is held between steps (of eager native's)": memory,
+        "ms per step, and in how many times eager native's time (quartiles)": time,
+    }
+    for budget in {net["budget"] for net in nets} - {None}:
+        parts[f"largest batch within {budget / 2**30:g} GiB"] = batch
+    texts = []
+    for title, cell in parts.items():
+        rows = []
+        for net in nets:
+            eager = net["contenders"].get(EAGER_NATIVE, {})
+            cells = [cell(got, eager) if (got := net["contenders"].get(name)) else "-" for name in names]
+            rows.append([net_name(net), *cells])
+        texts.append(f"{title}:\n\n{table(['net', *names], rows)}")
+    notes = [f"- {net_name(net)}, {name}: {note}" for net in nets for name, note in net["notes"].items()]
+    return "\n\n".join([*texts, *(["\n".join(notes)] if notes else [])])
+
+
+def net_name(net: dict[str, Any]) -> str:
+    return f"{net['net']}, {net['dtype']} {net['layout']}, {net['batch']}x3x{net['size']}x{net['size']}"
 
 
 def summary_table(rows: Sequence[dict[str, Any]]) -> str:
@@ -203,9 +217,10 @@ def full_report(result: dict[str, Any]) -> str:
     for run in result["runs"]:
         parts.append(f"## malloc {run['malloc']['mode']}" if "gpu" not in run["machine"] else "## CUDA")
         parts.append(heading(run))
-        sections = (ops_table, means_table, replays_table, scaling_table, overhead_table, nets_table)
+        sections = (ops_table, means_table, replays_table, scaling_table, overhead_table, nets_tables)
         parts += [text for text in (section(run) for section in sections) if text]
-    parts += ["## Summary", summary_table(result["summary"])]
+    if result["summary"]:
+        parts += ["## Summary", summary_table(result["summary"])]
     return "\n\n".join(parts)
 
 

@@ -1,150 +1,205 @@
-"""Whole training steps: time, memory by the allocator's own account, and the largest batch that fits."""
+"""Whole training steps of a net as it is and converted, in eager mode and compiled: time, memory by the allocator's own
+account, and the largest batch that fits.
+
+All contenders have the same initial weights and the same batch, and take turns. Before it is measured, each has done
+one small step in eager mode, in which the guard of converted norms decides, and then `WARM_UP` steps, in the first of
+which it is compiled. Compiled contenders have their activation modules out of place.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
+from torch._functorch import config as functorch
 
 from benchmark.cases import DTYPES, LAYOUTS, Setting
-from benchmark.contenders import EAGER, OURS, NativeNorm, in_place_norm
-from benchmark.nets import Recipe
+from benchmark.notes import reason
 from benchmark.timing import DeviceClock, HostClock, no_garbage_collection, quartiles
+from inplace_abn import Plan, analyze, convert, guard
+from inplace_abn.example import tensors_in
+from inplace_abn.memory import measure
 
-NORMS = {OURS: in_place_norm, EAGER: NativeNorm}
+WARM_UP = 2
+LIMIT = 1 << 16
+"""The largest batch that is tried."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """How a net is trained; ``budget`` is torch.compile's ``activation_memory_budget``, of which 1 is the default."""
+
+    converted: bool = False
+    compiled: bool = False
+    budget: float = 1.0
+
+    def compile(self, net: nn.Module) -> nn.Module:
+        def backend(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            # What is kept for backward is decided in here, so that the setting need not outlive it.
+            with functorch.patch(activation_memory_budget=self.budget):
+                return torch._inductor.compile(graph, inputs)  # type: ignore[arg-type, return-value]
+
+        return torch.compile(net, dynamic=False, backend=backend) if self.compiled else net
+
+
+EAGER_NATIVE, EAGER_CONVERTED = "eager native", "eager converted"
+CONTENDERS = {
+    EAGER_NATIVE: Contender(),
+    EAGER_CONVERTED: Contender(converted=True),
+    "compiled native": Contender(compiled=True),
+    "compiled native, budget 0.5": Contender(compiled=True, budget=0.5),
+    "compiled converted": Contender(converted=True, compiled=True),
+    "compiled converted, budget 0.5": Contender(converted=True, compiled=True, budget=0.5),
+}
 
 
 @dataclass
 class Training:
-    """A net, its optimiser and one batch. Other dtypes than float32 are autocast to, as in mixed-precision training."""
+    """A net, what is called for its forward pass, its optimiser and one batch. Other dtypes than float32 are autocast
+    to, as in mixed-precision training."""
 
     net: nn.Module
+    call: nn.Module
     optimizer: torch.optim.Optimizer
     images: Tensor
-    labels: Tensor
     dtype: torch.dtype
 
     def forward(self) -> Tensor:
         """The loss."""
-        with torch.autocast(self.images.device.type, self.dtype, enabled=self.dtype != torch.float32):
-            return F.cross_entropy(self.net(self.images), self.labels)
+        with autocast(self.images.device, self.dtype):
+            outputs = [output for output in tensors_in(self.call(self.images)) if output.requires_grad]
+            return torch.stack([output.float().square().mean() for output in outputs]).sum()
 
     def step(self) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
+        self.forget()
         self.forward().backward()
         self.optimizer.step()
 
     def forget(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
 
+    def gradients(self) -> int:
+        """Bytes."""
+        return sum(parameter.nbytes for parameter in self.net.parameters() if parameter.requires_grad)
+
     def resident(self) -> int:
         """Bytes of parameters, buffers, momenta and the batch."""
-        tensors = [*self.net.parameters(), *self.net.buffers(), self.images, self.labels]
+        tensors = [*self.net.parameters(), *self.net.buffers(), self.images]
         for state in self.optimizer.state.values():
             tensors += [value for value in state.values() if isinstance(value, Tensor)]
         return sum(tensor.nbytes for tensor in tensors)
 
 
-def make_training(recipe: Recipe, norm: str, setting: Setting, batch: int, size: int, device: torch.device) -> Training:
-    """With the same initial weights for every norm."""
-    torch.manual_seed(0)
-    layout = LAYOUTS[setting.layout]
-    net = recipe.make(NORMS[norm], recipe.classes).to(device=device, memory_format=layout)
-    images = torch.randn(batch, 3, size, size, device=device).contiguous(memory_format=layout)
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.9)
-    return Training(net, optimizer, images, recipe.labels(batch, size, device), DTYPES[setting.dtype])
+def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
+    return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
 
 
-def time_steps(trainings: dict[str, Training], steps: int, warm_up: int = 2) -> dict[str, list[float]]:
-    """Milliseconds of each one's steps, which take turns."""
-    device = next(iter(trainings.values())).images.device
-    clocks: dict[str, Any] = {name: DeviceClock() if device.type == "cuda" else HostClock() for name in trainings}
-    for training in trainings.values():
-        for _ in range(warm_up):
-            training.step()
-    with no_garbage_collection():
+class Course:
+    """What the contenders of one net have in common; ``net`` stays as it is, on the CPU."""
+
+    def __init__(self, net: nn.Module, setting: Setting, size: int, device: torch.device) -> None:
+        self.net, self.setting, self.size, self.device = net.train(), setting, size, device
+        # By whether it is compiled, for activations differ.
+        self.plan = functools.cache(self._plan)
+
+    def images(self, batch: int) -> Tensor:
+        images = torch.randn(batch, 3, self.size, self.size, generator=torch.Generator().manual_seed(batch))
+        return images.to(self.device, memory_format=LAYOUTS[self.setting.layout])
+
+    def copy(self, out_of_place: bool) -> nn.Module:
+        net = copy.deepcopy(self.net).to(self.device, memory_format=LAYOUTS[self.setting.layout])
+        for module in net.modules():
+            if out_of_place and getattr(module, "inplace", False):
+                module.inplace = False  # type: ignore[assignment]
+        return net
+
+    def _plan(self, compiled: bool) -> Plan:
+        with autocast(self.device, DTYPES[self.setting.dtype]):
+            return analyze(self.copy(compiled), self.images(2))
+
+    def training(self, contender: Contender, batch: int) -> Training:
+        """After its small step, but not warmed up."""
+        net = self.copy(contender.compiled)
+        if contender.converted:
+            convert(net, self.plan(contender.compiled))
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.9)
+        training = Training(net, net, optimizer, self.images(2), DTYPES[self.setting.dtype])
+        training.step()
+        training.forget()
+        training.call, training.images = contender.compile(net), self.images(batch)
+        return training
+
+
+def time_steps(trainings: dict[str, Training], steps: int, notes: dict[str, str]) -> dict[str, list[float]]:
+    """Milliseconds of each one's steps, which take turns. One that fails goes from ``trainings`` to ``notes``."""
+    clocks: dict[str, Any] = {}
+    for name, training in trainings.items():
+        clocks[name] = DeviceClock() if training.images.device.type == "cuda" else HostClock()
+    # The guard measures in one step of a hundred.
+    with no_garbage_collection(), guard.paused():
         for i in range(steps):
             names = list(trainings)
-            for name in names[i % len(names) :] + names[: i % len(names)]:
+            turn = i % max(1, len(names))
+            for name in names[turn:] + names[:turn]:
                 clocks[name].mark()
-                trainings[name].step()
+                try:
+                    trainings[name].step()
+                except Exception as error:
+                    del trainings[name]
+                    notes[name] = reason(error)
+                    continue
                 clocks[name].mark()
-    return {name: clock.durations() for name, clock in clocks.items()}
-
-
-def allocator_changes(run: Callable[[], object]) -> tuple[list[int], object]:
-    """Bytes, in order, that the CPU's allocator gave and took (negative) during ``run``; and what ``run`` returned."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        kept = run()
-    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[union-attr]
-    return [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())], kept
-
-
-def highest(changes: list[int]) -> int:
-    """The most that is held at once."""
-    held = most = 0
-    for change in changes:
-        held += change
-        most = max(most, held)
-    return most
-
-
-def cpu_peak(training: Training) -> int:
-    """Bytes that a step takes at most above those held before it."""
-    training.forget()
-    return highest(allocator_changes(training.step)[0])
+    return {name: clocks[name].durations() for name in trainings}
 
 
 def memory(training: Training) -> dict[str, int]:
     """Bytes above those held between two steps: ``held`` between forward and backward, ``peak`` during the step."""
-    device = training.images.device
     training.forget()
-    if device.type != "cuda":
-        changes, loss = allocator_changes(training.forward)
-        del loss
-        return {"held": sum(changes), "peak": cpu_peak(training)}
-    torch.cuda.synchronize(device)
-    before = torch.cuda.memory_allocated(device)
-    loss = training.forward()
-    held = torch.cuda.memory_allocated(device) - before
-    del loss
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    training.step()
-    torch.cuda.synchronize(device)
-    return {"held": held, "peak": torch.cuda.max_memory_allocated(device) - before}
+    with autocast(training.images.device, training.dtype):
+        usage = measure(training.call, training.images)
+    return {"held": usage.held, "peak": usage.peak}
 
 
-def largest(fits: Callable[[int], bool], least: int, limit: int) -> int:
+def expected_batch(training: Training, held: int, peak: int, budget: int) -> int:
+    """How many images ``budget`` bytes suffice for, if what a step takes beyond parameters, momenta and gradients grows
+    with their number. In a small batch gradients of parameters may be made where activations were."""
+    fixed = training.resident() - training.images.nbytes + training.gradients()
+    growing = training.images.nbytes + max(held, peak - training.gradients())
+    return len(training.images) * (budget - fixed) // growing
+
+
+def largest(fits: Callable[[int], bool], guess: int, least: int, limit: int = LIMIT) -> int:
     """The largest number from ``least`` to ``limit`` that fits, if smaller ones do too; 0 if ``least`` does not.
 
-    The answer is exact to an eighth of itself: doubled first, then halved in between.
+    The answer is exact to an eighth of itself. The search leaves ``guess`` by steps that double, then halves what is in
+    between; where the guess was right, two numbers are tried.
     """
-    good, bad = 0, least
-    while bad <= limit and fits(bad):
-        good, bad = bad, 2 * bad
-    bad = min(bad, limit + 1)
-    while good and bad - good > max(1, good // 8):
-        middle = (good + bad) // 2
-        if fits(middle):
-            good = middle
+    good, bad = least - 1, limit + 1
+    at = min(max(guess, least), limit)
+    stride = max(1, at // 8)
+    while bad - good > max(1, good // 8):
+        if fits(at):
+            good, at = at, at + stride
         else:
-            bad = middle
-    return good
+            bad, at = at, at - stride
+        stride *= 2
+        if not good < at < bad:
+            at = (good + bad) // 2
+    return good if good >= least else 0
 
 
 @contextlib.contextmanager
 def memory_limit(device: torch.device, budget: int) -> Iterator[None]:
     """Lets the CUDA allocator of this process have ``budget`` bytes."""
     total = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.empty_cache()
+    release()
     torch.cuda.set_per_process_memory_fraction(min(1.0, budget / total), device)
     try:
         yield
@@ -152,56 +207,94 @@ def memory_limit(device: torch.device, budget: int) -> Iterator[None]:
         torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
-def out_of_memory(error: RuntimeError) -> bool:
-    """Also where cuDNN found no algorithm whose workspace could be allocated."""
-    return isinstance(error, torch.cuda.OutOfMemoryError) or "unable to find an engine" in str(error)
+def release() -> None:
+    """Gives the device's memory back that nobody holds."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def out_of_memory(error: BaseException | None) -> bool:
+    """Also where cuDNN found no algorithm whose workspace could be allocated, and where the compiler ran out of it."""
+    return error is not None and (
+        isinstance(error, torch.cuda.OutOfMemoryError)
+        or "unable to find an engine" in str(error)
+        or out_of_memory(error.__cause__)
+    )
 
 
 def fits_budget(make: Callable[[], Training], device: torch.device, budget: int) -> bool:
     """Whether two training steps get by with ``budget`` bytes: on CUDA with the allocator limited to that, on the CPU
     by the allocator's account."""
+    # Otherwise the nets of other batches count towards the limit of recompilations.
+    torch._dynamo.reset()
     if device.type != "cuda":
         training = make()
-        training.step()
-        return training.resident() + cpu_peak(training) <= budget
+        return training.resident() + memory(training)["peak"] <= budget
     fits = True
     with memory_limit(device, budget):
         try:
             training = make()
-            training.step()
-            training.step()
+            with guard.paused():
+                training.step()
+                training.step()
             torch.cuda.synchronize(device)
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise
             fits = False
         training = None  # type: ignore[assignment]
-        gc.collect()
-        torch.cuda.empty_cache()
+        release()
     return fits
 
 
 def measure_net(
-    recipe: Recipe, setting: Setting, batch: int, size: int, device: torch.device, steps: int, budget: int | None
+    course: Course,
+    batch: int,
+    steps: int,
+    budget: int | None = None,
+    contenders: Sequence[str] = tuple(CONTENDERS),
+    has_time: Callable[[str], bool] = lambda _: True,
 ) -> dict[str, Any]:
-    """For each norm quartiles of the milliseconds per step, images per second, memory and, with a budget in bytes, the
-    largest batch."""
-    trainings = {name: make_training(recipe, name, setting, batch, size, device) for name in NORMS}
-    timed = time_steps(trainings, steps)
-    result: dict[str, Any] = {}
-    for name, durations in timed.items():
-        ms = quartiles(durations)
-        # Together they need the memory of both, hence one after the other.
+    """For each contender quartiles of the milliseconds per step and of their ratio to eager native's, memory and, with
+    a budget in bytes, the largest batch; and a note on each that failed."""
+    measured: dict[str, dict[str, Any]] = {}
+    notes: dict[str, str] = {}
+
+    torch._dynamo.reset()
+    trainings: dict[str, Training] = {}
+    for name in filter(has_time, contenders):
+        try:
+            training = course.training(CONTENDERS[name], batch)
+            for _ in range(WARM_UP):
+                training.step()
+            trainings[name] = training
+        except Exception as error:
+            notes[name] = reason(error)
+        training = None  # type: ignore[assignment]
+    timed = time_steps(trainings, steps, notes)
+    guesses: dict[str, int] = {}
+    for name, ms in timed.items():
+        # Together they need the memory of all, hence one after the other.
         training = trainings.pop(name)
-        result[name] = {"ms": ms, "images_per_s": 1e3 * batch / ms[1], **memory(training)}
+        try:
+            got: dict[str, Any] = {"ms": quartiles(ms)} | memory(training)
+            if EAGER_NATIVE in timed:
+                got["ratio"] = quartiles([a / b for a, b in zip(ms, timed[EAGER_NATIVE], strict=True)])
+            if budget is not None:
+                guesses[name] = expected_batch(training, got["held"], got["peak"], budget)
+            measured[name] = got
+        except Exception as error:
+            notes[name] = reason(error)
         del training
-    if budget is not None:
-        for name in NORMS:
+    for name, guess in guesses.items():
 
-            def make(batch: int, name: str = name) -> Training:
-                return make_training(recipe, name, setting, batch, size, device)
+        def fits(batch: int, name: str = name) -> bool:
+            if not has_time(f"{name}, batch of {batch}"):
+                raise TimeoutError("no time left to find the largest batch")
+            return fits_budget(lambda: course.training(CONTENDERS[name], batch), course.device, budget)
 
-            result[name]["largest_batch"] = largest(
-                lambda batch, make=make: fits_budget(lambda: make(batch), device, budget), 2, 1 << 16
-            )
-    return result
+        try:
+            measured[name]["largest_batch"] = largest(fits, guess, 2)
+        except Exception as error:
+            notes[name] = reason(error)
+    return {"contenders": measured, "notes": notes}

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from benchmark.cases import CORE, SMALL
 from benchmark.contenders import CHECKPOINT, COMPILE, EAGER, FLOOR, NO_CUDNN, OURS, PEER
+from benchmark.steps import EAGER_CONVERTED, EAGER_NATIVE
 from benchmark.timing import PHASES
 
 LARGE = 64 << 20
@@ -16,7 +17,6 @@ SPEEDUP_ROWS = (COMPILE, CHECKPOINT, PEER, NO_CUDNN)
 
 Record = dict[str, Any]
 Row = dict[str, Any]
-Where = Callable[[Record], bool]
 
 
 def middle(quartiles: Sequence[float]) -> float:
@@ -30,30 +30,34 @@ def geometric_mean(values: Iterable[float]) -> float | None:
     return math.exp(statistics.fmean(logarithms)) if logarithms else None
 
 
-def pick(records: Iterable[Record], contender: str, ratio: str, phase: str, where: Where) -> list[float]:
+def pick(records: Iterable[Record], contender: str, ratio: str, phase: str) -> list[float]:
     """The medians of a contender's ``ratio``, "speedup" or "of_floor", in the cases that have it."""
-    timings = [record["timings"].get(contender, {}) for record in records if where(record)]
+    timings = [record["timings"].get(contender, {}) for record in records]
     return [middle(timing[ratio][phase]) for timing in timings if ratio in timing]
 
 
-def times_faster(records: Iterable[Record], than: str, where: Where) -> list[float]:
+def times_faster(records: Iterable[Record], than: str) -> list[float]:
     """How many times the time of ours ``than`` takes, forward and backward, by medians."""
-    both = [r["timings"] for r in records if where(r) and OURS in r["timings"] and than in r["timings"]]
+    both = [r["timings"] for r in records if OURS in r["timings"] and than in r["timings"]]
     return [middle(t[than]["ms"]["both"]) / middle(t[OURS]["ms"]["both"]) for t in both]
 
 
-def bf16_of_fp32(records: Sequence[Record], where: Where) -> list[float]:
+def grouped(records: Iterable[Record], *keys: str) -> dict[tuple[str, ...], list[Record]]:
+    """By what they have under ``keys``, in the order in which that first occurs."""
+    groups: dict[tuple[str, ...], list[Record]] = {}
+    for record in records:
+        groups.setdefault(tuple(record[key] for key in keys), []).append(record)
+    return groups
+
+
+def bf16_of_fp32(records: Iterable[Record]) -> list[float]:
     """Our time in bf16 over our time in fp32, forward and backward, for each tensor timed in both."""
-
-    def key(record: Record) -> tuple[object, ...]:
-        return tuple(record["shape"]), record["layout"], record["activation"]
-
-    def ours(dtype: str) -> dict[tuple[object, ...], float]:
-        chosen = [r for r in records if where(r) and r["dtype"] == dtype and OURS in r["timings"]]
-        return {key(r): middle(r["timings"][OURS]["ms"]["both"]) for r in chosen}
-
-    full, half = ours("fp32"), ours("bf16")
-    return [half[k] / full[k] for k in full if k in half]
+    ours: dict[str, dict[tuple[object, ...], float]] = {"fp32": {}, "bf16": {}}
+    for r in records:
+        if OURS in r["timings"] and r["dtype"] in ours:
+            tensor = tuple(r["shape"]), r["layout"], r["activation"]
+            ours[r["dtype"]][tensor] = middle(r["timings"][OURS]["ms"]["both"])
+    return [ours["bf16"][tensor] / full for tensor, full in ours["fp32"].items() if tensor in ours["bf16"]]
 
 
 def _row(name: str, values: Sequence[float], target: str = "", value: float | None = None) -> Row:
@@ -66,76 +70,52 @@ def _row(name: str, values: Sequence[float], target: str = "", value: float | No
 
 
 def cpu_rows(run: Record) -> list[Row]:
-    ops = run["ops"]
     warmed = run["malloc"]["mode"] == "warmed"
-
-    def core_silu(record: Record) -> bool:
-        return bool(record["group"] == CORE and record["activation"] == "silu")
-
-    def core_others(record: Record) -> bool:
-        return bool(record["group"] == CORE and record["activation"] != "silu")
-
-    def core(record: Record) -> bool:
-        return core_others(record) and record["dtype"] == "fp32"
-
-    def silu(record: Record) -> bool:
-        return core_silu(record) and record["dtype"] == "fp32"
-
-    speedups = pick(ops, OURS, "speedup", "both", lambda _: True)
-    slowest = min(speedups, default=None)
+    core = [r for r in run["ops"] if r["group"] == CORE]
+    silus, others = ([r for r in core if (r["activation"] == "silu") is silu] for silu in (True, False))
+    silu, fp32 = ([r for r in records if r["dtype"] == "fp32"] for records in (silus, others))
+    speedups = pick(run["ops"], OURS, "speedup", "both")
     scaling = {c: [middle(record["speedup"][c]["both"]) for record in run["scaling"]] for c in (OURS, FLOOR)}
     threads = run["machine"]["threads"]
-    rows = [
-        _row("forward / floor, fp32", pick(ops, OURS, "of_floor", "forward", core), "≤ 1.1"),
-        _row("backward / floor, fp32", pick(ops, OURS, "of_floor", "backward", core), "≤ 1.2"),
-        _row("bf16 / fp32, forward + backward", bf16_of_fp32(ops, core_others), "≤ 0.75"),
-        _row("bf16 / fp32, forward + backward, silu", bf16_of_fp32(ops, core_silu)),
-        _row("eager / in-place, fp32", pick(ops, OURS, "speedup", "both", core), "≥ 2.5" if warmed else "≥ 5"),
-        _row("eager / in-place, silu, fp32", pick(ops, OURS, "speedup", "both", silu), "≥ 3"),
-        _row("least eager / in-place of all cases", speedups, "≥ 1", slowest),
+    return [
+        _row("forward / floor, fp32", pick(fp32, OURS, "of_floor", "forward"), "≤ 1.1"),
+        _row("backward / floor, fp32", pick(fp32, OURS, "of_floor", "backward"), "≤ 1.2"),
+        _row("bf16 / fp32, forward + backward", bf16_of_fp32(others), "≤ 0.75"),
+        _row("bf16 / fp32, forward + backward, silu", bf16_of_fp32(silus)),
+        _row("eager / in-place, fp32", pick(fp32, OURS, "speedup", "both"), "≥ 2.5" if warmed else "≥ 5"),
+        _row("eager / in-place, silu, fp32", pick(silu, OURS, "speedup", "both"), "≥ 3"),
+        _row("least eager / in-place of all cases", speedups, "≥ 1", min(speedups, default=None)),
+        *(
+            _row(f"{name} / in-place, fp32", times_faster(fp32, name), "≥ 8" if name == PEER else "")
+            for name in SPEEDUP_ROWS
+        ),
+        _row(f"1 thread / {threads} threads", scaling[OURS], "≥ 1.8" if threads == 2 else ""),
+        _row(f"1 thread / {threads} threads, floor", scaling[FLOOR]),
     ]
-    for name in SPEEDUP_ROWS:
-        values = times_faster(ops, name, core)
-        if values or name == PEER:
-            rows.append(_row(f"{name} / in-place, fp32", values, "≥ 8" if name == PEER else ""))
-    if run["scaling"]:
-        rows.append(_row(f"1 thread / {threads} threads", scaling[OURS], "≥ 1.8" if threads == 2 else ""))
-        rows.append(_row(f"1 thread / {threads} threads, floor", scaling[FLOOR]))
-    return rows
 
 
 def cuda_rows(run: Record) -> list[Row]:
-    ops, nets = run["ops"], run["nets"]
     rows = []
-    for dtype, layout in dict.fromkeys((record["dtype"], record["layout"]) for record in ops):
-
-        def here(record: Record, dtype: str = dtype, layout: str = layout) -> bool:
-            return (record["dtype"], record["layout"]) == (dtype, layout)
-
-        def relu(record: Record, here: Where = here) -> bool:
-            return here(record) and record["activation"] == "relu"
-
-        def large(record: Record, here: Where = here) -> bool:
-            return here(record) and record["nbytes"] >= LARGE
-
+    for (dtype, layout), records in grouped(run["ops"], "dtype", "layout").items():
         setting = f"{dtype} {layout}"
+        relu = [r for r in records if r["activation"] == "relu"]
+        large = [r for r in records if r["nbytes"] >= LARGE]
         target = "≥ 2" if (dtype, layout) in (("bf16", "channels_last"), ("fp32", "contiguous")) else ""
-        rows.append(_row(f"eager / in-place, relu, {setting}", pick(ops, OURS, "speedup", "both", relu), target))
+        rows.append(_row(f"eager / in-place, relu, {setting}", pick(relu, OURS, "speedup", "both"), target))
         for name in SPEEDUP_ROWS:
-            values = times_faster(ops, name, here)
-            if values:
-                rows.append(_row(f"{name} / in-place, {setting}", values, "> 1" if name == COMPILE else ""))
+            target = "> 1" if name == COMPILE else ""
+            rows.append(_row(f"{name} / in-place, {setting}", times_faster(records, name), target))
         for phase in PHASES:
-            share = [1 / ratio for ratio in pick(ops, OURS, "of_floor", phase, large)]
+            share = [1 / ratio for ratio in pick(large, OURS, "of_floor", phase)]
             rows.append(_row(f"share of copy bandwidth, ≥ 64 MiB, {phase}, {setting}", share, "≥ 0.85"))
-    for net in nets:
-        ours, eager = net["norms"][OURS], net["norms"][EAGER]
-        name = f"{net['net']} {net['dtype']} {net['layout']}"
-        resnet = net["net"] == "resnet50"
-        rows.append(_row(f"step of {name}, eager / in-place", [middle(eager["ms"]) / middle(ours["ms"])]))
-        rows.append(_row(f"activations of {name}, in-place / eager", [ours["held"] / eager["held"]]))
-        if resnet:
-            rows[-2]["target"], rows[-1]["target"] = "≥ 1", "≤ 0.6"
+    for net in run["nets"]:
+        ours, eager = (net["contenders"].get(name) for name in (EAGER_CONVERTED, EAGER_NATIVE))
+        if not ours or not eager:
+            continue
+        name = f"{net['net']} {net['dtype']} {net['layout']}, converted / native"
+        targets = ("≤ 1", "≤ 0.6") if net["net"] == "resnet50" else ("", "")
+        rows.append(_row(f"step of {name}", [middle(ours["ratio"])], targets[0]))
+        rows.append(_row(f"activations of {name}", [ours["held"] / eager["held"]], targets[1]))
     return rows
 
 
@@ -157,31 +137,12 @@ def overhead_rows(run: Record) -> list[Row]:
 
 
 def summarise(runs: Sequence[Record]) -> list[Row]:
-    """One row per mean, with the malloc of its run."""
+    """One row per mean of something, with the malloc of its run."""
     rows = []
     for run in runs:
         chosen = cuda_rows(run) if "gpu" in run["machine"] else cpu_rows(run)
-        rows += [row | {"malloc": run["malloc"]["mode"]} for row in chosen + overhead_rows(run)]
-    return rows
-
-
-def by_setting(run: Record) -> list[Row]:
-    """For each group, dtype, layout and activation geometric means over the shapes: of the floor, and speed-ups."""
-    rows = []
-    ops = run["ops"]
-    for key in dict.fromkeys(tuple(r[k] for k in ("group", "dtype", "layout", "activation")) for r in ops):
-
-        def here(record: Record, key: tuple[str, ...] = key) -> bool:
-            return tuple(record[k] for k in ("group", "dtype", "layout", "activation")) == key
-
-        rows.append(
-            dict(zip(("group", "dtype", "layout", "activation"), key, strict=True))
-            | {
-                "shapes": sum(map(here, ops)),
-                "of_floor": {p: geometric_mean(pick(ops, OURS, "of_floor", p, here)) for p in PHASES},
-                "faster_than": {name: geometric_mean(times_faster(ops, name, here)) for name in (EAGER, *SPEEDUP_ROWS)},
-            }
-        )
+        chosen = [row for row in chosen + overhead_rows(run) if row["value"] is not None]
+        rows += [row | {"malloc": run["malloc"]["mode"]} for row in chosen]
     return rows
 
 
@@ -190,14 +151,11 @@ def bars(run: Record) -> dict[str, dict[str, dict[str, float]]]:
     the contenders of the setting took part in. Without small tensors, whose time is that of a call."""
     result: dict[str, dict[str, dict[str, float]]] = {}
     ops = [r for r in run["ops"] if r["group"] != SMALL and all("of_floor" in t for t in r["timings"].values())]
-    for setting in dict.fromkeys((r["activation"], r["dtype"], r["layout"]) for r in ops):
-        cases = [r for r in ops if (r["activation"], r["dtype"], r["layout"]) == setting]
-        names = list(dict.fromkeys(name for r in cases for name in r["timings"]))
-        cases = [r for r in cases if len(r["timings"]) == len(names)]
-        if not cases:
-            continue
-        result["\n".join(setting)] = {
-            name: {p: geometric_mean(pick(cases, name, "of_floor", p, lambda _: True)) or 0.0 for p in PHASES}
-            for name in names
-        }
+    for setting, records in grouped(ops, "activation", "dtype", "layout").items():
+        names = list(dict.fromkeys(name for r in records for name in r["timings"]))
+        cases = [r for r in records if len(r["timings"]) == len(names)]
+        if cases:
+            result["\n".join(setting)] = {
+                name: {p: geometric_mean(pick(cases, name, "of_floor", p)) or 0.0 for p in PHASES} for name in names
+            }
     return result

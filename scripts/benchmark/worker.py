@@ -15,11 +15,12 @@ from typing import Any
 import torch
 
 import inplace_abn
-from benchmark import cuda, malloc, overhead, peer
+from benchmark import cuda, malloc, nets, overhead, peer
 from benchmark.cases import CORE, Case, Setting, make_cases
 from benchmark.contenders import COMPILE, EAGER, FLOOR, NO_CUDNN, OURS, PEER, make_iterations, scaling_iterations
-from benchmark.nets import NETS
-from benchmark.steps import measure_net, out_of_memory
+from benchmark.notes import reason
+from benchmark.steps import CONTENDERS as NET_CONTENDERS
+from benchmark.steps import Course, measure_net
 from benchmark.timing import PHASES, Sample, interleaved, phase_quartiles, ratio_quartiles
 from inplace_abn import guard
 
@@ -189,30 +190,32 @@ class Worker:
 
     def measure_nets(self) -> Iterable[dict[str, Any]]:
         budget = None if self.args.memory_budget is None else int(self.args.memory_budget * 2**30)
-        for name in self.args.nets:
-            recipe = NETS[name]
+        names = [name for name, how in NET_CONTENDERS.items() if not (how.compiled and self.args.eager_nets)]
+        for net in self.args.nets:
+            recipe = nets.recipe(net)
             kind = "cuda" if self.device.type == "cuda" else "quick" if self.args.quick else "cpu"
             batch, size = getattr(recipe, kind)
             batch, size = self.args.net_batch or batch, self.args.net_size or size
             for setting in self.settings[:1] if self.args.quick else self.settings:
-                if not self.has_time(f"net {name} {setting}"):
+                what = f"net {net} {setting}"
+                if not self.has_time(what):
                     continue
                 try:
-                    measured = measure_net(recipe, setting, batch, size, self.device, self.args.steps, budget)
-                except RuntimeError as error:
-                    if not out_of_memory(error):
-                        raise
-                    self.skipped.append(f"net {name} {setting}: {batch} images of {size} do not fit")
+                    torch.manual_seed(0)
+                    course = Course(recipe.make(), setting, size, self.device)
+                except Exception as error:
+                    self.skipped.append(f"{what}: {reason(error)}")
                     continue
-                yield {
-                    "net": name,
-                    "dtype": setting.dtype,
-                    "layout": setting.layout,
-                    "batch": batch,
-                    "size": size,
-                    "budget": budget,
-                    "norms": measured,
-                }
+                measured = measure_net(
+                    course,
+                    batch,
+                    self.args.steps,
+                    budget,
+                    names,
+                    lambda name, what=what: self.has_time(f"{what}, {name}"),  # type: ignore[misc]
+                )
+                described = {"net": net, "dtype": setting.dtype, "layout": setting.layout}
+                yield described | {"batch": batch, "size": size, "budget": budget} | measured
 
 
 def compare(collected: dict[str, list[Sample]]) -> dict[str, Any]:

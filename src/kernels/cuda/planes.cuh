@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(block_threads, resident<Op, 1>)
       planes.load(cursor, mask[u], in[u]);
       cursor.advance(next_item, slots);
     }
-    cursor = start;
+    if constexpr (Op::outputs > 0) cursor = start;
 #pragma unroll
     for (int u = 0; u < unroll; u += together) {
       const Tile<together, width> tile{mask + u, count == 0};
@@ -124,8 +124,7 @@ __global__ void __launch_bounds__(block_threads, resident<Op, 1>)
         count += static_cast<opmath_t>(tile.elements());
         planes.store(cursor, mask[u], out[0]);
       }
-#pragma unroll
-      for (int i = 0; i < together; ++i) cursor.advance(next_item, slots);
+      if constexpr (Op::outputs > 0) cursor.advance(next_item, slots);
     }
     cursor.advance(next_tile, slots);
   }
