@@ -169,12 +169,13 @@ void visit(const ActivationArgs& activation, const View<const scalar_t>& residua
 
 // Whether dx comes from the xhat and dy that the first pass left, instead of from z and dz inverted once more. That
 // saves an inversion and costs two writes. INPLACE_ABN_CUDA_INVERT in the environment, "once" or "twice", decides it;
-// without it, whichever bounds the second pass: only in double do inversions take longer than the bytes.
+// without it, an estimate (docs/gpu.md): only silu in 16 bits, and doubles, take longer to invert than to write.
 template <typename scalar_t, typename Act>
 bool inverts_once() {
   const char* const given = std::getenv("INPLACE_ABN_CUDA_INVERT");
-  if (given == nullptr) return heavy<Act> && std::is_same_v<scalar_t, double>;
-  return std::string_view(given) == "once";
+  if (given != nullptr) return std::string_view(given) == "once";
+  if (std::is_same_v<scalar_t, double>) return heavy<Act>;
+  return sizeof(scalar_t) == 2 && std::is_same_v<Act, Silu<scalar_t>>;
 }
 
 }  // namespace

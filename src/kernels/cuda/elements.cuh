@@ -70,10 +70,14 @@ template <typename scalar_t>
 constexpr bool heavy<PlainRelu<scalar_t>> = false;
 
 // Blocks that a multiprocessor holds at least, which bounds the registers of a thread: 3 blocks to 80, 2 to 128, which
-// is what doubles need, five streams, and the values of many channels with three streams or much arithmetic.
+// is what doubles need, five streams, reductions with much arithmetic in float16, and the values of many channels with
+// three streams or much arithmetic.
 template <typename Op, int channels>
-constexpr bool wide =
-    channels > 4 ? Op::inputs > 2 || Op::outputs > 1 || Op::much_arithmetic : Op::inputs + Op::outputs > 4;
+constexpr bool wide = [] {
+  if (channels > 4) return Op::inputs > 2 || Op::outputs > 1 || Op::much_arithmetic;
+  constexpr bool is_half = std::is_same_v<typename Op::scalar_t, c10::Half>;
+  return Op::inputs + Op::outputs > 4 || (is_half && Op::reduces && Op::much_arithmetic);
+}();
 template <typename Op, int channels>
 constexpr int resident = sizeof(typename Op::opmath_t) == sizeof(double) || wide<Op, channels> ? 2 : 3;
 

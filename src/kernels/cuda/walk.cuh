@@ -5,16 +5,17 @@
 //   statistics       1   read x                        forward          2   read x; write z
 //   backward_reduce  4   read z, dz; write xhat, dy    backward         3   read xhat, dy; write dx
 //   local_forward    3   read x; read x, write z       (2 from device memory where the second read hits the cache)
-//   local_backward   5   read z, dz; read z, dz, write dx, inverting z once more; or 7: read z, dz, write xhat, dy; read
+//   local_backward   5   read z, dz; read z, dz, write dx, inverting z once more; or 7: read z, dz, write xhat, dy;
+//   read
 //                        xhat, dy, write dx (2 less from device memory where the second reads hit the cache)
 //   a residual adds 1 to each pass that inverts or applies the activation, its gradient 1 to the last pass.
 //
 // There are two kernels, one per memory order, for any op. An op says what to do with an element, given its channel's
 // values; the kernel brings elements in and out. Both exist for two widths: 16 bytes, and one element, for tensors that
 // do not agree on where 16 bytes start (slices). Rows that are no whole vectors but follow each other are taken several
-// at once. At the ragged ends of planes, where a vector is in the plane in part only, its elements are loaded and stored
-// one by one; planes without such ends have a kernel of their own. clusters.cuh has a third kernel, which does both
-// passes of the local ops.
+// at once. At the ragged ends of planes, where a vector is in the plane in part only, its elements are loaded and
+// stored one by one; planes without such ends have a kernel of their own. clusters.cuh has a third kernel, which does
+// both passes of the local ops.
 //
 //   grid        x only, one-dimensional: parts of a channel times channels, or parts of the rows times columns of
 //               channels, see partition.h. Few channels are cut into many parts, so that all multiprocessors work; many
@@ -25,7 +26,8 @@
 //               that is 64 bytes a thread or 48 KB a multiprocessor in flight, where a Hopper's bandwidth times latency
 //               is an estimated 25 KB. Plane order: a warp reads 512 consecutive bytes. Row order: rows of 512 bytes,
 //               or as long as there are channels, several rows to a warp.
-//   reductions  two stages: one share per block in scratch memory, added up by a small kernel, or one, where a block has
+//   reductions  two stages: one share per block in scratch memory, added up by a small kernel, or one, where a block
+//   has
 //               all of its channel. Shares are sums in double, and there are no atomics, so results are the same in
 //               every run.
 //   second pass walks backward: what the first pass read last is likeliest to be in the second-level cache. The local
