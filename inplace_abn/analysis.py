@@ -49,7 +49,7 @@ def analyze(model: nn.Module, /, *example_inputs: Any, **kwargs: Any) -> Plan:
     found: dict[str, nn.Module] = {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, norms.InPlaceNorm)
+        if isinstance(module, norms.KINDS) and not isinstance(module, norms.InPlaceNorm)
     }
     unfit = {name: unfit_reasons(module) for name, module in found.items()}
     recordings: list[Recording] = []

@@ -1,4 +1,4 @@
-"""Converts a model's BatchNorms to in-place ones, and back.
+"""Converts a model's norms to in-place ones, and back.
 
 A module is converted by giving it a subclass of its class (`inplace_abn.norms`). So it stays the object it is wherever
 it is referred to, and a norm to whoever looks for norms, with its parameters, buffers, hooks, flags and state-dict
@@ -90,7 +90,7 @@ def convert(
 
 
 def _is_norm(module: nn.Module) -> bool:
-    return isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, norms.InPlaceNorm)
+    return isinstance(module, norms.KINDS) and not isinstance(module, norms.InPlaceNorm)
 
 
 def _planned(plan: Plan, residual: bool) -> dict[str, dict[str, Any]]:

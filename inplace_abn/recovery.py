@@ -56,10 +56,14 @@ class Errors(NamedTuple):
         return torch.maximum(self.x, self.weight.max())
 
 
-def sample(t: Tensor) -> Tensor:
-    """A copy of some of ``t``'s values, spread over batch and space: (1, channel, n) of (batch, channel, \\*)."""
+def sample(t: Tensor, per_instance: bool = False) -> Tensor:
+    """A copy of some of ``t``'s values, spread over batch and space: (1, channel, n) of (batch, channel, \\*). If
+    ``per_instance``, spread over space: (1, batch * channel, n)."""
     values = t.detach().flatten(2) if t.dim() > 2 else t.detach().unsqueeze(2)
     batch, channels, size = values.shape
+    if per_instance:
+        step = max(1, size // max(1, _SAMPLE // max(1, batch * channels)))
+        return values[:, :, ::step].reshape(1, batch * channels, -1).clone(memory_format=torch.contiguous_format)
     step = max(1, batch * size // max(1, _SAMPLE // max(1, channels)))
     # Not all of one column of the images, nor of one place in all of them.
     while math.gcd(step, size) > 1:
