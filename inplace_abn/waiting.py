@@ -116,7 +116,8 @@ class Norm:
             y: Tensor = KeptABNFunction.apply(x, weight, bias, None, self.mean, self.var, s)
             return y
         if s.per_instance:
-            folded = x.reshape(1, -1, *x.shape[2:])
+            samples, channels = x.shape[:2]
+            folded = x.reshape(1, samples * channels, -1)
             return F.batch_norm(folded, None, None, weight, bias, True, 0.0, s.eps).view(x.shape)
         mean, var = (None, None) if s.training else (self.mean, self.var)
         return F.batch_norm(x, mean, var, weight, bias, s.training, 0.0, s.eps)
