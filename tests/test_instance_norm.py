@@ -158,9 +158,7 @@ def test_ops_treat_each_sample_as_if_it_were_alone(shape, dtype, layout, device)
         ops.local_forward(sample, weight[own], bias[own], None, None, None, 0.1, None, *what, True)
         assert relative_error(z[i : i + 1], sample.double()) < TOLERANCE[dtype]
         expected = {name: torch.empty_like(t[i : i + 1] if name == "dx" else t[own]) for name, t in gradients.items()}
-        ops.local_backward(
-            z[i : i + 1], dz[i : i + 1], var[own], weight[own], bias[own], None, *what, True, **expected
-        )
+        ops.local_backward(z[i : i + 1], dz[i : i + 1], var[own], weight[own], bias[own], None, *what, True, **expected)
         assert relative_error(dx[i : i + 1], expected["dx"].double()) < TOLERANCE[dtype]
         assert relative_error(dweight[own], expected["dweight"].double()) < 1e-5
         assert relative_error(dbias[own], expected["dbias"].double()) < 1e-5
