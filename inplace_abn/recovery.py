@@ -316,7 +316,7 @@ class Conditioning(NamedTuple):
 def check_conditioning(
     model: nn.Module, dtype: torch.dtype = torch.float32, threshold: float = 1e-2
 ) -> list[Conditioning]:
-    """The `InPlaceABN` layers of ``model`` that would have gradients off by more than ``threshold`` in place, by
+    """The in-place layers of ``model``, built as such, that would have gradients off by more than ``threshold`` in place, by
     prediction, worst first. The guard looks at real values instead, and lets such layers keep their input.
 
     Args:
@@ -325,10 +325,11 @@ def check_conditioning(
         threshold: relative error of dx, or of a channel's dweight, that is still acceptable.
     """
     from inplace_abn.abn import InPlaceABN
+    from inplace_abn.instance_norm import InPlaceInstanceNorm
 
     found = []
     for name, module in model.named_modules():
-        if isinstance(module, InPlaceABN):
+        if isinstance(module, (InPlaceABN, InPlaceInstanceNorm)):
             how = (module.activation, module.activation_param, module.eps, module.signed_weight)
             errors = predicted(module.weight, module.bias, dtype, *how)
             error = errors.worst().item()

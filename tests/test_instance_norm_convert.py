@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from cases import relative_error
 from torch import nn
 
-from inplace_abn import analyze, convert, convert_sync, revert, verify
+from inplace_abn import InPlaceInstanceNorm, analyze, check_conditioning, convert, convert_sync, revert, verify
 from inplace_abn.memory import measure
 from inplace_abn.norms import InPlaceInstanceNorm2d, InPlaceInstanceNorm3d, InPlaceNorm
 
@@ -264,3 +264,21 @@ def test_compiled_and_under_autocast_a_converted_net_is_right():
     assert y.dtype == other.dtype
     assert relative_error(y, other.double()) < 2e-2
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("activation", ["identity", "leaky_relu"])
+def test_a_module_that_was_built_in_place_is_reverted_to_torchs_norm_and_activation(activation):
+    model = nn.Sequential(nn.Conv3d(1, 4, 3), InPlaceInstanceNorm(4, affine=True, activation=activation))
+    nn.init.uniform_(model[1].weight, 0.5, 1.5)
+    x = example()
+    expected = model(x)
+    reverted = revert(model, instance_norm=nn.InstanceNorm3d)
+    assert type(reverted[1] if activation == "identity" else reverted[1].norm) is nn.InstanceNorm3d
+    torch.testing.assert_close(reverted(x), expected)
+
+
+def test_layers_that_would_be_inexact_are_predicted():
+    model = nn.Sequential(InPlaceInstanceNorm(4, affine=True, activation="elu", activation_param=1.0))
+    assert check_conditioning(model) == []
+    nn.init.constant_(model[0].weight, 30.0)
+    assert [layer.name for layer in check_conditioning(model)] == ["0"]

@@ -220,9 +220,9 @@ def test_a_net_trains_under_autocast(dtype, device):
         found = step(module, x, lambda _: autocast(module))
         return [relative_error(t, e) for t, e in zip(found[2:], exact[2:], strict=True) if e.norm() > 1e-9]
 
-    # Rounded elsewhere, but as often.
+    # Rounded elsewhere, so that a few values are on the other side of a kink.
     for ours, torchs in zip(errors(module), errors(native(module)), strict=True):
-        assert ours < 1.3 * torchs + 1e-3
+        assert ours < 1.3 * torchs + 0.03
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
