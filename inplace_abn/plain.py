@@ -58,7 +58,7 @@ def instance_norm(
     Arguments are those of `inplace_abn.instance_norm.inplace_instance_norm`; the result is a new tensor.
     """
     weight, bias = _of_one_dtype(weight, bias, running_mean)
-    # Of one sample in channels-last memory, torch's gradient is wrong on the CPU unless there is one dimension of space.
+    # With several dimensions of space, torch's gradient of one channels-last sample is wrong on the CPU.
     y = F.instance_norm(x.flatten(2), running_mean, running_var, weight, bias, training, momentum, eps).view(x.shape)
     # Compilers make better code of what writes to nothing.
     return _added_and_activated(y, residual, activation, activation_param, not torch.compiler.is_compiling())

@@ -316,7 +316,7 @@ class Conditioning(NamedTuple):
 def check_conditioning(
     model: nn.Module, dtype: torch.dtype = torch.float32, threshold: float = 1e-2
 ) -> list[Conditioning]:
-    """The in-place layers of ``model``, built as such, that would have gradients off by more than ``threshold`` in place, by
+    """The modules of ``model`` that were built in place and would have gradients off by more than ``threshold`` so, by
     prediction, worst first. The guard looks at real values instead, and lets such layers keep their input.
 
     Args:

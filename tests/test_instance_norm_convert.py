@@ -106,6 +106,16 @@ NETS = {
     "with running statistics": (lambda: chain(track_running_stats=True), example, 0.51),
     "relu": (lambda: chain(activation=nn.ReLU), example, 0.51),
     "silu": (lambda: chain(activation=nn.SiLU), example, 0.35),
+    "a dropout of nothing": (
+        lambda: chain(activation=lambda: nn.Sequential(nn.Dropout(0.0), nn.ReLU())),
+        example,
+        0.51,
+    ),
+    "dropout in training": (
+        lambda: chain(activation=lambda: nn.Sequential(nn.ReLU(), nn.Dropout3d(0.5))),
+        example,
+        0.8,
+    ),
     "prelu": (lambda: chain(activation=nn.PReLU), example, 0.68),
     "one sample": (chain, lambda: example(batch=1), 0.51),
     "u-net": (UNet, example, 0.67),
