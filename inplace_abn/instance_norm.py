@@ -11,7 +11,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from inplace_abn import checks, functions, guard, plain, reference
+from inplace_abn import _torch, checks, functions, guard, plain, reference
 from inplace_abn.abn import ActivatedNorm
 from inplace_abn.activations import check_activation
 from inplace_abn.settings import Settings, check_hyperparameters
@@ -78,6 +78,9 @@ def inplace_instance_norm(
         scale = None if weight is None else reference.gamma(weight, eps, True)
         what = (momentum, eps, activation, activation_param, residual)
         return plain.instance_norm(x, scale, bias, running_mean, running_var, True, *what)
+    if running_mean is not None and not torch.compiler.is_compiling() and _torch.transforms_active():
+        # A statistic that the transform has captured is an error, before anything is written.
+        running_mean.add_(0)
     settings = Settings(activation, activation_param, eps, True, True, None, per_instance=True)
     samples = x.shape[0]
     weight, bias, means, variances = (repeated(t, samples) for t in (weight, bias, running_mean, running_var))

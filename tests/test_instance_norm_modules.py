@@ -338,3 +338,26 @@ def test_the_node_in_cpp_takes_it_where_there_is_one(monkeypatch):
     z = InPlaceInstanceNorm(3)(torch.randn(2, 3, 5, requires_grad=True) * 1)
     assert "InPlaceABNFunction" in z.grad_fn.name()
     assert not isinstance(z.grad_fn, torch.autograd.function.BackwardCFunction)
+
+
+def test_transforms_of_torch_func_are_right_or_refused(device):
+    module = InPlaceInstanceNorm(3, affine=True, track_running_stats=True, dtype=torch.float64, device=device)
+    x = torch.randn(2, 3, 4, 5, dtype=torch.float64, device=device)
+    state = {name: t.detach().clone() for name, t in module.state_dict().items()}
+
+    def loss(weight, state, x):
+        values = {**state, "weight": weight}
+        return torch.func.functional_call(module, values, (x * 1,)).pow(3).sum(), state
+
+    gradient, (_, updated) = torch.func.grad_and_value(loss, has_aux=True)(state["weight"], state, x)
+    module(x.clone()).pow(3).sum().backward()
+    torch.testing.assert_close(gradient, module.weight.grad)
+    torch.testing.assert_close(updated["running_var"], module.running_var)
+    given = x.clone()
+    with pytest.raises(RuntimeError, match="captured"):
+        torch.func.grad(lambda weight: torch.func.functional_call(module, {"weight": weight}, (given,)).sum())(
+            state["weight"]
+        )
+    assert torch.equal(given, x)
+    with pytest.raises(ValueError, match="vmap"):
+        torch.func.vmap(lambda x: inplace_instance_norm(x, None, None, None, None))(torch.randn(2, 2, 3, 4))
