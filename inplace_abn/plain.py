@@ -59,7 +59,8 @@ def instance_norm(
     """
     weight, bias = _of_one_dtype(weight, bias, running_mean)
     # With several dimensions of space, torch's gradient of one channels-last sample is wrong on the CPU.
-    y = F.instance_norm(x.flatten(2), running_mean, running_var, weight, bias, training, momentum, eps).view(x.shape)
+    flat = x.flatten(2) if x.dim() > 3 else x
+    y = F.instance_norm(flat, running_mean, running_var, weight, bias, training, momentum, eps).view(x.shape)
     # Compilers make better code of what writes to nothing.
     return _added_and_activated(y, residual, activation, activation_param, not torch.compiler.is_compiling())
 

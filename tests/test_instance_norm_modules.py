@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from wired_nets import Row
 from wirings import WIRINGS
 
-from inplace_abn import InPlaceABN, InPlaceInstanceNorm, functions, inplace_instance_norm, set_guard
+from inplace_abn import InPlaceABN, InPlaceInstanceNorm, functions, inplace_instance_norm, plain, set_guard
 from inplace_abn.activations import exactly
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:.*torch.jit")]
@@ -361,3 +361,29 @@ def test_transforms_of_torch_func_are_right_or_refused(device):
     assert torch.equal(given, x)
     with pytest.raises(ValueError, match="vmap"):
         torch.func.vmap(lambda x: inplace_instance_norm(x, None, None, None, None))(torch.randn(2, 2, 3, 4))
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+@pytest.mark.parametrize("shape", [(3, 4), (3, 4, 1), (3, 4, 1, 1)], ids=str)
+def test_evaluation_with_running_statistics_takes_any_number_of_values(shape, trusted, device):
+    module = InPlaceInstanceNorm(4, affine=True, track_running_stats=True, device=device).eval()
+    if not trusted:
+        nn.init.zeros_(module.weight)
+    x = torch.randn(shape, device=device, requires_grad=True)
+    z = module(x * 1)
+    vectors = (module.running_mean, module.running_var, module.weight, module.bias)
+    torch.testing.assert_close(z, F.leaky_relu(F.instance_norm(x, *vectors, False)))
+    z.sum().backward()
+    assert x.grad.isfinite().all()
+
+
+def test_one_channels_last_sample_has_the_gradient_of_the_formulas_in_place_or_not(device):
+    """torch's own instance norm has another one, on the CPU."""
+    x = torch.randn(1, 3, 4, 5, dtype=torch.float64, device=device).contiguous(memory_format=torch.channels_last)
+    dz, what = torch.randn_like(x), {"activation": "identity", "activation_param": 0.0}
+    expected = x.clone().requires_grad_()
+    oracle(expected, x.new_ones(3), x.new_zeros(3), None, None, **what).backward(dz)
+    for function in (plain.instance_norm, inplace_instance_norm):
+        leaf = x.clone().requires_grad_()
+        function(leaf * 1, None, None, None, None, **what).backward(dz)
+        torch.testing.assert_close(leaf.grad, expected.grad)
