@@ -14,8 +14,6 @@ import argparse
 import copy
 
 import torch
-from monai.losses import DiceCELoss
-from monai.networks.nets import UNet
 from nnunet import patches
 from torch import nn
 
@@ -24,7 +22,18 @@ from inplace_abn.memory import measure
 from inplace_abn.plan import readable
 
 
+# nnU-Net imports everything in this folder when it looks for a trainer, so MONAI is imported where it is needed.
+
+
+def network(activation: str) -> nn.Module:
+    from monai.networks.nets import UNet
+
+    return UNet(3, 1, 2, channels=(8, 16, 32, 64), strides=(2, 2, 2), num_res_units=2, act=activation)
+
+
 def train(model: nn.Module, steps: int, size: int) -> list[float]:
+    from monai.losses import DiceCELoss
+
     generator = torch.Generator().manual_seed(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     loss_of = DiceCELoss(to_onehot_y=True, softmax=True)
@@ -46,7 +55,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=32, help="of a patch, a multiple of 8")
     args = parser.parse_args()
     torch.manual_seed(0)
-    native = UNet(3, 1, 2, channels=(8, 16, 32, 64), strides=(2, 2, 2), num_res_units=2, act=args.act)
+    native = network(args.act)
     x, _ = patches(2, args.size, torch.Generator().manual_seed(0))
     plan = analyze(native, x)
     converted = convert(copy.deepcopy(native), plan)

@@ -71,10 +71,14 @@ def test_nnunets_trainer_gets_its_network_with_norms_in_place(example, monkeypat
         vars(module).update(members)
         monkeypatch.setitem(sys.modules, name, module)
 
+    # Its search for trainers imports all that is in the folder.
+    for name in ("monai", "dynamic_network_architectures"):
+        monkeypatch.setitem(sys.modules, name, None)
     for name in ("", ".training", ".training.nnUNetTrainer", ".utilities", ".utilities.plans_handling"):
         package("nnunetv2" + name)
     package("nnunetv2.training.nnUNetTrainer.nnUNetTrainer", nnUNetTrainer=Trainer)
     package("nnunetv2.utilities.plans_handling.plans_handler", PlansManager=object, ConfigurationManager=object)
+    assert not hasattr(example("monai_unet"), "nnUNetTrainerInPlace")
     trainer = example("nnunet").nnUNetTrainerInPlace()
     configuration = types.SimpleNamespace(patch_size=(8, 8, 8))
     built = trainer.build_network_architecture("plans", configuration, 1, 2, False)
