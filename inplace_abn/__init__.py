@@ -7,6 +7,7 @@ from inplace_abn.example import Example
 from inplace_abn.functions import inplace_abn, inplace_abn_sync
 from inplace_abn.group import active_group, set_active_group
 from inplace_abn.guard import set_guard
+from inplace_abn.instance_norm import InPlaceInstanceNorm, inplace_instance_norm
 from inplace_abn.plan import Plan
 from inplace_abn.recovery import check_conditioning
 from inplace_abn.verification import Verification, verify
@@ -18,6 +19,7 @@ __all__ = [
     "Example",
     "InPlaceABN",
     "InPlaceABNSync",
+    "InPlaceInstanceNorm",
     "Plan",
     "Verification",
     "active_group",
@@ -27,6 +29,7 @@ __all__ = [
     "convert_sync",
     "inplace_abn",
     "inplace_abn_sync",
+    "inplace_instance_norm",
     "load_public_state_dict",
     "revert",
     "set_active_group",

@@ -19,8 +19,9 @@ def inplace_abn(
     signed_weight: bool,
     activation: int,
     activation_param: float,
+    per_instance: bool,
 ) -> Tensor | None:
-    """`functions.inplace_abn`, or None, with nothing done, where the call is one that Python has to look at. Whether
+    """`functions.local`, or None, with nothing done, where the call is one that Python has to look at. Whether
     the producer of ``x`` needs its result is not looked at."""
 
 def attached(
@@ -35,6 +36,7 @@ def attached(
     signed_weight: bool,
     activation: int,
     activation_param: float,
+    per_instance: bool,
     stand_in: Tensor | None,
 ) -> Tensor | None:
     """`functions.attached`, or None, with nothing done, where the call is one that Python has to look at."""

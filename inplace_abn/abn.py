@@ -1,4 +1,4 @@
-"""Modules: `ABN`, `InPlaceABN`, `InPlaceABNSync`."""
+"""Modules of batch norm: `ABN`, `InPlaceABN`, `InPlaceABNSync`."""
 
 from __future__ import annotations
 
@@ -15,28 +15,8 @@ from inplace_abn.activations import check_activation
 from inplace_abn.settings import check_hyperparameters
 
 
-class ABN(nn.Module):
-    """Batch normalisation and activation, out of place: the twin that `InPlaceABN` is compared with.
-
-    Input and output have shape (batch, channel, \\*), and so has the optional residual, which is added before the
-    activation. The weight scales as it is, as in torch's BatchNorm.
-
-    Args:
-        num_features: number of channels.
-        eps: added to the variance. Positive.
-        momentum: share of a batch's statistics in the running ones; None for their cumulative average.
-        affine: whether there are a ``weight`` (initially 1) and a ``bias`` (initially 0). Either may be set to None.
-        track_running_stats: whether there are ``running_mean``, ``running_var`` and ``num_batches_tracked``; without
-            them evaluation uses the batch's statistics too.
-        activation: "identity" (or "none"), "leaky_relu", "elu", "relu", "silu", "hardswish".
-        activation_param: slope of leaky_relu (>= 0; zero means relu), alpha of elu (> 0).
-        device, dtype: of parameters and running statistics.
-
-    Raises:
-        ValueError: for an argument out of range.
-
-    State dicts have the keys of torch's BatchNorm and are exchangeable with its.
-    """
+class ActivatedNorm(nn.Module):
+    """What norms with an activation have in common: parameters, running statistics, settings and state dicts."""
 
     _version = 2
     weight: nn.Parameter | None
@@ -93,6 +73,48 @@ class ABN(nn.Module):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any
+    ) -> None:
+        """Fills in the batch counter, which state dicts of version 1 do not have."""
+        key = prefix + "num_batches_tracked"
+        if (local_metadata.get("version") or 1) < 2 and self.track_running_stats and key not in state_dict:
+            counter = self.num_batches_tracked
+            known = counter if counter is not None and counter.device.type != "meta" else torch.tensor(0)
+            state_dict[key] = known  # type: ignore[index]
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+    def extra_repr(self) -> str:
+        text = (
+            f"{self.num_features}, eps={self.eps}, momentum={self.momentum}, affine={self.affine}, "
+            f"track_running_stats={self.track_running_stats}, activation={self.activation}"
+        )
+        return text + (f"[{self.activation_param}]" if self.activation in ("leaky_relu", "elu") else "")
+
+
+class ABN(ActivatedNorm):
+    """Batch normalisation and activation, out of place: the twin that `InPlaceABN` is compared with.
+
+    Input and output have shape (batch, channel, \\*), and so has the optional residual, which is added before the
+    activation. The weight scales as it is, as in torch's BatchNorm.
+
+    Args:
+        num_features: number of channels.
+        eps: added to the variance. Positive.
+        momentum: share of a batch's statistics in the running ones; None for their cumulative average.
+        affine: whether there are a ``weight`` (initially 1) and a ``bias`` (initially 0). Either may be set to None.
+        track_running_stats: whether there are ``running_mean``, ``running_var`` and ``num_batches_tracked``; without
+            them evaluation uses the batch's statistics too.
+        activation: "identity" (or "none"), "leaky_relu", "elu", "relu", "silu", "hardswish".
+        activation_param: slope of leaky_relu (>= 0; zero means relu), alpha of elu (> 0).
+        device, dtype: of parameters and running statistics.
+
+    Raises:
+        ValueError: for an argument out of range.
+
+    State dicts have the keys of torch's BatchNorm and are exchangeable with its.
+    """
+
     def _call(self, function: Callable[..., Tensor], x: Tensor, **options: Any) -> Tensor:
         """``function`` of x with this module's tensors and settings. A batch that is an error is not counted."""
         # From the dictionary, because attributes of modules that are not found at once take long.
@@ -130,24 +152,6 @@ class ABN(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         return self._call(plain.abn, x, residual=residual)
-
-    def _load_from_state_dict(
-        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any
-    ) -> None:
-        """Fills in the batch counter, which state dicts of version 1 do not have."""
-        key = prefix + "num_batches_tracked"
-        if (local_metadata.get("version") or 1) < 2 and self.track_running_stats and key not in state_dict:
-            counter = self.num_batches_tracked
-            known = counter if counter is not None and counter.device.type != "meta" else torch.tensor(0)
-            state_dict[key] = known  # type: ignore[index]
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
-
-    def extra_repr(self) -> str:
-        text = (
-            f"{self.num_features}, eps={self.eps}, momentum={self.momentum}, affine={self.affine}, "
-            f"track_running_stats={self.track_running_stats}, activation={self.activation}"
-        )
-        return text + (f"[{self.activation_param}]" if self.activation in ("leaky_relu", "elu") else "")
 
 
 class InPlaceABN(guard.Guarded, ABN):
@@ -203,15 +207,9 @@ class InPlaceABN(guard.Guarded, ABN):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         options: dict[str, Any] = {"signed_weight": self.signed_weight, "residual": residual}
-        if not self._trusts(x, residual):
+        if not guard.lets(self, x, residual):
             return self._call(functions.kept, x, keep_input=self.keep_input, **options)
         return self._call(functions.inplace_abn, x, keep_input=self.keep_input, **options)
-
-    def _trusts(self, x: Tensor, residual: Tensor | None) -> bool:
-        """Whether the guard trusts z in this generation. A compiler would make a new program of every generation."""
-        if is_compiling() or self._guard_generation == guard.generation:
-            return self._trusted
-        return guard.trusts(self, x, residual)
 
     def extra_repr(self) -> str:
         return super().extra_repr() + (", keep_input=True" if self.keep_input else "")
@@ -268,7 +266,7 @@ class InPlaceABNSync(InPlaceABN):
         options: dict[str, Any] = {"signed_weight": self.signed_weight, "residual": residual}
         if not self._is_synchronised():
             # Warns where torch.distributed is not initialised, and is local.
-            if not self._trusts(x, residual):
+            if not guard.lets(self, x, residual):
                 return self._call(functions.kept, x, keep_input=self.keep_input, **options)
             options["keep_input"] = self.keep_input
             return self._call(functions.inplace_abn_sync, x, group=self.group, **options)

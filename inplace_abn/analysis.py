@@ -1,4 +1,4 @@
-"""Which BatchNorms of a model can go in place, decided from what a recorded forward pass did with their memory."""
+"""Which norms of a model can go in place, decided from what a recorded forward pass did with their memory."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ _NO_GAIN = "nothing would be gained: as much would be kept for backward as befor
 
 
 def analyze(model: nn.Module, /, *example_inputs: Any, **kwargs: Any) -> Plan:
-    """Tells which BatchNorms of ``model`` can go in place, why the others cannot, and what it saves.
+    """Tells which norms of ``model`` can go in place, why the others cannot, and what it saves.
 
     The model runs once in training mode, and once more to see what only evaluation does, on fake tensors: nothing is
     computed, no memory is taken, and buffers, attributes, hooks, training flags and random generators are left as they
     were. A model whose forward pass depends on values runs on its real tensors instead.
 
     Args:
-        model: any module. BatchNorm1d, 2d, 3d, SyncBatchNorm and timm's BatchNormAct2d are looked at, not subclasses.
+        model: any module. BatchNorm1d, 2d, 3d, SyncBatchNorm, InstanceNorm1d, 2d, 3d and timm's BatchNormAct2d are
+            looked at, not subclasses.
         example_inputs: arguments of the model's forward pass. Or several `Example`, each with the arguments of a call,
-            where the model takes different ways: a BatchNorm is refused if any of them gives a reason to.
+            where the model takes different ways: a norm is refused if any of them gives a reason to.
         kwargs: keyword arguments of the model's forward pass.
 
     Returns:
@@ -41,7 +42,7 @@ def analyze(model: nn.Module, /, *example_inputs: Any, **kwargs: Any) -> Plan:
         TypeError: ``model`` is no module, or an `Example` is mixed with other arguments.
 
     Errors of the model's own forward pass in training mode are passed on; those in evaluation are in the plan. Scripted
-    and traced submodules are opaque: the BatchNorms in them are not looked at, what they read is.
+    and traced submodules are opaque: the norms in them are not looked at, what they read is.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"inplace_abn.analyze: expected model to be a torch.nn.Module, got {type(model).__name__}")
@@ -49,7 +50,7 @@ def analyze(model: nn.Module, /, *example_inputs: Any, **kwargs: Any) -> Plan:
     found: dict[str, nn.Module] = {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, norms.InPlaceNorm)
+        if isinstance(module, norms.KINDS) and not isinstance(module, norms.InPlaceNorm)
     }
     unfit = {name: unfit_reasons(module) for name, module in found.items()}
     recordings: list[Recording] = []

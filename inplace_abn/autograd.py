@@ -226,7 +226,8 @@ def differentiable(
     activation: int,
     activation_param: float,
     training: bool,
+    per_instance: bool,
 ) -> gradients.Gradients:
     """`gradients.differentiable` for the node in C++."""
-    settings = Settings(name_of(activation), activation_param, eps, signed_weight, training, None)
+    settings = Settings(name_of(activation), activation_param, eps, signed_weight, training, None, per_instance)
     return gradients.differentiable(Saved(z, weight, bias, residual, var), dz, edge, settings)

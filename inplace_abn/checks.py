@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -87,6 +89,21 @@ def check_overwritable(x: Tensor, requires_grad: bool) -> None:
             raise RuntimeError(
                 f"inplace_abn: x is the output of {producer}, which needs it for its own backward, so it cannot be "
                 f"overwritten{_REMEDY}"
+            )
+
+
+def check_instances(x: Tensor, **vectors: Tensor | None) -> None:
+    """Raises for samples without statistics of their own: of no space, or of one value per channel; and for vectors
+    that have not one value per channel."""
+    if x.dim() < 3:
+        raise ValueError(f"inplace_abn: expected x of shape (batch, channel, space, *), got {tuple(x.shape)}")
+    if math.prod(x.shape[2:]) == 1:
+        raise ValueError(f"Expected more than 1 spatial element when training, got input size {x.shape}")
+    for name, t in vectors.items():
+        if t is not None and t.shape != x.shape[1:2]:
+            raise ValueError(
+                f"inplace_abn: expected {name} of shape ({x.shape[1]},) for x of shape {tuple(x.shape)}, got "
+                f"{tuple(t.shape)}"
             )
 
 

@@ -1,4 +1,4 @@
-"""Converts a model's BatchNorms to in-place ones, and back.
+"""Converts a model's norms to in-place ones, and back.
 
 A module is converted by giving it a subclass of its class (`inplace_abn.norms`). So it stays the object it is wherever
 it is referred to, and a norm to whoever looks for norms, with its parameters, buffers, hooks, flags and state-dict
@@ -22,13 +22,17 @@ from inplace_abn.abn import InPlaceABN, InPlaceABNSync
 from inplace_abn.analysis import analyze, unfit_reasons
 from inplace_abn.example import Example
 from inplace_abn.guard import strip
+from inplace_abn.instance_norm import InPlaceInstanceNorm
 from inplace_abn.plan import Plan, readable
 
 _logger = logging.getLogger("inplace_abn")
 
+_BUILT = (InPlaceABN, InPlaceInstanceNorm)
+"""Classes of in-place modules that never were anything else."""
+
 
 class NormActivation(nn.Sequential):
-    """Standard BatchNorm and activation that take the place of an `InPlaceABN` which was never converted."""
+    """Standard norm and activation that take the place of an in-place module which was never converted."""
 
 
 def convert(
@@ -39,15 +43,15 @@ def convert(
     residual: bool = True,
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
 ) -> nn.Module:
-    """Makes ``model``'s BatchNorms in-place ones.
+    """Makes ``model``'s norms in-place ones: BatchNorms and InstanceNorms.
 
-    A BatchNorm becomes a subclass of what it was (`inplace_abn.norms`), with the same parameters, buffers and keys of
+    A norm becomes a subclass of what it was (`inplace_abn.norms`), with the same parameters, buffers and keys of
     the state dict: optimizers made before remain valid, checkpoints load both ways. Nothing else changes. In training
     its output waits for what follows: an activation that is known makes one of norm and activation, of which only the
     result is kept for backward, an addition before it makes one of all three, and after anything else the norm is what
     it was.
 
-    Without a plan all BatchNorms are converted, and leave their inputs as they are. With one those are converted that
+    Without a plan all norms are converted, and leave their inputs as they are. With one those are converted that
     it shows to save something, and their inputs are overwritten where nobody needs them again.
 
     Args:
@@ -55,8 +59,8 @@ def convert(
         plan_or_example: what `analyze` returned for this model or a copy of it; or an example to analyze it with: a
             tensor, a tuple of arguments, a mapping of keyword arguments or an `Example`; or None.
         sync: make all converted BatchNorms synchronise their statistics, in the default process group.
-        residual: also make BatchNorm, addition of a residual and activation one.
-        filter_fn: called with each BatchNorm and its name; those for which it is False are left as they are.
+        residual: also make norm, addition of a residual and activation one.
+        filter_fn: called with each norm and its name; those for which it is False are left as they are.
 
     Returns:
         ``model``.
@@ -90,7 +94,7 @@ def convert(
 
 
 def _is_norm(module: nn.Module) -> bool:
-    return isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, norms.InPlaceNorm)
+    return isinstance(module, norms.KINDS) and not isinstance(module, norms.InPlaceNorm)
 
 
 def _planned(plan: Plan, residual: bool) -> dict[str, dict[str, Any]]:
@@ -147,18 +151,22 @@ def _check_plan(plan: Plan, modules: Mapping[str, nn.Module]) -> None:
             )
 
 
-def revert(model: nn.Module, batch_norm: type[nn.Module] = nn.BatchNorm2d) -> nn.Module:
-    """Makes ``model`` standard BatchNorms and activations again, for export, quantisation and fusion.
+def revert(
+    model: nn.Module,
+    batch_norm: type[nn.Module] = nn.BatchNorm2d,
+    instance_norm: type[nn.Module] = nn.InstanceNorm2d,
+) -> nn.Module:
+    """Makes ``model`` standard norms and activations again, for export, quantisation and fusion.
 
     Converted norms get back their class, with everything that they have. In-place modules that were built as such
-    become a BatchNorm if their activation is the identity, and otherwise a Sequential of ``norm`` and ``activation``,
+    become a norm if their activation is the identity, and otherwise a Sequential of ``norm`` and ``activation``,
     with those names in the keys; their weight becomes what it scaled by, ``|weight| + eps`` or the signed weight kept
     eps away from zero.
 
     Args:
         model: is modified.
-        batch_norm: what in-place modules become that were built as such, since they do not tell the number of
-            dimensions.
+        batch_norm, instance_norm: what in-place modules become that were built as such, since they do not tell the
+            number of dimensions.
 
     Returns:
         ``model``, or what takes its place if it is an in-place module itself.
@@ -171,7 +179,7 @@ def revert(model: nn.Module, batch_norm: type[nn.Module] = nn.BatchNorm2d) -> nn
     converted = [(name, module) for name, module in model.named_modules() if norms.is_converted(module)]
     classes = {module: _original_class(name, module) for name, module in converted}
     for name, module in model.named_modules():
-        if isinstance(module, InPlaceABN):
+        if isinstance(module, _BUILT):
             _check_scale(name, module)
     for norm, original in classes.items():
         norms.release(norm)
@@ -182,8 +190,8 @@ def revert(model: nn.Module, batch_norm: type[nn.Module] = nn.BatchNorm2d) -> nn
                 del module._forward_hooks[key]
     replaced: dict[nn.Module, nn.Module] = {}
     for module in list(model.modules()):
-        if isinstance(module, InPlaceABN):
-            replaced[module] = _standard(module, batch_norm)
+        if isinstance(module, _BUILT):
+            replaced[module] = _standard(module, instance_norm if module.per_instance else batch_norm)
     for module in list(model.modules()):
         for name, child in module._modules.items():
             if child in replaced:
@@ -211,7 +219,7 @@ def _original_class(name: str, module: nn.Module) -> type[nn.Module]:
     )
 
 
-def _check_scale(name: str, module: InPlaceABN) -> None:
+def _check_scale(name: str, module: InPlaceABN | InPlaceInstanceNorm) -> None:
     """Refuses a weight that is computed, by a parametrization or a hook, and is not what it scales by."""
     if parametrize.is_parametrized(module):
         raise ValueError(
@@ -228,7 +236,7 @@ def _check_scale(name: str, module: InPlaceABN) -> None:
         )
 
 
-def _standard(module: InPlaceABN, batch_norm: type[nn.Module]) -> nn.Module:
+def _standard(module: InPlaceABN | InPlaceInstanceNorm, kind: type[nn.Module]) -> nn.Module:
     activation, param = module.activation, module.activation_param
     activations: dict[str, Any] = {
         "relu": nn.ReLU,
@@ -240,7 +248,7 @@ def _standard(module: InPlaceABN, batch_norm: type[nn.Module]) -> nn.Module:
     if "weight" in module._parameters and module.weight is not None:
         with torch.no_grad():
             module.weight.copy_(reference.gamma(module.weight, module.eps, module.signed_weight))
-    norm = batch_norm.__new__(batch_norm)
+    norm = kind.__new__(kind)
     norm.__dict__.update(module.__dict__)
     strip(norm)
     for name in ("activation", "activation_param", "signed_weight", "keep_input", "group"):

@@ -1,10 +1,10 @@
-"""What one recorded forward pass tells about a BatchNorm: the hazards, the activation that follows, the bytes."""
+"""What one recorded forward pass tells about a norm: the hazards, the activation that follows, the bytes."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -29,7 +29,7 @@ class Activation:
 
 @dataclass
 class Finding:
-    """About one call of a BatchNorm in one recording."""
+    """About one call of a norm in one recording."""
 
     call: Call
     input: int
@@ -45,6 +45,8 @@ class Finding:
     followed_by: str = ""
     saved_by: tuple[str, ...] = ()
     residual: ResidualFinding | None = None
+    copied: tuple[int, ...] = ()
+    """Copies of its input in another memory format, which are normalised in its stead."""
 
 
 @dataclass
@@ -59,7 +61,7 @@ class ResidualFinding:
 
 
 def examine(recording: Recording, name: str) -> list[Finding]:
-    """About each call of the BatchNorm of that name."""
+    """About each call of the norm of that name."""
     calls = recording.calls.get(name, [])
     return [_examined(recording, call, len(calls)) for call in calls]
 
@@ -69,11 +71,12 @@ def _examined(recording: Recording, call: Call, calls: int) -> Finding:
     op = next((i for i in ops if "batch_norm" in recording.ops[i].name), None)
     if op is None or call.input is None:
         return Finding(call, -1, -1, -1, ["it did not normalise a tensor that was its argument"])
-    x, y = recording.ops[op].tensors[0], recording.ops[op].results[0]
+    x, y, copied = _normalised(recording, call, op)
     finding = Finding(call, x.storage, y.storage, op, _reasons(call, x, y))
+    finding.copied = copied
     finding.kept_reasons = _kept_reasons(recording, calls, call, x, op)
     inside = [i for i in recording.touching(x.storage, -1) if i in ops and i != op]
-    if inside:
+    if inside and not copied:
         finding.reasons.append("it does more with its input than to normalise it")
     finding.activation = _activation_after(recording, y, op)
     first = recording.touching(y.storage, op)
@@ -110,7 +113,7 @@ def _residual(
     if addition is None or addition.name not in ("add", "add_") or len(addition.tensors) != 2:
         return None
     others = [t for t in addition.tensors if t.storage != finding.output]
-    y = recording.ops[finding.op].results[0]
+    _, y, _ = _normalised(recording, finding.call, finding.op)
     if len(others) != 1 or addition.values.get("alpha", 1) != 1:
         return None
     r, total = others[0], addition.results[0]
@@ -140,6 +143,24 @@ def _residual(
             modified = _modified_reasons(recording, own[partner].output, own[partner].op)
             reasons += [f"{partner}: {reason}" for reason in modified]
     return ResidualFinding(activation, r.storage, total.storage, reasons, partner)
+
+
+def _normalised(recording: Recording, call: Call, op: int) -> tuple[Seen, Seen, tuple[int, ...]]:
+    """What a norm normalised, its result, and the storages of copies that it made before. Instance norms are batch
+    norms of one sample, to which all channels of all samples belong, in contiguous memory."""
+    x, y = recording.ops[op].tensors[0], recording.ops[op].results[0]
+    given = call.input
+    if given is None or math.prod(given.shape) != math.prod(x.shape):
+        return x, y, ()
+    if (x.storage, x.shape) == (given.storage, given.shape):
+        return x, y, ()
+    copied: tuple[int, ...] = ()
+    if x.storage != given.storage:
+        copies = [o for o in recording.ops[call.start : op] if o.name == "clone" and given.storage in o.reads]
+        if not any(copy.results[0].storage == x.storage for copy in copies):
+            return x, y, ()
+        copied = (x.storage,)
+    return replace(given, dtype=x.dtype), replace(y, shape=given.shape), copied
 
 
 def _reasons(call: Call, x: Seen, y: Seen) -> list[str]:

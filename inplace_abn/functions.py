@@ -93,6 +93,21 @@ def inplace_abn(
     check_hyperparameters(eps, momentum)
     training = training or running_mean is None
     settings = Settings(activation, activation_param, eps, signed_weight, training, None)
+    return local(x, weight, bias, residual, running_mean, running_var, momentum, settings, keep_input)
+
+
+def local(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    momentum: float | Tensor,
+    settings: Settings,
+    keep_input: bool,
+) -> Tensor:
+    """`inplace_abn` of settings that are valid and have no group."""
     if keep_input:
         return _forward(x, weight, bias, residual, running_mean, running_var, momentum, settings, keep_input=True)
     if _node is not None and not torch.compiler.is_compiling() and not _torch.saves_its_result(x):
@@ -104,12 +119,10 @@ def inplace_abn(
                 residual,
                 running_mean,
                 running_var,
-                training,
+                settings.training,
                 *writing.momentum_arguments(momentum),
-                eps,
-                signed_weight,
-                ACTIVATIONS[activation].code,
-                activation_param,
+                *settings.arithmetic(),
+                settings.per_instance,
             )
         except (ValueError, RuntimeError) as raised:
             raise ops.translated(raised) from None
@@ -187,13 +200,27 @@ def kept(
 ) -> Tensor:
     """`plain.kept` of what `inplace_abn` takes, and of nothing else: a module that keeps x for a while must not fail
     once it does not."""
-    if not _is_plain() and not torch.compiler.is_compiling():
+    check_kept(x, weight, bias, residual, running_mean, running_var, training, keep_input)
+    tensors = (x, weight, bias, running_mean, running_var)
+    return plain.kept(*tensors, training, *settings, signed_weight=signed_weight, residual=residual)
+
+
+def check_kept(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    keep_input: bool,
+) -> None:
+    """Raises for what would fail in place."""
+    if not is_plain() and not torch.compiler.is_compiling():
         requires_grad = _requires_grad(x, weight, bias, residual)
         _check(x, weight, bias, residual, running_mean, running_var, training, requires_grad, keep_input)
         if not _torch.transforms_active():
             ops.run(ops.check, [], x, weight, bias, residual, running_mean, running_var)
-    tensors = (x, weight, bias, running_mean, running_var)
-    return plain.kept(*tensors, training, *settings, signed_weight=signed_weight, residual=residual)
 
 
 def _requires_grad(*tensors: Tensor | None) -> bool:
@@ -210,7 +237,7 @@ def _observe_sole_holders() -> None:
         compiled = _node
         # Without holders nothing is reused; with them set, graphs are built.
         compiled.set_sole_holders(None, None)
-        identity = (1e-5, False, ACTIVATIONS["identity"].code, 0.0)
+        identity = (1e-5, False, ACTIVATIONS["identity"].code, 0.0, False)
         sole = ownership.sole_holders(
             lambda x: compiled.inplace_abn(x, None, None, None, None, None, True, 0.0, None, *identity),
             compiled.last_observed,
@@ -224,7 +251,7 @@ def is_disabled() -> bool:
     return _DISABLED
 
 
-def _is_plain() -> bool:
+def is_plain() -> bool:
     """Whether the call has to be torch's own ops out of place: tracers record what runs, and would record ops without
     gradients; selective checkpointing skips ops whose results it kept, and with them what they write."""
     if _DISABLED or _torch.is_exporting():
@@ -246,7 +273,7 @@ def _forward(
     watch: guard.Frozen | None = None,
     keep_input: bool = False,
 ) -> Tensor:
-    if _is_plain():
+    if is_plain():
         return _out_of_place(x, weight, bias, residual, running_mean, running_var, momentum, settings)
     requires_grad = _requires_grad(x, weight, bias, residual)
     compiling = torch.compiler.is_compiling()
@@ -254,7 +281,7 @@ def _forward(
         _check(x, weight, bias, residual, running_mean, running_var, settings.training, requires_grad, keep_input)
         if settings.group is not None:
             ops.run(ops.check, [], x, weight, bias, residual, running_mean, running_var)
-    if settings.training and settings.group is None:
+    if settings.training and settings.group is None and not settings.per_instance:
         checks.check_count(x)
     if keep_input and _torch.transforms_active():
         # A tensor of any level that backward needs has to be an input of the node.
@@ -362,10 +389,8 @@ def attached(
             residual,
             var,
             settings.training,
-            settings.eps,
-            settings.signed_weight,
-            ACTIVATIONS[settings.activation].code,
-            settings.activation_param,
+            *settings.arithmetic(),
+            settings.per_instance,
             stand_in,
         )
         if found is not None:

@@ -75,6 +75,7 @@ def _local(need: Needed, saved: Saved, dz: Tensor, own_z: bool, own_dz: bool, se
         residual,
         *settings.arithmetic(),
         settings.training,
+        settings.per_instance,
         dx=dx,
         dweight=dweight,
         dbias=dbias,
@@ -151,8 +152,16 @@ def differentiable(saved: Saved, dz: Tensor, edge: Tensor | None, settings: Sett
     z alone does not do: var depends on x along xhat, a direction that z's own graph edge annihilates. So x is computed
     from z and takes the place in the graph that ``edge`` has, the `input_edge` of x before it was overwritten;
     everything else is a function of that x. Its mean is arbitrary, because only x - mean matters.
+
+    Samples with statistics of their own are taken for further channels.
     """
+    shape = saved.z.shape
+
+    def folded(t: Tensor) -> Tensor:
+        return t.reshape(1, shape[0] * shape[1], *shape[2:]) if settings.per_instance else t
+
     z, weight, bias, residual, var = saved
+    z, dz, residual = folded(z), folded(dz), None if residual is None else folded(residual)
     if settings.group is not None:
         raise RuntimeError(
             "inplace_abn: create_graph=True is not supported by synchronised statistics; "
@@ -174,7 +183,7 @@ def differentiable(saved: Saved, dz: Tensor, edge: Tensor | None, settings: Sett
         )
         x = xhat * reference.per_channel(torch.sqrt(var + settings.eps), xhat).to(xhat.dtype)
     if edge is not None:
-        x = _WithEdge.apply(edge, x)
+        x = folded(_WithEdge.apply(edge, x.view(shape)))
     dx, dweight, dbias, dresidual = reference.backward(
         x,
         dz,
@@ -189,8 +198,8 @@ def differentiable(saved: Saved, dz: Tensor, edge: Tensor | None, settings: Sett
         residual=residual,
     )
     return Gradients(
-        dx,
+        dx.reshape(shape),
         None if weight is None else dweight,
         None if bias is None else dbias,
-        None if residual is None else dresidual,
+        None if residual is None else dresidual.reshape(shape),
     )

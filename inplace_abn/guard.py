@@ -141,6 +141,8 @@ class Guarded:
     _guard: State | None = None
     _guard_generation: int = -1
     _trusted: bool = True
+    per_instance: bool = False
+    """Whether statistics of the input are those of each sample."""
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], *rest: Any) -> None:
         forget(self)
@@ -209,6 +211,13 @@ def trusts(module: Any, x: Tensor, residual: Tensor | None) -> bool:
     """Whether an in-place module may run in place in this generation, on this x. Arguments are those of `look`."""
     looked = look(module, x, residual)
     return take(module, measuring.measure(module, x, residual), looked.first, x.dtype) if looked.due else looked.trusted
+
+
+def lets(module: Any, x: Tensor, residual: Tensor | None) -> bool:
+    """`trusts`, of a module that is called. A compiler would make a new program of every generation."""
+    if torch.compiler.is_compiling() or module._guard_generation == generation:
+        return bool(module._trusted)
+    return trusts(module, x, residual)
 
 
 class Frozen:

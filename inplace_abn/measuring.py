@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from inplace_abn import _torch, ops, recovery
 from inplace_abn.figures import THRESHOLDS, packed
+from inplace_abn.recovery import Errors
 from inplace_abn.settings import Settings
 
 _KINDS = (Tensor, nn.Parameter)
@@ -42,7 +43,8 @@ def is_suitable(module: Any, x: Tensor, residual: Tensor | None, empty: bool) ->
         return False
     buffers = _running(module)
     training = module.training or buffers[0] is None or buffers[1] is None
-    if not empty and x.numel() <= (channels if training else 0):
+    statistics = channels * (shape[0] if module.per_instance else 1)
+    if not empty and x.numel() <= (statistics if training else 0):
         return False
     if residual is not None and (
         type(residual) not in _KINDS
@@ -69,6 +71,7 @@ class Observation(NamedTuple):
 
     x: Tensor
     """A sample."""
+    channels: int
     mean: Tensor
     var: Tensor
     weight: Tensor | None
@@ -76,13 +79,21 @@ class Observation(NamedTuple):
     eps: float
     signed_weight: bool
     training: bool
+    per_instance: bool
+    """Whether mean and var are those of each of its x's samples, which are further channels of the one here."""
 
     def figures(self, activation: str, param: float, residual: Tensor | None) -> Tensor:
         """`Figures` in one tensor, once it is known what follows. Nothing is waited for; to be asked once."""
         settings = Settings(activation, param, self.eps, self.signed_weight, self.training, None)
+        weight, bias = self.weight, self.bias
         with torch.no_grad():
-            added = None if residual is None else recovery.sample(residual)
-            errors = recovery.measured(self.x, self.mean, self.var, self.weight, self.bias, added, settings)
+            added = None if residual is None else recovery.sample(residual, self.per_instance)
+            if self.per_instance:
+                samples = self.mean.numel() // self.channels
+                weight, bias = (None if t is None else t.repeat(samples) for t in (weight, bias))
+            errors = recovery.measured(self.x, self.mean, self.var, weight, bias, added, settings)
+            # The worst sample of each channel.
+            errors = Errors(errors.x, errors.weight.view(-1, self.channels).amax(dim=0))
             return packed(errors, self.weight, settings)
 
 
@@ -90,8 +101,12 @@ def observe(module: Any, x: Tensor) -> Observation:
     running_mean, running_var = _running(module)
     training = module.training or running_mean is None or running_var is None
     with torch.no_grad():
+        per_instance = bool(module.per_instance) and training
         mean, var = (
-            ops.run(ops.statistics, [], x) if training else (cast(Tensor, running_mean), cast(Tensor, running_var))
+            ops.run(ops.statistics, [], x, per_instance)
+            if training
+            else (cast(Tensor, running_mean), cast(Tensor, running_var))
         )
-        sample = recovery.sample(x)
-    return Observation(sample, mean, var, module.weight, module.bias, module.eps, module.signed_weight, training)
+        sample = recovery.sample(x, per_instance)
+    given = (module.weight, module.bias, module.eps, module.signed_weight, training, per_instance)
+    return Observation(sample, x.shape[1], mean, var, *given)

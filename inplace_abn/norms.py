@@ -1,4 +1,4 @@
-"""BatchNorms that torch's or timm's became by conversion: what they were, computed in place where that is right."""
+"""Norms that torch's or timm's became by conversion: what they were, computed in place where that is right."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 
 from inplace_abn import _torch, checks, collectives, functions, guard, measuring, writing
 from inplace_abn.activations import can_be_taken_back
+from inplace_abn.instance_norm import repeated, take_mean
 from inplace_abn.pending import Pending, pending, plain
 from inplace_abn.settings import Settings
 from inplace_abn.waiting import IDENTITY, Norm
@@ -23,7 +24,7 @@ _STATE = ("_expected", "_seen", "_seen_generation", "_plain_since")
 
 
 class InPlaceNorm(guard.Guarded):
-    """Of a BatchNorm that was converted: it goes on being one, with the same state.
+    """Of a norm that was converted: it goes on being one, with the same state.
 
     In training its output is a tensor that waits for what follows (`inplace_abn.pending`). What it learns of that in
     one generation of the guard is expected from the next one on, so that it does the same in all micro-batches and
@@ -82,7 +83,11 @@ class InPlaceNorm(guard.Guarded):
         training = module.training or running_mean is None
         group = self._participating() if training else None
         momentum = _momentum(module)
-        settings = Settings(*IDENTITY, module.eps, True, training, group)
+        settings = Settings(*IDENTITY, module.eps, True, training, group, self.per_instance and training)
+        shared, samples = (running_mean, running_var), x.shape[0]
+        if settings.per_instance:
+            vectors = (weight, bias, running_mean, running_var)
+            weight, bias, running_mean, running_var = (repeated(t, samples) for t in vectors)
         statistics = mean = None
         if group is not None:
             frozen = guard.Frozen(True)
@@ -103,6 +108,9 @@ class InPlaceNorm(guard.Guarded):
             True,
             statistics,
         )
+        if settings.per_instance:
+            take_mean(shared[0], running_mean, samples)
+            take_mean(shared[1], running_var, samples)
         norm = Norm(self, x, weight, bias, mean, var, settings, overwritten, observation, decisive)
         return pending(norm, memory, None, applied)
 
@@ -136,7 +144,7 @@ class InPlaceNorm(guard.Guarded):
 
     def _participating(self) -> ProcessGroup | None:
         """The group to synchronise statistics with in training; None where they are local."""
-        synchronised = self._synchronised or isinstance(self, nn.SyncBatchNorm)
+        synchronised = not self.per_instance and (self._synchronised or isinstance(self, nn.SyncBatchNorm))
         if not synchronised or not torch.distributed.is_available() or not torch.distributed.is_initialized():
             return None
         return collectives.participating_group(self._group or getattr(self, "process_group", None))
@@ -194,12 +202,36 @@ class InPlaceSyncBatchNorm(InPlaceNorm, nn.SyncBatchNorm):
     """A `torch.nn.SyncBatchNorm` that was converted."""
 
 
+class InPlaceInstanceNorm1d(InPlaceNorm, nn.InstanceNorm1d):
+    """A `torch.nn.InstanceNorm1d` that was converted."""
+
+    per_instance = True
+
+
+class InPlaceInstanceNorm2d(InPlaceNorm, nn.InstanceNorm2d):
+    """A `torch.nn.InstanceNorm2d` that was converted."""
+
+    per_instance = True
+
+
+class InPlaceInstanceNorm3d(InPlaceNorm, nn.InstanceNorm3d):
+    """A `torch.nn.InstanceNorm3d` that was converted."""
+
+    per_instance = True
+
+
 _CLASSES: dict[type[nn.Module], type[nn.Module]] = {
     nn.BatchNorm1d: InPlaceBatchNorm1d,
     nn.BatchNorm2d: InPlaceBatchNorm2d,
     nn.BatchNorm3d: InPlaceBatchNorm3d,
     nn.SyncBatchNorm: InPlaceSyncBatchNorm,
+    nn.InstanceNorm1d: InPlaceInstanceNorm1d,
+    nn.InstanceNorm2d: InPlaceInstanceNorm2d,
+    nn.InstanceNorm3d: InPlaceInstanceNorm3d,
 }
+
+KINDS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
+"""Classes of the norms that are looked at."""
 
 
 def is_fused_batch_norm(module: nn.Module) -> bool:
@@ -310,8 +342,13 @@ def _running(module: Any) -> tuple[Any, Any]:
 
 
 def _momentum(module: Any) -> float | Tensor:
-    """The share of this call in the running statistics. Counts the call."""
-    if module.training and module.track_running_stats and module.num_batches_tracked is not None:
+    """The share of this call in the running statistics. Counts the call, which instance norms do not."""
+    if (
+        not module.per_instance
+        and module.training
+        and module.track_running_stats
+        and module.num_batches_tracked is not None
+    ):
         module.num_batches_tracked.add_(1)
         if module.momentum is None:
             return module.num_batches_tracked.double().reciprocal()  # type: ignore[no-any-return]
@@ -330,6 +367,8 @@ def _may_wait(module: Any, x: Tensor) -> bool:
             if t.is_inference():
                 return False
     if not requires_grad or not 0 < module.eps < math.inf:
+        return False
+    if module.per_instance and x.dim() == module._get_no_batch_dim():
         return False
     synchronised = module._participating() is not None
     return measuring.is_suitable(module, x, None, synchronised) and _has_standard_strides(x)

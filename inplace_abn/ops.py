@@ -18,7 +18,9 @@
 
 Activations have shape (batch, channel, \\*) and dtype float64, float32, bfloat16 or float16, in any strides;
 contiguous and channels-last ones are walked without a copy. Statistics are float32 for 16-bit activations, otherwise of
-their dtype; parameters are of either. Ops raise ValueError or TypeError before they write anything, and bump the
+their dtype; parameters are of either. With ``per_instance``, which ``statistics``, ``local_forward`` and
+``local_backward`` take, each sample has statistics of its own, and vectors are of shape (batch * channel,), with the
+channels of one sample after another's. Ops raise ValueError or TypeError before they write anything, and bump the
 version counters of what they have written.
 
 Callers that go below autograd (`torch._C._AutoDispatchBelowADInplaceOrView`) bump versions themselves, with
@@ -202,10 +204,14 @@ def _check_like(x: Tensor, **tensors: Tensor | None) -> None:
             _check_device(name, t, x)
 
 
-def _check_channels(x: Tensor, **tensors: Tensor | None) -> None:
+def _vector_size(x: Tensor, per_instance: bool) -> int:
+    return x.shape[0] * x.shape[1] if per_instance else x.shape[1]
+
+
+def _check_channels(x: Tensor, per_instance: bool = False, **tensors: Tensor | None) -> None:
     for name, t in tensors.items():
         if t is not None:
-            _check_shape(name, t, x.shape[1:2])
+            _check_shape(name, t, (_vector_size(x, per_instance),))
             _check_dtype(name, t, _stats_dtype(x.dtype), x.dtype)
             _check_device(name, t, x)
 
@@ -217,9 +223,11 @@ def _check_both_or_neither(**tensors: Tensor | None) -> None:
     )
 
 
-def _check_running(x: Tensor, running_mean: Tensor | None, running_var: Tensor | None) -> None:
+def _check_running(
+    x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, per_instance: bool = False
+) -> None:
     _check_both_or_neither(running_mean=running_mean, running_var=running_var)
-    _check_channels(x, running_mean=running_mean, running_var=running_var)
+    _check_channels(x, per_instance, running_mean=running_mean, running_var=running_var)
 
 
 def _check_momentum(x: Tensor, momentum: Tensor | None) -> None:
@@ -228,14 +236,14 @@ def _check_momentum(x: Tensor, momentum: Tensor | None) -> None:
         _check_device("momentum", momentum, x)
 
 
-def _channel_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
-    dtype = _stats_dtype(x.dtype)
-    return x.new_empty((x.shape[1],), dtype=dtype), x.new_empty((x.shape[1],), dtype=dtype)
+def _channel_statistics(x: Tensor, per_instance: bool = False) -> tuple[Tensor, Tensor]:
+    shape, dtype = (_vector_size(x, per_instance),), _stats_dtype(x.dtype)
+    return x.new_empty(shape, dtype=dtype), x.new_empty(shape, dtype=dtype)
 
 
-def _statistics(x: Tensor) -> tuple[Tensor, Tensor]:
+def _statistics(x: Tensor, per_instance: bool = False) -> tuple[Tensor, Tensor]:
     _check_activations("x", x)
-    return _channel_statistics(x)
+    return _channel_statistics(x, per_instance)
 
 
 def _combine(
@@ -299,15 +307,21 @@ def _local_forward(
     running_var: Tensor | None,
     momentum: float,
     momentum_tensor: Tensor | None,
-    *_: object,
+    eps: float,
+    signed_weight: bool,
+    activation: int,
+    activation_param: float,
+    invertible: bool,
+    per_instance: bool = False,
+    *,
     z: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     _check_activations("x", x)
-    _check_channels(x, weight=weight, bias=bias)
+    _check_channels(x, per_instance, weight=weight, bias=bias)
     _check_like(x, residual=residual, z=z)
-    _check_running(x, running_mean, running_var)
+    _check_running(x, running_mean, running_var, per_instance)
     _check_momentum(x, momentum_tensor)
-    return _channel_statistics(x)
+    return _channel_statistics(x, per_instance)
 
 
 def _backward_reduce(
@@ -351,7 +365,13 @@ def _local_backward(
     weight: Tensor | None,
     bias: Tensor | None,
     residual: Tensor | None,
-    *_: object,
+    eps: float,
+    signed_weight: bool,
+    activation: int,
+    activation_param: float,
+    training: bool,
+    per_instance: bool = False,
+    *,
     dx: Tensor | None = None,
     dweight: Tensor | None = None,
     dbias: Tensor | None = None,
@@ -360,7 +380,7 @@ def _local_backward(
 ) -> None:
     _check_activations("y_act", y_act)
     _check_like(y_act, dy_act=dy_act, residual=residual, dx=dx, dresidual=dresidual, xhat=xhat)
-    _check_channels(y_act, var=var, weight=weight, bias=bias, dweight=dweight, dbias=dbias)
+    _check_channels(y_act, per_instance, var=var, weight=weight, bias=bias, dweight=dweight, dbias=dbias)
     torch._check_value(
         dweight is None or weight is not None, lambda: "inplace_abn: dweight was asked for without a weight"
     )

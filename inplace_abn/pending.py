@@ -21,7 +21,7 @@ from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_map_only
 
 from inplace_abn import _torch, functions
-from inplace_abn.recognition import IN_GRAPH, KNOWN, METADATA, Activating, Adding, is_writing
+from inplace_abn.recognition import IN_GRAPH, KNOWN, METADATA, Activating, Adding, Passing, is_writing
 from inplace_abn.waiting import IDENTITY, Norm, State, stand, wait
 
 
@@ -55,6 +55,8 @@ class Pending(Tensor):
                 result = _activated(call)
             elif isinstance(call, Adding):
                 result = _added(call)
+            elif isinstance(call, Passing) and type(call.input) is Pending:
+                result = call.input
             if result is not None:
                 return result
         if func in METADATA:

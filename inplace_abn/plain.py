@@ -37,9 +37,51 @@ def abn(
         running_mean = running_var = None
     momentum = 0.0 if isinstance(momentum, Tensor) else float(momentum)
     y = F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
+    return _added_and_activated(y, residual, activation, activation_param, inplace)
+
+
+def instance_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    activation: str = "leaky_relu",
+    activation_param: float = 0.01,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """torch's instance norm, its weight as it is, and activation.
+
+    Arguments are those of `inplace_abn.instance_norm.inplace_instance_norm`; the result is a new tensor.
+    """
+    weight, bias = _of_one_dtype(weight, bias, running_mean)
+    # With several dimensions of space, torch's gradient of one channels-last sample is wrong on the CPU.
+    flat = x.flatten(2) if x.dim() > 3 else x
+    y = F.instance_norm(flat, running_mean, running_var, weight, bias, training, momentum, eps).view(x.shape)
+    # Compilers make better code of what writes to nothing.
+    return _added_and_activated(y, residual, activation, activation_param, not torch.compiler.is_compiling())
+
+
+def _added_and_activated(
+    y: Tensor, residual: Tensor | None, activation: str, activation_param: float, inplace: bool
+) -> Tensor:
     if residual is not None:
         y = y + residual
     return activate(y, activation, activation_param, inplace)
+
+
+def _of_one_dtype(
+    weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """batch_norm takes parameters of one dtype."""
+    given = [t.dtype for t in (weight, bias) if t is not None]
+    if not given or (running_mean is None and len(given) == 1):
+        return weight, bias
+    dtype = torch.promote_types(*given) if running_mean is None else running_mean.dtype
+    return (None if weight is None else weight.to(dtype)), (None if bias is None else bias.to(dtype))
 
 
 def kept(
@@ -63,12 +105,7 @@ def kept(
     Arguments and errors are those of `inplace_abn.functions.inplace_abn`; the result is a new tensor.
     """
     scale = weight if weight is None or signed_weight else reference.gamma(weight, eps)
-    # batch_norm takes parameters of one dtype.
-    if running_mean is not None:
-        scale, bias = (None if t is None else t.to(running_mean.dtype) for t in (scale, bias))
-    elif scale is not None and bias is not None:
-        dtype = torch.promote_types(scale.dtype, bias.dtype)
-        scale, bias = scale.to(dtype), bias.to(dtype)
+    scale, bias = _of_one_dtype(scale, bias, running_mean)
     what = (scale, bias, running_mean, running_var, training, momentum, eps, activation, activation_param, residual)
     # Compilers make better code of what writes to nothing.
     return abn(x, *what, inplace=not torch.compiler.is_compiling())

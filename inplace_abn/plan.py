@@ -1,4 +1,4 @@
-"""What `inplace_abn.analyze` found: per BatchNorm a verdict, its reasons, and the bytes it saves."""
+"""What `inplace_abn.analyze` found: per norm a verdict, its reasons, and the bytes it saves."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Residual:
-    """BatchNorm, addition and activation that ``residual=`` makes one."""
+    """Norm, addition and activation that ``residual=`` makes one."""
 
     activation: str
     activation_param: float
@@ -20,12 +20,12 @@ class Residual:
     reasons: tuple[str, ...] = ()
     """Why they cannot; empty if they can."""
     partner: str = ""
-    """A BatchNorm that makes the other operand, and goes in place with this one."""
+    """A norm that makes the other operand, and goes in place with this one."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A BatchNorm of the model."""
+    """A norm of the model."""
 
     name: str
     kind: str
@@ -57,7 +57,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Plan:
-    """The verdict on every BatchNorm of a model, by name. Print it, or see `to_dict`."""
+    """The verdict on every norm of a model, by name. Print it, or see `to_dict`."""
 
     layers: tuple[Layer, ...]
     evaluation_errors: tuple[str, ...] = ()
@@ -121,7 +121,7 @@ class Plan:
         return self.table(shutil.get_terminal_size().columns)
 
     def table(self, width: int) -> str:
-        """A row for each BatchNorm, its reasons below it, and the totals.
+        """A row for each norm, its reasons below it, and the totals.
 
         Args:
             width: of the lines. Reasons are wrapped, and where the input comes from is shortened or left out; names
@@ -140,7 +140,7 @@ class Plan:
                     note, max(width, 40), initial_indent="    ", subsequent_indent="      ", break_on_hyphens=False
                 )
         totals = [
-            f"{len(self.convertible)} of {len(self.layers)} BatchNorms go in place and save "
+            f"{len(self.convertible)} of {len(self.layers)} norms go in place and save "
             f"{readable(self.bytes_saved)} per training step"
         ]
         if self.waiting:
@@ -162,7 +162,7 @@ class Plan:
         return "\n".join(lines)
 
     def _partners(self) -> dict[str, str]:
-        """BatchNorms that go in place with a residual block's own, by name, and whose they are."""
+        """Norms that go in place with a residual block's own, by name, and whose they are."""
         return {layer.residual.partner: layer.name for layer in self.residuals if layer.residual is not None}
 
     def _row(self, layer: Layer) -> tuple[str, str, str, str, str]:

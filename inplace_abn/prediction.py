@@ -63,11 +63,12 @@ def _sums(finding: Finding, mode: str) -> set[int]:
 def _natively_kept(finding: Finding, mode: str) -> set[int]:
     """Storages of which some saves may go."""
     activation = _activation(finding, mode)
-    return {finding.input, *_sums(finding, mode), *(activation.copies if activation else ())}
+    copies = activation.copies if activation else ()
+    return {finding.input, *finding.copied, *_sums(finding, mode), *copies}
 
 
 def _is_released(save: Save, name: str, finding: Finding, mode: str) -> bool:
-    if save.storage == finding.input and name in save.modules:
+    if save.storage in (finding.input, *finding.copied) and name in save.modules:
         return finding.call.start <= save.before <= finding.call.stop
     activation = _activation(finding, mode)
     if activation is None:

@@ -1,5 +1,5 @@
-"""What a call of torch's does with a pending tensor: an activation, an addition, a look at its metadata, or anything
-else."""
+"""What a call of torch's does with a pending tensor: an activation, an addition, nothing, a look at its metadata, or
+anything else."""
 
 from __future__ import annotations
 
@@ -29,7 +29,13 @@ class Adding(NamedTuple):
     in_place: bool
 
 
-Reading = Callable[[tuple[Any, ...], Mapping[str, Any]], "Activating | Adding | None"]
+class Passing(NamedTuple):
+    """A call that returns what it is given."""
+
+    input: Any
+
+
+Reading = Callable[[tuple[Any, ...], Mapping[str, Any]], "Activating | Adding | Passing | None"]
 
 
 def _given(names: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -74,6 +80,14 @@ def _adding(in_place: bool) -> Reading:
     return read
 
 
+def _dropping(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Passing | None:
+    """Of a dropout, where it drops nothing."""
+    given = _given(("input", "p", "training", "inplace"), args, kwargs)
+    if given is None or (given.get("p", 0.5) != 0 and given.get("training", True)):
+        return None
+    return Passing(given["input"])
+
+
 _aten, _nn = torch.ops.aten, torch._C._nn
 
 _SPELLINGS: list[tuple[Reading, tuple[Any, ...]]] = [
@@ -100,10 +114,11 @@ _SPELLINGS: list[tuple[Reading, tuple[Any, ...]]] = [
     ),
     (_adding(False), (torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, _aten.add, _aten.add.Tensor)),
     (_adding(True), (Tensor.add_, Tensor.__iadd__, _aten.add_, _aten.add_.Tensor)),
+    (_dropping, (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout)),
 ]
 
 KNOWN: dict[Any, Reading] = {function: read for read, functions in _SPELLINGS for function in functions}
-"""How to read the calls of functions that may activate or add."""
+"""How to read the calls of functions that may activate or add, or do nothing."""
 
 
 def is_writing(function: Any, kwargs: Mapping[str, Any]) -> bool:

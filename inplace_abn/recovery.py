@@ -56,10 +56,14 @@ class Errors(NamedTuple):
         return torch.maximum(self.x, self.weight.max())
 
 
-def sample(t: Tensor) -> Tensor:
-    """A copy of some of ``t``'s values, spread over batch and space: (1, channel, n) of (batch, channel, \\*)."""
+def sample(t: Tensor, per_instance: bool = False) -> Tensor:
+    """A copy of some of ``t``'s values, spread over batch and space: (1, channel, n) of (batch, channel, \\*). If
+    ``per_instance``, spread over space: (1, batch * channel, n)."""
     values = t.detach().flatten(2) if t.dim() > 2 else t.detach().unsqueeze(2)
     batch, channels, size = values.shape
+    if per_instance:
+        step = max(1, size // max(1, _SAMPLE // max(1, batch * channels)))
+        return values[:, :, ::step].reshape(1, batch * channels, -1).clone(memory_format=torch.contiguous_format)
     step = max(1, batch * size // max(1, _SAMPLE // max(1, channels)))
     # Not all of one column of the images, nor of one place in all of them.
     while math.gcd(step, size) > 1:
@@ -312,7 +316,7 @@ class Conditioning(NamedTuple):
 def check_conditioning(
     model: nn.Module, dtype: torch.dtype = torch.float32, threshold: float = 1e-2
 ) -> list[Conditioning]:
-    """The `InPlaceABN` layers of ``model`` that would have gradients off by more than ``threshold`` in place, by
+    """The modules of ``model`` that were built in place and would have gradients off by more than ``threshold`` so, by
     prediction, worst first. The guard looks at real values instead, and lets such layers keep their input.
 
     Args:
@@ -321,10 +325,11 @@ def check_conditioning(
         threshold: relative error of dx, or of a channel's dweight, that is still acceptable.
     """
     from inplace_abn.abn import InPlaceABN
+    from inplace_abn.instance_norm import InPlaceInstanceNorm
 
     found = []
     for name, module in model.named_modules():
-        if isinstance(module, InPlaceABN):
+        if isinstance(module, (InPlaceABN, InPlaceInstanceNorm)):
             how = (module.activation, module.activation_param, module.eps, module.signed_weight)
             errors = predicted(module.weight, module.bias, dtype, *how)
             error = errors.worst().item()

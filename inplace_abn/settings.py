@@ -18,10 +18,12 @@ class Settings(NamedTuple):
     signed_weight: bool
     training: bool
     group: ProcessGroup | None
+    per_instance: bool = False
+    """Whether each sample has statistics of its own. Vectors then have the channels of one sample after another's."""
 
     def activating(self, activation: tuple[str, float]) -> Settings:
         """These with another activation and its parameter."""
-        return Settings(*activation, self.eps, self.signed_weight, self.training, self.group)
+        return self._replace(activation=activation[0], activation_param=activation[1])
 
     def arithmetic(self) -> tuple[float, bool, int, float]:
         """The arguments that every op has in common."""

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from inplace_abn.abn import ABN
+from inplace_abn import norms
+from inplace_abn.abn import ActivatedNorm
 from inplace_abn.example import Example, examples_of, tensors_in
-from inplace_abn.norms import InPlaceNorm
 from inplace_abn.preservation import preserved
 
 _EXACT = ("identity", "none", "relu", "leaky_relu", "elu")
@@ -149,8 +149,8 @@ def verify(
 
 def _activations(model: nn.Module) -> set[str]:
     """What its in-place modules have activated with."""
-    fixed = {m.activation for m in model.modules() if isinstance(m, ABN)}
-    return fixed.union(*(m.activations() for m in model.modules() if isinstance(m, InPlaceNorm)))
+    fixed = {m.activation for m in model.modules() if isinstance(m, ActivatedNorm)}
+    return fixed.union(*(m.activations() for m in model.modules() if isinstance(m, norms.InPlaceNorm)))
 
 
 def _united(found: Sequence[Verification]) -> Verification:
@@ -236,7 +236,7 @@ def _run(model: nn.Module, example: Example, seed: int = 0) -> _Run:
     if seed:
         # What a norm is given has rounded before, by more than its own size where large terms cancel in the norm.
         for module in model.modules():
-            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            if isinstance(module, norms.KINDS):
                 module.register_forward_pre_hook(lambda _, args: moved(args))
                 module.register_forward_hook(lambda _, __, result: moved(result))
         with torch.no_grad():

@@ -43,6 +43,7 @@ def written(
             *momentum_arguments(momentum),
             *settings.arithmetic(),
             invertible,
+            settings.per_instance,
             **kept,
         )
         return cast(Tensor, var)

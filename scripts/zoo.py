@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from inplace_abn import Verification, analyze, convert, verify
 from inplace_abn.memory import measure
+from inplace_abn.norms import KINDS
 from inplace_abn.plan import readable
 
 COLUMNS = ("model", "gradients", "norms", "held", "with example", "prediction", "without", "analysis")
@@ -42,7 +43,7 @@ PAGE = """# Public models
 - **gradients**: whether `inplace_abn.verify` finds all gradients, outputs and running statistics of a training step in
   float64 equal to the original's, after `convert(model, example)` and after `convert(model)`, and the largest relative
   difference of a gradient.
-- **norms**: how many of the BatchNorms `analyze` has in place.
+- **norms**: how many of the norms `analyze` has in place, BatchNorms or InstanceNorms.
 - **held**: what the forward pass of the original holds for backward, in float32 on the CPU, with an input of the shape
   that stands beside the name. **with example** is the share of that which is held after `convert(model, example)`,
   **without** the share after `convert(model)`.
@@ -103,27 +104,28 @@ def monai(name: str, **options: Any) -> Entry:
     return Entry("monai.networks.nets", "monai", make, (1, 32, 32, 32))
 
 
-def nnunet(name: str, **options: Any) -> Entry:
-    """As nnU-Net plans them, with biases and leaky ReLU, but for BatchNorm and the width."""
+def nnunet(name: str, dims: int, norm: str = "InstanceNorm", **options: Any) -> Entry:
+    """As nnU-Net plans them, with biases, leaky ReLU and an output at each depth, but for the width."""
     settings = {
         "input_channels": 1,
         "n_stages": 4,
         "features_per_stage": (16, 32, 64, 128),
-        "conv_op": nn.Conv2d,
+        "conv_op": getattr(nn, f"Conv{dims}d"),
         "kernel_sizes": 3,
         "strides": (1, 2, 2, 2),
         "n_conv_per_stage_decoder": 2,
         "num_classes": 2,
         "conv_bias": True,
-        "norm_op": nn.BatchNorm2d,
+        "norm_op": getattr(nn, f"{norm}{dims}d"),
         "norm_op_kwargs": {"eps": 1e-5, "affine": True},
         "nonlin": nn.LeakyReLU,
         "nonlin_kwargs": {"inplace": True},
+        "deep_supervision": True,
         **options,
     }
     module = "dynamic_network_architectures.architectures.unet"
     make = lambda package: getattr(package, name)(**settings)  # noqa: E731
-    return Entry(module, "dynamic-network-architectures", make, (1, 64, 64))
+    return Entry(module, "dynamic-network-architectures", make, (1, *[64 if dims == 2 else 32] * dims))
 
 
 def hugging_face(make: Callable[[Any], nn.Module]) -> Entry:
@@ -181,8 +183,31 @@ ZOO = {
         filters=[8, 16, 32],
         norm_name=("BATCH", {"affine": True}),
     ),
-    "nnU-Net PlainConvUNet": nnunet("PlainConvUNet", n_conv_per_stage=2),
-    "nnU-Net ResidualEncoderUNet": nnunet("ResidualEncoderUNet", n_blocks_per_stage=(1, 2, 2, 2)),
+    "MONAI SegResNet, instance norm": monai("SegResNet", norm="instance"),
+    "MONAI DynUNet, instance norm": monai(
+        "DynUNet",
+        kernel_size=[3, 3, 3, 3],
+        strides=[1, 2, 2, 2],
+        upsample_kernel_size=[2, 2, 2],
+        filters=[8, 16, 32, 64],
+        norm_name=("INSTANCE", {"affine": True}),
+        deep_supervision=True,
+        deep_supr_num=2,
+        res_block=True,
+    ),
+    "MONAI BasicUNet, instance norm": monai("BasicUNet", features=(8, 8, 16, 32, 64, 8)),
+    "MONAI UNet, instance norm, PReLU": monai("UNet", channels=(8, 16, 32), strides=(2, 2), num_res_units=2),
+    "MONAI UNet, instance norm, leaky ReLU": monai(
+        "UNet", channels=(8, 16, 32), strides=(2, 2), num_res_units=2, act="leakyrelu"
+    ),
+    "nnU-Net PlainConvUNet 2d, BatchNorm": nnunet("PlainConvUNet", 2, "BatchNorm", n_conv_per_stage=2),
+    "nnU-Net PlainConvUNet 2d": nnunet("PlainConvUNet", 2, n_conv_per_stage=2),
+    "nnU-Net PlainConvUNet 3d": nnunet("PlainConvUNet", 3, n_conv_per_stage=2),
+    "nnU-Net ResidualEncoderUNet 2d, BatchNorm": nnunet(
+        "ResidualEncoderUNet", 2, "BatchNorm", n_blocks_per_stage=(1, 2, 2, 2)
+    ),
+    "nnU-Net ResidualEncoderUNet 2d": nnunet("ResidualEncoderUNet", 2, n_blocks_per_stage=(1, 2, 2, 2)),
+    "nnU-Net ResidualEncoderUNet 3d": nnunet("ResidualEncoderUNet", 3, n_blocks_per_stage=(1, 2, 2, 2)),
     "HF ResNet": hugging_face(hf_resnet),
     "HF UperNet": hugging_face(hf_upernet),
     "HF MobileViT": hugging_face(hf_mobilevit),
@@ -192,7 +217,7 @@ ZOO = {
 def trained(model: nn.Module) -> nn.Module:
     """The model, with parameters that were constants as training may leave them: no weight or bias is exactly zero."""
     generator = torch.Generator().manual_seed(0)
-    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.weight is not None]
+    norms = [m for m in model.modules() if isinstance(m, KINDS) and m.weight is not None]
     for norm in norms:
         nn.init.uniform_(norm.weight, 0.5, 1.5, generator=generator)
         nn.init.normal_(norm.bias, std=0.1, generator=generator)

@@ -27,6 +27,7 @@ BOTH_NODES = {
     "test_double_backward",
     "test_holders",
     "test_hooks",
+    "test_instance_norm_modules",
     "test_keep_input",
     "test_modified",
     "test_ownership",
@@ -36,7 +37,14 @@ BOTH_NODES = {
 
 
 # What the kernels compute and write is tested on the emulated device, too (tests/emulation).
-EMULATED = {"test_activations", "test_dead_positions", "test_functions", "test_ops", "test_residual"}
+EMULATED = {
+    "test_activations",
+    "test_dead_positions",
+    "test_functions",
+    "test_instance_norm",
+    "test_ops",
+    "test_residual",
+}
 
 CPU, CUDA, EMULATION = (
     "cpu",

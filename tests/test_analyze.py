@@ -440,7 +440,7 @@ def test_a_plan_prints_a_table_and_totals_and_is_json():
     assert text.splitlines()[0].split()[0] == "name"
     assert "layer1.0.bn1" in text
     assert "residual=True converts 4 residual blocks" in text
-    assert "5 of 10 BatchNorms go in place" in text
+    assert "5 of 10 norms go in place" in text
     found = json.loads(json.dumps(plan.to_dict()))
     assert found["bytes_saved"] == sum(layer["bytes_saved"] for layer in found["layers"] if layer["convertible"])
     assert found["converted"] == 5

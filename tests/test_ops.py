@@ -226,6 +226,22 @@ def op_samples(dtype, device):
             (z, dz, var, weight, bias, None, *tail, False),
             {"dx": torch.empty_like(z)},
         ),
+        **per_instance_samples(x, dz, weight, tail),
+    }
+
+
+def per_instance_samples(x, dz, weight, tail):
+    weights = weight.repeat(len(x))
+    mean, var = ops.statistics(x, True)
+    running, outputs = (mean.clone(), var.clone()), {"dx": torch.empty_like(x), "dweight": torch.empty_like(weights)}
+    return {
+        "statistics, per instance": ((x, True), {}),
+        "local_forward, per instance": ((x, weights, None, dz, *running, 0.1, None, *tail, True, True), {}),
+        "local_forward_out, per instance": (
+            (x, weights, None, None, *running, 0.1, None, *tail, True, True),
+            {"z": torch.empty_like(x)},
+        ),
+        "local_backward, per instance": ((x, dz, var, weights, None, None, *tail, True, True), outputs),
     }
 
 

@@ -313,3 +313,15 @@ def test_an_output_that_is_modified_before_backward_is_an_error_that_tells_what_
     z += 1
     with pytest.raises(RuntimeError, match=r"modified in place, but its backward needs it.*filter_fn"):
         z.sum().backward()
+
+
+@pytest.mark.parametrize("dropout", [nn.Dropout, nn.Dropout2d, nn.AlphaDropout, nn.FeatureAlphaDropout])
+@pytest.mark.parametrize("training", [True, False])
+def test_a_dropout_that_drops_nothing_is_no_reader(dropout, training):
+    """MONAI has one of probability zero between norm and activation, which made the norm what torch's is."""
+    norm = nn.BatchNorm2d(4)
+    norms.adopt(norm, "norm")
+    layer = dropout(0.0 if training else 0.5).train(training)
+    y = norm(torch.randn(2, 4, 5, 5, requires_grad=True) * 1)
+    assert layer(y) is y
+    assert "InPlaceABNFunction" in torch.relu(layer(y)).grad_fn.name()

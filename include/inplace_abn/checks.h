@@ -45,10 +45,17 @@ inline void check_written(const char* op, const char* name, const Tensor& t) {
                     " with strides ", text(t.strides()), ". Pass ", name, ".clone() instead");
 }
 
-// `t` has one value per channel of x, on x's device, in x's dtype or in the dtype of its statistics.
-inline void check_channels(const char* op, const char* name, const Tensor& t, const Tensor& x) {
-  INPLACE_ABN_CHECK(t.dim() == 1 && t.size(0) == x.size(1), op, ": expected ", name, " of shape (", x.size(1),
-                    ",) for x of shape ", text(x.sizes()), ", got ", text(t.sizes()));
+// The number of values in vectors that go with x.
+inline int64_t vector_size(const Tensor& x, bool per_instance) {
+  return (per_instance ? x.size(0) : 1) * x.size(1);
+}
+
+// `t` has one value per channel of x, or of each of its samples, on x's device, in x's dtype or in the dtype of its
+// statistics.
+inline void check_channels(const char* op, const char* name, const Tensor& t, const Tensor& x,
+                           bool per_instance = false) {
+  INPLACE_ABN_CHECK(t.dim() == 1 && t.size(0) == vector_size(x, per_instance), op, ": expected ", name, " of shape (",
+                    vector_size(x, per_instance), ",) for x of shape ", text(x.sizes()), ", got ", text(t.sizes()));
   INPLACE_ABN_CHECK(same_device(t, x), op, ": expected ", name, " on ", text(x.device()), " like x, got ",
                     text(t.device()));
   INPLACE_ABN_CHECK(same_dtype(t, x) || t.scalar_type() == stats_type(x.scalar_type()), op, ": expected ", name,
@@ -56,8 +63,9 @@ inline void check_channels(const char* op, const char* name, const Tensor& t, co
                     t.scalar_type());
 }
 
-inline void check_channels(const char* op, const char* name, const OptTensor& t, const Tensor& x) {
-  if (t.has_value()) check_channels(op, name, *t, x);
+inline void check_channels(const char* op, const char* name, const OptTensor& t, const Tensor& x,
+                           bool per_instance = false) {
+  if (t.has_value()) check_channels(op, name, *t, x, per_instance);
 }
 
 inline void check_like(const char* op, const char* name, const Tensor& t, const Tensor& x) {
@@ -93,12 +101,13 @@ inline void check_overlap(const char* op, const char* name, const Tensor& output
                        ", but it overlaps another tensor of the call. Pass other memory");
 }
 
-inline void check_running(const char* op, const OptTensor& mean, const OptTensor& var, const Tensor& x) {
+inline void check_running(const char* op, const OptTensor& mean, const OptTensor& var, const Tensor& x,
+                          bool per_instance = false) {
   INPLACE_ABN_CHECK(mean.has_value() == var.has_value(), op,
                     ": expected running_mean and running_var both or neither, got only ",
                     mean.has_value() ? "running_mean" : "running_var");
-  check_channels(op, "running_mean", mean, x);
-  check_channels(op, "running_var", var, x);
+  check_channels(op, "running_mean", mean, x, per_instance);
+  check_channels(op, "running_var", var, x, per_instance);
   if (mean.has_value()) {
     check_written(op, "running_mean", *mean);
     check_written(op, "running_var", *var);

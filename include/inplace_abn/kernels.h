@@ -1,5 +1,6 @@
 // The contract that both backends implement: the same function names in namespaces cpu and cuda, plain structs of
-// sizes, pointers and strides as arguments. Arguments are valid (dispatch.cpp has seen to that) and may be empty.
+// sizes, pointers and strides as arguments. Arguments are valid (dispatch.cpp has seen to that), of one instance, and
+// may be empty.
 //
 // An output view may be the memory of an input view of the same call, with the same strides, or be disjoint from all
 // inputs: element i of an output depends on the elements i of the inputs and on per-channel values only. No pointer is
@@ -159,6 +160,89 @@ struct LocalBackwardArgs {
   View<const scalar_t> residual{};
   View<scalar_t> dresidual{}, xhat{};
 };
+
+// --- Parts of a call's tensors ---------------------------------------------------------------------------------------
+
+template <typename scalar_t>
+View<scalar_t> from_channel(const View<scalar_t>& view, int64_t c) {
+  if (view.data == nullptr) return view;
+  return {view.data + c * view.channel_stride, view.batch_stride, view.channel_stride, view.instance_stride};
+}
+
+template <typename T>
+T* from_channel(T* values, int64_t c) {
+  return values == nullptr ? nullptr : values + c;
+}
+
+template <typename scalar_t>
+ChannelVector<scalar_t> from_channel(const ChannelVector<scalar_t>& vector, int64_t c) {
+  if (!vector) return vector;
+  const int64_t size = vector.narrow ? sizeof(scalar_t) : sizeof(opmath_type<scalar_t>);
+  return {static_cast<char*>(vector.data) + c * size, vector.narrow};
+}
+
+template <typename scalar_t>
+Affine<scalar_t> from_channel(const Affine<scalar_t>& affine, int64_t c) {
+  return {from_channel(affine.weight, c), from_channel(affine.bias, c), affine.eps, affine.signed_weight};
+}
+
+template <typename scalar_t>
+RunningUpdate<scalar_t> from_channel(const RunningUpdate<scalar_t>& running, int64_t c) {
+  return {from_channel(running.mean, c), from_channel(running.var, c), running.momentum, running.momentum_tensor};
+}
+
+template <typename scalar_t>
+View<scalar_t> from_instance(const View<scalar_t>& view, int64_t i) {
+  if (view.data == nullptr) return view;
+  return {view.data + i * view.instance_stride, view.batch_stride, view.channel_stride};
+}
+
+// The call for instance `i` alone. Vectors have the channels of one instance after those of another.
+template <typename scalar_t>
+StatisticsArgs<scalar_t> of_instance(const StatisticsArgs<scalar_t>& args, int64_t i) {
+  const int64_t c = i * args.extent.channels;
+  StatisticsArgs<scalar_t> own = args;
+  own.extent.instances = 1;
+  own.x = from_instance(args.x, i);
+  own.mean = from_channel(args.mean, c);
+  own.var = from_channel(args.var, c);
+  return own;
+}
+
+template <typename scalar_t>
+LocalForwardArgs<scalar_t> of_instance(const LocalForwardArgs<scalar_t>& args, int64_t i) {
+  const int64_t c = i * args.extent.channels;
+  LocalForwardArgs<scalar_t> own = args;
+  own.extent.instances = 1;
+  own.x = from_instance(args.x, i);
+  own.z = from_instance(args.z, i);
+  own.mean = from_channel(args.mean, c);
+  own.var = from_channel(args.var, c);
+  own.affine = from_channel(args.affine, c);
+  own.running = from_channel(args.running, c);
+  own.residual = from_instance(args.residual, i);
+  return own;
+}
+
+template <typename scalar_t>
+LocalBackwardArgs<scalar_t> of_instance(const LocalBackwardArgs<scalar_t>& args, int64_t i) {
+  const int64_t c = i * args.extent.channels;
+  LocalBackwardArgs<scalar_t> own = args;
+  own.extent.instances = 1;
+  own.z = from_instance(args.z, i);
+  own.dz = from_instance(args.dz, i);
+  own.dx = from_instance(args.dx, i);
+  own.var = from_channel(args.var, c);
+  own.affine = from_channel(args.affine, c);
+  own.dweight = from_channel(args.dweight, c);
+  own.dbias = from_channel(args.dbias, c);
+  own.residual = from_instance(args.residual, i);
+  own.dresidual = from_instance(args.dresidual, i);
+  own.xhat = from_instance(args.xhat, i);
+  return own;
+}
+
+// --- Backends --------------------------------------------------------------------------------------------------------
 
 #define INPLACE_ABN_DECLARE_KERNELS(backend)                      \
   namespace backend {                                             \

@@ -28,19 +28,22 @@ struct Geometry {
   }
 };
 
-// What all tensors of one call have in common.
+// What all tensors of one call have in common. `instances` parts of them, one after the other, have statistics of their
+// own, and everything else is said of one of these.
 struct Extent {
   Order order;
   int64_t batch, channels, space;
+  int64_t instances = 1;
 
   int64_t elements() const { return batch * channels * space; }
 };
 
-// Element (n, c, s) lies at data[n * batch_stride + c * channel_stride + s].
+// Element (n, c, s) of instance i lies at data[i * instance_stride + n * batch_stride + c * channel_stride + s].
 template <typename scalar_t>
 struct View {
   scalar_t* data = nullptr;
   int64_t batch_stride = 0, channel_stride = 0;
+  int64_t instance_stride = 0;
 };
 
 namespace layout_detail {
@@ -63,23 +66,34 @@ inline std::optional<int64_t> merged_stride(const Geometry& t, bool with_batch) 
 
 }  // namespace layout_detail
 
-inline bool has_order(const Geometry& t, Order order) {
+// Whether `t` can be walked in this order; if `per_instance`, sample by sample.
+inline bool has_order(const Geometry& t, Order order, bool per_instance = false) {
   if (t.numel() == 0) return true;
   if (order == Order::rows) {
-    return (t.size(1) == 1 || t.stride(1) == 1) && layout_detail::merged_stride(t, true).has_value();
+    return (t.size(1) == 1 || t.stride(1) == 1) && layout_detail::merged_stride(t, !per_instance).has_value();
   }
   return layout_detail::merged_stride(t, false) == 1;
 }
 
-inline Extent make_extent(const Geometry& t, Order order) {
-  const int64_t positions = t.numel() == 0 ? 0 : t.numel() / t.size(1);
-  if (order == Order::rows) return {order, positions, t.size(1), 1};
-  return {order, t.size(0), t.size(1), t.size(0) == 0 ? 0 : positions / t.size(0)};
+// Whether planes follow one another at one distance, so that a sample's channels can be taken for further channels.
+inline bool has_even_planes(const Geometry& t) {
+  return t.size(0) <= 1 || t.size(1) <= 1 || t.stride(0) == t.size(1) * t.stride(1);
+}
+
+// If `per_instance`, of a sample, or where planes are `even` of all samples as channels of one.
+inline Extent make_extent(const Geometry& t, Order order, bool per_instance = false, bool even = false) {
+  const int64_t batch = t.size(0), channels = t.size(1);
+  const int64_t positions = t.numel() == 0 ? 0 : t.numel() / channels;
+  const int64_t space = batch == 0 ? 0 : positions / batch;
+  if (per_instance && order == Order::rows) return {order, space, channels, 1, batch};
+  if (per_instance) return even ? Extent{order, 1, batch * channels, space} : Extent{order, 1, channels, space, batch};
+  if (order == Order::rows) return {order, positions, channels, 1};
+  return {order, batch, channels, space};
 }
 
 // The order in which `t` can be walked without a copy, preferring the one with the longer contiguous runs.
-inline std::optional<Order> native_order(const Geometry& t) {
-  const bool rows = has_order(t, Order::rows), planes = has_order(t, Order::planes);
+inline std::optional<Order> native_order(const Geometry& t, bool per_instance = false) {
+  const bool rows = has_order(t, Order::rows, per_instance), planes = has_order(t, Order::planes);
   const bool single_position_planes = t.numel() == 0 || t.numel() == t.size(0) * t.size(1);
   if (planes && !(rows && single_position_planes)) return Order::planes;
   if (rows) return Order::rows;
@@ -87,8 +101,12 @@ inline std::optional<Order> native_order(const Geometry& t) {
 }
 
 template <typename scalar_t>
-View<scalar_t> make_view(scalar_t* data, const Geometry& t, Order order) {
-  if (order == Order::rows) return {data, *layout_detail::merged_stride(t, true), 1};
+View<scalar_t> make_view(scalar_t* data, const Geometry& t, Order order, bool per_instance = false) {
+  if (order == Order::rows) {
+    return {data, *layout_detail::merged_stride(t, !per_instance), 1, per_instance ? t.stride(0) : 0};
+  }
+  // Planes of one channel each are even at the distance of samples.
+  if (per_instance) return {data, 0, t.size(1) == 1 ? t.stride(0) : t.stride(1), t.stride(0)};
   return {data, t.stride(0), t.stride(1)};
 }
 

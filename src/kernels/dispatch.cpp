@@ -28,6 +28,25 @@ namespace {
 #define CALL_BACKEND(tensor, kernel, args) cpu::kernel(args)
 #endif
 
+// Calls `run` with the arguments of one instance after the other. On the CPU many of them are shared out among threads,
+// few are each spread over all threads.
+template <typename Args, typename F>
+void for_each_instance(const Tensor& x, const Args& args, const F& run) {
+  constexpr int64_t many = 16;
+  const int64_t instances = args.extent.instances;
+  const auto run_some = [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) run(of_instance(args, i));
+  };
+  if (instances < many || x.is_cuda()) {
+    run_some(0, instances);
+  } else {
+    torch::stable::parallel_for(0, instances, 1, run_some);
+  }
+}
+
+#define CALL_BACKEND_PER_INSTANCE(tensor, kernel, args) \
+  for_each_instance(tensor, args, [&](const auto& own) { CALL_BACKEND(tensor, kernel, own); })
+
 // Calls f with the type of the elements as its template argument.
 template <typename F>
 void dispatch_types(ScalarType type, const F& f) {
@@ -53,8 +72,8 @@ class Scope {
   bool grad_mode_ = false;
 };
 
-Tensor empty_statistic(const Tensor& x) {
-  return empty_strided({x.size(1)}, {1}, stats_type(x.scalar_type()), x);
+Tensor empty_statistic(const Tensor& x, bool per_instance = false) {
+  return empty_strided({vector_size(x, per_instance)}, {1}, stats_type(x.scalar_type()), x);
 }
 
 template <typename scalar_t>
@@ -63,9 +82,9 @@ opmath_type<scalar_t>* statistic_ptr(const Tensor& t) {
 }
 
 void check_affine(const char* op, const Tensor& x, const OptTensor& weight, const OptTensor& bias, double eps,
-                  int64_t activation, double activation_param) {
-  check_channels(op, "weight", weight, x);
-  check_channels(op, "bias", bias, x);
+                  int64_t activation, double activation_param, bool per_instance = false) {
+  check_channels(op, "weight", weight, x, per_instance);
+  check_channels(op, "bias", bias, x, per_instance);
   check_eps(op, eps);
   check_activation(op, activation, activation_param);
 }
@@ -117,15 +136,15 @@ void check(const Tensor& x, const OptTensor& weight, const OptTensor& bias, cons
   check_parameters_apart(op, x, weight, bias, running_mean, running_var);
 }
 
-std::tuple<Tensor, Tensor> statistics(const Tensor& x) {
+std::tuple<Tensor, Tensor> statistics(const Tensor& x, bool per_instance) {
   check_activations("inplace_abn::statistics", "x", x);
   const Scope scope(x);
-  const Tensor mean = empty_statistic(x), var = empty_statistic(x);
-  Operands operands(x);
+  const Tensor mean = empty_statistic(x, per_instance), var = empty_statistic(x, per_instance);
+  Operands operands(x, per_instance);
   dispatch_types(x.scalar_type(), [&]<typename scalar_t>() {
     const StatisticsArgs<scalar_t> args{operands.extent(), operands.input<scalar_t>(x), statistic_ptr<scalar_t>(mean),
                                         statistic_ptr<scalar_t>(var)};
-    CALL_BACKEND(x, statistics, args);
+    CALL_BACKEND_PER_INSTANCE(x, statistics, args);
   });
   return {mean, var};
 }
@@ -170,13 +189,13 @@ std::tuple<Tensor, Tensor, Tensor> combine(const Tensor& gathered, const OptTens
 // What both forms of the forward pass ask of their tensors, before anything is written.
 void check_forward(const char* op, const Tensor& x, const Tensor& z, const OptTensor& weight, const OptTensor& bias,
                    const OptTensor& residual, const OptTensor& running_mean, const OptTensor& running_var, double eps,
-                   int64_t activation, double activation_param) {
+                   int64_t activation, double activation_param, bool per_instance = false) {
   const char* written = is_same(z, x) ? "x" : "z";
   check_activations(op, "x", x);
   check_output(op, written, z, x, {&x});
   check_residual(op, residual, written, z);
-  check_running(op, running_mean, running_var, z);
-  check_affine(op, x, weight, bias, eps, activation, activation_param);
+  check_running(op, running_mean, running_var, z, per_instance);
+  check_affine(op, x, weight, bias, eps, activation, activation_param, per_instance);
   check_parameters_apart(op, z, weight, bias, running_mean, running_var);
 }
 
@@ -220,14 +239,15 @@ std::tuple<Tensor, Tensor> local_forward_out(const Tensor& x, const OptTensor& w
                                              const OptTensor& running_var, double momentum,
                                              const OptTensor& momentum_tensor, double eps, bool signed_weight,
                                              int64_t activation, double activation_param, bool invertible,
-                                             const Tensor& z) {
+                                             bool per_instance, const Tensor& z) {
   constexpr auto op = "inplace_abn::local_forward";
-  check_forward(op, x, z, weight, bias, residual, running_mean, running_var, eps, activation, activation_param);
+  check_forward(op, x, z, weight, bias, residual, running_mean, running_var, eps, activation, activation_param,
+                per_instance);
   check_momentum(op, momentum, momentum_tensor, x);
 
   const Scope scope(x);
-  const Tensor mean = empty_statistic(x), var = empty_statistic(x);
-  Operands operands(x);
+  const Tensor mean = empty_statistic(x, per_instance), var = empty_statistic(x, per_instance);
+  Operands operands(x, per_instance);
   const KernelActivation kernel_activation(activation, activation_param, invertible);
   dispatch_types(x.scalar_type(), [&]<typename scalar_t>() {
     const LocalForwardArgs<scalar_t> args{
@@ -241,7 +261,7 @@ std::tuple<Tensor, Tensor> local_forward_out(const Tensor& x, const OptTensor& w
         invertible,
         operands.running<scalar_t>(running_mean, running_var, momentum, momentum_tensor),
         operands.optional_input<scalar_t>(residual)};
-    CALL_BACKEND(x, local_forward, args);
+    CALL_BACKEND_PER_INSTANCE(x, local_forward, args);
   });
   operands.finish();
   kernel_activation.finish(z);
@@ -252,9 +272,10 @@ std::tuple<Tensor, Tensor> local_forward(const Tensor& x, const OptTensor& weigh
                                          const OptTensor& residual, const OptTensor& running_mean,
                                          const OptTensor& running_var, double momentum,
                                          const OptTensor& momentum_tensor, double eps, bool signed_weight,
-                                         int64_t activation, double activation_param, bool invertible) {
+                                         int64_t activation, double activation_param, bool invertible,
+                                         bool per_instance) {
   return local_forward_out(x, weight, bias, residual, running_mean, running_var, momentum, momentum_tensor, eps,
-                           signed_weight, activation, activation_param, invertible, x);
+                           signed_weight, activation, activation_param, invertible, per_instance, x);
 }
 
 std::tuple<Tensor, Tensor> backward_reduce_out(const Tensor& y_act, const Tensor& dy_act, const OptTensor& weight,
@@ -342,14 +363,14 @@ void backward(const Tensor& xhat, const Tensor& dy, const Tensor& var, const Opt
 
 void local_backward(const Tensor& y_act, const Tensor& dy_act, const Tensor& var, const OptTensor& weight,
                     const OptTensor& bias, const OptTensor& residual, double eps, bool signed_weight,
-                    int64_t activation, double activation_param, bool training, const OptTensor& dx,
+                    int64_t activation, double activation_param, bool training, bool per_instance, const OptTensor& dx,
                     const OptTensor& dweight, const OptTensor& dbias, const OptTensor& dresidual,
                     const OptTensor& xhat) {
   constexpr auto op = "inplace_abn::local_backward";
   check_activations(op, "y_act", y_act);
   check_like(op, "dy_act", dy_act, y_act);
-  check_channels(op, "var", var, y_act);
-  check_affine(op, y_act, weight, bias, eps, activation, activation_param);
+  check_channels(op, "var", var, y_act, per_instance);
+  check_affine(op, y_act, weight, bias, eps, activation, activation_param, per_instance);
   if (dx.has_value()) check_output(op, is_same(*dx, dy_act) ? "dy_act" : "dx", *dx, y_act, {&y_act, &dy_act});
   if (residual.has_value()) check_like(op, "residual", *residual, y_act);
   if (dresidual.has_value()) {
@@ -362,11 +383,11 @@ void local_backward(const Tensor& y_act, const Tensor& dy_act, const Tensor& var
     check_overlap(op, "xhat", *xhat, dresidual.has_value() ? *dresidual : *dx, false);
   }
   INPLACE_ABN_CHECK(!dweight.has_value() || weight.has_value(), op, ": dweight was asked for without a weight");
-  check_channels(op, "dweight", dweight, y_act);
-  check_channels(op, "dbias", dbias, y_act);
+  check_channels(op, "dweight", dweight, y_act, per_instance);
+  check_channels(op, "dbias", dbias, y_act, per_instance);
 
   const Scope scope(y_act);
-  Operands operands(y_act);
+  Operands operands(y_act, per_instance);
   dispatch_types(y_act.scalar_type(), [&]<typename scalar_t>() {
     const LocalBackwardArgs<scalar_t> args{operands.extent(),
                                            operands.input<scalar_t>(y_act),
@@ -381,7 +402,7 @@ void local_backward(const Tensor& y_act, const Tensor& dy_act, const Tensor& var
                                            operands.optional_input<scalar_t>(residual),
                                            operands.optional_output<scalar_t>(dresidual),
                                            operands.optional_output<scalar_t>(xhat)};
-    CALL_BACKEND(y_act, local_backward, args);
+    CALL_BACKEND_PER_INSTANCE(y_act, local_backward, args);
   });
   operands.finish();
 }
@@ -390,7 +411,7 @@ STABLE_TORCH_LIBRARY(inplace_abn, m) {
   m.def(
       "check(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor? running_mean, Tensor? running_var) "
       "-> ()");
-  m.def("statistics(Tensor x) -> (Tensor mean, Tensor var)");
+  m.def("statistics(Tensor x, bool per_instance=False) -> (Tensor mean, Tensor var)");
   m.def(
       "combine(Tensor gathered, Tensor(a!)? running_mean, Tensor(b!)? running_var, float momentum, "
       "Tensor? momentum_tensor) -> (Tensor mean, Tensor var, Tensor count)");
@@ -405,11 +426,12 @@ STABLE_TORCH_LIBRARY(inplace_abn, m) {
       "local_forward(Tensor(a!) x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor(b!)? running_mean, "
       "Tensor(c!)? running_var, "
       "float momentum, Tensor? momentum_tensor, float eps, bool signed_weight, int activation, "
-      "float activation_param, bool invertible) -> (Tensor mean, Tensor var)");
+      "float activation_param, bool invertible, bool per_instance=False) -> (Tensor mean, Tensor var)");
   m.def(
       "local_forward.out(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor(b!)? running_mean, "
       "Tensor(c!)? running_var, float momentum, Tensor? momentum_tensor, float eps, bool signed_weight, "
-      "int activation, float activation_param, bool invertible, *, Tensor(a!) z) -> (Tensor mean, Tensor var)");
+      "int activation, float activation_param, bool invertible, bool per_instance=False, *, Tensor(a!) z) "
+      "-> (Tensor mean, Tensor var)");
   m.def(
       "backward_reduce(Tensor(a!) y_act, Tensor(b!) dy_act, Tensor? weight, Tensor? bias, Tensor? residual, float eps, "
       "bool signed_weight, int activation, float activation_param) -> (Tensor sum_dy, Tensor sum_xhat_dy)");
@@ -427,7 +449,8 @@ STABLE_TORCH_LIBRARY(inplace_abn, m) {
   m.def(
       "local_backward(Tensor y_act, Tensor dy_act, Tensor var, Tensor? weight, Tensor? bias, Tensor? residual, float "
       "eps, "
-      "bool signed_weight, int activation, float activation_param, bool training, *, Tensor(a!)? dx=None, "
+      "bool signed_weight, int activation, float activation_param, bool training, bool per_instance=False, *, "
+      "Tensor(a!)? dx=None, "
       "Tensor(b!)? dweight=None, Tensor(c!)? dbias=None, Tensor(d!)? dresidual=None, "
       "Tensor(e!)? xhat=None) -> ()");
 }

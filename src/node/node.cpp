@@ -45,15 +45,16 @@ using LocalForward = std::tuple<Tensor, Tensor>(const Tensor& x, const OptTensor
                                                 const OptTensor& residual, const OptTensor& running_mean,
                                                 const OptTensor& running_var, double momentum,
                                                 const OptTensor& momentum_tensor, double eps, bool signed_weight,
-                                                int64_t activation, double activation_param, bool invertible);
+                                                int64_t activation, double activation_param, bool invertible,
+                                                bool per_instance);
 using Forward = void(const Tensor& x, const Tensor& mean, const Tensor& var, const OptTensor& weight,
                      const OptTensor& bias, const OptTensor& residual, double eps, bool signed_weight,
                      int64_t activation, double activation_param, bool invertible);
 using LocalBackward = void(const Tensor& y_act, const Tensor& dy_act, const Tensor& var, const OptTensor& weight,
                            const OptTensor& bias, const OptTensor& residual, double eps, bool signed_weight,
-                           int64_t activation, double activation_param, bool training, const OptTensor& dx,
-                           const OptTensor& dweight, const OptTensor& dbias, const OptTensor& dresidual,
-                           const OptTensor& xhat);
+                           int64_t activation, double activation_param, bool training, bool per_instance,
+                           const OptTensor& dx, const OptTensor& dweight, const OptTensor& dbias,
+                           const OptTensor& dresidual, const OptTensor& xhat);
 
 constexpr int64_t silu = 4;  // its code in activation.h
 
@@ -109,7 +110,7 @@ struct Settings {
   bool signed_weight;
   int64_t activation;
   double activation_param;
-  bool training;
+  bool training, per_instance;
 
   void save(AutogradContext* ctx) const {
     ctx->saved_data["eps"] = eps;
@@ -117,11 +118,13 @@ struct Settings {
     ctx->saved_data["activation"] = activation;
     ctx->saved_data["activation_param"] = activation_param;
     ctx->saved_data["training"] = training;
+    ctx->saved_data["per_instance"] = per_instance;
   }
   static Settings of(AutogradContext* ctx) {
     const auto& data = ctx->saved_data;
-    return {data.at("eps").toDouble(), data.at("signed_weight").toBool(), data.at("activation").toInt(),
-            data.at("activation_param").toDouble(), data.at("training").toBool()};
+    return {data.at("eps").toDouble(),     data.at("signed_weight").toBool(),
+            data.at("activation").toInt(), data.at("activation_param").toDouble(),
+            data.at("training").toBool(),  data.at("per_instance").toBool()};
   }
 };
 
@@ -159,7 +162,7 @@ Tensor write(const Tensor& x, const OptTensor& weight, const OptTensor& bias, co
   }
   const auto [mean, var] = call<LocalForward>(
       "inplace_abn::local_forward", x, weight, bias, residual, given.running_mean, given.running_var, given.momentum,
-      given.momentum_tensor, s.eps, s.signed_weight, s.activation, s.activation_param, invertible);
+      given.momentum_tensor, s.eps, s.signed_weight, s.activation, s.activation_param, invertible, s.per_instance);
   bump_version(given.running_mean);
   bump_version(given.running_var);
   return var;
@@ -187,7 +190,8 @@ variable_list gradients(const Saved& saved, const Tensor& dz, const Needed& need
   const OptTensor dweight = per_channel(need.weight, weight), dbias = per_channel(need.bias, bias);
   const OptTensor xhat = s.activation == silu && own_z && own_dz && need.x ? OptTensor(z) : std::nullopt;
   call<LocalBackward>("inplace_abn::local_backward", z, dz, var, weight, bias, residual, s.eps, s.signed_weight,
-                      s.activation, s.activation_param, s.training, dx, dweight, dbias, dresidual, xhat);
+                      s.activation, s.activation_param, s.training, s.per_instance, dx, dweight, dbias, dresidual,
+                      xhat);
   for (const OptTensor& t : {dx, dresidual, xhat}) bump_version(t);
   return {dx.value_or(Tensor()), dweight.value_or(Tensor()), dbias.value_or(Tensor()), dresidual.value_or(Tensor())};
 }
@@ -198,7 +202,7 @@ variable_list differentiable(const Saved& saved, const Tensor& dz, const Tensor&
   const pybind11::object result =
       pybind11::module_::import("inplace_abn.autograd")
           .attr("differentiable")(saved.z, saved.weight, saved.bias, saved.residual, saved.var, dz, edge, s.eps,
-                                  s.signed_weight, s.activation, s.activation_param, s.training);
+                                  s.signed_weight, s.activation, s.activation_param, s.training, s.per_instance);
   const auto [x, weight, bias, residual] = result.cast<std::tuple<OptTensor, OptTensor, OptTensor, OptTensor>>();
   return {x.value_or(Tensor()), weight.value_or(Tensor()), bias.value_or(Tensor()), residual.value_or(Tensor())};
 }
@@ -310,7 +314,7 @@ bool is_simple(const Tensor& x, std::initializer_list<const OptTensor*> others, 
 OptTensor inplace_abn(const Tensor& x, const OptTensor& weight, const OptTensor& bias, const OptTensor& residual,
                       const OptTensor& running_mean, const OptTensor& running_var, bool training, double momentum,
                       const OptTensor& momentum_tensor, double eps, bool signed_weight, int64_t activation,
-                      double activation_param) {
+                      double activation_param, bool per_instance) {
   const auto is_trained = [](const OptTensor& t) { return t.has_value() && t->requires_grad(); };
   const bool requires_grad = at::GradMode::is_enabled() &&
                              (x.requires_grad() || is_trained(weight) || is_trained(bias) || is_trained(residual));
@@ -318,7 +322,7 @@ OptTensor inplace_abn(const Tensor& x, const OptTensor& weight, const OptTensor&
       !is_simple(x, {&weight, &bias, &residual, &running_mean, &running_var}, training, requires_grad)) {
     return std::nullopt;
   }
-  const Settings settings{eps, signed_weight, activation, activation_param, training};
+  const Settings settings{eps, signed_weight, activation, activation_param, training, per_instance};
   const Arguments given{running_mean, running_var, momentum, momentum_tensor};
   if (!requires_grad) {
     write(x, weight, bias, residual, given, settings, false);
@@ -336,13 +340,14 @@ OptTensor inplace_abn(const Tensor& x, const OptTensor& weight, const OptTensor&
 // for it, if there is one, gets that place, too.
 OptTensor attached(const Tensor& x, const Tensor& z, const OptTensor& weight, const OptTensor& bias,
                    const OptTensor& residual, const Tensor& var, bool training, double eps, bool signed_weight,
-                   int64_t activation, double activation_param, const OptTensor& stand_in) {
+                   int64_t activation, double activation_param, bool per_instance, const OptTensor& stand_in) {
   if (!is_calibrated || !is_usual(z, {&weight, &bias, &residual}, true) || x.key_set().has_any(opaque)) {
     return std::nullopt;
   }
   AutogradContext* context = nullptr;
   return InPlaceABNFunction::apply(x, weight, bias, residual, Written{z, var, stand_in}, Arguments{},
-                                   Settings{eps, signed_weight, activation, activation_param, training}, &context)[0];
+                                   Settings{eps, signed_weight, activation, activation_param, training, per_instance},
+                                   &context)[0];
 }
 
 }  // namespace
@@ -352,11 +357,11 @@ PYBIND11_MODULE(_node, m) {
   using pybind11::arg;
   m.def("inplace_abn", &inplace_abn::inplace_abn, arg("x"), arg("weight"), arg("bias"), arg("residual"),
         arg("running_mean"), arg("running_var"), arg("training"), arg("momentum"), arg("momentum_tensor"), arg("eps"),
-        arg("signed_weight"), arg("activation"), arg("activation_param"),
+        arg("signed_weight"), arg("activation"), arg("activation_param"), arg("per_instance"),
         pybind11::call_guard<pybind11::gil_scoped_release>());
   m.def("attached", &inplace_abn::attached, arg("x"), arg("z"), arg("weight"), arg("bias"), arg("residual"), arg("var"),
-        arg("training"), arg("eps"), arg("signed_weight"), arg("activation"), arg("activation_param"), arg("stand_in"),
-        pybind11::call_guard<pybind11::gil_scoped_release>());
+        arg("training"), arg("eps"), arg("signed_weight"), arg("activation"), arg("activation_param"),
+        arg("per_instance"), arg("stand_in"), pybind11::call_guard<pybind11::gil_scoped_release>());
   m.def("set_sole_holders", [](std::optional<inplace_abn::Counts> gradient, std::optional<int64_t> output) {
     inplace_abn::is_calibrated = true;
     inplace_abn::sole_gradient = gradient;

@@ -117,7 +117,11 @@ MUTATIONS: dict[str, tuple[str, str, str]] = {
         "item < items; item += stride)",
         "item < items; item += static_cast<Index>(p.tile))",
     ),
-    "the cursor is not set back for the stores": ("planes.cuh", "    if constexpr (Op::outputs > 0) cursor = start;\n", ""),
+    "the cursor is not set back for the stores": (
+        "planes.cuh",
+        "    if constexpr (Op::outputs > 0) cursor = start;\n",
+        "",
+    ),
     "the cursor stays in its tile": ("planes.cuh", "    cursor.advance(next_tile, slots);\n  }\n", "  }\n"),
     "the part is taken from the wrong size": (
         "planes.cuh",

@@ -186,6 +186,33 @@ def run(case, run_ops, tensors, reuse):
     return results | outputs
 
 
+def run_per_instance(case, run_ops, tensors, reuse):
+    """Every op that takes each sample for itself; named results."""
+    x, dz, residual, weight, bias, mean, var = (copy(t) for t in tensors)
+    weight, bias, mean, var = (None if t is None else t.repeat(len(x)) for t in (weight, bias, mean, var))
+    arithmetic = (EPS, case.signed, find(case.activation).code, case.param)
+    results = dict(zip(("mean", "var"), run_ops["statistics"](x, True), strict=True))
+    running = (mean, var) if case.training else (None, None)
+    given = (weight, bias, residual, *running, 0.3, None, *arithmetic, True, True)
+    if reuse:
+        _, batch_var = run_ops["local_forward"](x, *given)
+        z = x
+    else:
+        z = case.empty()
+        _, batch_var = run_ops["local_forward_out"](x, *given, z=z)
+    results |= {"z": copy(z), "running_mean": mean, "running_var": var, "local var": batch_var}
+    outputs = {"dx": z if reuse else case.empty()}
+    if residual is not None:
+        outputs["dresidual"] = dz if reuse else case.empty()
+    if weight is not None:
+        outputs["dweight"] = torch.full_like(weight, torch.nan)
+    if bias is not None:
+        outputs["dbias"] = torch.full_like(bias, torch.nan)
+    given = (weight, bias, residual, *arithmetic, case.training, True)
+    run_ops["local_backward"](z, dz, batch_var, *given, **outputs)
+    return results | outputs
+
+
 def inputs(case):
     wide = stats_dtype(case.dtype)
     weight, bias, mean, var = parameters(case.shape[1], case.dtype if case.narrow else wide, affine=case.affine)
@@ -200,7 +227,7 @@ def emulator():
     loaded.set()
 
 
-def check(case, emulator, reuse, monkeypatch):
+def check(case, emulator, reuse, monkeypatch, run=run):
     for name, value in case.switches.items():
         monkeypatch.setenv(name, value)
     tensors = inputs(case)
@@ -231,3 +258,10 @@ def test_random_calls_agree_with_the_cpu(chunk, emulator, pytestconfig, monkeypa
     for seed in range(chunk * cases, (chunk + 1) * cases):
         case = Case(seed)
         check(case, emulator, seed % 2 == 0, monkeypatch)
+
+
+@pytest.mark.parametrize("chunk", range(5))
+def test_random_calls_per_instance_agree_with_the_cpu(chunk, emulator, pytestconfig, monkeypatch):
+    cases = CASES // 10 * pytestconfig.getoption("fuzz")
+    for seed in range(chunk * cases, (chunk + 1) * cases):
+        check(Case(seed), emulator, seed % 2 == 0, monkeypatch, run_per_instance)

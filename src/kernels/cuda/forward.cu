@@ -75,7 +75,7 @@ void local_forward(const LocalForwardArgs<scalar_t>& args) {
     const int64_t streams = args.residual.data == nullptr ? 1 : 2;
     for_each_channel_group<scalar_t>(args.extent, streams, [&](const Extent& extent, int64_t c) {
       reduce_moments(extent, statistics.from(c));
-      apply(extent, op.from(c), from_channel(io, c));
+      apply(extent, op.from(c), streams_from(io, c));
     });
   });
 }

@@ -90,39 +90,11 @@ void reduce(const Extent& extent, const Op& op, const Streams<typename Op::scala
 // --- Channel groups --------------------------------------------------------------------------------------------------
 
 template <typename scalar_t>
-View<scalar_t> from_channel(const View<scalar_t>& view, int64_t c) {
-  if (view.data == nullptr) return view;
-  return {view.data + c * view.channel_stride, view.batch_stride, view.channel_stride};
-}
-
-template <typename T>
-T* from_channel(T* values, int64_t c) {
-  return values == nullptr ? nullptr : values + c;
-}
-
-template <typename scalar_t>
-ChannelVector<scalar_t> from_channel(const ChannelVector<scalar_t>& vector, int64_t c) {
-  if (!vector) return vector;
-  const int64_t size = vector.narrow ? sizeof(scalar_t) : sizeof(opmath_type<scalar_t>);
-  return {static_cast<char*>(vector.data) + c * size, vector.narrow};
-}
-
-template <typename scalar_t>
-Affine<scalar_t> from_channel(const Affine<scalar_t>& affine, int64_t c) {
-  return {from_channel(affine.weight, c), from_channel(affine.bias, c), affine.eps, affine.signed_weight};
-}
-
-template <typename scalar_t>
-Streams<scalar_t> from_channel(const Streams<scalar_t>& io, int64_t c) {
+Streams<scalar_t> streams_from(const Streams<scalar_t>& io, int64_t c) {
   Streams<scalar_t> shifted = io;
   for (auto& view : shifted.in) view = from_channel(view, c);
   for (auto& view : shifted.out) view = from_channel(view, c);
   return shifted;
-}
-
-template <typename scalar_t>
-RunningUpdate<scalar_t> from_channel(const RunningUpdate<scalar_t>& running, int64_t c) {
-  return {from_channel(running.mean, c), from_channel(running.var, c), running.momentum, running.momentum_tensor};
 }
 
 // Calls f(extent, first channel) for each group of channels that is to be reduced and applied before the next. The

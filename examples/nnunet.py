@@ -1,0 +1,127 @@
+#!/usr/bin/env python
+"""nnU-Net's network with instance norm in place.
+
+Where nnunetv2 is installed, this folder has a trainer for it, which takes the same data and plans, and loads the
+checkpoints of nnUNetTrainer:
+
+    nnUNet_extTrainer=examples nnUNetv2_train DATASET 3d_fullres 0 -tr nnUNetTrainerInPlace
+
+Without it, ``python examples/nnunet.py`` trains nnU-Net's 3-D network (package dynamic-network-architectures) on a
+synthetic volume, as it is and converted, and tells what a training step holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import importlib.util
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from inplace_abn import analyze, convert
+from inplace_abn.memory import measure
+from inplace_abn.plan import readable
+
+if importlib.util.find_spec("nnunetv2") is not None:
+    from nnunetv2.training.nnUNetTrainer.nnUNetTrainer import nnUNetTrainer
+    from nnunetv2.utilities.plans_handling.plans_handler import ConfigurationManager, PlansManager
+
+    class nnUNetTrainerInPlace(nnUNetTrainer):
+        @staticmethod
+        def build_network_architecture(
+            plans_manager: PlansManager,
+            configuration_manager: ConfigurationManager,
+            num_input_channels: int,
+            num_output_channels: int,
+            enable_deep_supervision: bool = True,
+        ) -> nn.Module:
+            network = nnUNetTrainer.build_network_architecture(
+                plans_manager, configuration_manager, num_input_channels, num_output_channels, enable_deep_supervision
+            )
+            # Two samples of a patch, which analysis looks at without computing anything.
+            return convert(network, torch.empty(2, num_input_channels, *configuration_manager.patch_size))
+
+        def _do_i_compile(self) -> bool:
+            """Under torch.compile converted norms are torch's, and save nothing."""
+            return False
+
+
+def network(width: int) -> nn.Module:
+    """As nnU-Net plans one for 3-D patches, but for its width and depth."""
+    from dynamic_network_architectures.architectures.unet import PlainConvUNet
+
+    model = PlainConvUNet(
+        input_channels=1,
+        n_stages=4,
+        features_per_stage=[width, 2 * width, 4 * width, 8 * width],
+        conv_op=nn.Conv3d,
+        kernel_sizes=3,
+        strides=[1, 2, 2, 2],
+        n_conv_per_stage=2,
+        num_classes=2,
+        n_conv_per_stage_decoder=2,
+        conv_bias=True,
+        norm_op=nn.InstanceNorm3d,
+        norm_op_kwargs={"eps": 1e-5, "affine": True},
+        nonlin=nn.LeakyReLU,
+        nonlin_kwargs={"inplace": True},
+        deep_supervision=True,
+    )
+    return model.apply(model.initialize)
+
+
+def patches(batch: int, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """A ball in noise, and where it is: (batch, 1, size, size, size) and (batch, size, size, size)."""
+    places = torch.stack(torch.meshgrid(*[torch.linspace(-1, 1, size)] * 3, indexing="ij"))
+    centres = torch.rand(batch, 3, 1, 1, 1, generator=generator) - 0.5
+    inside = (places - centres).square().sum(dim=1) < 0.16
+    noise = torch.randn(batch, size, size, size, generator=generator)
+    return (noise + 1.5 * inside)[:, None], inside.long()
+
+
+def loss_of(outputs: list[Tensor], labels: Tensor) -> Tensor:
+    """Cross-entropy of the outputs of all depths, each of which counts half of the one before."""
+    losses = []
+    for depth, output in enumerate(outputs):
+        scaled = F.interpolate(labels[:, None].float(), output.shape[2:])[:, 0].long()
+        losses.append(F.cross_entropy(output, scaled) / 2**depth)
+    return torch.stack(losses).sum()
+
+
+def train(model: nn.Module, steps: int, size: int) -> list[float]:
+    generator = torch.Generator().manual_seed(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.99, nesterov=True, weight_decay=3e-5)
+    losses = []
+    for _ in range(steps):
+        x, labels = patches(2, size, generator)
+        optimizer.zero_grad(set_to_none=True)
+        loss = loss_of(model(x), labels)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 12)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--size", type=int, default=32, help="of a patch, a multiple of 8")
+    parser.add_argument("--width", type=int, default=8, help="channels of the first stage")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    native = network(args.width)
+    x, _ = patches(2, args.size, torch.Generator().manual_seed(0))
+    plan = analyze(native, x)
+    converted = convert(copy.deepcopy(native), plan)
+    print(f"{len(plan.convertible)} of {len(plan.layers)} norms in place")
+    for name, model in (("native", native), ("in place", converted)):
+        held = measure(model, x).held
+        losses = train(model, args.steps, args.size)
+        print(f"{name}: a step holds {readable(held)}; loss {losses[0]:.4f} at first, {losses[-1]:.4f} at last")
+
+
+if __name__ == "__main__":
+    main()
