@@ -142,7 +142,6 @@ MUTATIONS: dict[str, tuple[str, str, str]] = {
         "store<Op, width>(io, locate(0),",
     ),
     "vectors of one column overlap": ("rows.cuh", "e = column_start + x * width;", "e = column_start + x;"),
-    "channels of a slice have no stride": ("walk.cuh", "view.data + c * view.channel_stride", "view.data + c"),
     "too few slots for ragged planes": ("partition.h", "(even ? 0 : width - 1)", "(even ? 0 : width - 2)"),
     "the next tile is one too far": ("partition.h", "split((p.parts - 1) * p.tile", "split(p.parts * p.tile"),
     "a slot past the plane's last": ("partition.h", "if (slots >= slots_of_plane)", "if (slots > slots_of_plane)"),
