@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.distributed import ProcessGroup
 
-from inplace_abn import _torch, checks, collectives, functions, guard, measuring, writing
+from inplace_abn import _torch, checks, collectives, compiled, functions, guard, measuring, trust, writing
 from inplace_abn.activations import can_be_taken_back
 from inplace_abn.pending import Pending, pending, plain
 from inplace_abn.settings import Settings
@@ -53,7 +53,11 @@ class InPlaceNorm(guard.Guarded):
 
     def _normalised(self, x: Tensor) -> Tensor | None:
         """What the norm makes of x, mostly a `Pending` tensor; None where it is to be what it was."""
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or not _may_wait(self, x):
+        if not torch.is_grad_enabled():
+            return None
+        if torch.compiler.is_compiling():
+            return self._compiled(x)
+        if not _may_wait(self, x):
             return None
         expected = self._expectation()
         if expected == PLAIN:
@@ -105,6 +109,22 @@ class InPlaceNorm(guard.Guarded):
         )
         norm = Norm(self, x, weight, bias, mean, var, settings, overwritten, observation, decisive)
         return pending(norm, memory, None, applied)
+
+    def _compiled(self, x: Tensor) -> Tensor | None:
+        """The norm for compilers, which see what follows; None where it is to be what it was."""
+        module: Any = self
+        if self._participating() is not None or not compiled.is_suitable(x, module.weight, module.bias):
+            return None
+        trusted = trust.trusted_now(self, x.dtype)
+        if not trusted:
+            return None
+        module._check_input_dim(x)
+        running_mean, running_var = _running(module)
+        training = module.training or running_mean is None
+        if training:
+            checks.check_count(x)
+        what = (training, _momentum(module), module.eps, trusted)
+        return compiled.normalised(x, module.weight, module.bias, running_mean, running_var, *what)
 
     def _scales_otherwise(self) -> bool:
         """Whether weights are so small that others take their place in place, which nobody is to see."""
