@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup
 
-from inplace_abn import _torch, checks, collectives, functions, guard, plain
+from inplace_abn import _torch, checks, collectives, functions, guard, plain, trust
 from inplace_abn.activations import check_activation
 from inplace_abn.settings import check_hyperparameters
 
@@ -209,7 +209,9 @@ class InPlaceABN(guard.Guarded, ABN):
 
     def _trusts(self, x: Tensor, residual: Tensor | None) -> bool:
         """Whether the guard trusts z in this generation. A compiler would make a new program of every generation."""
-        if is_compiling() or self._guard_generation == guard.generation:
+        if is_compiling():
+            return self._trusted and trust.trusts(self, x.dtype)
+        if self._guard_generation == guard.generation:
             return self._trusted
         return guard.trusts(self, x, residual)
 

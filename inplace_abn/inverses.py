@@ -89,7 +89,9 @@ def _with_low_bit(z: Tensor, where: Tensor, bit: Tensor) -> Tensor:
 
 
 def _low_bit(z: Tensor) -> Tensor:
-    return (z.view(_BITS[z.dtype]) & 1) != 0
+    # Of the magnitude, which has the same: a compiler would see through z itself to the bits that it was made of, and
+    # keep a mask of them.
+    return (z.abs().view(_BITS[z.dtype]) & 1) != 0
 
 
 def _elu_inverse(value: Tensor, alpha: float, dtype: torch.dtype) -> Tensor:

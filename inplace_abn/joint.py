@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from inplace_abn import compiled, inverses
 from inplace_abn.compiled import NORM, NORM_BACKWARD
 from inplace_abn.readers import Readers
-from inplace_abn.spelled import activated, decompositions, is_backward
+from inplace_abn.spelled import activated, decompositions, is_backward, spelled_as
 
 _aten = torch.ops.aten
 _KEEPING = frozenset(
@@ -78,7 +78,7 @@ class Search:
             found = None if residual is None else activated(total)
         if found is None or any(fusion.result is found.result for fusion in self.found.values()):
             return None
-        if not self._trusts(norm, _name(found.activation, found.param)):
+        if not self._trusts(norm, spelled_as(found.activation, found.param)):
             return None
         if residual is not None and not (self._trusts(norm, "residual") and self._is_kept(residual)):
             return None
@@ -116,13 +116,6 @@ class Search:
         if any(residual is fusion.result for fusion in self.found.values()):
             return True
         return residual.target is NORM and self._trusts(residual, "identity")
-
-
-def _name(activation: str, param: float) -> str:
-    """As `compiled.normalised` is given it."""
-    if activation == "leaky_relu":
-        return "relu" if param == 0 else "leaky_relu" if param >= 2.0**-12 else "never"
-    return f"elu={float(param)}" if activation == "elu" else activation
 
 
 def _is_alike(a: fx.Node, b: fx.Node) -> bool:
@@ -171,6 +164,8 @@ def fuse(module: fx.GraphModule, *_: Any) -> fx.GraphModule:
     written: dict[fx.Node, fx.Node] = {}
     for fusion in fused:
         _write_fused(graph, fusion, search.gradients[fusion.norm], written)
+    if fused:
+        _keep_parameters(graph)
     graph.eliminate_dead_code()
     for node in list(graph.nodes):
         if node.target is NORM:
@@ -181,6 +176,22 @@ def fuse(module: fx.GraphModule, *_: Any) -> fx.GraphModule:
     graph.lint()
     module.recompile()
     return module
+
+
+def _keep_parameters(graph: fx.Graph) -> None:
+    """Has backward be given the weights and inputs of convolutions themselves. Where inductor likes another layout
+    better, it would hold a copy of each from the forward pass on, unless somebody looks at their memory."""
+    for node in list(graph.nodes):
+        if node.target is _aten.convolution.default and not is_backward(node):
+            for source in node.args[:2]:
+                value = source.meta["val"]
+                constant = all(isinstance(n, int) for n in (*value.shape, *value.stride()))
+                if source.op == "placeholder" and value.dim() == 4 and constant:
+                    with graph.inserting_before(node):
+                        arguments = (source, list(value.shape), list(value.stride()))
+                        seen = graph.call_function(_aten.as_strided.default, arguments)
+                        seen.meta = dict(node.meta) | {"val": value}
+                    node.replace_input_with(source, seen)
 
 
 def _write_fused(

@@ -31,6 +31,15 @@ def is_backward(node: fx.Node) -> bool:
     return "backward" in node.meta.get("partitioner_tag", "")
 
 
+def spelled_as(activation: str, param: float) -> str:
+    """The activation in one word, as norms are told which to trust."""
+    if activation == "leaky_relu":
+        return "relu" if param == 0 else "leaky_relu" if param >= 2.0**-12 else f"leaky_relu={float(param)}"
+    if activation == "elu":
+        return f"elu={float(param)}"
+    return "identity" if activation == "none" else activation
+
+
 def activated(y: fx.Node) -> Activated | None:
     """What activates ``y``, if nothing else in the forward pass reads it."""
     for activation, param in _SPELLINGS:
