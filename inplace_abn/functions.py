@@ -262,7 +262,9 @@ def _forward(
         # A tensor of any level that backward needs has to be an input of the node.
         x, keep_input = x.clone(), False
     if compiling and requires_grad and settings.group is None:
-        z: Tensor = _compiled(x, weight, bias, residual, running_mean, running_var, momentum, settings)
+        # A backend that runs the ops as they are keeps the clone; all others have none.
+        given = x if keep_input else x.clone()
+        z: Tensor = _compiled(given, weight, bias, residual, running_mean, running_var, momentum, settings)
         return z if keep_input else x.copy_(z)
     statistics = None
     if settings.group is not None:
