@@ -150,6 +150,12 @@ def is_suitable(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
     return requires_grad
 
 
+def constant(value: float) -> float:
+    """The number, where a compiler would have it be any."""
+    numerator, denominator = value.as_integer_ratio()
+    return numerator / denominator
+
+
 def normalised(
     x: Tensor,
     weight: Tensor | None,

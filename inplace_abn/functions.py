@@ -318,7 +318,8 @@ def _compiled(
     settings: Settings,
 ) -> Tensor:
     """What compilers are given: they find norm and activation to be one (`inplace_abn.joint`)."""
-    activation, param, eps, signed_weight, training, _ = settings
+    activation, _, _, signed_weight, training, _ = settings
+    param, eps = compiled.constant(settings.activation_param), compiled.constant(settings.eps)
     scale = None if weight is None else reference.gamma(weight, eps, signed_weight)
     trusted = trust.in_place(activation, param)
     y = compiled.normalised(x, scale, bias, running_mean, running_var, training, momentum, eps, trusted)

@@ -141,6 +141,8 @@ class Guarded:
     _guard: State | None = None
     _guard_generation: int = -1
     _trusted: bool = True
+    _revision: int = 0
+    """Compiled code is valid for one of them."""
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], *rest: Any) -> None:
         forget(self)
@@ -348,10 +350,16 @@ def forget(module: Any) -> None:
     """Has the module measure again before it is trusted or not: its weights are others."""
     for name in _STATE:
         module.__dict__.pop(name, None)
+    renew(module)
+
+
+def renew(module: Any) -> None:
+    """Has the module compiled anew."""
+    module.__dict__["_revision"] = module._revision + 1
 
 
 def strip(module: nn.Module) -> None:
     """Takes away all that the guard has left on a module."""
     forget(module)
-    for name in _SETTINGS:
+    for name in (*_SETTINGS, "_revision"):
         module.__dict__.pop(name, None)

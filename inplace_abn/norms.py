@@ -115,7 +115,8 @@ class InPlaceNorm(guard.Guarded):
         module: Any = self
         if self._participating() is not None or not compiled.is_suitable(x, module.weight, module.bias):
             return None
-        trusted = trust.predicted(self, x.dtype) if self._trusted else ""
+        # Compilers guard what they read.
+        trusted = trust.predicted(self, x.dtype) if self._trusted and self._revision >= 0 else ""
         if not trusted:
             return None
         module._check_input_dim(x)
@@ -123,7 +124,7 @@ class InPlaceNorm(guard.Guarded):
         training = module.training or running_mean is None
         if training:
             checks.check_count(x)
-        what = (training, _momentum(module), module.eps, trusted)
+        what = (training, _momentum(module), compiled.constant(module.eps), trusted)
         return compiled.normalised(x, module.weight, module.bias, running_mean, running_var, *what)
 
     def _scales_otherwise(self) -> bool:

@@ -1,4 +1,5 @@
-"""What a compiled norm may be one with: decided when it is compiled, by the weights that it has then.
+"""What a compiled norm may be one with: decided when it is compiled, by the weights that it has then, and looked at
+again as often as the guard measures. When the answer changes the compiler compiles anew.
 
 Compilers keep their programs on disk, by what they were given to compile. So the answers tell the version of what
 becomes of them, too.
@@ -8,14 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import math
+import weakref
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from inplace_abn import joint, recovery
+from inplace_abn import guard, joint, recovery
 from inplace_abn.figures import HYSTERESIS, THRESHOLDS, Threshold
 from inplace_abn.spelled import spelled_as
 
@@ -27,72 +30,114 @@ _CANDIDATES = [
     ("silu", 0.0),
     ("hardswish", 0.0),
 ]
+_CHANNELS = 32
+"""That are looked at of a layer, at most."""
 _RESIDUAL = 4.0
 """Standard deviation that a residual is taken to have."""
+
+_answers: weakref.WeakKeyDictionary[Any, dict[torch.dtype, frozenset[str]]] = weakref.WeakKeyDictionary()
+"""What was said of modules whose weights decided."""
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
 def in_place(activation: str, param: float) -> str:
     """What `compiled.normalised` is told of a norm that is to be one with this activation, and perhaps a residual."""
-    joint.install()
-    return " ".join([spelled_as(activation, param), "identity", "residual", _version()])
+    return _told({spelled_as(activation, param), "identity", "residual"})
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
 def predicted(module: Any, dtype: torch.dtype) -> str:
-    """What `compiled.normalised` is told of a converted norm: the activations of whose z its input may be recovered,
-    with the weights that it has now. While a compiler traces, that is when it does."""
-    joint.install()
-    found = [spelled_as(*what) for what in _CANDIDATES if _tolerates(module, dtype, *what)]
-    if found and _tolerates_residual(module, dtype):
-        found.append("residual")
-    return " ".join([*found, _version()]) if found else ""
+    """What `compiled.normalised` is told of a converted norm: the activations of whose z its input may be recovered.
+    Empty if there is none."""
+    found = frozenset(_tolerated(module, dtype, _CANDIDATES, frozenset()))
+    _answers.setdefault(module, {})[dtype] = found
+    return _told(set(found)) if found else ""
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
 def trusts(module: Any, dtype: torch.dtype) -> bool:
-    """Whether an in-place module may be in place with the weights that it has now, as far as nobody has measured."""
-    if module._guard is not None and module._guard.measured_at >= 0:
+    """Whether an in-place module may be in place, as far as nobody has measured."""
+    if module.guard_interval == 0 or (module._guard is not None and module._guard.measured_at >= 0):
         return True
-    return _tolerates(module, dtype, module.activation, module.activation_param)
+    own = module.activation, module.activation_param
+    return spelled_as(*own) in _tolerated(module, dtype, [own], frozenset())
 
 
-def _threshold(module: Any, dtype: torch.dtype) -> Threshold | None:
+def _told(found: set[str]) -> str:
+    joint.install()
+    return " ".join([*sorted(found), _version()])
+
+
+def _review(*_: Any) -> None:
+    """After an optimizer's step: has those layers compiled anew of which something else is to be said."""
+    for module, answers in list(_answers.items()):
+        interval = module.guard_interval
+        if interval == 0 or guard.generation % interval:
+            continue
+        if any(_tolerated(module, dtype, _CANDIDATES, before) != before for dtype, before in answers.items()):
+            del _answers[module]
+            guard.renew(module)
+
+
+register_optimizer_step_post_hook(_review)
+
+
+def _tolerated(
+    module: Any, dtype: torch.dtype, candidates: list[tuple[str, float]], before: frozenset[str]
+) -> set[str]:
+    """The activations whose z tells xhat, and "residual" if it does so after an addition. What was not there ``before``
+    needs better figures than what was, if anything was said before."""
+    threshold = THRESHOLDS.get(dtype)
+    if module.guard_threshold is not None:
+        threshold = Threshold(module.guard_threshold, module.guard_threshold)
+    tensors = [None if t is None else t.detach() for t in (module.weight, module.bias)]
+    if threshold is None or any(t is not None and t.device.type == "meta" for t in tensors):
+        return set()
+    gamma, beta = _channels(*tensors)
     if module.guard_interval == 0:
-        return Threshold(math.inf, math.inf)
-    given = module.guard_threshold
-    return THRESHOLDS.get(dtype) if given is None else Threshold(given, given)
+        return {spelled_as(*what) for what in candidates} | {"residual"}
+    # In place a weight is kept eps away from zero, which nobody is to see.
+    if module.signed_weight and tensors[0] is not None:
+        least = tensors[0].abs().min().item() / module.eps
+        if least < (1.0 if before else HYSTERESIS):
+            return set()
+    reviewed = module in _answers
 
+    def is_small(name: str, x: float, weight: float) -> bool:
+        room = HYSTERESIS if reviewed and name not in before else 1.0
+        return not threshold.exceeded(room * x, room * weight)
 
-def _parameters(module: Any) -> list[Tensor | None]:
-    return [None if t is None else t.detach() for t in (module.weight, module.bias)]
-
-
-def _tolerates(module: Any, dtype: torch.dtype, activation: str, param: float) -> bool:
-    """Whether the activation's z tells xhat, and the weight may be kept eps away from zero."""
-    weight, bias = _parameters(module)
-    threshold = _threshold(module, dtype)
-    if threshold is None or any(t is not None and t.device.type == "meta" for t in (weight, bias)):
-        return False
-    if weight is not None and module.signed_weight and bool((weight.abs() < HYSTERESIS * module.eps).any()):
-        return False
-    how = (activation, param, module.eps, module.signed_weight)
-    errors = recovery.predicted(weight, bias, dtype, *how)
-    return not threshold.exceeded(errors.x.item(), errors.weight.max().item())
-
-
-def _tolerates_residual(module: Any, dtype: torch.dtype) -> bool:
-    """Whether rounding y and a residual still leaves xhat to tell."""
-    threshold = _threshold(module, dtype)
-    weight, bias = _parameters(module)
-    gamma, beta = (torch.tensor(value, dtype=torch.float64) for value in (1.0, 0.0))
-    if weight is not None:
-        gamma = weight.to("cpu", torch.float64)
-    if bias is not None:
-        beta = bias.to("cpu", torch.float64)
+    found = set()
+    for activation, param in candidates:
+        errors = recovery.predicted(gamma, beta, dtype, activation, param, module.eps, module.signed_weight)
+        name = spelled_as(activation, param)
+        if is_small(name, errors.x.item(), errors.weight.max().item()):
+            found.add(name)
     rounding = torch.finfo(dtype).eps / 2 / math.sqrt(3)
-    errors = rounding * torch.sqrt(1 + (beta.square() + _RESIDUAL**2) / gamma.square())
-    return threshold is not None and not threshold.exceeded(errors.square().mean().sqrt().item(), errors.max().item())
+    errors = rounding * torch.sqrt(1 + (beta.double().square() + _RESIDUAL**2) / gamma.double().square())
+    if found and is_small("residual", errors.square().mean().sqrt().item(), errors.max().item()):
+        found.add("residual")
+    return found
+
+
+def _channels(weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Weight and bias of some channels, on the CPU: the extreme ones, and others that are spread over all weights."""
+    given = next((t for t in (weight, bias) if t is not None), None)
+    if given is None:
+        return torch.ones(1), torch.zeros(1)
+    gamma = torch.ones_like(given) if weight is None else weight
+    beta = torch.zeros_like(given) if bias is None else bias
+    gamma, beta = (t.to("cpu", torch.promote_types(t.dtype, torch.float32)) for t in (gamma, beta))
+    if len(gamma) > _CHANNELS:
+        figures = (gamma, gamma.abs(), beta, beta / gamma)
+        extreme = [index for figure in figures for index in (figure.argmax(), figure.argmin())]
+        spread = gamma.argsort()[torch.linspace(0, len(gamma) - 1, _CHANNELS - len(extreme)).long()]
+        chosen = torch.cat([torch.stack(extreme), spread]).unique()
+        gamma, beta = gamma[chosen], beta[chosen]
+    return gamma, beta
+
+
+_SOURCES = ("activations", "compiled", "inverses", "joint", "readers", "spelled", "tags")
 
 
 @cache
@@ -101,6 +146,3 @@ def _version() -> str:
     folder = Path(__file__).parent
     content = b"".join((folder / f"{name}.py").read_bytes() for name in _SOURCES)
     return hashlib.sha256(content).hexdigest()[:16]
-
-
-_SOURCES = ("activations", "compiled", "inverses", "joint", "readers", "spelled", "tags")
