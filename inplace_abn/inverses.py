@@ -85,7 +85,8 @@ def _relu_slope(dtype: torch.dtype) -> float:
 def _with_low_bit(z: Tensor, where: Tensor, bit: Tensor) -> Tensor:
     """z with its lowest bit cleared where the first mask is, and set where the second one is, too."""
     bits = _BITS[z.dtype]
-    return ((z.view(bits) & ~where.to(bits)) | bit.to(bits)).view(z.dtype)
+    # No view of other memory, which nobody could write to.
+    return torch.where(where, ((z.view(bits) & ~1) | bit.to(bits)).view(z.dtype), z)
 
 
 def _low_bit(z: Tensor) -> Tensor:

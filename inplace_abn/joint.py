@@ -27,8 +27,11 @@ _KEEPING = frozenset(
 """Ops of a backward pass that are given what somebody has kept: nobody computes that again to save memory."""
 _VIEWS = frozenset(
     [_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default, _aten.permute.default, _aten.t.default]
-    + [_aten.expand.default, _aten.squeeze.dims, _aten.unsqueeze.default, _aten.transpose.int, _aten.detach.default]
+    + [_aten.expand.default, _aten.squeeze.dims, _aten.unsqueeze.default, _aten.transpose.int]
 )
+
+
+_COPIES = frozenset([_aten.clone.default, _aten.copy.default, _aten.detach.default, _aten.alias.default])
 
 
 class Fusion(NamedTuple):
@@ -157,6 +160,7 @@ def fuse(module: fx.GraphModule, *_: Any) -> fx.GraphModule:
     graph = module.graph
     if all(node.target is not NORM for node in graph.nodes):
         return module
+    _without_copies(graph)
     graph.eliminate_dead_code()
     search = Search(graph)
     fused = search.run()
@@ -176,6 +180,19 @@ def fuse(module: fx.GraphModule, *_: Any) -> fx.GraphModule:
     graph.lint()
     module.recompile()
     return module
+
+
+def _without_copies(graph: fx.Graph) -> None:
+    """Has copies read where they come from. Nothing is written to, so only what is returned has to be memory of its
+    own."""
+    for node in list(graph.nodes):
+        source = node.args[-1] if node.target in _COPIES else None
+        if not isinstance(source, fx.Node) or node.kwargs or not _is_alike(node, source):
+            continue
+        same = node.meta["val"].stride() == source.meta["val"].stride()
+        if same and all(user.op != "output" for user in node.users):
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
 
 
 def _keep_parameters(graph: fx.Graph) -> None:

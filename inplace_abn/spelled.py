@@ -97,9 +97,7 @@ def _match(y: fx.Node, pattern: fx.Graph) -> tuple[fx.Node, float] | None:
 
 def _is_spelled(node: fx.Node, part: fx.Node, alike: dict[fx.Node, set[fx.Node]], params: set[float]) -> bool:
     """Whether a node does with nodes of the graph what ``part`` does with those of the pattern that they are like."""
-    if node.op != "call_function" or node.target is not part.target or is_backward(node):
-        return False
-    if len(node.args) != len(part.args) or node.kwargs.keys() != part.kwargs.keys():
+    if node.target is not part.target or is_backward(node):
         return False
     found: list[float] = []
 
@@ -113,8 +111,16 @@ def _is_spelled(node: fx.Node, part: fx.Node, alike: dict[fx.Node, set[fx.Node]]
             return isinstance(value, (int, float)) and value == wanted
         return type(value) is type(wanted) and bool(value == wanted)
 
-    given = [*node.args, *(node.kwargs[name] for name in part.kwargs)]
-    if not all(map(same, given, [*part.args, *part.kwargs.values()])):
+    if not all(map(same, given(node), given(part))):
         return False
     params.update(found)
     return True
+
+
+def given(node: fx.Node) -> list[Any]:
+    """The arguments that an op has, defaults included."""
+    values = []
+    for i, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        default = argument.default_value if argument.has_default_value() else None
+        values.append(node.args[i] if i < len(node.args) else node.kwargs.get(argument.name, default))
+    return values

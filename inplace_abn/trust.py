@@ -35,23 +35,25 @@ _CHANNELS = 32
 _RESIDUAL = 4.0
 """Standard deviation that a residual is taken to have."""
 
-_answers: weakref.WeakKeyDictionary[Any, dict[torch.dtype, frozenset[str]]] = weakref.WeakKeyDictionary()
-"""What was said of modules whose weights decided."""
+_Answers = dict[tuple[int, torch.dtype], frozenset[str]]
+_answers: weakref.WeakKeyDictionary[Any, _Answers] = weakref.WeakKeyDictionary()
+"""What is said of modules, by their revision and the dtype: the same in all programs of a revision."""
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
 def in_place(activation: str, param: float) -> str:
     """What `compiled.normalised` is told of a norm that is to be one with this activation, and perhaps a residual."""
-    return _told({spelled_as(activation, param), "identity", "residual"})
+    return _told(frozenset({spelled_as(activation, param), "identity", "residual"}))
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
 def predicted(module: Any, dtype: torch.dtype) -> str:
     """What `compiled.normalised` is told of a converted norm: the activations of whose z its input may be recovered.
     Empty if there is none."""
-    found = frozenset(_tolerated(module, dtype, _CANDIDATES, frozenset()))
-    _answers.setdefault(module, {})[dtype] = found
-    return _told(set(found)) if found else ""
+    answers, key = _answers.setdefault(module, {}), (module._revision, dtype)
+    if key not in answers:
+        answers[key] = _tolerated(module, dtype, _CANDIDATES, None)
+    return _told(answers[key]) if answers[key] else ""
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
@@ -60,10 +62,10 @@ def trusts(module: Any, dtype: torch.dtype) -> bool:
     if module.guard_interval == 0 or (module._guard is not None and module._guard.measured_at >= 0):
         return True
     own = module.activation, module.activation_param
-    return spelled_as(*own) in _tolerated(module, dtype, [own], frozenset())
+    return spelled_as(*own) in _tolerated(module, dtype, [own], None)
 
 
-def _told(found: set[str]) -> str:
+def _told(found: frozenset[str]) -> str:
     joint.install()
     return " ".join([*sorted(found), _version()])
 
@@ -74,37 +76,41 @@ def _review(*_: Any) -> None:
         interval = module.guard_interval
         if interval == 0 or guard.generation % interval:
             continue
-        if any(_tolerated(module, dtype, _CANDIDATES, before) != before for dtype, before in answers.items()):
-            del _answers[module]
+        now = {
+            dtype: _tolerated(module, dtype, _CANDIDATES, before)
+            for (revision, dtype), before in answers.items()
+            if revision == module._revision
+        }
+        if any(now[dtype] != answers[module._revision, dtype] for dtype in now):
             guard.renew(module)
+            _answers[module] = {(module._revision, dtype): found for dtype, found in now.items()}
 
 
 register_optimizer_step_post_hook(_review)
 
 
 def _tolerated(
-    module: Any, dtype: torch.dtype, candidates: list[tuple[str, float]], before: frozenset[str]
-) -> set[str]:
+    module: Any, dtype: torch.dtype, candidates: list[tuple[str, float]], before: frozenset[str] | None
+) -> frozenset[str]:
     """The activations whose z tells xhat, and "residual" if it does so after an addition. What was not there ``before``
-    needs better figures than what was, if anything was said before."""
+    (None: nothing was said yet) needs better figures."""
     threshold = THRESHOLDS.get(dtype)
     if module.guard_threshold is not None:
         threshold = Threshold(module.guard_threshold, module.guard_threshold)
     tensors = [None if t is None else t.detach() for t in (module.weight, module.bias)]
     if threshold is None or any(t is not None and t.device.type == "meta" for t in tensors):
-        return set()
+        return frozenset()
     gamma, beta = _channels(*tensors)
     if module.guard_interval == 0:
-        return {spelled_as(*what) for what in candidates} | {"residual"}
+        return frozenset({spelled_as(*what) for what in candidates} | {"residual"})
     # In place a weight is kept eps away from zero, which nobody is to see.
     if module.signed_weight and tensors[0] is not None:
         least = tensors[0].abs().min().item() / module.eps
         if least < (1.0 if before else HYSTERESIS):
-            return set()
-    reviewed = module in _answers
+            return frozenset()
 
     def is_small(name: str, x: float, weight: float) -> bool:
-        room = HYSTERESIS if reviewed and name not in before else 1.0
+        room = HYSTERESIS if before is not None and name not in before else 1.0
         return not threshold.exceeded(room * x, room * weight)
 
     found = set()
@@ -117,7 +123,7 @@ def _tolerated(
     errors = rounding * torch.sqrt(1 + (beta.double().square() + _RESIDUAL**2) / gamma.double().square())
     if found and is_small("residual", errors.square().mean().sqrt().item(), errors.max().item()):
         found.add("residual")
-    return found
+    return frozenset(found)
 
 
 def _channels(weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor]:
