@@ -2,7 +2,7 @@
 
 The norm's statistics are torch's own ops; what normalises with them, and its gradient, are one op each. Where the graph
 shows that an activation follows, these become plain ops that keep z instead of x; everywhere else, plain ops that are
-what torch's batch norm is. What no graph pass ever sees is computed by `normalised` and `gradients` themselves.
+what torch's batch norm is. What that never sees runs as `plain_norm` and `plain_norm_backward`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,13 @@ def gamma(weight: Tensor, eps: float) -> Tensor:
 
 
 def affine(
-    x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, residual: Tensor | None
+    x: Tensor,
+    mean: Tensor,
+    var: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
 ) -> Tensor:
     """y + residual, in the dtype of the arithmetic."""
     y = (x - per_channel(mean, x)) * per_channel(torch.rsqrt(var + eps), x)
@@ -48,9 +54,7 @@ def affine(
     return y if residual is None else y + residual
 
 
-def recovered(
-    y: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None
-) -> Tensor:
+def recovered(y: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None) -> Tensor:
     """xhat of what `affine` returned."""
     if residual is not None:
         y = y - residual
@@ -75,13 +79,13 @@ def gradients(
     return (dx * per_channel(scale, dy)).to(dy.dtype), sum_xhat_dy, sum_dy
 
 
-def _norm(
+def plain_norm(
     x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *_: Any
 ) -> Tensor:
     return tagged(affine(x, mean, var, weight, bias, eps, None), "identity", 0.0, x.dtype)
 
 
-def _norm_backward(
+def plain_norm_backward(
     dy: Tensor,
     x: Tensor,
     mean: Tensor,
@@ -94,9 +98,6 @@ def _norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     xhat = affine(x, mean, var, None, None, eps, None)
     return gradients(dy, xhat, var, weight, eps, training)
-
-
-plain_norm, plain_norm_backward = _norm, _norm_backward
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -117,7 +118,8 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     )
 
 
-for _name, _op in {"norm": _norm, "norm_backward": _norm_backward}.items():
+_ops: dict[str, Any] = {"norm": plain_norm, "norm_backward": plain_norm_backward}
+for _name, _op in _ops.items():
     _library.impl(_name, _op, "CompositeExplicitAutograd")
     torch.library.register_fake(f"inplace_abn::{_name}", _op, lib=_library)
 torch.library.register_autograd("inplace_abn::norm", _backward, setup_context=_setup_context, lib=_library)
@@ -128,7 +130,8 @@ def statistics(
 ) -> tuple[Tensor, Tensor]:
     """Mean and biased variance of each channel, those of the batch in training, which the running ones move to."""
     if not training:
-        assert running_mean is not None and running_var is not None
+        assert running_mean is not None
+        assert running_var is not None
         return running_mean.clone(), running_var.clone()
     with torch.no_grad():
         dims = [0, *range(2, x.dim())]
@@ -170,7 +173,7 @@ def normalised(
     """torch's batch norm, for `inplace_abn.joint` to make one with what follows.
 
     Args:
-        trusted: the activations of whose z x may be recovered, by `spelled`, separated by spaces.
+        trusted: the activations of whose z x may be recovered, as `spelled_as` says them, separated by spaces.
 
     The other arguments are those of `inplace_abn.functions.inplace_abn`; the weight scales as it is.
     """

@@ -1,5 +1,5 @@
-"""Activations of ``include/inplace_abn/activation.h`` in plain torch, for compilers: z with the tag that backward reads,
-and y of such a z. The comments there say what the tags are."""
+"""Activations of ``include/inplace_abn/activation.h`` in plain torch, for compilers: z with the tag that backward
+reads, and y of such a z. The comments there say what the tags are."""
 
 from __future__ import annotations
 
@@ -13,13 +13,17 @@ from inplace_abn.activations import is_relu
 _SILU_Y_MIN, _SILU_Z_MIN = -1.278464542761073795109, -0.278464542761073795109
 _SILU_LINEAR = 16.5
 _SILU_RIGHT = (
-    (_SILU_Y_MIN / _SILU_Z_MIN - 1, 1.421279771, -6.898257018, 5.393788729)
-    + (-2.018399442, 0.4121394733, -0.04446465469, 0.001995855829),
+    (
+        *(_SILU_Y_MIN / _SILU_Z_MIN - 1, 1.421279771, -6.898257018, 5.393788729),
+        *(-2.018399442, 0.4121394733, -0.04446465469, 0.001995855829),
+    ),
     (1.0, 3.425958432, 1.810002694, -2.036858452, 0.6847381629, 0.2338370767, -0.1685507621, 0.05301717945),
 )
 _SILU_LEFT = (
-    (_SILU_Y_MIN, -1.38495864, -0.7860682847, -0.5171114352)
-    + (-0.2587693651, -0.1000689545, -0.0407343991, -0.01659320357),
+    (
+        *(_SILU_Y_MIN, -1.38495864, -0.7860682847, -0.5171114352),
+        *(-0.2587693651, -0.1000689545, -0.0407343991, -0.01659320357),
+    ),
     (1.0, -0.1674627701, 0.3756572495, -0.01221117955, 0.03883811447, 0.01662759059, -4.306202744e-07, 2.207227856e-09),
 )
 """Numerator and denominator of ``FineSiluFit``, on either side of the minimum."""

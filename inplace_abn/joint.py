@@ -15,14 +15,21 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from inplace_abn import compiled, inverses
+from inplace_abn import _torch, compiled, inverses
+from inplace_abn._torch import decompositions, is_backward
 from inplace_abn.compiled import NORM, NORM_BACKWARD
 from inplace_abn.readers import Readers
-from inplace_abn.spelled import activated, decompositions, is_backward, spelled_as
+from inplace_abn.spelled import activated, spelled_as
 
 _aten = torch.ops.aten
 _KEEPING = frozenset(
-    [_aten.convolution_backward.default, _aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default]
+    [
+        _aten.convolution_backward.default,
+        _aten.mm.default,
+        _aten.addmm.default,
+        _aten.bmm.default,
+        _aten.baddbmm.default,
+    ]
 )
 """Ops of a backward pass that are given what somebody has kept: nobody computes that again to save memory."""
 _VIEWS = frozenset(
@@ -215,8 +222,9 @@ def _write_fused(
     graph: fx.Graph, fusion: Fusion, gradients: Sequence[fx.Node], written: dict[fx.Node, fx.Node]
 ) -> None:
     _, total, residual, result, activation, param = fusion
-    x, mean, var, weight, bias, eps, training, _ = fusion.norm.args
-    dtype = x.meta["val"].dtype  # type: ignore[union-attr]
+    given: tuple[Any, ...] = fusion.norm.args
+    x, mean, var, weight, bias, eps, training, _ = given
+    dtype = x.meta["val"].dtype
     residual = written.get(residual, residual) if residual is not None else None
 
     def forward(x: Tensor, mean: Tensor, var: Tensor, weight: Any, bias: Any, residual: Any) -> Tensor:
@@ -235,14 +243,15 @@ def _write_fused(
     with graph.inserting_before(result):
         (z,) = _inlined(graph, forward, (x, mean, var, weight, bias, residual), result)
         again = [user for user in total.users if is_backward(user)] if total is not result else []
-        (y,) = _inlined(graph, inverse, (z,), again[0]) if again else (None,)
-    for user in again:
-        user.replace_input_with(total, y)
+        for y in _inlined(graph, inverse, (z,), again[0]) if again else ():
+            for user in again:
+                user.replace_input_with(total, y)
     written[result] = z
     result.replace_all_uses_with(z)
     for node in gradients:
         with graph.inserting_before(node):
-            found = _inlined(graph, backward, (node.args[0], z, var, weight, bias, residual), node)
+            dy: Any = node.args[0]
+            found = _inlined(graph, backward, (dy, z, var, weight, bias, residual), node)
         _replace_parts(node, found)
 
 
@@ -299,20 +308,14 @@ def _inlined(
 _OF_ITS_RESULT = ("val", "tensor_meta", "original_aten", "unbacked_bindings")
 
 
-def install() -> None:
-    """Has torch's compilers call `fuse`, after what the user wants to have called."""
-    config = torch._functorch.config
-    before = config.joint_custom_pass
-    if isinstance(before, _Pass):
-        return
-    config.joint_custom_pass = _Pass(before)
-
-
 class _Pass:
     def __init__(self, before: Callable[..., Any] | None) -> None:
         self.before = before
 
     def __call__(self, module: fx.GraphModule, inputs: Any) -> fx.GraphModule:
-        if self.before is not None:
-            module = self.before(module, inputs)
-        return fuse(module)
+        return fuse(module if self.before is None else self.before(module, inputs))
+
+
+def install() -> None:
+    """Has torch's compilers call `fuse`, after what the user wants to have called."""
+    _torch.call_on_joint_graphs(_Pass)

@@ -9,8 +9,8 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
 from inplace_abn import tags
+from inplace_abn._torch import is_backward
 from inplace_abn.recording import Op, Recording, Seen
-from inplace_abn.spelled import is_backward
 
 
 class Readers:

@@ -3,14 +3,15 @@ release of torch in its own way, so the ops to look for are made by taking our o
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from inplace_abn._torch import decompositions, is_backward
 from inplace_abn.activations import activate
 
 _PARAM = 0.40234375
@@ -24,11 +25,6 @@ class Activated(NamedTuple):
     result: fx.Node
     activation: str
     param: float
-
-
-def is_backward(node: fx.Node) -> bool:
-    """Whether a node of a graph of forward and backward was made by autograd's backward pass."""
-    return "backward" in node.meta.get("partitioner_tag", "")
 
 
 def spelled_as(activation: str, param: float) -> str:
@@ -51,19 +47,18 @@ def activated(y: fx.Node) -> Activated | None:
     return None
 
 
-def decompositions() -> Mapping[Any, Callable[..., Any]] | None:
-    """What inductor takes ops apart by; None while it is not there."""
-    inductor = sys.modules.get("torch._inductor.decomposition")
-    return None if inductor is None else inductor.select_decomp_table()  # type: ignore[no-any-return]
-
-
 def _patterns(y: fx.Node, activation: str, param: float) -> Iterator[fx.Graph]:
     """The activation as it is, and taken apart as inductor does."""
     value: Tensor = y.meta["val"]
-    example = torch.empty([2] * value.dim(), dtype=value.dtype, device="meta")
-    for table in (None, decompositions()):
-        traced = make_fx(lambda t: activate(t, activation, param), decomposition_table=table)(example)
-        yield traced.graph
+    for taken_apart in (False, True) if decompositions() is not None else (False,):
+        yield _pattern(value.dtype, activation, param, taken_apart)
+
+
+@cache
+def _pattern(dtype: torch.dtype, activation: str, param: float, taken_apart: bool) -> fx.Graph:
+    example = torch.empty([2, 2], dtype=dtype, device="meta")
+    table = decompositions() if taken_apart else None
+    return make_fx(lambda t: activate(t, activation, param), decomposition_table=table)(example).graph
 
 
 def _match(y: fx.Node, pattern: fx.Graph) -> tuple[fx.Node, float] | None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from inplace_abn import guard, joint, recovery
+from inplace_abn import _torch, guard, joint, recovery
 from inplace_abn.figures import HYSTERESIS, THRESHOLDS, Threshold
 from inplace_abn.spelled import spelled_as
 
@@ -40,13 +40,13 @@ _answers: weakref.WeakKeyDictionary[Any, _Answers] = weakref.WeakKeyDictionary()
 """What is said of modules, by their revision and the dtype: the same in all programs of a revision."""
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+@_torch.read_while_tracing
 def in_place(activation: str, param: float) -> str:
     """What `compiled.normalised` is told of a norm that is to be one with this activation, and perhaps a residual."""
     return _told(frozenset({spelled_as(activation, param), "identity", "residual"}))
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+@_torch.read_while_tracing
 def predicted(module: Any, dtype: torch.dtype) -> str:
     """What `compiled.normalised` is told of a converted norm: the activations of whose z its input may be recovered.
     Empty if there is none."""
@@ -56,7 +56,7 @@ def predicted(module: Any, dtype: torch.dtype) -> str:
     return _told(answers[key]) if answers[key] else ""
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+@_torch.read_while_tracing
 def trusts(module: Any, dtype: torch.dtype) -> bool:
     """Whether an in-place module may be in place, as far as nobody has measured."""
     if module.guard_interval == 0 or (module._guard is not None and module._guard.measured_at >= 0):
@@ -120,8 +120,8 @@ def _tolerated(
         if is_small(name, errors.x.item(), errors.weight.max().item()):
             found.add(name)
     rounding = torch.finfo(dtype).eps / 2 / math.sqrt(3)
-    errors = rounding * torch.sqrt(1 + (beta.double().square() + _RESIDUAL**2) / gamma.double().square())
-    if found and is_small("residual", errors.square().mean().sqrt().item(), errors.max().item()):
+    added = rounding * torch.sqrt(1 + (beta.double().square() + _RESIDUAL**2) / gamma.double().square())
+    if found and is_small("residual", added.square().mean().sqrt().item(), added.max().item()):
         found.add("residual")
     return frozenset(found)
 

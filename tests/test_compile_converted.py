@@ -146,7 +146,7 @@ def test_dynamic_shapes(activation, backend, device):
     assert held(compiled, x) <= held(eager, x)
 
 
-# --- Wirings -----------------------------------------------------------------------------------------------------------
+# --- Wirings ----------------------------------------------------------------------------------------------------------
 
 
 class Wired(nn.Module):
@@ -315,7 +315,7 @@ def test_a_checkpointed_region(device):
     assert_same(step(compiled, module, x), step(native, native, x))
 
 
-# --- Trust -------------------------------------------------------------------------------------------------------------
+# --- Trust ------------------------------------------------------------------------------------------------------------
 
 
 def test_weights_of_zero_are_exact(device):
@@ -363,7 +363,7 @@ def test_weights_are_looked_at_again_while_training(device):
         assert held(compiled, x) == expected
 
 
-# --- The pass ----------------------------------------------------------------------------------------------------------
+# --- The pass ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_pass_of_the_users_own_is_called_too(device):
@@ -393,7 +393,13 @@ def test_norms_that_no_pass_sees_are_native(device, monkeypatch):
 
 def test_in_place_modules_hold_their_outputs_only(device):
     torch.manual_seed(6)
-    layers = [nn.Conv2d(3, 8, 1), InPlaceABN(8, activation="silu"), nn.Conv2d(8, 8, 1), InPlaceABN(8), nn.Conv2d(8, 4, 1)]
+    layers = [
+        nn.Conv2d(3, 8, 1),
+        InPlaceABN(8, activation="silu"),
+        nn.Conv2d(8, 8, 1),
+        InPlaceABN(8),
+        nn.Conv2d(8, 4, 1),
+    ]
     eager, x = nn.Sequential(*layers).to(device, torch.float64), batch(device)
     module = copy.deepcopy(eager)
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
