@@ -33,11 +33,11 @@ _KEEPING = frozenset(
 )
 """Ops of a backward pass that are given what somebody has kept: nobody computes that again to save memory."""
 _VIEWS = frozenset(
-    [_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default, _aten.permute.default, _aten.t.default]
-    + [_aten.expand.default, _aten.squeeze.dims, _aten.unsqueeze.default, _aten.transpose.int]
+    [
+        *(_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default, _aten.permute.default),
+        *(_aten.t.default, _aten.expand.default, _aten.squeeze.dims, _aten.unsqueeze.default, _aten.transpose.int),
+    ]
 )
-
-
 _COPIES = frozenset([_aten.clone.default, _aten.copy.default, _aten.detach.default, _aten.alias.default])
 
 
