@@ -145,7 +145,7 @@ def statistics(
 
 def is_suitable(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
     """Whether the norm is worth it: a gradient is asked for, of what the ops take."""
-    if x.dim() < 2 or not x.is_floating_point() or _torch.is_exporting():
+    if x.dim() < 2 or x.numel() == 0 or not x.is_floating_point() or _torch.is_exporting():
         return False
     requires_grad = x.requires_grad
     for t in (weight, bias):

@@ -261,7 +261,7 @@ def _forward(
     if keep_input and _torch.transforms_active():
         # A tensor of any level that backward needs has to be an input of the node.
         x, keep_input = x.clone(), False
-    if compiling and requires_grad and settings.group is None:
+    if compiling and requires_grad and settings.group is None and x.numel() > 0:
         # A backend that runs the ops as they are keeps the clone; all others have none.
         given = x if keep_input else x.clone()
         z: Tensor = _compiled(given, weight, bias, residual, running_mean, running_var, momentum, settings)
