@@ -210,10 +210,14 @@ class InPlaceABN(guard.Guarded, ABN):
     def _trusts(self, x: Tensor, residual: Tensor | None) -> bool:
         """Whether the guard trusts z in this generation. A compiler would make a new program of every generation."""
         if is_compiling():
-            return self._trusted and self._revision >= 0 and trust.trusts(self, x.dtype)
+            return self._trusted and self._revision >= 0 and self._predicted(x.dtype)
         if self._guard_generation == guard.generation:
             return self._trusted
         return guard.trusts(self, x, residual)
+
+    @_torch.read_while_tracing
+    def _predicted(self, dtype: torch.dtype) -> bool:
+        return trust.trusts(self, dtype)
 
     def extra_repr(self) -> str:
         return super().extra_repr() + (", keep_input=True" if self.keep_input else "")

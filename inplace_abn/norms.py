@@ -116,7 +116,7 @@ class InPlaceNorm(guard.Guarded):
         if self._participating() is not None or not compiled.is_suitable(x, module.weight, module.bias):
             return None
         # Compilers guard what they read.
-        trusted = trust.predicted(self, x.dtype) if self._trusted and self._revision >= 0 else ""
+        trusted = self._predicted(x.dtype) if self._trusted and self._revision >= 0 else ""
         if not trusted:
             return None
         module._check_input_dim(x)
@@ -126,6 +126,11 @@ class InPlaceNorm(guard.Guarded):
             checks.check_count(x)
         what = (training, _momentum(module), compiled.constant(module.eps), trusted)
         return compiled.normalised(x, module.weight, module.bias, running_mean, running_var, *what)
+
+    # A method, because the compiler of torch 2.11 gives a function no module.
+    @_torch.read_while_tracing
+    def _predicted(self, dtype: torch.dtype) -> str:
+        return trust.predicted(self, dtype)
 
     def _scales_otherwise(self) -> bool:
         """Whether weights are so small that others take their place in place, which nobody is to see."""

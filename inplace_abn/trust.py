@@ -46,7 +46,6 @@ def in_place(activation: str, param: float) -> str:
     return _told(frozenset({spelled_as(activation, param), "identity", "residual"}))
 
 
-@_torch.read_while_tracing
 def predicted(module: Any, dtype: torch.dtype) -> str:
     """What `compiled.normalised` is told of a converted norm: the activations of whose z its input may be recovered.
     Empty if there is none."""
@@ -56,7 +55,6 @@ def predicted(module: Any, dtype: torch.dtype) -> str:
     return _told(answers[key]) if answers[key] else ""
 
 
-@_torch.read_while_tracing
 def trusts(module: Any, dtype: torch.dtype) -> bool:
     """Whether an in-place module may be in place, as far as nobody has measured."""
     if module.guard_interval == 0 or (module._guard is not None and module._guard.measured_at >= 0):

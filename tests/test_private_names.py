@@ -344,17 +344,13 @@ def test_is_watched():
 
 
 def test_what_is_read_while_tracing_is_a_constant_of_the_program(fresh_compiler):
-    @_torch.read_while_tracing
-    def doubled(t):
-        return float(t.sum()) * 2
-
     class Module(torch.nn.Module):
         def forward(self, x):
-            return x * doubled_weight(self)
+            return x * self.doubled()
 
-    @_torch.read_while_tracing
-    def doubled_weight(module):
-        return doubled(module.weight)
+        @_torch.read_while_tracing
+        def doubled(self):
+            return float(self.weight.sum()) * 2
 
     module = Module()
     module.weight = torch.nn.Parameter(torch.ones(3))
