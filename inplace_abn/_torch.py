@@ -4,12 +4,15 @@ test for each, which fails with that name when it is gone."""
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from sys import getrefcount
 from typing import Any
 
 import torch
+import torch._functorch.config
 import torch._functorch.pyfunctorch
+import torch.fx
 import torch.utils.checkpoint
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -136,6 +139,32 @@ def uncompiled_autograd() -> AbstractContextManager[Any]:
 def is_captured() -> bool:
     """Whether a tracer is recording the ops that run: torch.jit.trace or make_fx."""
     return torch._C._get_tracing_state() is not None or get_proxy_mode() is not None
+
+
+def read_while_tracing(function: Any) -> Any:
+    """Has the compiler call the function with real tensors, when it traces, and keep the result. What torch.compiler
+    has for it imports the compiler, which takes a second."""
+    function._dynamo_marked_constant = True
+    return function
+
+
+def call_on_joint_graphs(wrap: Any) -> None:
+    """Has the compilers' graphs of forward and backward go through ``wrap(before)``, where ``before`` is what they went
+    through, or None; unless that is of its class already."""
+    config = torch._functorch.config
+    if not isinstance(config.joint_custom_pass, wrap):
+        config.joint_custom_pass = wrap(config.joint_custom_pass)
+
+
+def is_backward(node: torch.fx.Node) -> bool:
+    """Whether a node of a graph of forward and backward was made by autograd's backward pass."""
+    return "backward" in node.meta.get("partitioner_tag", "")
+
+
+def decompositions() -> Mapping[Any, Callable[..., Any]] | None:
+    """What inductor takes ops apart by; None while it is not there."""
+    inductor = sys.modules.get("torch._inductor.decomposition")
+    return None if inductor is None else inductor.select_decomp_table()  # type: ignore[no-any-return]
 
 
 _tracing_state = torch._C._get_tracing_state

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup
 
-from inplace_abn import _torch, checks, collectives, functions, guard, plain
+from inplace_abn import _torch, checks, collectives, functions, guard, plain, trust
 from inplace_abn.activations import check_activation
 from inplace_abn.settings import check_hyperparameters
 
@@ -83,6 +83,10 @@ class ActivatedNorm(nn.Module):
             known = counter if counter is not None and counter.device.type != "meta" else torch.tensor(0)
             state_dict[key] = known  # type: ignore[index]
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+    @_torch.read_while_tracing
+    def _lets_compiled(self, dtype: torch.dtype) -> bool:
+        return trust.trusts(self, dtype)
 
     def extra_repr(self) -> str:
         text = (

@@ -103,7 +103,7 @@ def exactly(y: Tensor, activation: str, param: float) -> Tensor:
     return y * (y + 3).clamp(0, 6) / 6 if activation == "hardswish" else activate(y, activation, param)
 
 
-def _is_relu(activation: str, param: float) -> bool:
+def is_relu(activation: str, param: float) -> bool:
     return activation == "relu" or (activation == "leaky_relu" and param == 0)
 
 
@@ -111,12 +111,12 @@ def can_be_taken_back(activation: str, param: float, dtype: torch.dtype) -> bool
     """Whether y is known within a rounding once it was activated for backward. In float16 negative values lose bits."""
     if dtype == torch.float16:
         return False
-    return _is_relu(activation, param) or (activation == "leaky_relu" and param >= 2.0**-12)
+    return is_relu(activation, param) or (activation == "leaky_relu" and param >= 2.0**-12)
 
 
 def take_back(z: Tensor, activation: str, param: float) -> None:
     """Writes y over z, where that `can_be_taken_back`."""
-    if _is_relu(activation, param):
+    if is_relu(activation, param):
         # What relu's zeros are multiplied by, ``relu_slope`` in ``activation.h``.
         param = 2.0**-300 if z.dtype == torch.float64 else 2.0**-48
     F.leaky_relu_(z, 1.0 / param)

@@ -23,6 +23,7 @@ from inplace_abn import (
     autograd,
     checks,
     collectives,
+    compiled,
     gradients,
     guard,
     node,
@@ -30,9 +31,10 @@ from inplace_abn import (
     ownership,
     plain,
     reference,
+    trust,
     writing,
 )
-from inplace_abn.activations import ACTIVATIONS, check_activation
+from inplace_abn.activations import ACTIVATIONS, activate, check_activation
 from inplace_abn.kept import KeptABNFunction
 from inplace_abn.settings import Settings, check_hyperparameters
 
@@ -286,13 +288,18 @@ def _forward(
     if keep_input and _torch.transforms_active():
         # A tensor of any level that backward needs has to be an input of the node.
         x, keep_input = x.clone(), False
+    if compiling and requires_grad and settings.group is None and not settings.per_instance and x.numel() > 0:
+        # A backend that runs the ops as they are keeps the clone; all others have none.
+        given = x if keep_input else x.clone()
+        z: Tensor = _compiled(given, weight, bias, residual, running_mean, running_var, momentum, settings)
+        return z if keep_input else x.copy_(z)
     statistics = None
     if settings.group is not None:
         statistics, trusted = writing.sync_statistics(
             x.detach(), running_mean, running_var, momentum, settings.group, watch
         )
         if not trusted:
-            z: Tensor = KeptABNFunction.apply(x, weight, bias, residual, *statistics, settings)
+            z = KeptABNFunction.apply(x, weight, bias, residual, *statistics, settings)
             return z
     write = partial(
         writing.written,
@@ -325,6 +332,25 @@ def _forward(
     data = x.detach()
     edge = _input_edge(x, settings)
     return autograd.overwritten(x, weight, bias, residual, write(data, data), settings, edge)
+
+
+def _compiled(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    momentum: float | Tensor,
+    settings: Settings,
+) -> Tensor:
+    """What compilers are given: they find norm and activation to be one (`inplace_abn.joint`)."""
+    activation, signed_weight, training = settings.activation, settings.signed_weight, settings.training
+    param, eps = compiled.constant(settings.activation_param), compiled.constant(settings.eps)
+    scale = None if weight is None else reference.gamma(weight, eps, signed_weight)
+    trusted = trust.in_place(activation, param)
+    y = compiled.normalised(x, scale, bias, running_mean, running_var, training, momentum, eps, trusted)
+    return activate(y if residual is None else y + residual, activation, param)
 
 
 def _input_edge(x: Tensor, settings: Settings) -> Tensor | None:

@@ -143,6 +143,8 @@ class Guarded:
     _trusted: bool = True
     per_instance: bool = False
     """Whether statistics of the input are those of each sample."""
+    _revision: int = 0
+    """Compiled code is valid for one of them."""
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], *rest: Any) -> None:
         forget(self)
@@ -215,9 +217,9 @@ def trusts(module: Any, x: Tensor, residual: Tensor | None) -> bool:
 
 def lets(module: Any, x: Tensor, residual: Tensor | None) -> bool:
     """`trusts`, of a module that is called. A compiler would make a new program of every generation."""
-    if torch.compiler.is_compiling() or module._guard_generation == generation:
-        return bool(module._trusted)
-    return trusts(module, x, residual)
+    if torch.compiler.is_compiling():
+        return bool(module._trusted and module._revision >= 0 and module._lets_compiled(x.dtype))
+    return bool(module._trusted) if module._guard_generation == generation else trusts(module, x, residual)
 
 
 class Frozen:
@@ -357,10 +359,16 @@ def forget(module: Any) -> None:
     """Has the module measure again before it is trusted or not: its weights are others."""
     for name in _STATE:
         module.__dict__.pop(name, None)
+    renew(module)
+
+
+def renew(module: Any) -> None:
+    """Has the module compiled anew."""
+    module.__dict__["_revision"] = module._revision + 1
 
 
 def strip(module: nn.Module) -> None:
     """Takes away all that the guard has left on a module."""
     forget(module)
-    for name in _SETTINGS:
+    for name in (*_SETTINGS, "_revision"):
         module.__dict__.pop(name, None)

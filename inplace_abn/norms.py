@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.distributed import ProcessGroup
 
-from inplace_abn import _torch, checks, collectives, functions, guard, measuring, writing
+from inplace_abn import _torch, checks, collectives, compiled, functions, guard, measuring, trust, writing
 from inplace_abn.activations import can_be_taken_back
 from inplace_abn.instance_norm import repeated, take_mean
 from inplace_abn.pending import Pending, pending, plain
@@ -54,7 +54,11 @@ class InPlaceNorm(guard.Guarded):
 
     def _normalised(self, x: Tensor) -> Tensor | None:
         """What the norm makes of x, mostly a `Pending` tensor; None where it is to be what it was."""
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or not _may_wait(self, x):
+        if not torch.is_grad_enabled():
+            return None
+        if torch.compiler.is_compiling():
+            return self._compiled(x)
+        if not _may_wait(self, x):
             return None
         expected = self._expectation()
         if expected == PLAIN:
@@ -113,6 +117,30 @@ class InPlaceNorm(guard.Guarded):
             take_mean(shared[1], running_var, samples)
         norm = Norm(self, x, weight, bias, mean, var, settings, overwritten, observation, decisive)
         return pending(norm, memory, None, applied)
+
+    def _compiled(self, x: Tensor) -> Tensor | None:
+        """The norm for compilers, which see what follows; None where it is to be what it was."""
+        module: Any = self
+        if self.per_instance or self._participating() is not None or functions.is_disabled():
+            return None
+        if _torch.transforms_active() or not compiled.is_suitable(x, module.weight, module.bias):
+            return None
+        # Compilers guard what they read.
+        trusted = self._predicted(x.dtype) if self._trusted and self._revision >= 0 else ""
+        if not trusted:
+            return None
+        module._check_input_dim(x)
+        running_mean, running_var = _running(module)
+        training = module.training or running_mean is None
+        if training:
+            checks.check_count(x)
+        what = (training, _momentum(module), compiled.constant(module.eps), trusted)
+        return compiled.normalised(x, module.weight, module.bias, running_mean, running_var, *what)
+
+    # A method, because the compiler of torch 2.11 gives a function no module.
+    @_torch.read_while_tracing
+    def _predicted(self, dtype: torch.dtype) -> str:
+        return trust.predicted(self, dtype)
 
     def _scales_otherwise(self) -> bool:
         """Whether weights are so small that others take their place in place, which nobody is to see."""

@@ -341,3 +341,46 @@ def test_is_watched():
     torch.jit.trace(look, x, check_trace=False)
     torch.func.vmap(look)(x)
     assert seen == [False, *[True] * 5]
+
+
+def test_what_is_read_while_tracing_is_a_constant_of_the_program(fresh_compiler):
+    class Module(torch.nn.Module):
+        def forward(self, x):
+            return x * self.doubled()
+
+        @_torch.read_while_tracing
+        def doubled(self):
+            return float(self.weight.sum()) * 2
+
+    module = Module()
+    module.weight = torch.nn.Parameter(torch.ones(3))
+    assert torch.equal(torch.compile(module, backend="eager", fullgraph=True)(torch.ones(2)), torch.full((2,), 6.0))
+
+
+def test_joint_graphs_are_passed_on_with_backward_marked(fresh_compiler):
+    seen = {}
+
+    class Pass:
+        def __init__(self, before):
+            self.before = before
+
+        def __call__(self, module, inputs):
+            for node in module.graph.nodes:
+                seen[str(node.target)] = _torch.is_backward(node)
+            return module if self.before is None else self.before(module, inputs)
+
+    with torch._functorch.config.patch(joint_custom_pass=None):
+        _torch.call_on_joint_graphs(Pass)
+        _torch.call_on_joint_graphs(Pass)
+        assert torch._functorch.config.joint_custom_pass.before is None
+        torch.compile(torch.sin, backend="aot_eager")(torch.ones(2, requires_grad=True)).sum().backward()
+    assert not seen["aten.sin.default"]
+    assert seen["aten.cos.default"]
+
+
+def test_decompositions_take_silu_apart():
+    import torch._inductor.decomposition
+
+    table = _torch.decompositions()
+    assert table is not None
+    assert torch.ops.aten.silu.default in table

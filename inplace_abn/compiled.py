@@ -1,0 +1,182 @@
+"""Batch norm for compilers: two ops that `inplace_abn.joint` finds in the graph of forward and backward.
+
+The norm's statistics are torch's own ops; what normalises with them, and its gradient, are one op each. Where the graph
+shows that an activation follows, these become plain ops that keep z instead of x; everywhere else, plain ops that are
+what torch's batch norm is. What that never sees runs as `plain_norm` and `plain_norm_backward`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inplace_abn import _torch
+from inplace_abn.inverses import tagged
+from inplace_abn.reference import channel_sum, per_channel
+
+_library = torch.library.Library("inplace_abn", "FRAGMENT")
+_SETTINGS = "Tensor mean, Tensor var, Tensor? weight, Tensor? bias, float eps, bool training, str trusted"
+_library.define(f"norm(Tensor x, {_SETTINGS}) -> Tensor")
+_library.define(f"norm_backward(Tensor dy, Tensor x, {_SETTINGS}) -> (Tensor, Tensor, Tensor)")
+
+NORM = torch.ops.inplace_abn.norm.default
+NORM_BACKWARD = torch.ops.inplace_abn.norm_backward.default
+
+
+def arithmetic(x: Tensor) -> torch.dtype:
+    """The dtype that activations of x's are computed in."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def gamma(weight: Tensor, eps: float) -> Tensor:
+    """A weight, kept ``eps`` away from zero: z is to tell xhat."""
+    magnitude = weight.abs().clamp_min(eps)
+    return torch.where(weight < 0, -magnitude, magnitude)
+
+
+def affine(
+    x: Tensor,
+    mean: Tensor,
+    var: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
+) -> Tensor:
+    """y + residual, in the dtype of the arithmetic."""
+    y = (x - per_channel(mean, x)) * per_channel(torch.rsqrt(var + eps), x)
+    if weight is not None:
+        y = y * per_channel(weight, x)
+    if bias is not None:
+        y = y + per_channel(bias, x)
+    return y if residual is None else y + residual
+
+
+def recovered(y: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+    """xhat of what `affine` returned."""
+    if residual is not None:
+        y = y - residual
+    if bias is not None:
+        y = y - per_channel(bias, y)
+    return y if weight is None else y / per_channel(weight, y)
+
+
+def gradients(
+    dy: Tensor, xhat: Tensor, var: Tensor, weight: Tensor | None, eps: float, training: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dx, dweight, dbias) of xhat in the dtype of the arithmetic; the last two of shape (channel,) in any case."""
+    wide = dy.to(xhat.dtype)
+    sum_dy, sum_xhat_dy = channel_sum(wide), channel_sum(wide * xhat)
+    scale = torch.rsqrt(var + eps)
+    if weight is not None:
+        scale = scale * weight
+    dx = wide
+    if training:
+        share = 1.0 / (dy.numel() // dy.shape[1])
+        dx = dx - per_channel(sum_dy * share, dy) - xhat * per_channel(sum_xhat_dy * share, dy)
+    return (dx * per_channel(scale, dy)).to(dy.dtype), sum_xhat_dy, sum_dy
+
+
+def plain_norm(
+    x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *_: Any
+) -> Tensor:
+    return tagged(affine(x, mean, var, weight, bias, eps, None), "identity", 0.0, x.dtype)
+
+
+def plain_norm_backward(
+    dy: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    var: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    training: bool,
+    trusted: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    xhat = affine(x, mean, var, None, None, eps, None)
+    return gradients(dy, xhat, var, weight, eps, training)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, mean, var, weight, bias, *ctx.settings = inputs
+    ctx.save_for_backward(x, mean, var, weight, bias)
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    _, _, _, weight, bias = ctx.saved_tensors
+    dx, dweight, dbias = NORM_BACKWARD(dy, *ctx.saved_tensors, *ctx.settings)
+    return (
+        dx,
+        None,
+        None,
+        None if weight is None else dweight.to(weight.dtype),
+        None if bias is None else dbias.to(bias.dtype),
+        *(None,) * 3,
+    )
+
+
+_ops: dict[str, Any] = {"norm": plain_norm, "norm_backward": plain_norm_backward}
+for _name, _op in _ops.items():
+    _library.impl(_name, _op, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"inplace_abn::{_name}", _op, lib=_library)
+torch.library.register_autograd("inplace_abn::norm", _backward, setup_context=_setup_context, lib=_library)
+
+
+def statistics(
+    x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, momentum: float | Tensor, training: bool
+) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance of each channel, those of the batch in training, which the running ones move to."""
+    if not training:
+        assert running_mean is not None
+        assert running_var is not None
+        return running_mean.clone(), running_var.clone()
+    with torch.no_grad():
+        dims = [0, *range(2, x.dim())]
+        var, mean = torch.var_mean(x.detach().to(arithmetic(x)), dims, correction=0)
+        if running_mean is not None and running_var is not None:
+            count = x.numel() // x.shape[1]
+            for running, batch in ((running_mean, mean), (running_var, var * (count / (count - 1)))):
+                running.copy_((1 - momentum) * running + momentum * batch)
+    return mean, var
+
+
+def is_suitable(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
+    """Whether the norm is worth it: a gradient is asked for, of what the ops take."""
+    if x.dim() < 2 or x.numel() == 0 or not x.is_floating_point() or _torch.is_exporting():
+        return False
+    requires_grad = x.requires_grad
+    for t in (weight, bias):
+        requires_grad = requires_grad or (t is not None and t.requires_grad)
+    return requires_grad
+
+
+def constant(value: float) -> float:
+    """The number, where a compiler would have it be any."""
+    numerator, denominator = value.as_integer_ratio()
+    return numerator / denominator
+
+
+def normalised(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float | Tensor,
+    eps: float,
+    trusted: str,
+) -> Tensor:
+    """torch's batch norm, for `inplace_abn.joint` to make one with what follows.
+
+    Args:
+        trusted: the activations of whose z x may be recovered, as `spelled_as` says them, separated by spaces.
+
+    The other arguments are those of `inplace_abn.functions.inplace_abn`; the weight scales as it is.
+    """
+    mean, var = statistics(x, running_mean, running_var, momentum, training)
+    y: Tensor = NORM(x, mean, var, weight, bias, eps, training, trusted)
+    return y

@@ -1,0 +1,321 @@
+"""The graph of forward and backward, before a compiler divides it: norms become one with what follows them.
+
+In that graph nothing is written to, and everybody who reads a tensor is there to see. So it is exact what follows a
+norm: an activation that is the only reader in the forward pass, perhaps after an addition; or nothing that is known,
+but somebody whose backward keeps the norm's output anyway. Then backward takes xhat from the result z instead of x, and
+x need not be kept. Everywhere else the norm becomes what torch's is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from inplace_abn import _torch, compiled, inverses
+from inplace_abn._torch import decompositions, is_backward
+from inplace_abn.compiled import NORM, NORM_BACKWARD
+from inplace_abn.readers import Readers
+from inplace_abn.spelled import activated, spelled_as
+
+_aten = torch.ops.aten
+_KEEPING = frozenset(
+    [
+        _aten.convolution_backward.default,
+        _aten.mm.default,
+        _aten.addmm.default,
+        _aten.bmm.default,
+        _aten.baddbmm.default,
+    ]
+)
+"""Ops of a backward pass that are given what somebody has kept: nobody computes that again to save memory."""
+_VIEWS = frozenset(
+    [
+        *(_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default, _aten.permute.default),
+        *(_aten.t.default, _aten.expand.default, _aten.squeeze.dims, _aten.unsqueeze.default, _aten.transpose.int),
+    ]
+)
+_COPIES = frozenset([_aten.clone.default, _aten.copy.default, _aten.detach.default, _aten.alias.default])
+
+
+class Fusion(NamedTuple):
+    """A norm that is to be one with what follows."""
+
+    norm: fx.Node
+    total: fx.Node
+    """What is activated: the norm, or its sum with the residual."""
+    residual: fx.Node | None
+    result: fx.Node
+    """z; the total itself if there is no activation."""
+    activation: str
+    param: float
+
+
+class Search:
+    """Looks for what may be one in a graph."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.norms = [node for node in graph.nodes if node.target is NORM]
+        self.gradients = _gradients(graph, self.norms)
+        self.readers = Readers(graph)
+        self.found: dict[fx.Node, Fusion] = {}
+
+    def run(self) -> list[Fusion]:
+        """The fusions, in the order of their norms."""
+        for norm in self.norms:
+            fusion = self._activated(norm)
+            if fusion is not None:
+                self.found[norm] = fusion
+        for norm in self.norms:
+            fusion = None if norm in self.found else self._kept(norm)
+            if fusion is not None:
+                self.found[norm] = fusion
+        return [self.found[norm] for norm in self.norms if norm in self.found]
+
+    def _trusts(self, norm: fx.Node, *what: str) -> bool:
+        """Whether it is known whose gradient is whose, z is trusted, and nobody has it computed again anyway."""
+        trusted = str(norm.args[-1]).split()
+        return norm in self.gradients and "recompute" not in norm.meta and all(name in trusted for name in what)
+
+    def _activated(self, norm: fx.Node) -> Fusion | None:
+        total, residual = norm, None
+        found = activated(norm)
+        if found is None:
+            total, residual = self._sum(norm)
+            found = None if residual is None else activated(total)
+        if found is None or any(fusion.result is found.result for fusion in self.found.values()):
+            return None
+        if not self._trusts(norm, spelled_as(found.activation, found.param)):
+            return None
+        if residual is not None and not (self._trusts(norm, "residual") and self._is_kept(residual)):
+            return None
+        if self.readers.tell_tags(found.result, found.activation, found.param):
+            return None
+        return Fusion(norm, total, residual, found.result, found.activation, found.param)
+
+    def _kept(self, norm: fx.Node) -> Fusion | None:
+        """A norm without activation, whose output, or the sum with it, is kept anyway."""
+        if not self._trusts(norm, "identity"):
+            return None
+        if _is_read_again(norm) or any(fusion.residual is norm for fusion in self.found.values()):
+            return Fusion(norm, norm, None, norm, "identity", 0.0)
+        total, residual = self._sum(norm)
+        if residual is None or not _is_read_again(total) or not self._trusts(norm, "residual"):
+            return None
+        if any(fusion.total is total for fusion in self.found.values()) or not self._is_kept(residual):
+            return None
+        return Fusion(norm, total, residual, total, "identity", 0.0)
+
+    def _sum(self, norm: fx.Node) -> tuple[fx.Node, fx.Node | None]:
+        """The sum that is the norm's only reader, and its other operand."""
+        (total, *others) = [*norm.users] or [norm]
+        if others or total.target is not _aten.add.Tensor or total.kwargs or is_backward(total):
+            return norm, None
+        (other,) = [operand for operand in total.args if operand is not norm] or [None]
+        if not isinstance(other, fx.Node) or not _is_alike(other, norm) or not _is_alike(total, norm):
+            return norm, None
+        return total, other
+
+    def _is_kept(self, residual: fx.Node) -> bool:
+        """Whether somebody keeps what is added for backward anyway."""
+        if residual.op == "placeholder" or _is_read_again(residual):
+            return True
+        if any(residual is fusion.result for fusion in self.found.values()):
+            return True
+        return residual.target is NORM and self._trusts(residual, "identity")
+
+
+def _is_alike(a: fx.Node, b: fx.Node) -> bool:
+    first, second = a.meta.get("val"), b.meta.get("val")
+    return (
+        isinstance(first, Tensor)
+        and isinstance(second, Tensor)
+        and (first.dtype, first.device) == (second.dtype, second.device)
+        and first.shape == second.shape
+    )
+
+
+def _is_read_again(node: fx.Node) -> bool:
+    """Whether an op of the backward pass reads it, perhaps through a view, that nobody would compute it again for."""
+    for user in node.users:
+        if user.target in _VIEWS and _is_read_again(user):
+            return True
+        if is_backward(user) and user.target in _KEEPING:
+            return True
+    return False
+
+
+def _gradients(graph: fx.Graph, norms: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """The nodes of each norm's gradients, where it is certain whose they are."""
+    by_arguments: dict[tuple[Any, ...], list[fx.Node]] = {}
+    for norm in norms:
+        by_arguments.setdefault(norm.args, []).append(norm)
+    found: dict[fx.Node, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if node.target is NORM_BACKWARD:
+            owners = by_arguments.get(node.args[1:], [])
+            if len(owners) == 1:
+                found.setdefault(owners[0], []).append(node)
+    return found
+
+
+def fuse(module: fx.GraphModule, *_: Any) -> fx.GraphModule:
+    """Rewrites the graph of forward and backward, and returns it."""
+    graph = module.graph
+    if all(node.target is not NORM for node in graph.nodes):
+        return module
+    _without_copies(graph)
+    graph.eliminate_dead_code()
+    search = Search(graph)
+    fused = search.run()
+    # Results take the place of others, which later fusions may have as their residual.
+    written: dict[fx.Node, fx.Node] = {}
+    for fusion in fused:
+        _write_fused(graph, fusion, search.gradients[fusion.norm], written)
+    if fused:
+        _keep_parameters(graph)
+    graph.eliminate_dead_code()
+    for node in list(graph.nodes):
+        if node.target is NORM:
+            _replace(graph, node, compiled.plain_norm)
+        elif node.target is NORM_BACKWARD:
+            _replace(graph, node, compiled.plain_norm_backward)
+    graph.eliminate_dead_code()
+    graph.lint()
+    module.recompile()
+    return module
+
+
+def _without_copies(graph: fx.Graph) -> None:
+    """Has copies read where they come from. Nothing is written to, so only what is returned has to be memory of its
+    own."""
+    for node in list(graph.nodes):
+        source = node.args[-1] if node.target in _COPIES else None
+        if not isinstance(source, fx.Node) or node.kwargs or not _is_alike(node, source):
+            continue
+        same = node.meta["val"].stride() == source.meta["val"].stride()
+        if same and all(user.op != "output" for user in node.users):
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+
+
+def _keep_parameters(graph: fx.Graph) -> None:
+    """Has backward be given the weights and inputs of convolutions themselves. Where inductor likes another layout
+    better, it would hold a copy of each from the forward pass on, unless somebody looks at their memory."""
+    for node in list(graph.nodes):
+        if node.target is _aten.convolution.default and not is_backward(node):
+            for source in node.args[:2]:
+                value = source.meta["val"]
+                constant = all(isinstance(n, int) for n in (*value.shape, *value.stride()))
+                if source.op == "placeholder" and value.dim() == 4 and constant:
+                    with graph.inserting_before(node):
+                        arguments = (source, list(value.shape), list(value.stride()))
+                        seen = graph.call_function(_aten.as_strided.default, arguments)
+                        seen.meta = dict(node.meta) | {"val": value}
+                    node.replace_input_with(source, seen)
+
+
+def _write_fused(
+    graph: fx.Graph, fusion: Fusion, gradients: Sequence[fx.Node], written: dict[fx.Node, fx.Node]
+) -> None:
+    _, total, residual, result, activation, param = fusion
+    given: tuple[Any, ...] = fusion.norm.args
+    x, mean, var, weight, bias, eps, training, _ = given
+    dtype = x.meta["val"].dtype
+    residual = written.get(residual, residual) if residual is not None else None
+
+    def forward(x: Tensor, mean: Tensor, var: Tensor, weight: Any, bias: Any, residual: Any) -> Tensor:
+        scale = None if weight is None else compiled.gamma(weight, eps)
+        y = compiled.affine(x, mean, var, scale, bias, eps, residual)
+        return inverses.tagged(y, activation, param, dtype)
+
+    def inverse(z: Tensor) -> Tensor:
+        return inverses.untagged(z, activation, param).to(dtype)
+
+    def backward(dy: Tensor, z: Tensor, var: Tensor, weight: Any, bias: Any, residual: Any) -> tuple[Tensor, ...]:
+        scale = None if weight is None else compiled.gamma(weight, eps)
+        xhat = compiled.recovered(inverses.untagged(z, activation, param), scale, bias, residual)
+        return compiled.gradients(dy, xhat, var, scale, eps, training)
+
+    with graph.inserting_before(result):
+        (z,) = _inlined(graph, forward, (x, mean, var, weight, bias, residual), result)
+        again = [user for user in total.users if is_backward(user)] if total is not result else []
+        for y in _inlined(graph, inverse, (z,), again[0]) if again else ():
+            for user in again:
+                user.replace_input_with(total, y)
+    written[result] = z
+    result.replace_all_uses_with(z)
+    for node in gradients:
+        with graph.inserting_before(node):
+            dy: Any = node.args[0]
+            found = _inlined(graph, backward, (dy, z, var, weight, bias, residual), node)
+        _replace_parts(node, found)
+
+
+def _replace(graph: fx.Graph, node: fx.Node, function: Callable[..., Any]) -> None:
+    """Has ``function`` take the place of the op."""
+    tensors = [argument if isinstance(argument, fx.Node) else None for argument in node.args]
+
+    def computed(*given: Any) -> Any:
+        pairs = zip(given, tensors, node.args, strict=True)
+        return function(*(value if isinstance(tensor, fx.Node) else constant for value, tensor, constant in pairs))
+
+    with graph.inserting_before(node):
+        found = _inlined(graph, computed, tensors, node)
+    if node.target is NORM:
+        node.replace_all_uses_with(found[0])
+        graph.erase_node(node)
+    else:
+        _replace_parts(node, found)
+
+
+def _replace_parts(node: fx.Node, found: Sequence[fx.Node]) -> None:
+    for part in list(node.users):
+        part.replace_all_uses_with(found[part.args[1]])  # type: ignore[index]
+        part.graph.erase_node(part)
+    node.graph.erase_node(node)
+
+
+def _inlined(
+    graph: fx.Graph, function: Callable[..., Any], arguments: Sequence[fx.Node | None], like: fx.Node
+) -> list[fx.Node]:
+    """The nodes of what ``function`` returns of these tensors, as part of the op that ``like`` is."""
+    given = [node for node in arguments if node is not None]
+
+    def computed(*tensors: Tensor) -> Any:
+        rest = iter(tensors)
+        result = function(*(None if node is None else next(rest) for node in arguments))
+        return result if isinstance(result, tuple) else (result,)
+
+    traced = make_fx(computed, decomposition_table=decompositions())(*(node.meta["val"] for node in given))
+    env: dict[fx.Node, fx.Node] = {}
+    sources = iter(given)
+    for node in traced.graph.nodes:
+        if node.op == "placeholder":
+            env[node] = next(sources)
+        elif node.op == "output":
+            return [env[result] for result in node.args[0]]
+        else:
+            env[node] = copied = graph.node_copy(node, env.__getitem__)
+            copied.meta = {key: value for key, value in like.meta.items() if key not in _OF_ITS_RESULT}
+            copied.meta.update({key: node.meta[key] for key in _OF_ITS_RESULT if key in node.meta})
+    raise AssertionError("a graph without output")
+
+
+_OF_ITS_RESULT = ("val", "tensor_meta", "original_aten", "unbacked_bindings")
+
+
+class _Pass:
+    def __init__(self, before: Callable[..., Any] | None) -> None:
+        self.before = before
+
+    def __call__(self, module: fx.GraphModule, inputs: Any) -> fx.GraphModule:
+        return fuse(module if self.before is None else self.before(module, inputs))
+
+
+def install() -> None:
+    """Has torch's compilers call `fuse`, after what the user wants to have called."""
+    _torch.call_on_joint_graphs(_Pass)

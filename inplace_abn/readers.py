@@ -1,0 +1,58 @@
+"""Who would notice a tag, by the graph of a compiler: `inplace_abn.tags`, of a graph instead of a recording."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
+
+from inplace_abn import tags
+from inplace_abn._torch import is_backward
+from inplace_abn.recording import Op, Recording, Seen
+
+
+class Readers:
+    """The forward part of a graph of forward and backward, as if it had been recorded."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._recording = Recording()
+        self._numbers: dict[int, int] = {}
+        self._places: dict[fx.Node, int] = {}
+        for node in graph.nodes:
+            if node.op == "output":
+                nodes = [n for n in tree_leaves(node.args) if isinstance(n, fx.Node) and not is_backward(n)]
+                self._recording.outputs.update(seen.storage for n in nodes for seen in self._seen(n))
+            elif isinstance(node.target, torch._ops.OpOverload) and not is_backward(node):
+                op = self._op(node, node.target)
+                if op.reads or not op.tensors:
+                    self._places[node] = len(self._recording.ops)
+                    self._recording.ops.append(op)
+
+    def tell_tags(self, z: fx.Node, activation: str, param: float) -> bool:
+        """Whether anybody in the forward pass reads an activation's result otherwise than a calculation."""
+        (seen,) = self._seen(z)
+        return bool(tags.readers(self._recording, seen.storage, self._places[z], activation, param))
+
+    def _seen(self, node: Any) -> list[Seen]:
+        tensors = [t for t in tree_leaves(node.meta.get("val")) if isinstance(t, Tensor)]
+        return [Seen(self._number(t), t.shape, t.dtype, t.device, True) for t in tensors]
+
+    def _number(self, t: Tensor) -> int:
+        return self._numbers.setdefault(t.untyped_storage()._cdata, len(self._numbers))
+
+    def _op(self, node: fx.Node, target: torch._ops.OpOverload) -> Op:
+        names = [argument.name for argument in target._schema.arguments]
+        values = {
+            argument.name: argument.default_value
+            for argument in target._schema.arguments
+            if argument.has_default_value()
+        }
+        values |= dict(zip(names, node.args, strict=False)) | node.kwargs
+        tensors = tuple(seen for source in node.all_input_nodes for seen in self._seen(source))
+        values = {name: value for name, value in values.items() if not isinstance(value, fx.Node)}
+        results = tuple(self._seen(node))
+        reads = frozenset(seen.storage for seen in tensors) - {seen.storage for seen in results}
+        name = target._schema.name.split("::")[1]
+        return Op(name, "", tensors, values, reads, frozenset(), results, True)

@@ -1,0 +1,121 @@
+"""Which activation a graph's ops spell out. Compilers take activations apart before anybody sees the graph, each
+release of torch in its own way, so the ops to look for are made by taking our own apart in the same way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from inplace_abn._torch import decompositions, is_backward
+from inplace_abn.activations import activate
+
+_PARAM = 0.40234375
+"""Stands for leaky_relu's slope and elu's alpha. A number that no activation has, which 16 bits can hold."""
+_SPELLINGS = [("relu", 0.0), ("leaky_relu", _PARAM), ("elu", _PARAM), ("elu", 1.0), ("silu", 0.0), ("hardswish", 0.0)]
+
+
+class Activated(NamedTuple):
+    """A node that is the activation of another one, and that one's only use in the forward pass."""
+
+    result: fx.Node
+    activation: str
+    param: float
+
+
+def spelled_as(activation: str, param: float) -> str:
+    """The activation in one word, as norms are told which to trust."""
+    if activation == "leaky_relu":
+        return "relu" if param == 0 else "leaky_relu" if param >= 2.0**-12 else f"leaky_relu={float(param)}"
+    if activation == "elu":
+        return f"elu={float(param)}"
+    return "identity" if activation == "none" else activation
+
+
+def activated(y: fx.Node) -> Activated | None:
+    """What activates ``y``, if nothing else in the forward pass reads it."""
+    for activation, param in _SPELLINGS:
+        for pattern in _patterns(y, activation, param):
+            found = _match(y, pattern)
+            if found is not None:
+                result, seen = found
+                return Activated(result, activation, seen if param == _PARAM else param)
+    return None
+
+
+def _patterns(y: fx.Node, activation: str, param: float) -> Iterator[fx.Graph]:
+    """The activation as it is, and taken apart as inductor does."""
+    value: Tensor = y.meta["val"]
+    for taken_apart in (False, True) if decompositions() is not None else (False,):
+        yield _pattern(value.dtype, activation, param, taken_apart)
+
+
+@cache
+def _pattern(dtype: torch.dtype, activation: str, param: float, taken_apart: bool) -> fx.Graph:
+    example = torch.empty([2, 2], dtype=dtype, device="meta")
+    table = decompositions() if taken_apart else None
+    return make_fx(lambda t: activate(t, activation, param), decomposition_table=table)(example).graph
+
+
+def _match(y: fx.Node, pattern: fx.Graph) -> tuple[fx.Node, float] | None:
+    """The node that has the value of the pattern's result, and the activation's parameter."""
+    # Equal nodes may be there twice, since nothing was merged yet.
+    alike: dict[fx.Node, set[fx.Node]] = {}
+    params: set[float] = set()
+    output: fx.Node | None = None
+    for part in pattern.nodes:
+        if part.op == "placeholder":
+            alike[part] = {y}
+        elif part.op == "output":
+            output = part.args[0] if isinstance(part.args[0], fx.Node) else part.args[0][0]
+        else:
+            readers = {user for source in part.all_input_nodes for node in alike[source] for user in node.users}
+            alike[part] = {node for node in readers if _is_spelled(node, part, alike, params)}
+            if not alike[part]:
+                return None
+    assert output is not None
+    results = [node for node in alike[output] if not is_backward(node)]
+    if len(results) != 1 or len(params) > 1:
+        return None
+    inner = {node for part, nodes in alike.items() if part is not output for node in nodes if not is_backward(node)}
+    for node in inner:
+        for user in node.users:
+            if user in inner or user is results[0] or (node is y and is_backward(user)):
+                continue
+            return None
+    return results[0], next(iter(params), _PARAM)
+
+
+def _is_spelled(node: fx.Node, part: fx.Node, alike: dict[fx.Node, set[fx.Node]], params: set[float]) -> bool:
+    """Whether a node does with nodes of the graph what ``part`` does with those of the pattern that they are like."""
+    if node.target is not part.target or is_backward(node):
+        return False
+    found: list[float] = []
+
+    def same(value: Any, wanted: Any) -> bool:
+        if isinstance(wanted, fx.Node):
+            return isinstance(value, fx.Node) and value in alike[wanted]
+        if isinstance(wanted, float) and wanted == _PARAM:
+            found.append(value)
+            return isinstance(value, (int, float))
+        if isinstance(wanted, (int, float)):
+            return isinstance(value, (int, float)) and value == wanted
+        return type(value) is type(wanted) and bool(value == wanted)
+
+    if not all(map(same, given(node), given(part))):
+        return False
+    params.update(found)
+    return True
+
+
+def given(node: fx.Node) -> list[Any]:
+    """The arguments that an op has, defaults included."""
+    values = []
+    for i, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        default = argument.default_value if argument.has_default_value() else None
+        values.append(node.args[i] if i < len(node.args) else node.kwargs.get(argument.name, default))
+    return values

@@ -1,0 +1,60 @@
+"""The activations of compilers are those of the kernels: z, its tag, and what comes back."""
+
+import pytest
+import torch
+
+from inplace_abn import inverses, ops
+from inplace_abn.activations import find
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+ACTIVATIONS = [
+    ("identity", 0.0),
+    ("relu", 0.0),
+    ("leaky_relu", 0.0),
+    ("leaky_relu", 0.2),
+    ("elu", 1.0),
+    ("elu", 0.7),
+    ("silu", 0.0),
+    ("hardswish", 0.0),
+]
+
+
+def values(dtype):
+    return torch.cat([torch.linspace(-9, 9, 4001, dtype=torch.float64), torch.tensor([0.0, -1.5, 3.0, -3.0])]).to(dtype)
+
+
+def of_kernels(y, activation, param):
+    """z by the op, of values that it is given as normalised ones."""
+    z = y.view(1, 1, -1).clone()
+    wide = torch.promote_types(y.dtype, torch.float32)
+    mean, var = torch.zeros(1, dtype=wide), torch.ones(1, dtype=wide)
+    ops.run(ops.forward, [z], z, mean, var, None, None, None, 1e-30, True, find(activation).code, param, True)
+    return z.view(-1)
+
+
+def recovered_by_kernels(z, activation, param):
+    y, dy = z.view(1, 1, -1).clone(), torch.ones_like(z).view(1, 1, -1)
+    ops.run(ops.backward_reduce, [y, dy], y, dy, None, None, None, 1e-30, True, find(activation).code, param)
+    return y.view(-1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("activation", "param"), ACTIVATIONS)
+def test_z_is_that_of_the_kernels(activation, param, dtype):
+    y = values(dtype)
+    wide = y.to(torch.promote_types(dtype, torch.float32))
+    actual, expected = inverses.tagged(wide, activation, param, dtype), of_kernels(y, activation, param)
+    # expm1 and exp differ by roundings.
+    torch.testing.assert_close(actual, expected, rtol=4 * torch.finfo(dtype).eps, atol=0)
+    assert torch.equal(actual.signbit(), expected.signbit())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("activation", "param"), ACTIVATIONS)
+def test_y_comes_back_as_from_the_kernels(activation, param, dtype):
+    z = of_kernels(values(dtype), activation, param)
+    actual, expected = inverses.untagged(z, activation, param).to(dtype), recovered_by_kernels(z, activation, param)
+    # Next to silu's minimum a rounding in between shows in the square root.
+    torch.testing.assert_close(actual, expected, rtol=max(torch.finfo(dtype).eps, 3e-5), atol=1e-30)
+    if dtype == torch.float64 and activation != "silu":
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-30)
