@@ -218,7 +218,9 @@ def trusts(module: Any, x: Tensor, residual: Tensor | None) -> bool:
 def lets(module: Any, x: Tensor, residual: Tensor | None) -> bool:
     """`trusts`, of a module that is called. A compiler would make a new program of every generation."""
     if torch.compiler.is_compiling():
-        return bool(module._trusted and module._revision >= 0 and module._lets_compiled(x.dtype))
+        # An exported program has torch's own ops in any case, and weights without values.
+        known = _torch.is_exporting() or (module._revision >= 0 and module._lets_compiled(x.dtype))
+        return bool(module._trusted and known)
     return bool(module._trusted) if module._guard_generation == generation else trusts(module, x, residual)
 
 
