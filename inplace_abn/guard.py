@@ -366,7 +366,8 @@ def forget(module: Any) -> None:
 
 def renew(module: Any) -> None:
     """Has the module compiled anew."""
-    module.__dict__["_revision"] = module._revision + 1
+    # Of a module that was reverted, nothing is left.
+    module.__dict__["_revision"] = getattr(module, "_revision", 0) + 1
 
 
 def strip(module: nn.Module) -> None:

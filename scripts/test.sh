@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Lint and all tests, in .venv (see venv.sh). Arguments go to pytest.
+# Lint and all tests, in .venv (see venv.sh). Arguments go to pytest, as --cov for the coverage.
 set -euo pipefail
 source "$(dirname "$0")/venv.sh"
 ruff format --check .
 ruff check .
 mypy
 git ls-files '*.h' '*.cpp' '*.cu' '*.cuh' | xargs clang-format --dry-run -Werror
-python -m pytest --cov --cov-report=term "$@"
+python -m pytest "$@"

@@ -79,7 +79,7 @@ def test_converted_nets_hold_less_and_fit_larger_batches():
 @pytest.mark.slow
 @needs_compiler
 def test_compiled_nets_are_measured_and_the_budget_lets_them_hold_less():
-    measured = steps.measure_net(tiny_course(size=32), 2, steps=2)
+    measured = steps.measure_net(tiny_course(size=32), 2, steps=1)
     assert measured["notes"] == {}
     assert list(measured["contenders"]) == list(steps.CONTENDERS)
     held = {name: got["held"] for name, got in measured["contenders"].items()}
