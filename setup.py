@@ -159,6 +159,15 @@ class Build(cpp_extension.BuildExtension):
         return str(plain if plain.stem == "_kernels" else name)
 
     def build_extension(self, ext: Extension) -> None:
+        # A folder for each: ninja forgets what it made by another build file, and would make it again.
+        folder = Path(self.build_temp)
+        self.build_temp = str(folder / ext.name.rpartition(".")[2])
+        try:
+            self._build_in_own_folder(ext)
+        finally:
+            self.build_temp = str(folder)
+
+    def _build_in_own_folder(self, ext: Extension) -> None:
         if not ext.optional:
             return super().build_extension(ext)
         Path(self.build_temp).mkdir(parents=True, exist_ok=True)

@@ -20,7 +20,7 @@ source scripts/cuda_venv.sh
 out=${1:-build/cuda-wheel}
 rm -f "$out"/*-1cu*.whl
 # What ptxas tells of registers is in the log only if everything is compiled.
-rm -rf build/cuda/src/kernels/cuda
+rm -rf build/cuda/_kernels/src/kernels/cuda
 PYTHON=python TORCH_CUDA_ARCH_LIST="${TORCH_CUDA_ARCH_LIST:-9.0+PTX}" INPLACE_ABN_NVCC_FLAGS="-Xptxas=-v" \
   scripts/build_wheel.sh --cuda "$out"
 pip install --quiet --quiet --no-index --no-deps --force-reinstall "$out"/*-1cu*.whl
