@@ -217,11 +217,6 @@ MUTATIONS: dict[str, tuple[str, str, str]] = {
         "static_cast<int>((row + u * p.height) * view.batch_stride + e)",
     ),
     "items in 32 bits": ("planes.cuh", "const int64_t element = first(at)", "const int element = first(at)"),
-    "as many items as there are in 32 bits": (
-        "partition.h",
-        "std::max(items + (parts + 1) * tile, plane_stride)",
-        "items",
-    ),
     "rows in 32 bits": ("rows.cuh", "const int64_t row = (", "const int row = ("),
     "quotients in 32 bits": ("partition.h", "if (((a | b) >> 32) == 0) return", "return"),
     "blocks in 32 bits": (
