@@ -234,7 +234,6 @@ MUTATIONS: dict[str, tuple[str, str, str]] = {
     "the mean's shift is left out of the variance": ("reduction.cuh", "count - shift * shift", "count"),
     "the mean is the pivot": ("reduction.cuh", "return {pivot + shift,", "return {pivot,"),
     "means of ranks are taken for equal": ("statistics.cu", " + shift * shift)", ")"),
-    "the first share of a combination has no mean": ("statistics.cu", "if (count == 0) pivot = mean;", ""),
     "each block's own pivot": (
         "statistics.cuh",
         "return sum.about(static_cast<double>(channel.pivot),",

@@ -47,6 +47,7 @@ class Case:
         self.with_residual, self.sliced = choose.random() < 0.4, choose.random() < 0.5
         self.rows = choose.random() < 0.5
         self.narrow = choose.random() < 0.5
+        self.aligned = False
         self.affine = choose.choice(["both", "both", "weight", "bias", "none"])
         self.agree = choose.random() < 0.6
         self.place = self._random_place()
@@ -62,7 +63,9 @@ class Case:
                 self.shape = (1, *self.shape[1:])
             self.rows, self.agree = False, choose.random() < 0.8
             self.place = (choose.randrange(2), choose.randrange(2), choose.randrange(2), 0)
-            self.sliced = True
+            self.sliced = self.aligned = True
+        # Planes with a gap behind each.
+        self.gap = choose.choice([0, 0, 1, 4]) if not self.rows and len(self.shape) == 3 else 0
         self.switches = {
             "INPLACE_ABN_CUDA_INVERT": choose.choice(["once", "twice"]),
             "INPLACE_ABN_CUDA_CLUSTERS": choose.choice("01"),
@@ -73,7 +76,8 @@ class Case:
         """Channels before and behind, batches behind, elements by which memory starts late."""
         if not self.sliced:
             return 0, 0, 0, self.choose.choice([0, 0, 1, 3, 5, 7, 8])
-        return (*(self.choose.randrange(4) for _ in range(3)), self.choose.randrange(9))
+        late = self.choose.randrange(9)
+        return (*(self.choose.randrange(4) for _ in range(3)), 0 if self.aligned else late)
 
     def __str__(self):
         shown = ("shape", "dtype", "activation", "param", "signed", "training", "with_residual", "affine", "rows")
@@ -84,12 +88,14 @@ class Case:
         before, behind, more, late = self.place if self.agree else self._random_place()
         batch, channels, *space = self.shape
         whole = [batch + more, channels + before + behind, *space]
+        whole[-1] += self.gap
         order = [0, *range(2, len(whole)), 1] if self.rows else list(range(len(whole)))
         count = torch.Size(whole).numel()
         flat = torch.full((count + late,), torch.nan, dtype=self.dtype)[late:]
         strided = flat.view([whole[d] for d in order])
         inverse = [order.index(d) for d in range(len(whole))]
-        return strided.permute(inverse)[:batch, before : before + channels]
+        t = strided.permute(inverse)[:batch, before : before + channels]
+        return t[..., : t.shape[-1] - self.gap] if self.gap else t
 
     def tensor(self):
         values = torch.randn(self.shape, generator=self.generator, dtype=torch.float64)
@@ -143,7 +149,8 @@ def run(case, run_ops, tensors, reuse):
     batch_mean, batch_var = run_ops["local_forward"](z, weight, bias, residual, *running, 0.3, None, *arithmetic, True)
     results["z"] = copy(z)
     results |= {"running_mean": mean, "running_var": var, "local mean": batch_mean, "local var": batch_var}
-    shares = [torch.cat([batch_mean, batch_var, batch_var.new_full((1,), count)]) for count in (3, 0, 5)]
+    # Of ranks whose batches are far apart.
+    shares = [torch.cat([batch_mean + count, batch_var, batch_var.new_full((1,), count)]) for count in (3, 0, 5)]
     running = (torch.zeros_like(batch_mean), torch.ones_like(batch_var)) if case.training else (None, None)
     combined = run_ops["combine"](torch.stack(shares), *running, 0.3, None)
     results |= dict(zip(("combined mean", "combined var", "count"), combined, strict=True))
