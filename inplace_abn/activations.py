@@ -116,7 +116,9 @@ def can_be_taken_back(activation: str, param: float, dtype: torch.dtype) -> bool
 
 def take_back(z: Tensor, activation: str, param: float) -> None:
     """Writes y over z, where that `can_be_taken_back`."""
-    if is_relu(activation, param):
-        # What relu's zeros are multiplied by, ``relu_slope`` in ``activation.h``.
-        param = 2.0**-300 if z.dtype == torch.float64 else 2.0**-48
-    F.leaky_relu_(z, 1.0 / param)
+    F.leaky_relu_(z, 1.0 / (relu_slope(z.dtype) if is_relu(activation, param) else param))
+
+
+def relu_slope(dtype: torch.dtype) -> float:
+    """What relu's negative values are multiplied by for backward: as in ``activation.h``."""
+    return {torch.float64: 2.0**-300, torch.float16: 2.0**-15}.get(dtype, 2.0**-48)

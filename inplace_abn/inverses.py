@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from inplace_abn.activations import is_relu
+from inplace_abn.activations import is_relu, relu_slope
 
 _SILU_Y_MIN, _SILU_Z_MIN = -1.278464542761073795109, -0.278464542761073795109
 _SILU_LINEAR = 16.5
@@ -45,7 +45,7 @@ def tagged(y: Tensor, activation: str, param: float, dtype: torch.dtype) -> Tens
         dtype: of the result.
     """
     if is_relu(activation, param):
-        trace = torch.where(y < torch.finfo(dtype).min, 0.0, y * _relu_slope(dtype))
+        trace = torch.where(y < torch.finfo(dtype).min, 0.0, y * relu_slope(dtype))
         return torch.where(y > 0, y, -trace.abs()).to(dtype)
     if activation == "leaky_relu":
         return torch.where(y > 0, y, -(y * param).abs()).to(dtype)
@@ -57,7 +57,7 @@ def tagged(y: Tensor, activation: str, param: float, dtype: torch.dtype) -> Tens
     if activation == "hardswish":
         threshold = _hardswish_tagged(dtype)
         parabola = y * (torch.where(y < 3, y + 3, 6.0) / 6)
-        flat = (y * -_relu_slope(dtype)).clamp_max(threshold / 2)
+        flat = (y * -relu_slope(dtype)).clamp_max(threshold / 2)
         value = torch.where(y <= -3, flat, parabola)
         return _with_low_bit(value.to(dtype), (y < 0) | (value < threshold), y < -1.5)
     assert activation in ("identity", "none"), activation
@@ -68,7 +68,7 @@ def untagged(z: Tensor, activation: str, param: float) -> Tensor:
     """y of what `tagged` returned, in the dtype of the arithmetic."""
     value = z.to(torch.promote_types(z.dtype, torch.float32))
     if is_relu(activation, param):
-        return torch.where(torch.signbit(value), value * (1 / _relu_slope(z.dtype)), value)
+        return torch.where(torch.signbit(value), value * (1 / relu_slope(z.dtype)), value)
     if activation == "leaky_relu":
         return torch.where(torch.signbit(value), value * (1 / param), value)
     if activation == "elu":
@@ -80,10 +80,6 @@ def untagged(z: Tensor, activation: str, param: float) -> Tensor:
         return _hardswish_inverse(z, value)
     assert activation in ("identity", "none"), activation
     return value
-
-
-def _relu_slope(dtype: torch.dtype) -> float:
-    return {torch.float64: 2.0**-300, torch.float16: 2.0**-15}.get(dtype, 2.0**-48)
 
 
 def _with_low_bit(z: Tensor, where: Tensor, bit: Tensor) -> Tensor:
@@ -153,4 +149,4 @@ def _hardswish_inverse(z: Tensor, value: Tensor) -> Tensor:
     upper = 12 * on_range / (3 + root)
     on_parabola = torch.where(negative & bit, -3 - upper, upper)
     unbounded = torch.where(value >= 3, value, on_parabola)
-    return torch.where(flat, value * (-1 / _relu_slope(z.dtype)), unbounded)
+    return torch.where(flat, value * (-1 / relu_slope(z.dtype)), unbounded)
