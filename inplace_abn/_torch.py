@@ -161,6 +161,11 @@ def is_backward(node: torch.fx.Node) -> bool:
     return "backward" in node.meta.get("partitioner_tag", "")
 
 
+def compute_in_backward(node: torch.fx.Node) -> None:
+    """Has a compiler compute the node in the backward pass, of what the forward pass keeps."""
+    node.meta["partitioner_tag"] = "must_be_in_backward"
+
+
 def decompositions() -> Mapping[Any, Callable[..., Any]] | None:
     """What inductor takes ops apart by; None while it is not there."""
     inductor = sys.modules.get("torch._inductor.decomposition")

@@ -1,33 +1,36 @@
-"""Activations of ``include/inplace_abn/activation.h`` in plain torch, for compilers: z with the tag that backward
-reads, and y of such a z. The comments there say what the tags are."""
+"""Activations of ``include/inplace_abn/activation.h`` for compilers: in plain torch z with the tag that backward reads,
+and y of such a z, where that is a multiplication. Other inverses are the kernels', in one op: backward reads y more
+than once, and what compilers fuse they compute as often as it is read. The comments there say what the tags are."""
 
 from __future__ import annotations
-
-import math
 
 import torch
 from torch import Tensor
 
-from inplace_abn.activations import is_relu, relu_slope
+from inplace_abn import ops
+from inplace_abn.activations import find, is_relu, relu_slope
 
-_SILU_Y_MIN, _SILU_Z_MIN = -1.278464542761073795109, -0.278464542761073795109
-_SILU_LINEAR = 16.5
-_SILU_RIGHT = (
-    (
-        *(_SILU_Y_MIN / _SILU_Z_MIN - 1, 1.421279771, -6.898257018, 5.393788729),
-        *(-2.018399442, 0.4121394733, -0.04446465469, 0.001995855829),
-    ),
-    (1.0, 3.425958432, 1.810002694, -2.036858452, 0.6847381629, 0.2338370767, -0.1685507621, 0.05301717945),
-)
-_SILU_LEFT = (
-    (
-        *(_SILU_Y_MIN, -1.38495864, -0.7860682847, -0.5171114352),
-        *(-0.2587693651, -0.1000689545, -0.0407343991, -0.01659320357),
-    ),
-    (1.0, -0.1674627701, 0.3756572495, -0.01221117955, 0.03883811447, 0.01662759059, -4.306202744e-07, 2.207227856e-09),
-)
-"""Numerator and denominator of ``FineSiluFit``, on either side of the minimum."""
+_library = torch.library.Library("inplace_abn", "FRAGMENT")
+# Elements are taken where they lie. Without the tag compilers would copy z into the strides that it had before they
+# chose others.
+_library.define("untagged(Tensor z, str activation, float param) -> Tensor", tags=(torch.Tag.flexible_layout,))
 
+UNTAGGED = torch.ops.inplace_abn.untagged.default
+
+
+def _by_kernels(z: Tensor, activation: str, param: float) -> Tensor:
+    y: Tensor = ops.run(ops.inverse, [], z, find(activation).code, param)
+    return y
+
+
+def _like(z: Tensor, activation: str, param: float) -> Tensor:
+    return torch.empty_like(z, dtype=torch.promote_types(z.dtype, torch.float32))
+
+
+_library.impl("untagged", _by_kernels, "CompositeExplicitAutograd")
+torch.library.register_fake("inplace_abn::untagged", _like, lib=_library)
+
+_SILU_Y_MIN = -1.278464542761073795109
 _BITS = {
     torch.float64: torch.int64,
     torch.float32: torch.int32,
@@ -66,20 +69,15 @@ def tagged(y: Tensor, activation: str, param: float, dtype: torch.dtype) -> Tens
 
 def untagged(z: Tensor, activation: str, param: float) -> Tensor:
     """y of what `tagged` returned, in the dtype of the arithmetic."""
+    if activation in ("elu", "silu", "hardswish"):
+        y: Tensor = UNTAGGED(z, activation, param)
+        return y
     value = z.to(torch.promote_types(z.dtype, torch.float32))
-    if is_relu(activation, param):
-        return torch.where(torch.signbit(value), value * (1 / relu_slope(z.dtype)), value)
-    if activation == "leaky_relu":
-        return torch.where(torch.signbit(value), value * (1 / param), value)
-    if activation == "elu":
-        return _elu_inverse(value, param, z.dtype)
-    if activation == "silu":
-        y = _silu_inverse(value, torch.signbit(value) & _low_bit(z))
-        return _silu_refined(value, y) if z.dtype == torch.float64 else y
-    if activation == "hardswish":
-        return _hardswish_inverse(z, value)
-    assert activation in ("identity", "none"), activation
-    return value
+    if activation in ("identity", "none"):
+        return value
+    slope = relu_slope(z.dtype) if is_relu(activation, param) else param
+    # A zero is its own inverse, whatever its sign; compilers of loops on the CPU have no vectors of signs.
+    return torch.where(value < 0, value * (1 / slope), value)
 
 
 def _with_low_bit(z: Tensor, where: Tensor, bit: Tensor) -> Tensor:
@@ -89,64 +87,6 @@ def _with_low_bit(z: Tensor, where: Tensor, bit: Tensor) -> Tensor:
     return torch.where(where, ((z.view(bits) & ~1) | bit.to(bits)).view(z.dtype), z)
 
 
-def _low_bit(z: Tensor) -> Tensor:
-    # Of the magnitude, which has the same: a compiler would see through z itself to the bits that it was made of, and
-    # keep a mask of them.
-    return (z.abs().view(_BITS[z.dtype]) & 1) != 0
-
-
-def _elu_inverse(value: Tensor, alpha: float, dtype: torch.dtype) -> Tensor:
-    info = torch.finfo(dtype)
-    exponent = math.frexp(alpha)[1]
-    # A power of two is the least number of its exponent, and the numbers below it lie twice as densely.
-    below = exponent - 1 if math.frexp(alpha)[0] == 0.5 else exponent
-    saturated = math.log(math.ldexp(0.5, below) * info.eps / 2 / alpha) - 0.5
-    floor = -1 + torch.finfo(value.dtype).eps / 2
-    ratio = value * (1 / alpha)
-    log = torch.log1p(ratio.clamp(floor, 0.0))
-    return torch.where(torch.signbit(value), torch.where(ratio < floor, saturated, log), value)
-
-
-def _silu_inverse(z: Tensor, left: Tensor) -> Tensor:
-    possible = z.clamp_min(_SILU_Z_MIN)
-    bounded = possible.clamp_max(_SILU_LINEAR)
-    tiny = torch.finfo(z.dtype).tiny
-    depth = torch.log((possible * (1 / _SILU_Z_MIN)).clamp_min(tiny)).abs()
-    t = torch.sqrt(torch.where(left, depth, (bounded - _SILU_Z_MIN).clamp_min(0.0)))
-
-    def polynomial(part: int) -> Tensor:
-        result = torch.where(left, _SILU_LEFT[part][-1], _SILU_RIGHT[part][-1])
-        for on_left, on_right in zip(_SILU_LEFT[part][-2::-1], _SILU_RIGHT[part][-2::-1], strict=True):
-            result = result * t + torch.where(left, on_left, on_right)
-        return result
-
-    p, q = polynomial(0), polynomial(1)
-    ratio = p / q
-    return torch.where(left, ratio, possible * (1 + ratio))
-
-
-def _silu_refined(z: Tensor, y: Tensor) -> Tensor:
-    """A step of Halley's method on y * sigmoid(y) - z, but next to the minimum, where the slope vanishes."""
-    y = torch.where(z > _SILU_LINEAR, z, y)
-    e = torch.exp(-y.abs()).clamp_min(torch.finfo(z.dtype).tiny)
-    d = 1 + e
-    a, b = torch.where(y < 0, e, 1.0), torch.where(y < 0, 1.0, e)
-    f, slope, bend = y * a - z * d, d + y * b, 2 * d + y * (b - a)
-    change = 2 * f * slope * d / (f * b * bend - 2 * a * slope.square())
-    return y + torch.where(slope.abs() < 1e-6 * d, 0.0, change)
-
-
 def _hardswish_tagged(dtype: torch.dtype) -> float:
     """Positive values below it carry the bit."""
     return 0.5 if dtype == torch.float16 else 2.0**-8
-
-
-def _hardswish_inverse(z: Tensor, value: Tensor) -> Tensor:
-    bit, negative = _low_bit(z), torch.signbit(value)
-    flat = ~negative & bit & (value < _hardswish_tagged(z.dtype))
-    on_range = value.clamp(-0.375, 3.0)
-    root = torch.sqrt(9 + 24 * on_range)
-    upper = 12 * on_range / (3 + root)
-    on_parabola = torch.where(negative & bit, -3 - upper, upper)
-    unbounded = torch.where(value >= 3, value, on_parabola)
-    return torch.where(flat, value * (-1 / relu_slope(z.dtype)), unbounded)

@@ -232,26 +232,30 @@ def _write_fused(
         y = compiled.affine(x, mean, var, scale, bias, eps, residual)
         return inverses.tagged(y, activation, param, dtype)
 
-    def inverse(z: Tensor) -> Tensor:
-        return inverses.untagged(z, activation, param).to(dtype)
+    def inverse(z: Tensor) -> tuple[Tensor, Tensor]:
+        y = inverses.untagged(z, activation, param)
+        return y, y.to(dtype)
 
-    def backward(dy: Tensor, z: Tensor, var: Tensor, weight: Any, bias: Any, residual: Any) -> tuple[Tensor, ...]:
+    def backward(dy: Tensor, y: Tensor, var: Tensor, weight: Any, bias: Any, residual: Any) -> tuple[Tensor, ...]:
         scale = None if weight is None else compiled.gamma(weight, eps)
-        xhat = compiled.recovered(inverses.untagged(z, activation, param), scale, bias, residual)
-        return compiled.gradients(dy, xhat, var, scale, eps, training)
+        return compiled.gradients(dy, compiled.recovered(y, scale, bias, residual), var, scale, eps, training)
 
     with graph.inserting_before(result):
         (z,) = _inlined(graph, forward, (x, mean, var, weight, bias, residual), result)
-        again = [user for user in total.users if is_backward(user)] if total is not result else []
-        for y in _inlined(graph, inverse, (z,), again[0]) if again else ():
-            for user in again:
-                user.replace_input_with(total, y)
     written[result] = z
+    again = [user for user in total.users if is_backward(user)] if total is not result else []
+    first = min([*again, *gradients])
+    with graph.inserting_before(first):
+        y, rounded = _inlined(graph, inverse, (z,), first)
+    if y.target is inverses.UNTAGGED:
+        _torch.compute_in_backward(y)
+    for user in again:
+        user.replace_input_with(total, rounded)
     result.replace_all_uses_with(z)
     for node in gradients:
         with graph.inserting_before(node):
             dy: Any = node.args[0]
-            found = _inlined(graph, backward, (dy, z, var, weight, bias, residual), node)
+            found = _inlined(graph, backward, (dy, y, var, weight, bias, residual), node)
         _replace_parts(node, found)
 
 

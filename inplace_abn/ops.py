@@ -14,6 +14,7 @@
 ``local_backward``  ``backward_reduce`` and ``backward`` in one, writing dx, dweight, dbias and the residual's
                     gradient (which is dy) to buffers of the caller's, those of them that are wanted; ``xhat`` is
                     memory, perhaps y_act itself, with which a costly activation is inverted once instead of twice
+``inverse``         y with act(y) = z, in the dtype of statistics
 ==================  ==========================================================================================
 
 Activations have shape (batch, channel, \\*) and dtype float64, float32, bfloat16 or float16, in any strides;
@@ -50,6 +51,7 @@ __all__ = [
     "combine",
     "forward",
     "forward_out",
+    "inverse",
     "local_backward",
     "local_forward",
     "local_forward_out",
@@ -91,6 +93,7 @@ backward_reduce_out = torch.ops.inplace_abn.backward_reduce.out
 backward = torch.ops.inplace_abn.backward.default
 backward_out = torch.ops.inplace_abn.backward.out
 local_backward = torch.ops.inplace_abn.local_backward.default
+inverse = torch.ops.inplace_abn.inverse.default
 check = torch.ops.inplace_abn.check.default
 
 
@@ -153,6 +156,7 @@ for _op in (
     backward,
     backward_out,
     local_backward,
+    inverse,
     check,
 ):
     _bump_versions(_library, _op)
@@ -389,6 +393,11 @@ def _local_backward(
     )
 
 
+def _inverse(z: Tensor, activation: int, activation_param: float) -> Tensor:
+    _check_activations("z", z)
+    return torch.empty_like(z, dtype=_stats_dtype(z.dtype))
+
+
 _FAKES: dict[str, Callable[..., Any]] = {
     "statistics": _statistics,
     "combine": _combine,
@@ -401,6 +410,7 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "backward": _backward,
     "backward.out": _backward,
     "local_backward": _local_backward,
+    "inverse": _inverse,
     "check": _check,
 }
 

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch._dynamo.compiled_autograd
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch._dynamo.backends.common import aot_autograd
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -376,6 +378,45 @@ def test_joint_graphs_are_passed_on_with_backward_marked(fresh_compiler):
         torch.compile(torch.sin, backend="aot_eager")(torch.ones(2, requires_grad=True)).sum().backward()
     assert not seen["aten.sin.default"]
     assert seen["aten.cos.default"]
+
+
+class Double(torch.autograd.Function):
+    """Has a backward pass that multiplies matrices which the forward pass has, too."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return gradient * (x @ x)
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_what_is_costly_is_computed_in_backward_if_compilers_are_told(fresh_compiler, told):
+    graphs = []
+
+    class Pass:
+        def __init__(self, before):
+            pass
+
+        def __call__(self, module, inputs):
+            for node in module.graph.nodes:
+                if told and node.target is torch.ops.aten.mm.default:
+                    _torch.compute_in_backward(node)
+            return module
+
+    def keep(module, inputs):
+        graphs.append({node.target for node in module.graph.nodes})
+        return make_boxed_func(module.forward)
+
+    backend = aot_autograd(fw_compiler=keep, partition_fn=min_cut_rematerialization_partition)
+    with torch._functorch.config.patch(joint_custom_pass=None):
+        _torch.call_on_joint_graphs(Pass)
+        torch.compile(Double.apply, backend=backend)(torch.ones(2, 2, requires_grad=True)).sum().backward()
+    assert [torch.ops.aten.mm.default in graph for graph in graphs] == [not told, told]
 
 
 def test_decompositions_take_silu_apart():

@@ -161,6 +161,15 @@ struct LocalBackwardArgs {
   View<scalar_t> dresidual{}, xhat{};
 };
 
+// y with act(y) = z, of `count` elements that follow each other.
+template <typename scalar_t>
+struct InverseArgs {
+  int64_t count;
+  const scalar_t* z;
+  opmath_type<scalar_t>* y;
+  ActivationArgs activation;
+};
+
 // --- Parts of a call's tensors ---------------------------------------------------------------------------------------
 
 template <typename scalar_t>
@@ -260,6 +269,8 @@ LocalBackwardArgs<scalar_t> of_instance(const LocalBackwardArgs<scalar_t>& args,
   void backward(const BackwardArgs<scalar_t>& args);              \
   template <typename scalar_t>                                    \
   void local_backward(const LocalBackwardArgs<scalar_t>& args);   \
+  template <typename scalar_t>                                    \
+  void inverse(const InverseArgs<scalar_t>& args);                \
   }
 
 INPLACE_ABN_DECLARE_KERNELS(cpu)

@@ -407,6 +407,25 @@ void local_backward(const Tensor& y_act, const Tensor& dy_act, const Tensor& var
   operands.finish();
 }
 
+Tensor inverse(const Tensor& z, int64_t activation, double activation_param) {
+  constexpr auto op = "inplace_abn::inverse";
+  check_activations(op, "z", z);
+  check_activation(op, activation, activation_param);
+  const Scope scope(z);
+  const bool dense = non_overlapping(geometry(z), true);
+  const Tensor walked = dense ? z : torch::stable::empty_like(z);
+  if (!dense) copy(walked, z);
+  const Tensor y = empty_strided(walked.sizes(), walked.strides(), stats_type(z.scalar_type()), z);
+  dispatch_types(z.scalar_type(), [&]<typename scalar_t>() {
+    const InverseArgs<scalar_t> args{z.numel(),
+                                     static_cast<const scalar_t*>(walked.const_data_ptr()),
+                                     statistic_ptr<scalar_t>(y),
+                                     {static_cast<Activation>(activation), activation_param}};
+    CALL_BACKEND(z, inverse, args);
+  });
+  return y;
+}
+
 STABLE_TORCH_LIBRARY(inplace_abn, m) {
   m.def(
       "check(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor? running_mean, Tensor? running_var) "
@@ -453,6 +472,7 @@ STABLE_TORCH_LIBRARY(inplace_abn, m) {
       "Tensor(a!)? dx=None, "
       "Tensor(b!)? dweight=None, Tensor(c!)? dbias=None, Tensor(d!)? dresidual=None, "
       "Tensor(e!)? xhat=None) -> ()");
+  m.def("inverse(Tensor z, int activation, float activation_param) -> Tensor y");
 }
 
 void register_ops(torch::stable::detail::StableLibrary& m) {
@@ -468,6 +488,7 @@ void register_ops(torch::stable::detail::StableLibrary& m) {
   m.impl("backward", TORCH_BOX(&backward));
   m.impl("backward.out", TORCH_BOX(&backward_out));
   m.impl("local_backward", TORCH_BOX(&local_backward));
+  m.impl("inverse", TORCH_BOX(&inverse));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(inplace_abn, CPU, m) {

@@ -138,6 +138,13 @@ void local_backward(const LocalBackwardArgs<scalar_t>& args) {
   cuda::local_backward(args);
 }
 
+template <typename scalar_t>
+void inverse(const InverseArgs<scalar_t>& args) {
+  Call call(Extent{Order::rows, 0, args.count, 1});
+  call.vector("z", args.z, args.count, use_read).vector("y", args.y, args.count, use_write);
+  cuda::inverse(args);
+}
+
 #define INSTANTIATE(scalar_t)                                         \
   template void statistics(const StatisticsArgs<scalar_t>&);          \
   template void combine(const CombineArgs<scalar_t>&);                \
@@ -145,7 +152,8 @@ void local_backward(const LocalBackwardArgs<scalar_t>& args) {
   template void local_forward(const LocalForwardArgs<scalar_t>&);     \
   template void backward_reduce(const BackwardReduceArgs<scalar_t>&); \
   template void backward(const BackwardArgs<scalar_t>&);              \
-  template void local_backward(const LocalBackwardArgs<scalar_t>&);
+  template void local_backward(const LocalBackwardArgs<scalar_t>&);   \
+  template void inverse(const InverseArgs<scalar_t>&);
 INPLACE_ABN_FOR_ALL_TYPES(INSTANTIATE)
 
 }  // namespace cpu
