@@ -417,3 +417,25 @@ def test_oracle_agrees_with_torch_batch_norm(device):
         assert relative_error(actual, expected[name]) < 1e-12, name
     assert relative_error(running[0], expected["running_mean"]) < 1e-12
     assert relative_error(running[1], expected["running_var"]) < 1e-12
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("activation", "param"), ACTIVATIONS)
+def test_inverse_returns_the_y_of_z(activation, param, dtype, layout, device):
+    y = laid_out(torch.linspace(-3, 3, 2 * 5 * 21 * 19, device=device).view(2, 5, 21, 19).to(dtype), layout)
+    z, before = laid_out(y, layout), y.clone()
+    mean, var = torch.zeros(5, device=device), torch.ones(5, device=device)
+    mean, var = mean.to(stats_dtype(dtype)), var.to(stats_dtype(dtype))
+    ops.forward(z, mean, var, None, None, None, 1e-30, False, code(activation), param, True)
+    stored, version = z.clone(), z._version
+    back = ops.inverse(z, code(activation), param)
+    assert back.dtype == stats_dtype(dtype)
+    assert back.stride() == torch.empty_like(z).stride()
+    assert torch.equal(z, stored)
+    assert z._version == version
+    assert relative_error(back, before.double()) < 10 * TOLERANCE[dtype]
+
+
+def test_inverse_of_nothing_is_nothing(device):
+    assert ops.inverse(torch.empty(2, 0, 3, device=device), code("silu"), 0.0).shape == (2, 0, 3)
