@@ -105,6 +105,8 @@ def measure(model: nn.Module, /, *example: Any, tick: Callable[[], None] | None 
             _loss(model, first).backward()
             model.zero_grad(set_to_none=True)
             gc.collect()
+            # A training step makes its own copies of the weights.
+            torch.clear_autocast_cache()
             if cuda:
                 torch.cuda.synchronize()
                 torch.cuda.reset_peak_memory_stats()

@@ -37,6 +37,13 @@ def test_held_bytes_are_those_of_the_saved_activations():
     assert 0 < long.backward_start < times[-1]
 
 
+def test_weights_that_autocast_has_copied_are_held():
+    model = nn.Linear(64, 32, bias=False)
+    with torch.autocast("cpu", torch.bfloat16):
+        usage = measure(model, torch.randn(2, 64))
+    assert usage.held >= 64 * 32 * 2
+
+
 def test_a_report_compares_and_predicts():
     x = torch.randn(2, 3, 64, 64)
     model = ResNet()
