@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from inplace_abn import ABN, InPlaceABN, InPlaceABNSync
+from inplace_abn import ABN, InPlaceABN, InPlaceABNSync, convert
 
 STEPS = 5
 SHARE = 3
@@ -213,3 +214,38 @@ def test_compiled_training_equals_eager(norm):
     compiled.compile(backend="aot_eager", fullgraph=True)
     ddp = train(DistributedDataParallel(compiled), own)
     check(ddp.module, train(DistributedDataParallel(net(norm)), own).module)
+
+
+@on_each_rank(2)
+def test_a_converted_net_that_is_compiled_in_parts_trains_as_the_native_one():
+    torch.compiler.reset()
+    parts = []
+
+    def backend(graph, inputs):
+        parts.append(graph)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    def made():
+        torch.manual_seed(0)
+        convs = [nn.Conv2d(2 if i == 0 else 4, 4, 3, padding=1, bias=False) for i in range(3)]
+        layers = [layer for conv in convs for layer in (conv, nn.BatchNorm2d(4), nn.ReLU())]
+        return nn.Sequential(*layers, nn.Flatten(), nn.Linear(100, 3)).double()
+
+    def trained(model):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        for step in range(STEPS):
+            x, target = own(step)
+            F.mse_loss(model(x), target).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model
+
+    # A bucket of gradients for each layer, and the compiler divides the net where these do.
+    options = {"bucket_cap_mb": 1e-4}
+    compiled = torch.compile(DistributedDataParallel(convert(made()), **options), backend=backend)
+    with mock.patch.object(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 100):
+        actual = trained(compiled)
+    expected = trained(DistributedDataParallel(made(), **options))
+    assert len(parts) > 2
+    for (name, value), other in zip(actual.state_dict().items(), expected.state_dict().values(), strict=True):
+        torch.testing.assert_close(value, other, rtol=1e-10, atol=1e-10, msg=name)
