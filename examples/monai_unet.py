@@ -18,8 +18,8 @@ from nnunet import patches
 from torch import nn
 
 from inplace_abn import analyze, convert
+from inplace_abn.conversion.plan import readable
 from inplace_abn.memory import measure
-from inplace_abn.plan import readable
 
 # nnU-Net imports everything in this folder when it looks for a trainer, so MONAI is imported where it is needed.
 

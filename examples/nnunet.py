@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from inplace_abn import analyze, convert
+from inplace_abn.conversion.plan import readable
 from inplace_abn.memory import measure
-from inplace_abn.plan import readable
 
 if importlib.util.find_spec("nnunetv2") is not None:
     from nnunetv2.training.nnUNetTrainer.nnUNetTrainer import nnUNetTrainer

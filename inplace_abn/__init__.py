@@ -1,16 +1,16 @@
 """In-place activated batch normalisation: batch norm and activation in one, in half the memory."""
 
 from inplace_abn.abn import ABN, InPlaceABN, InPlaceABNSync
-from inplace_abn.analysis import analyze
-from inplace_abn.convert import convert, convert_sync, load_public_state_dict, revert
+from inplace_abn.conversion.analysis import analyze
+from inplace_abn.conversion.convert import convert, convert_sync, load_public_state_dict, revert
+from inplace_abn.conversion.plan import Plan
+from inplace_abn.conversion.verification import Verification, verify
 from inplace_abn.example import Example
 from inplace_abn.functions import inplace_abn, inplace_abn_sync
 from inplace_abn.group import active_group, set_active_group
 from inplace_abn.guard import set_guard
 from inplace_abn.instance_norm import InPlaceInstanceNorm, inplace_instance_norm
-from inplace_abn.plan import Plan
 from inplace_abn.recovery import check_conditioning
-from inplace_abn.verification import Verification, verify
 
 __version__ = "2.0.0"
 

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup
 
-from inplace_abn import _torch, checks, collectives, functions, guard, plain, trust
+from inplace_abn import _torch, checks, distributed, functions, guard, plain
 from inplace_abn.activations import check_activation
+from inplace_abn.compiling import trust
 from inplace_abn.settings import check_hyperparameters
 
 
@@ -280,4 +281,4 @@ class InPlaceABNSync(InPlaceABN):
 
     def _is_synchronised(self) -> bool:
         training = self.training or self._buffers.get("running_mean") is None
-        return training and collectives.participating_group(self.group) is not None
+        return training and distributed.participating_group(self.group) is not None

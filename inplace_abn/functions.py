@@ -22,8 +22,7 @@ from inplace_abn import (
     _torch,
     autograd,
     checks,
-    collectives,
-    compiled,
+    distributed,
     gradients,
     guard,
     node,
@@ -31,10 +30,10 @@ from inplace_abn import (
     ownership,
     plain,
     reference,
-    trust,
     writing,
 )
 from inplace_abn.activations import ACTIVATIONS, activate, check_activation
+from inplace_abn.compiling import batch_norm, trust
 from inplace_abn.kept import KeptABNFunction
 from inplace_abn.settings import Settings, check_hyperparameters
 
@@ -159,7 +158,7 @@ def inplace_abn_sync(
     initialised, statistics are local, with one warning; so they are on a rank that is not in ``group``.
 
     ``watch`` is the guard's part of a module's call: while it does not trust z, the result is a new tensor and x is
-    kept, with the same collectives.
+    kept, with the same distributed.
 
     Arguments, result and errors are those of `inplace_abn`; all ranks raise together where the whole batch has less
     than two values per channel.
@@ -167,7 +166,7 @@ def inplace_abn_sync(
     check_activation(activation, activation_param)
     check_hyperparameters(eps, momentum)
     training = training or running_mean is None
-    group = collectives.participating_group(group) if training else None
+    group = distributed.participating_group(group) if training else None
     if group is None:
         return inplace_abn(
             x,
@@ -344,12 +343,12 @@ def _compiled(
     momentum: float | Tensor,
     settings: Settings,
 ) -> Tensor:
-    """What compilers are given: they find norm and activation to be one (`inplace_abn.joint`)."""
+    """What compilers are given: they find norm and activation to be one (`compiling.joint`)."""
     activation, signed_weight, training = settings.activation, settings.signed_weight, settings.training
-    param, eps = compiled.constant(settings.activation_param), compiled.constant(settings.eps)
+    param, eps = batch_norm.constant(settings.activation_param), batch_norm.constant(settings.eps)
     scale = None if weight is None else reference.gamma(weight, eps, signed_weight)
     trusted = trust.in_place(activation, param)
-    y = compiled.normalised(x, scale, bias, running_mean, running_var, training, momentum, eps, trusted)
+    y = batch_norm.normalised(x, scale, bias, running_mean, running_var, training, momentum, eps, trusted)
     return activate(y if residual is None else y + residual, activation, param)
 
 

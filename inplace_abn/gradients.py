@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from inplace_abn import _torch, collectives, ops, reference
+from inplace_abn import _torch, distributed, ops, reference
 from inplace_abn.settings import Settings
 
 
@@ -116,7 +116,7 @@ def _synchronised(need: Needed, saved: Saved, dz: Tensor, own_z: bool, own_dz: b
         means: tuple[Tensor | None, ...] = (None, None)
         if settings.training:
             share = torch.cat([sum_dy, sum_xhat_dy, sum_dy.new_full((1,), values_per_channel(z))])
-            sums = collectives.all_reduce(share, cast(ProcessGroup, settings.group))
+            sums = distributed.all_reduce(share, cast(ProcessGroup, settings.group))
             means = (sums[:-1] / sums[-1]).view(2, -1).unbind()
         dx = xhat if need.residual else dy
         ops.run(ops.backward_out, [dx], xhat, dy, var, weight, settings.eps, settings.signed_weight, *means, dx=dx)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from inplace_abn import collectives, reference
+from inplace_abn import distributed, reference
 from inplace_abn.activations import activate, activation_backward
 from inplace_abn.settings import Settings
 
@@ -58,7 +58,7 @@ class KeptABNFunction(torch.autograd.Function):
         if need_x:
             assert settings.group is not None
             share = torch.cat([sum_dy, sum_xhat_dy, sum_dy.new_full((1,), x.numel() // x.shape[1])])
-            sums = collectives.all_reduce(share, settings.group)
+            sums = distributed.all_reduce(share, settings.group)
             mean_dy, mean_xhat_dy = (reference.per_channel(t, x) for t in (sums[:-1] / sums[-1]).view(2, -1))
             scale = torch.rsqrt(var + settings.eps)
             if weight is not None:

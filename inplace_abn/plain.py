@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 
 from inplace_abn import reference
 from inplace_abn.activations import activate
-from inplace_abn.collectives import AllReduce
+from inplace_abn.distributed import AllReduce
 
 
 def abn(

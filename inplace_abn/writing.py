@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from inplace_abn import checks, collectives, guard, ops
+from inplace_abn import checks, distributed, guard, ops
 from inplace_abn.figures import WIDTH
 from inplace_abn.gradients import values_per_channel
 from inplace_abn.settings import Settings
@@ -78,7 +78,7 @@ def sync_statistics(
     mean, var = ops.run(ops.statistics, [], x)
     said = mean.new_zeros(WIDTH) if watch is None else watch.figures(x).to(mean.dtype)
     packed = torch.cat([mean, var, mean.new_full((1,), count), said])
-    everything = collectives.all_gather(packed, group)
+    everything = distributed.all_gather(packed, group)
     gathered = everything[:, :-WIDTH].contiguous()
     if not torch.compiler.is_compiling() and count < 2:
         checks.check_count(x, gathered[:, -1].sum().item())

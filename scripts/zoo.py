@@ -29,9 +29,9 @@ import torch
 from torch import Tensor, nn
 
 from inplace_abn import Verification, analyze, convert, verify
+from inplace_abn.conversion.norms import KINDS
+from inplace_abn.conversion.plan import readable
 from inplace_abn.memory import measure
-from inplace_abn.norms import KINDS
-from inplace_abn.plan import readable
 
 COLUMNS = ("model", "gradients", "norms", "held", "with example", "prediction", "without", "analysis")
 

@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from inplace_abn import Example, InPlaceABN, analyze, convert, verify
+from inplace_abn.conversion.norms import InPlaceBatchNorm2d, InPlaceNorm
 from inplace_abn.memory import measure
-from inplace_abn.norms import InPlaceBatchNorm2d, InPlaceNorm
 
 
 class Net(nn.Module):

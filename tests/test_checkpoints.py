@@ -8,7 +8,7 @@ from foreign_nets import conv
 from torch import nn
 
 from inplace_abn import InPlaceABN, convert, load_public_state_dict, revert
-from inplace_abn.norms import InPlaceNorm
+from inplace_abn.conversion.norms import InPlaceNorm
 
 
 def public_checkpoint(channels=4):

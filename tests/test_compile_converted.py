@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from cases import INDUCTOR
 from torch import nn
 
-from inplace_abn import InPlaceABN, convert, joint
+from inplace_abn import InPlaceABN, convert
+from inplace_abn.compiling import joint
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_compiler"),

@@ -16,8 +16,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from inplace_abn import Example, Plan, analyze, convert, revert, verify
+from inplace_abn.conversion.norms import InPlaceBatchNorm2d, InPlaceNorm
 from inplace_abn.memory import measure
-from inplace_abn.norms import InPlaceBatchNorm2d, InPlaceNorm
 
 
 @pytest.mark.parametrize("residual", [False, True])

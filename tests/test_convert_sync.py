@@ -8,8 +8,8 @@ import torch.distributed as dist
 from distributed import on_each_rank
 from torch import nn
 
-from inplace_abn import collectives, convert, guard
-from inplace_abn.norms import InPlaceNorm
+from inplace_abn import convert, distributed, guard
+from inplace_abn.conversion.norms import InPlaceNorm
 
 
 class Net(nn.Module):
@@ -52,7 +52,7 @@ def test_a_converted_net_equals_one_process_on_the_whole_batch(gamma, kind):
         z.square().sum().backward()
         torch.testing.assert_close(z, expected.split(sizes)[dist.get_rank()])
         for ours, theirs in zip(shared.parameters(), net.parameters(), strict=True):
-            ours.grad = collectives.all_reduce(ours.grad, dist.group.WORLD)
+            ours.grad = distributed.all_reduce(ours.grad, dist.group.WORLD)
             torch.testing.assert_close(ours.grad, theirs.grad)
         for ours, theirs in zip(shared.buffers(), net.buffers(), strict=True):
             torch.testing.assert_close(ours, theirs)

@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from inplace_abn import convert, guard, revert
-from inplace_abn.norms import InPlaceNorm
+from inplace_abn.conversion.norms import InPlaceNorm
 
 WAYS = ["before", "after"]
 

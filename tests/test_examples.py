@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from inplace_abn.norms import InPlaceInstanceNorm3d
+from inplace_abn.conversion.norms import InPlaceInstanceNorm3d
 
 FOLDER = Path(__file__).parents[1] / "examples"
 pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason="needs the examples")

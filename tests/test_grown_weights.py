@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from inplace_abn import analyze, convert, memory, set_guard
-from inplace_abn.norms import InPlaceNorm
+from inplace_abn.conversion.norms import InPlaceNorm
 
 
 class Block(nn.Module):

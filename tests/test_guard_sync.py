@@ -6,7 +6,7 @@ import torch.distributed as dist
 from distributed import on_each_rank
 from torch import nn
 
-from inplace_abn import ABN, InPlaceABNSync, collectives, guard, set_guard
+from inplace_abn import ABN, InPlaceABNSync, distributed, guard, set_guard
 
 
 def layer(activation="elu", gamma=10.0):
@@ -54,7 +54,7 @@ def test_a_layer_that_is_not_trusted_equals_one_process_on_the_whole_batch(activ
     torch.testing.assert_close(dx, share(expected_dx, sizes))
     torch.testing.assert_close(module.running_var, twin.running_var)
     for ours, theirs in ((module.weight, twin.weight), (module.bias, twin.bias)):
-        total = collectives.all_reduce(ours.grad, dist.group.WORLD)
+        total = distributed.all_reduce(ours.grad, dist.group.WORLD)
         torch.testing.assert_close(total, theirs.grad if signed or ours is module.bias else -theirs.grad)
 
 

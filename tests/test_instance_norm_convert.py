@@ -9,8 +9,8 @@ from cases import relative_error
 from torch import nn
 
 from inplace_abn import InPlaceInstanceNorm, analyze, check_conditioning, convert, convert_sync, revert, verify
+from inplace_abn.conversion.norms import InPlaceInstanceNorm2d, InPlaceInstanceNorm3d, InPlaceNorm
 from inplace_abn.memory import measure
-from inplace_abn.norms import InPlaceInstanceNorm2d, InPlaceInstanceNorm3d, InPlaceNorm
 
 KINDS = {1: nn.InstanceNorm1d, 2: nn.InstanceNorm2d, 3: nn.InstanceNorm3d}
 CONVS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from inplace_abn import inverses, ops
+from inplace_abn import ops
 from inplace_abn.activations import find
+from inplace_abn.compiling import inverses
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 ACTIVATIONS = [

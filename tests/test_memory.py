@@ -16,8 +16,8 @@ from torch import nn
 
 import inplace_abn
 from inplace_abn import Example, analyze, convert, verify
+from inplace_abn.conversion.norms import InPlaceNorm
 from inplace_abn.memory import load_model, main, measure, memory_report, parse_shape, save_plot
-from inplace_abn.norms import InPlaceNorm
 
 
 def chain(blocks):

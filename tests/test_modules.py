@@ -11,7 +11,7 @@ from cases import relative_error
 from torch import nn
 
 import inplace_abn
-from inplace_abn import ABN, InPlaceABN, InPlaceABNSync, collectives, functions
+from inplace_abn import ABN, InPlaceABN, InPlaceABNSync, distributed, functions
 
 MODULES = [ABN, InPlaceABN, InPlaceABNSync]
 
@@ -180,7 +180,7 @@ def test_weight_or_bias_alone_may_be_removed():
 
 
 def test_an_uninitialised_process_group_means_local_statistics_and_one_warning():
-    collectives.warn_not_initialised.cache_clear()
+    distributed.warn_not_initialised.cache_clear()
     x = torch.randn(4, 3, 5)
     m = InPlaceABNSync(3)
     with pytest.warns(UserWarning, match="not initialised") as caught:

@@ -10,8 +10,9 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from unseen_functions import Gated, scripted_gate
 
-from inplace_abn import convert, guard, norms, revert
-from inplace_abn.pending import Pending
+from inplace_abn import convert, guard, revert
+from inplace_abn.conversion import norms
+from inplace_abn.conversion.pending import Pending
 
 # What was learned of the norm before: nothing, that a relu follows, that nothing does, or that nobody needs its input.
 KNOWN = {

@@ -11,7 +11,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from inplace_abn import collectives, inplace_abn, inplace_abn_sync
+from inplace_abn import distributed, inplace_abn, inplace_abn_sync
 
 
 def retained(make):
@@ -90,7 +90,7 @@ def test_memory_is_reused_where_it_can_be(case, device):
 def process_group(monkeypatch):
     """Of one process, taken for one of several."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    monkeypatch.setattr(collectives, "participating_group", lambda group: torch.distributed.group.WORLD)
+    monkeypatch.setattr(distributed, "participating_group", lambda group: torch.distributed.group.WORLD)
     yield
     torch.distributed.destroy_process_group()
 

@@ -13,7 +13,7 @@ from torch.fx.experimental.optimization import fuse
 from torch.nn.utils import parametrizations, parametrize, prune
 
 from inplace_abn import InPlaceABN, InPlaceABNSync, analyze, convert, convert_sync, revert, verify
-from inplace_abn.norms import InPlaceBatchNorm2d
+from inplace_abn.conversion.norms import InPlaceBatchNorm2d
 
 
 @pytest.mark.parametrize("name", ALL)

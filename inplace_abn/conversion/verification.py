@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from inplace_abn import norms
 from inplace_abn.abn import ActivatedNorm
+from inplace_abn.conversion import norms
+from inplace_abn.conversion.preservation import preserved
 from inplace_abn.example import Example, examples_of, tensors_in
-from inplace_abn.preservation import preserved
 
 _EXACT = ("identity", "none", "relu", "leaky_relu", "elu")
 _TOLERANCE = 1e-9

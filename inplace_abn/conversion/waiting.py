@@ -1,4 +1,4 @@
-"""What a pending tensor stands for (`inplace_abn.pending`): a norm's call, the memory that holds its result, and the
+"""What a pending tensor stands for (`conversion.pending`): a norm's call, the memory that holds its result, and the
 places in the graph that such a tensor may have."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who would notice a tag, by the graph of a compiler: `inplace_abn.tags`, of a graph instead of a recording."""
+"""Who would notice a tag, by the graph of a compiler: `conversion.tags`, of a graph instead of a recording."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
-from inplace_abn import tags
 from inplace_abn._torch import is_backward
-from inplace_abn.recording import Op, Recording, Seen
+from inplace_abn.conversion import tags
+from inplace_abn.conversion.recording import Op, Recording, Seen
 
 
 class Readers:

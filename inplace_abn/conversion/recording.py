@@ -21,8 +21,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from inplace_abn.conversion.preservation import local_statistics, preserved
 from inplace_abn.example import Example, tensors_in
-from inplace_abn.preservation import local_statistics, preserved
 
 _MEMORY = ("numpy", "__array__", "tolist", "data_ptr", "untyped_storage", "storage", "__dlpack__", "__reduce_ex__")
 """Methods of a tensor that give its values or its memory away without an op."""

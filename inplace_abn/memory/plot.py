@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from inplace_abn.plan import readable
+from inplace_abn.conversion.plan import readable
 
 if TYPE_CHECKING:
-    from inplace_abn.memory import MemoryReport
+    from inplace_abn.memory.report import MemoryReport
 
 
 def check_plot(path: str) -> None:

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from inplace_abn import _torch, guard, joint, recovery
+from inplace_abn import _torch, guard, recovery
+from inplace_abn.compiling import joint
+from inplace_abn.compiling.spelled import spelled_as
 from inplace_abn.figures import HYSTERESIS, THRESHOLDS, Threshold
-from inplace_abn.spelled import spelled_as
 
 _CANDIDATES = [
     ("identity", 0.0),
@@ -42,12 +43,12 @@ _answers: weakref.WeakKeyDictionary[Any, _Answers] = weakref.WeakKeyDictionary()
 
 @_torch.read_while_tracing
 def in_place(activation: str, param: float) -> str:
-    """What `compiled.normalised` is told of a norm that is to be one with this activation, and perhaps a residual."""
+    """What `batch_norm.normalised` is told of a norm that is to be one with this activation, and perhaps a residual."""
     return _told(frozenset({spelled_as(activation, param), "identity", "residual"}))
 
 
 def predicted(module: Any, dtype: torch.dtype) -> str:
-    """What `compiled.normalised` is told of a converted norm: the activations of whose z its input may be recovered.
+    """What `batch_norm.normalised` is told of a converted norm: the activations of whose z its input may be recovered.
     Empty if there is none."""
     answers, key = _answers.setdefault(module, {}), (module._revision, dtype)
     if key not in answers:
@@ -141,12 +142,9 @@ def _channels(weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tenso
     return gamma, beta
 
 
-_SOURCES = ("activations", "compiled", "inverses", "joint", "readers", "spelled", "tags")
-
-
 @cache
 def _version() -> str:
     """Of the sources that say what becomes of a norm."""
     folder = Path(__file__).parent
-    content = b"".join((folder / f"{name}.py").read_bytes() for name in _SOURCES)
-    return hashlib.sha256(content).hexdigest()[:16]
+    sources = [*sorted(folder.glob("*.py")), folder.parent / "activations.py", folder.parent / "conversion" / "tags.py"]
+    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]

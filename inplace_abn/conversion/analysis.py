@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from inplace_abn import norms, recovery
+from inplace_abn import recovery
+from inplace_abn.conversion import norms
+from inplace_abn.conversion.findings import Finding, examine, examine_residual
+from inplace_abn.conversion.plan import Layer, Plan, Residual
+from inplace_abn.conversion.prediction import Planned, saved
+from inplace_abn.conversion.recording import Recording, record
 from inplace_abn.example import examples_of
 from inplace_abn.figures import THRESHOLDS
-from inplace_abn.findings import Finding, examine, examine_residual
-from inplace_abn.plan import Layer, Plan, Residual
-from inplace_abn.prediction import Planned, saved
-from inplace_abn.recording import Recording, record
 from inplace_abn.settings import check_hyperparameters
 
 _NO_GAIN = "nothing would be gained: as much would be kept for backward as before"

@@ -1,4 +1,4 @@
-"""Batch norm for compilers: two ops that `inplace_abn.joint` finds in the graph of forward and backward.
+"""Batch norm for compilers: two ops that `compiling.joint` finds in the graph of forward and backward.
 
 The norm's statistics are torch's own ops; what normalises with them, and its gradient, are one op each. Where the graph
 shows that an activation follows, these become plain ops that keep z instead of x; everywhere else, plain ops that are
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from inplace_abn import _torch
-from inplace_abn.inverses import tagged
+from inplace_abn.compiling.inverses import tagged
 from inplace_abn.reference import channel_sum, per_channel
 
 _library = torch.library.Library("inplace_abn", "FRAGMENT")
@@ -170,7 +170,7 @@ def normalised(
     eps: float,
     trusted: str,
 ) -> Tensor:
-    """torch's batch norm, for `inplace_abn.joint` to make one with what follows.
+    """torch's batch norm, for `compiling.joint` to make one with what follows.
 
     Args:
         trusted: the activations of whose z x may be recovered, as `spelled_as` says them, separated by spaces.

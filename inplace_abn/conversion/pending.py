@@ -21,8 +21,8 @@ from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_map_only
 
 from inplace_abn import _torch, functions
-from inplace_abn.recognition import IN_GRAPH, KNOWN, METADATA, Activating, Adding, Passing, is_writing
-from inplace_abn.waiting import IDENTITY, Norm, State, stand, wait
+from inplace_abn.conversion.recognition import IN_GRAPH, KNOWN, METADATA, Activating, Adding, Passing, is_writing
+from inplace_abn.conversion.waiting import IDENTITY, Norm, State, stand, wait
 
 
 class Pending(Tensor):

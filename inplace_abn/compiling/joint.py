@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from inplace_abn import _torch, compiled, inverses
+from inplace_abn import _torch
 from inplace_abn._torch import decompositions, is_backward
-from inplace_abn.compiled import NORM, NORM_BACKWARD
-from inplace_abn.readers import Readers
-from inplace_abn.spelled import activated, spelled_as
+from inplace_abn.compiling import batch_norm, inverses
+from inplace_abn.compiling.batch_norm import NORM, NORM_BACKWARD
+from inplace_abn.compiling.readers import Readers
+from inplace_abn.compiling.spelled import activated, spelled_as
 
 _aten = torch.ops.aten
 _KEEPING = frozenset(
@@ -180,9 +181,9 @@ def fuse(module: fx.GraphModule, *_: Any) -> fx.GraphModule:
     graph.eliminate_dead_code()
     for node in list(graph.nodes):
         if node.target is NORM:
-            _replace(graph, node, compiled.plain_norm)
+            _replace(graph, node, batch_norm.plain_norm)
         elif node.target is NORM_BACKWARD:
-            _replace(graph, node, compiled.plain_norm_backward)
+            _replace(graph, node, batch_norm.plain_norm_backward)
     graph.eliminate_dead_code()
     graph.lint()
     module.recompile()
@@ -228,8 +229,8 @@ def _write_fused(
     residual = written.get(residual, residual) if residual is not None else None
 
     def forward(x: Tensor, mean: Tensor, var: Tensor, weight: Any, bias: Any, residual: Any) -> Tensor:
-        scale = None if weight is None else compiled.gamma(weight, eps)
-        y = compiled.affine(x, mean, var, scale, bias, eps, residual)
+        scale = None if weight is None else batch_norm.gamma(weight, eps)
+        y = batch_norm.affine(x, mean, var, scale, bias, eps, residual)
         return inverses.tagged(y, activation, param, dtype)
 
     def inverse(z: Tensor) -> tuple[Tensor, Tensor]:
@@ -237,8 +238,8 @@ def _write_fused(
         return y, y.to(dtype)
 
     def backward(dy: Tensor, y: Tensor, var: Tensor, weight: Any, bias: Any, residual: Any) -> tuple[Tensor, ...]:
-        scale = None if weight is None else compiled.gamma(weight, eps)
-        return compiled.gradients(dy, compiled.recovered(y, scale, bias, residual), var, scale, eps, training)
+        scale = None if weight is None else batch_norm.gamma(weight, eps)
+        return batch_norm.gradients(dy, batch_norm.recovered(y, scale, bias, residual), var, scale, eps, training)
 
     with graph.inserting_before(result):
         (z,) = _inlined(graph, forward, (x, mean, var, weight, bias, residual), result)

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, fx, nn
 from torch.distributed import ProcessGroup
 
-from inplace_abn import _torch, checks, collectives, compiled, functions, guard, measuring, trust, writing
+from inplace_abn import _torch, checks, distributed, functions, guard, measuring, writing
 from inplace_abn.activations import can_be_taken_back
+from inplace_abn.compiling import batch_norm, trust
+from inplace_abn.conversion.pending import Pending, pending, plain
+from inplace_abn.conversion.waiting import IDENTITY, Norm
 from inplace_abn.instance_norm import repeated, take_mean
-from inplace_abn.pending import Pending, pending, plain
 from inplace_abn.settings import Settings
-from inplace_abn.waiting import IDENTITY, Norm
 
 PLAIN = ("plain", 0.0)
 """What is expected of a norm whose output nobody activates."""
@@ -26,7 +27,7 @@ _STATE = ("_expected", "_seen", "_seen_generation", "_plain_since")
 class InPlaceNorm(guard.Guarded):
     """Of a norm that was converted: it goes on being one, with the same state.
 
-    In training its output is a tensor that waits for what follows (`inplace_abn.pending`). What it learns of that in
+    In training its output is a tensor that waits for what follows (`conversion.pending`). What it learns of that in
     one generation of the guard is expected from the next one on, so that it does the same in all micro-batches and
     recomputations of a step. Where no graph is recorded, under tracers, compilers, transforms and dispatch modes, and
     while the guard does not trust it, it is what it was.
@@ -123,7 +124,7 @@ class InPlaceNorm(guard.Guarded):
         module: Any = self
         if self.per_instance or self._participating() is not None or functions.is_disabled():
             return None
-        if _torch.transforms_active() or not compiled.is_suitable(x, module.weight, module.bias):
+        if _torch.transforms_active() or not batch_norm.is_suitable(x, module.weight, module.bias):
             return None
         # Compilers guard what they read.
         trusted = self._predicted(x.dtype) if self._trusted and self._revision >= 0 else ""
@@ -134,8 +135,8 @@ class InPlaceNorm(guard.Guarded):
         training = module.training or running_mean is None
         if training:
             checks.check_count(x)
-        what = (training, _momentum(module), compiled.constant(module.eps), trusted)
-        return compiled.normalised(x, module.weight, module.bias, running_mean, running_var, *what)
+        what = (training, _momentum(module), batch_norm.constant(module.eps), trusted)
+        return batch_norm.normalised(x, module.weight, module.bias, running_mean, running_var, *what)
 
     # A method, because the compiler of torch 2.11 gives a function no module.
     @_torch.read_while_tracing
@@ -175,7 +176,7 @@ class InPlaceNorm(guard.Guarded):
         synchronised = not self.per_instance and (self._synchronised or isinstance(self, nn.SyncBatchNorm))
         if not synchronised or not torch.distributed.is_available() or not torch.distributed.is_initialized():
             return None
-        return collectives.participating_group(self._group or getattr(self, "process_group", None))
+        return distributed.participating_group(self._group or getattr(self, "process_group", None))
 
     def synchronise(self, sync: bool, group: ProcessGroup | None) -> None:
         """Has statistics be those of all ranks of ``group`` (None: the default one), or of this rank alone."""

@@ -1,6 +1,6 @@
 """Converts a model's norms to in-place ones, and back.
 
-A module is converted by giving it a subclass of its class (`inplace_abn.norms`). So it stays the object it is wherever
+A module is converted by giving it a subclass of its class (`conversion.norms`). So it stays the object it is wherever
 it is referred to, and a norm to whoever looks for norms, with its parameters, buffers, hooks, flags and state-dict
 keys. Nothing else in the model changes.
 """
@@ -17,13 +17,14 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.utils import parametrize
 
-from inplace_abn import norms, reference
+from inplace_abn import reference
 from inplace_abn.abn import InPlaceABN, InPlaceABNSync
-from inplace_abn.analysis import analyze, unfit_reasons
+from inplace_abn.conversion import norms
+from inplace_abn.conversion.analysis import analyze, unfit_reasons
+from inplace_abn.conversion.plan import Plan, readable
 from inplace_abn.example import Example
 from inplace_abn.guard import strip
 from inplace_abn.instance_norm import InPlaceInstanceNorm
-from inplace_abn.plan import Plan, readable
 
 _logger = logging.getLogger("inplace_abn")
 
@@ -45,7 +46,7 @@ def convert(
 ) -> nn.Module:
     """Makes ``model``'s norms in-place ones: BatchNorms and InstanceNorms.
 
-    A norm becomes a subclass of what it was (`inplace_abn.norms`), with the same parameters, buffers and keys of
+    A norm becomes a subclass of what it was (`conversion.norms`), with the same parameters, buffers and keys of
     the state dict: optimizers made before remain valid, checkpoints load both ways. Nothing else changes. In training
     its output waits for what follows: an activation that is known makes one of norm and activation, of which only the
     result is kept for backward, an addition before it makes one of all three, and after anything else the norm is what

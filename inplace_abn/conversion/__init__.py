@@ -1,0 +1,1 @@
+"""Conversion of models: from a recorded forward pass to norms in place, and back."""

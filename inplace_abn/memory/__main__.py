@@ -1,0 +1,3 @@
+from inplace_abn.memory.command import main
+
+main()

@@ -1,0 +1,126 @@
+"""The command ``python -m inplace_abn.memory``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from inplace_abn.memory.plot import check_plot, save_plot
+from inplace_abn.memory.report import memory_report
+
+_DESCRIPTION = "Memory of a training step, measured by the allocator's own events, before and after conversion."
+
+
+def parse_shape(text: str) -> tuple[int, ...]:
+    """``"8x3x512x512"`` as numbers.
+
+    Raises:
+        ValueError: something else than positive numbers with ``x`` between them.
+    """
+    parts = text.lower().split("x")
+    if not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise ValueError(f"expected a shape such as 8x3x512x512, got {text!r}")
+    return tuple(int(part) for part in parts)
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    try:
+        return parse_shape(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def load_model(text: str, kwargs: Mapping[str, Any] | None = None) -> nn.Module:
+    """The model that ``MODULE:FACTORY`` names: a module object, or what calling it with ``kwargs`` returns.
+
+    Raises:
+        ValueError: the text or what it names is something else, or calling it fails.
+        ImportError: there is no such Python module.
+    """
+    module, colon, name = text.partition(":")
+    if not colon or not module or not name:
+        raise ValueError(f"expected MODULE:FACTORY, such as torchvision.models:resnet50, got {text!r}")
+    found: Any = importlib.import_module(module)
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise ValueError(f"{module} has no {name}")
+        found = getattr(found, part)
+    if isinstance(found, nn.Module):
+        if kwargs:
+            raise ValueError(f"{text} is a module, which takes no arguments {sorted(kwargs)}")
+        return found
+    if not callable(found):
+        raise ValueError(f"expected {text} to be a module or to make one, got {type(found).__name__}")
+    try:
+        model = found(**(kwargs or {}))
+    except Exception as error:
+        given = f"({', '.join(f'{key}={value!r}' for key, value in (kwargs or {}).items())})"
+        raise ValueError(f"{text}{given} failed: {type(error).__name__}: {error}") from error
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"expected {text} to give a torch.nn.Module, got {type(model).__name__}")
+    return model
+
+
+def _keywords(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"expected JSON, got {text!r}: {error}") from error
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"expected a JSON object, got {text!r}")
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m inplace_abn.memory", description=_DESCRIPTION)
+    parser.add_argument(
+        "model", metavar="MODULE:FACTORY", help="what makes the model, such as torchvision.models:vgg11_bn"
+    )
+    parser.add_argument(
+        "--kwargs",
+        metavar="JSON",
+        default={},
+        type=_keywords,
+        help='arguments of FACTORY: \'{"model_name": "resnet50"}\'',
+    )
+    parser.add_argument(
+        "--input",
+        metavar="SHAPE",
+        required=True,
+        nargs="+",
+        type=_shape,
+        help="of the model's inputs: 8x3x512x512",
+    )
+    parser.add_argument("--convert", action="store_true", help="print the plan, convert, and measure again")
+    parser.add_argument("--no-residual", action="store_true", help="with --convert: without residual blocks")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1")
+    parser.add_argument("--png", metavar="FILE", help="write the timeline as a picture")
+    parser.add_argument("--no-progress", action="store_true", help="no progress bar")
+    args = parser.parse_args(arguments)
+    if args.no_residual and not args.convert:
+        parser.error("--no-residual is about the conversion: add --convert")
+    try:
+        if args.png:
+            check_plot(args.png)
+        device = torch.device(args.device)
+        if device.type == "cuda" and not torch.cuda.is_available():
+            parser.error("torch sees no CUDA device")
+        model = load_model(args.model, args.kwargs).to(device)
+    except (ValueError, RuntimeError, ImportError, OSError) as error:
+        parser.error(str(error))
+    example = [torch.randn(shape, device=device) for shape in args.input]
+    progress = not args.no_progress and sys.stderr.isatty()
+    report = memory_report(model, *example, converted=args.convert, residual=not args.no_residual, progress=progress)
+    if report.plan is not None:
+        print(report.plan, end="\n\n")
+    print(report)
+    if args.png:
+        save_plot(report, args.png, args.model)
+        print(f"\nThe timeline is in {args.png}")

@@ -1,0 +1,113 @@
+"""What a model's training step takes, as it is and converted."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from inplace_abn.conversion.analysis import analyze
+from inplace_abn.conversion.convert import convert
+from inplace_abn.conversion.plan import Plan, readable
+from inplace_abn.example import examples_of
+from inplace_abn.memory.step import Usage, measure
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Of a model as it is, and converted if that was asked for."""
+
+    before: Usage
+    after: Usage | None = None
+    plan: Plan | None = None
+
+    def __str__(self) -> str:
+        rows = [("", "held for backward", "peak of a step")]
+        rows.append(("native", readable(self.before.held), readable(self.before.peak)))
+        if self.after is not None:
+            rows.append(("in place", readable(self.after.held), readable(self.after.peak)))
+            rows.append(("saved", _less(self.after.held, self.before.held), _less(self.after.peak, self.before.peak)))
+        widths = [max(len(row[i]) for row in rows) for i in range(3)]
+        return "\n".join(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+        )
+
+
+def _less(after: int, before: int) -> str:
+    return f"{readable(before - after)} ({(before - after) / before:.0%})" if before else "-"
+
+
+def memory_report(
+    model: nn.Module,
+    /,
+    *example: Any,
+    converted: bool = True,
+    residual: bool = True,
+    progress: bool = False,
+    **kwargs: Any,
+) -> MemoryReport:
+    """Measures a training step of ``model`` and, unless ``converted`` is False, of a converted copy of it.
+
+    Args:
+        model: left as it is, but for its buffers, which a training step updates.
+        example: arguments of the forward pass; or several `Example`, of which all are analyzed and the first is
+            measured.
+        converted: measure a converted copy too.
+        residual: as for `inplace_abn.convert`. The plan then tells of it.
+        progress: show a bar, for which tqdm is needed.
+        kwargs: keyword arguments of the forward pass. Those that are named as an option of this function are given
+            within an `Example`.
+
+    Returns:
+        Both measurements and the plan; print it.
+
+    Raises:
+        TypeError: an `Example` is mixed with other arguments.
+        ValueError: no output requires grad.
+        ImportError: a bar is wanted, but tqdm is not installed.
+    """
+    examples = examples_of("inplace_abn.memory.memory_report", example, kwargs)
+    with _bar(progress) as bar:
+        before = measure(model, examples[0], tick=bar.tick)
+        if not converted:
+            return MemoryReport(before)
+        bar.expect(2 * bar.count)
+        plan = replace(analyze(model, *examples), residual=residual)
+        other = convert(copy.deepcopy(model), plan)
+        return MemoryReport(before, measure(other, examples[0], tick=bar.tick), plan)
+
+
+class _Progress:
+    """Counts calls of submodules, and shows them. How many there are is known after the first measurement."""
+
+    def __init__(self, shown: Any = None) -> None:
+        self.count = 0
+        self._shown = shown
+
+    def tick(self) -> None:
+        self.count += 1
+        # A converted model may make more calls, which the end of the bar does not wait for.
+        if self._shown is not None and (self._shown.total is None or self._shown.n < self._shown.total):
+            self._shown.update()
+
+    def expect(self, total: int) -> None:
+        if self._shown is not None:
+            self._shown.total = total
+            self._shown.refresh()
+
+
+@contextmanager
+def _bar(shown: bool) -> Iterator[_Progress]:
+    if not shown:
+        yield _Progress()
+        return
+    try:
+        from tqdm import tqdm  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise ImportError("inplace_abn.memory: a progress bar needs tqdm: pip install 'inplace-abn[demo]'") from error
+    with tqdm(unit="call", desc="training steps", leave=False) as bar:
+        yield _Progress(bar)

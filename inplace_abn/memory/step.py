@@ -1,0 +1,156 @@
+"""Memory of one training step, by the allocator's own events."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from inplace_abn import guard
+from inplace_abn.example import Example, examples_of, tensors_in
+
+_BACKWARD = "inplace_abn.memory: backward"
+_END = "inplace_abn.memory: end"
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Memory of one training step, in bytes above what was allocated before it."""
+
+    held: int
+    """By the forward pass, for backward."""
+    peak: int
+    """At any moment of forward and backward."""
+    timeline: tuple[tuple[float, int], ...]
+    """(milliseconds since the start, bytes allocated), at each event of the allocator."""
+    backward_start: float
+    """Milliseconds since the start."""
+
+
+def measure(model: nn.Module, /, *example: Any, tick: Callable[[], None] | None = None, **kwargs: Any) -> Usage:
+    """Runs one training step of ``model`` and tells what the allocator did.
+
+    The loss is the sum of the outputs. Buffers are updated and gradients set to None, as by a training step that is
+    then forgotten. On CUDA the bytes are those of the caching allocator.
+
+    Args:
+        model: on the device of its inputs; is put into training mode for the step.
+        example: arguments of the forward pass, or one `Example`.
+        tick: called after each call of a submodule, for a progress bar. An argument of the model that has this name is
+            given within an `Example`.
+        kwargs: keyword arguments of the forward pass.
+
+    Returns:
+        Bytes held after the forward pass, the peak of the step, and the timeline.
+
+    Raises:
+        TypeError: an `Example` is mixed with other arguments, or there are several: a step has one.
+        ValueError: no output requires grad.
+    """
+    first, *more = examples_of("inplace_abn.memory.measure", example, kwargs)
+    if more:
+        raise TypeError(f"inplace_abn.memory.measure: expected the arguments of one call, got {1 + len(more)} Examples")
+    cuda = any(t.device.type == "cuda" for t in (*model.parameters(), *tensors_in((first.args, first.kwargs))))
+    training = [(module, module.training) for module in model.modules()]
+    model.train()
+    model.zero_grad(set_to_none=True)
+    with _ticking(model, tick), _quiet():
+        try:
+            # What libraries allocate once is not the step's.
+            _loss(model, first).backward()
+            model.zero_grad(set_to_none=True)
+            gc.collect()
+            # A training step makes its own copies of the weights.
+            torch.clear_autocast_cache()
+            if cuda:
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+                start = torch.cuda.memory_allocated()
+            activities = [torch.profiler.ProfilerActivity.CPU]
+            # Few steps are of those in which the guard measures.
+            with guard.paused(), torch.profiler.profile(profile_memory=True, activities=activities) as profile:
+                loss = _loss(model, first)
+                held = torch.cuda.memory_allocated() - start if cuda else 0
+                with torch.profiler.record_function(_BACKWARD):
+                    pass
+                loss.backward()
+                with torch.profiler.record_function(_END):
+                    pass
+            peak = torch.cuda.max_memory_allocated() - start if cuda else 0
+        finally:
+            model.zero_grad(set_to_none=True)
+            for module, flag in training:
+                module.training = flag
+    timeline, backward_start = _timeline(profile, "cuda" if cuda else "cpu")
+    if not cuda:
+        before_backward = [size for time, size in timeline if time <= backward_start]
+        held = before_backward[-1] if before_backward else 0
+        peak = max((size for _, size in timeline), default=0)
+    return Usage(held, peak, tuple(timeline), backward_start)
+
+
+def _loss(model: nn.Module, example: Example) -> Tensor:
+    outputs = [t for t in tensors_in(model(*example.args, **example.kwargs)) if t.requires_grad]
+    if not outputs:
+        raise ValueError("inplace_abn.memory: no output of the model requires grad, so there is no training step")
+    return torch.stack([t.float().sum() for t in outputs]).sum()
+
+
+def _timeline(profile: Any, device: str) -> tuple[list[tuple[float, int]], float]:
+    """Bytes over time, and when backward starts, in milliseconds since the first event."""
+    events = profile.profiler.kineto_results.events()
+    wanted = torch.device(device).type
+    changes = sorted(
+        (event.start_ns(), event.nbytes())
+        for event in events
+        if event.name() == "[memory]" and str(event.device_type()).split(".")[-1].lower() == wanted
+    )
+    marks = {event.name(): event.start_ns() for event in events if event.name() in (_BACKWARD, _END)}
+    start = changes[0][0] if changes else 0
+    size = 0
+    timeline = []
+    for time, change in changes:
+        if time > marks[_END]:
+            break
+        size += change
+        timeline.append(((time - start) / 1e6, size))
+    return timeline, (marks[_BACKWARD] - start) / 1e6
+
+
+@contextmanager
+def _ticking(model: nn.Module, tick: Callable[[], None] | None) -> Iterator[None]:
+    def ticked(*_: Any) -> None:
+        if tick is not None:
+            tick()
+
+    leaves = _leaves(model) if tick is not None else []
+    handles = [module.register_forward_hook(ticked) for module in leaves]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The profiler writes a line on standard error each time that it starts or stops."""
+    before = os.environ.get("KINETO_LOG_LEVEL")
+    os.environ["KINETO_LOG_LEVEL"] = "6"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["KINETO_LOG_LEVEL"]
+        else:
+            os.environ["KINETO_LOG_LEVEL"] = before
+
+
+def _leaves(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if not any(True for _ in module.children())]
