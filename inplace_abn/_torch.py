@@ -1,5 +1,7 @@
-"""Every private name of torch that Python code uses, one line of reason each. ``tests/test_private_names.py`` has a
-test for each, which fails with that name when it is gone."""
+"""Every private name of torch that Python code uses, one line of reason each.
+
+``tests/autograd/test_private_names.py`` has a test for each, which fails with that name when it is gone.
+"""
 
 from __future__ import annotations
 

@@ -25,9 +25,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "cuda")
-OPS = ("test_ops.py", "test_activations.py", "test_functions.py", "test_residual.py", "test_dead_positions.py")
+OPS = (
+    *(f"tests/ops/test_{name}.py" for name in ("ops", "activations", "dead_positions", "cuda")),
+    *(f"tests/autograd/test_{name}.py" for name in ("functions", "residual")),
+)
 # All activations, with and without a residual, in few shapes of any alignment.
-CHECKED = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_cuda.py")
+CHECKED = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/ops/test_cuda.py")
 CHECKED += ("-k", "test_small_tensors_of_any_alignment and (float32 or bfloat16)")
 BENCH = (sys.executable, "scripts/bench.py", "--device", "cuda", "--time-limit", "{limit}")
 # In the dtype and layout that nets are trained in on a GPU.
@@ -68,9 +71,7 @@ def sanitizer(tool: str, *options: str) -> tuple[str, ...]:
 STEPS = {
     "build": Step((sys.executable, "setup.py", "build_ext", "--inplace"), 270),
     "sass": Step((sys.executable, "scripts/check_sass.py", "{build}", "inplace_abn/_kernels.so"), 60),
-    "ops": Step(
-        (*PYTEST, "-m", "not slow and not huge", *(f"tests/{name}" for name in (*OPS, "test_cuda.py"))), 150, True
-    ),
+    "ops": Step((*PYTEST, "-m", "not slow and not huge", *OPS), 150, True),
     # Calls that fail without harm, as torch's own do when it looks for what the driver has, are no errors.
     "memcheck": Step((*sanitizer("memcheck", "--report-api-errors", "no"), *CHECKED), 120),
     "racecheck": Step((*sanitizer("racecheck"), *CHECKED), 120),

@@ -4,5 +4,6 @@
 set -euo pipefail
 source "$(dirname "$0")/venv.sh"
 (cd tests && python -m emulation.build)
-python -m pytest -m emulated "$@" tests/test_{activations,dead_positions,functions,instance_norm,ops,residual}.py tests/emulation
+python -m pytest -m emulated "$@" \
+  tests/ops/test_{activations,dead_positions,ops}.py tests/autograd/test_{functions,instance_norm,residual}.py tests/emulation
 (cd tests && python -m emulation.sanitize)

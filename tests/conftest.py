@@ -46,11 +46,8 @@ EMULATED = {
     "test_residual",
 }
 
-CPU, CUDA, EMULATION = (
-    "cpu",
-    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")),
-    pytest.param("emulated", marks=[pytest.mark.emulated, *needs_kernels]),
-)
+DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+EMULATION = pytest.param("emulated", marks=[pytest.mark.emulated, *needs_kernels])
 
 
 def pytest_addoption(parser):
@@ -60,7 +57,7 @@ def pytest_addoption(parser):
 def pytest_generate_tests(metafunc):
     if "device" in metafunc.fixturenames:
         emulation = [EMULATION] if metafunc.module.__name__.split(".")[-1] in EMULATED else []
-        metafunc.parametrize("device", [CPU, CUDA, *emulation], indirect=True)
+        metafunc.parametrize("device", [*DEVICES, *emulation], indirect=True)
     if metafunc.module.__name__.split(".")[-1] in BOTH_NODES:
         metafunc.fixturenames.append("node")
         compiled = ["C++ node"] if functions._node is not None else []

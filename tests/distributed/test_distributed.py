@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import INDUCTOR
-from distributed import check_same_on_all_ranks, on_each_rank
+from ranks import check_same_on_all_ranks, on_each_rank
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from whole_batch import (

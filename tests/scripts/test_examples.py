@@ -13,7 +13,7 @@ from torch import nn
 
 from inplace_abn.conversion.norms import InPlaceInstanceNorm3d
 
-FOLDER = Path(__file__).parents[1] / "examples"
+FOLDER = Path(__file__).parents[2] / "examples"
 pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason="needs the examples")
 
 

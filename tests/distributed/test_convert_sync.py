@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import on_each_rank
+from ranks import on_each_rank
 from torch import nn
 
 from inplace_abn import convert, distributed, guard

@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from distributed import on_each_rank
 from foreign_nets import BasicBlock, conv, spread
+from ranks import on_each_rank
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor

@@ -15,7 +15,7 @@ needs_compiler = pytest.mark.skipif(shutil.which(os.environ.get("CXX", "c++")) i
 needs_kernels = [
     needs_compiler,
     pytest.mark.skipif(
-        not (Path(__file__).parents[1] / "src/kernels/cuda").is_dir(), reason="needs the kernels' sources"
+        not (Path(__file__).parents[2] / "src/kernels/cuda").is_dir(), reason="needs the kernels' sources"
     ),
 ]
 INDUCTOR = pytest.param("inductor", marks=needs_compiler)

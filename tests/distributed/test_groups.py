@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import new_process_group, on_each_rank
+from ranks import new_process_group, on_each_rank
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from whole_batch import (

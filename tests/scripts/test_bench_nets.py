@@ -1,8 +1,6 @@
 """The benchmark's nets: what their contenders are, what is measured of them, and that what fails is a note."""
 
 import dataclasses
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -13,7 +11,6 @@ from cases import needs_compiler
 from torch import nn
 
 pytest.importorskip("matplotlib")
-sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 
 from benchmark import nets, report, steps
 from benchmark.cases import Setting

@@ -8,7 +8,7 @@ import pytest
 from cases import needs_compiler
 from torch.utils import cpp_extension
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @needs_compiler

@@ -5,7 +5,6 @@ import io
 import json
 import sys
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +12,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("matplotlib")
-sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 
 import bench
 from benchmark import cuda, report, steps, summary, timing

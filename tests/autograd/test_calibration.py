@@ -182,6 +182,7 @@ def test_references_of_a_compiler_that_evaluates_frames_are_no_holders():
     # It does so until the process ends.
     command = [sys.executable, "-c", "import test_calibration as t; t.after_a_compilation_that_failed()"]
     environment = os.environ | {"INPLACE_ABN_NODE": "0" if functions._node is None else "1"}
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     subprocess.run(command, cwd=os.path.dirname(__file__), env=environment, check=True)
 
 

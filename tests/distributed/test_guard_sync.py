@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import on_each_rank
+from ranks import on_each_rank
 from torch import nn
 
 from inplace_abn import ABN, InPlaceABNSync, distributed, guard, set_guard
