@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch._functorch.config
 import torch._functorch.pyfunctorch
+import torch._subclasses.fake_tensor
 import torch.fx
 import torch.utils.checkpoint
 from torch import Tensor
@@ -25,6 +26,15 @@ BelowAutograd = torch._C._AutoDispatchBelowADInplaceOrView
 
 # What comes below autograd when an op is dispatched: from there calls go on that have bumped versions.
 BELOW_AUTOGRAD = torch._C._after_ADInplaceOrView_keyset
+
+# What torch's registry of ops has an entry of for each signature.
+OpOverload = torch._ops.OpOverload
+
+# The functions behind torch.nn.functional, which may be called as they are.
+nn_functions = torch._C._nn
+
+# Tensors that have a shape, a dtype and a device, and take no memory.
+FakeTensorMode = torch._subclasses.fake_tensor.FakeTensorMode
 
 # Whether the kernels have a backend.
 has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
@@ -70,6 +80,20 @@ _SelectiveCheckpointModes = (
 
 # Calls a tensor's own functions where a subclass would see them again.
 NoTorchFunction = torch._C.DisableTorchFunctionSubclass
+
+# The same where modes would see them, too.
+NoTorchFunctionModes = torch._C.DisableTorchFunction
+
+
+def schema_of(op: Any) -> Any:
+    """The arguments of an op, which of them it writes to, and its name."""
+    return op._schema
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """The same for all handles of one piece of memory, while one of them is there."""
+    key: int = storage._cdata
+    return key
 
 
 def stand_in_like(kind: type[Tensor], t: Tensor) -> Any:

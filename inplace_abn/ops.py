@@ -127,7 +127,7 @@ _library = torch.library.Library("inplace_abn", "IMPL")
 
 def _bump_versions(library: torch.library.Library, op: Any) -> None:
     """Has calls of ``op`` from elsewhere bump the version counters of what its schema says is written."""
-    arguments = list(enumerate(op._schema.arguments))
+    arguments = list(enumerate(_torch.schema_of(op).arguments))
     mutated = [(i, a) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
     positions = [i for i, a in mutated if not a.kwarg_only]
     names = [a.name for _, a in mutated if a.kwarg_only]
@@ -141,7 +141,7 @@ def _bump_versions(library: torch.library.Library, op: Any) -> None:
         increment_version([t for t in written if t is not None])
         return result
 
-    library.impl(op._name, call, "ADInplaceOrView", with_keyset=True)
+    library.impl(op, call, "ADInplaceOrView", with_keyset=True)
 
 
 for _op in (

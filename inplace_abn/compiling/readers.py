@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
+from inplace_abn import _torch
 from inplace_abn._torch import is_backward
 from inplace_abn.conversion import tags
 from inplace_abn.conversion.recording import Op, Recording, Seen
@@ -24,7 +24,7 @@ class Readers:
             if node.op == "output":
                 nodes = [n for n in tree_leaves(node.args) if isinstance(n, fx.Node) and not is_backward(n)]
                 self._recording.outputs.update(seen.storage for n in nodes for seen in self._seen(n))
-            elif isinstance(node.target, torch._ops.OpOverload) and not is_backward(node):
+            elif isinstance(node.target, _torch.OpOverload) and not is_backward(node):
                 op = self._op(node, node.target)
                 if op.reads or not op.tensors:
                     self._places[node] = len(self._recording.ops)
@@ -40,19 +40,18 @@ class Readers:
         return [Seen(self._number(t), t.shape, t.dtype, t.device, True) for t in tensors]
 
     def _number(self, t: Tensor) -> int:
-        return self._numbers.setdefault(t.untyped_storage()._cdata, len(self._numbers))
+        return self._numbers.setdefault(_torch.storage_key(t.untyped_storage()), len(self._numbers))
 
-    def _op(self, node: fx.Node, target: torch._ops.OpOverload) -> Op:
-        names = [argument.name for argument in target._schema.arguments]
+    def _op(self, node: fx.Node, target: _torch.OpOverload) -> Op:
+        schema = _torch.schema_of(target)
+        names = [argument.name for argument in schema.arguments]
         values = {
-            argument.name: argument.default_value
-            for argument in target._schema.arguments
-            if argument.has_default_value()
+            argument.name: argument.default_value for argument in schema.arguments if argument.has_default_value()
         }
         values |= dict(zip(names, node.args, strict=False)) | node.kwargs
         tensors = tuple(seen for source in node.all_input_nodes for seen in self._seen(source))
         values = {name: value for name, value in values.items() if not isinstance(value, fx.Node)}
         results = tuple(self._seen(node))
         reads = frozenset(seen.storage for seen in tensors) - {seen.storage for seen in results}
-        name = target._schema.name.split("::")[1]
+        name = schema.name.split("::")[1]
         return Op(name, "", tensors, values, reads, frozenset(), results, True)

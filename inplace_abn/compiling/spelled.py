@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from inplace_abn import _torch
 from inplace_abn._torch import decompositions, is_backward
 from inplace_abn.activations import activate
 
@@ -115,7 +116,7 @@ def _is_spelled(node: fx.Node, part: fx.Node, alike: dict[fx.Node, set[fx.Node]]
 def given(node: fx.Node) -> list[Any]:
     """The arguments that an op has, defaults included."""
     values = []
-    for i, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+    for i, argument in enumerate(_torch.schema_of(node.target).arguments):  # type: ignore[union-attr]
         default = argument.default_value if argument.has_default_value() else None
         values.append(node.args[i] if i < len(node.args) else node.kwargs.get(argument.name, default))
     return values

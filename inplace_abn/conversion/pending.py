@@ -98,7 +98,7 @@ class Pending(Tensor):
 
         written = [
             value
-            for i, argument in enumerate(func._schema.arguments)
+            for i, argument in enumerate(_torch.schema_of(func).arguments)
             if argument.alias_info is not None and argument.alias_info.is_write
             for value in [args[i] if i < len(args) else (kwargs or {}).get(argument.name)]
             if type(value) is Pending

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from inplace_abn import _torch
+
 
 class Activating(NamedTuple):
     """A call that activates a tensor."""
@@ -88,7 +90,7 @@ def _dropping(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Passing | Non
     return Passing(given["input"])
 
 
-_aten, _nn = torch.ops.aten, torch._C._nn
+_aten, _nn = torch.ops.aten, _torch.nn_functions
 
 _SPELLINGS: list[tuple[Reading, tuple[Any, ...]]] = [
     (_activating("relu", "inplace"), (F.relu,)),

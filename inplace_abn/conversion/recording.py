@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.function import BackwardCFunction
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from inplace_abn import _torch
 from inplace_abn.conversion.preservation import local_statistics, preserved
 from inplace_abn.example import Example, tensors_in
 
@@ -179,7 +179,7 @@ class _Recorder(TorchDispatchMode):
 
     def storage(self, t: Tensor) -> int:
         storage = t.untyped_storage()
-        key = storage._cdata
+        key = _torch.storage_key(storage)
         if key not in self._numbers:
             self._numbers[key] = len(self._references)
             self._references.append(StorageWeakRef(storage))
@@ -198,12 +198,12 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if func.namespace != "prim":
-            with torch._C.DisableTorchFunction():
+            with _torch.NoTorchFunctionModes():
                 self._note(func, args, kwargs, result)
         return result
 
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        schema = func._schema
+        schema = _torch.schema_of(func)
         tensors: list[Seen] = []
         values: dict[str, Any] = {}
         written: set[int] = set()
@@ -236,7 +236,7 @@ class _Recorder(TorchDispatchMode):
     def pack(self, t: Tensor) -> _Ticket:
         """Autograd gets a ticket instead of the tensor, so what is alive afterwards is held by somebody else."""
         ticket = _Ticket()
-        with torch._C.DisableTorchFunction():
+        with _torch.NoTorchFunctionModes():
             self.recording.saves.append(Save(self.storage(t), len(self.recording.ops), tuple(self._modules)))
         self._tickets.append(weakref.ref(ticket))
         return ticket
@@ -262,8 +262,7 @@ class _Recorder(TorchDispatchMode):
             reference, source = self._returned.get(id(x), (None, ""))
             call.source = source if reference is not None and reference() is x else ""
             call.custom_function = _custom_function(x)
-            default = torch._C._autograd.CreationMeta.DEFAULT
-            multiple = x._is_view() and torch._C._autograd._get_creation_meta(x) != default
+            multiple = _torch.is_view(x) and _torch.creation_meta(x) != _torch.CREATED_BY_DEFAULT
             call.protected = (x.is_leaf and x.requires_grad) or multiple
         self.recording.calls.setdefault(name, []).append(call)
         self._open.append(call)
@@ -352,7 +351,7 @@ def _run(model: nn.Module, example: Example, fake: bool) -> Recording:
     state = _replaceable([*model.named_parameters(), *model.named_buffers()], scripted)
     with ExitStack() as stack:
         if fake:
-            mode = FakeTensorMode(allow_non_fake_inputs=True)
+            mode = _torch.FakeTensorMode(allow_non_fake_inputs=True)
             state = {name: mode.from_tensor(t, static_shapes=True) for name, t in state.items()}
             example = example.map_tensors(lambda t: mode.from_tensor(t, static_shapes=True))
             stack.enter_context(mode)
@@ -376,11 +375,11 @@ def _run(model: nn.Module, example: Example, fake: bool) -> Recording:
 
 def _hook(module: nn.Module, name: str, recorder: _Recorder) -> list[Any]:
     def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        with torch._C.DisableTorchFunction():
+        with _torch.NoTorchFunctionModes():
             recorder.enter(module, name, args, kwargs)
 
     def leave(_: nn.Module, __: Any, result: Any) -> None:
-        with torch._C.DisableTorchFunction():
+        with _torch.NoTorchFunctionModes():
             recorder.leave(module, name, result)
 
     return [

@@ -10,6 +10,7 @@ import torch._dynamo.compiled_autograd
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -275,6 +276,59 @@ def test_every_private_name_is_tested():
     text = Path(__file__).read_text()
     assert len(names) > 15
     assert [n for n in names if not n.startswith("_") and f"_torch.{n}" not in text] == []
+
+
+def test_nobody_else_uses_private_names_of_torch():
+    package = Path(_torch.__file__).parent
+    # These are there for everybody: torch.library's documentation has them.
+    public = {"_check", "_check_value", "_check_type"}
+    found = []
+    for path in package.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [node.attr] if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch.") else []
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch."):
+                names = node.module.split(".") + [alias.name for alias in node.names]
+            found += [(path.name, n) for n in names if n.startswith("_") and n not in public]
+    # torch says in public that it has these two, in modules whose names begin with an underscore.
+    allowed = {"_python_dispatch", "_pytree", "_functional_collectives"}
+    assert [(file, name) for file, name in found if name not in allowed and file != "_torch.py"] == []
+
+
+def test_a_schema_names_arguments_and_says_what_is_written():
+    op = torch.ops.aten.add_.Tensor
+    assert isinstance(op, _torch.OpOverload)
+    schema = _torch.schema_of(op)
+    assert schema.name == "aten::add_"
+    assert [argument.name for argument in schema.arguments] == ["self", "other", "alpha"]
+    assert [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write] == ["self"]
+
+
+def test_a_storage_has_one_key():
+    t = torch.ones(3)
+    assert _torch.storage_key(t.untyped_storage()) == _torch.storage_key(t.view(1, 3).untyped_storage())
+    assert _torch.storage_key(t.untyped_storage()) != _torch.storage_key(torch.ones(3).untyped_storage())
+
+
+def test_functions_behind_the_functional_ones():
+    assert torch.equal(_torch.nn_functions.silu(torch.ones(2)), torch.nn.functional.silu(torch.ones(2)))
+
+
+def test_fake_tensors_have_no_values():
+    with _torch.FakeTensorMode():
+        t = torch.ones(2, 3) @ torch.ones(3, 4)
+    assert t.shape == (2, 4)
+    with pytest.raises(RuntimeError):
+        t.tolist()
+
+
+def test_no_torch_function_mode_sees_a_call():
+    class Loud(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            raise AssertionError
+
+    t = torch.ones(2)
+    with Loud(), _torch.NoTorchFunctionModes():
+        assert t.add(1).shape == (2,)
 
 
 def test_in_backward():
