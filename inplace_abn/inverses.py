@@ -8,25 +8,8 @@ import math
 import torch
 from torch import Tensor
 
-from inplace_abn.activations import is_relu, relu_slope
-
-_SILU_Y_MIN, _SILU_Z_MIN = -1.278464542761073795109, -0.278464542761073795109
-_SILU_LINEAR = 16.5
-_SILU_RIGHT = (
-    (
-        *(_SILU_Y_MIN / _SILU_Z_MIN - 1, 1.421279771, -6.898257018, 5.393788729),
-        *(-2.018399442, 0.4121394733, -0.04446465469, 0.001995855829),
-    ),
-    (1.0, 3.425958432, 1.810002694, -2.036858452, 0.6847381629, 0.2338370767, -0.1685507621, 0.05301717945),
-)
-_SILU_LEFT = (
-    (
-        *(_SILU_Y_MIN, -1.38495864, -0.7860682847, -0.5171114352),
-        *(-0.2587693651, -0.1000689545, -0.0407343991, -0.01659320357),
-    ),
-    (1.0, -0.1674627701, 0.3756572495, -0.01221117955, 0.03883811447, 0.01662759059, -4.306202744e-07, 2.207227856e-09),
-)
-"""Numerator and denominator of ``FineSiluFit``, on either side of the minimum."""
+from inplace_abn.activations import TANH_CUBIC, TANH_SCALE, find, is_relu, relu_slope
+from inplace_abn.fits import FITS, Fit
 
 _BITS = {
     torch.float64: torch.int64,
@@ -51,15 +34,15 @@ def tagged(y: Tensor, activation: str, param: float, dtype: torch.dtype) -> Tens
         return torch.where(y > 0, y, -(y * param).abs()).to(dtype)
     if activation == "elu":
         return torch.where(y > 0, y, -(param * torch.expm1(y.clamp_max(0))).abs()).to(dtype)
-    if activation == "silu":
-        z = (y * torch.sigmoid(y)).to(dtype)
-        return _with_low_bit(z, y < 0, y < _SILU_Y_MIN)
     if activation == "hardswish":
-        threshold = _hardswish_tagged(dtype)
         parabola = y * (torch.where(y < 3, y + 3, 6.0) / 6)
-        flat = (y * -relu_slope(dtype)).clamp_max(threshold / 2)
-        value = torch.where(y <= -3, flat, parabola)
-        return _with_low_bit(value.to(dtype), (y < 0) | (value < threshold), y < -1.5)
+        return _with_flat(torch.where(y <= -3, _flat(y, dtype), parabola), y, -1.5, dtype)
+    if activation in FITS:
+        y_min, flat_below = FITS[activation].y_min, _flat_below(activation, dtype)
+        if flat_below is None:
+            return _with_low_bit((y * _gate(y, activation)).to(dtype), y < 0, y < y_min)
+        curved = y * _gate(y.clamp_min(flat_below), activation)
+        return _with_flat(torch.where(y < flat_below, _flat(y, dtype), curved), y, y_min, dtype)
     assert activation in ("identity", "none"), activation
     return y.to(dtype)
 
@@ -73,11 +56,14 @@ def untagged(z: Tensor, activation: str, param: float) -> Tensor:
         return torch.where(torch.signbit(value), value * (1 / param), value)
     if activation == "elu":
         return _elu_inverse(value, param, z.dtype)
-    if activation == "silu":
-        y = _silu_inverse(value, torch.signbit(value) & _low_bit(z))
-        return _silu_refined(value, y) if z.dtype == torch.float64 else y
     if activation == "hardswish":
-        return _hardswish_inverse(z, value)
+        return torch.where(_is_flat(z, value), value * (-1 / relu_slope(z.dtype)), _hardswish_inverse(z, value))
+    if activation in FITS:
+        y = _curve_inverse(value, torch.signbit(value) & _low_bit(z), FITS[activation])
+        y = _refined(value, y, activation) if z.dtype == torch.float64 else y
+        if _flat_below(activation, z.dtype) is None:
+            return y
+        return torch.where(_is_flat(z, value), value * (-1 / relu_slope(z.dtype)), y)
     assert activation in ("identity", "none"), activation
     return value
 
@@ -107,46 +93,72 @@ def _elu_inverse(value: Tensor, alpha: float, dtype: torch.dtype) -> Tensor:
     return torch.where(torch.signbit(value), torch.where(ratio < floor, saturated, log), value)
 
 
-def _silu_inverse(z: Tensor, left: Tensor) -> Tensor:
-    possible = z.clamp_min(_SILU_Z_MIN)
-    bounded = possible.clamp_max(_SILU_LINEAR)
+def _gate(y: Tensor, activation: str) -> Tensor:
+    """z / y."""
+    if activation == "gelu":
+        return 0.5 * torch.erfc(-math.sqrt(0.5) * y)
+    if activation == "mish":
+        e = torch.exp(y.clamp_max(20))
+        n = e * (e + 2)
+        return n / (n + 2)
+    return torch.sigmoid(y if activation == "silu" else y * (TANH_SCALE + TANH_SCALE * TANH_CUBIC * y * y))
+
+
+def _flat_below(activation: str, dtype: torch.dtype) -> float | None:
+    """From where on z would underflow."""
+    if activation not in ("gelu", "gelu_tanh"):
+        return None
+    return -4.5 if dtype == torch.float16 else -12.0 if activation == "gelu" else -9.0
+
+
+def _curve_inverse(z: Tensor, left: Tensor, fit: Fit) -> Tensor:
+    possible = z.clamp_min(fit.z_min)
+    bounded = possible.clamp_max(fit.linear)
     tiny = torch.finfo(z.dtype).tiny
-    depth = torch.log((possible * (1 / _SILU_Z_MIN)).clamp_min(tiny)).abs()
-    t = torch.sqrt(torch.where(left, depth, (bounded - _SILU_Z_MIN).clamp_min(0.0)))
+    depth = torch.log((possible * (1 / fit.z_min)).clamp_min(tiny)).abs()
+    root = torch.sqrt(torch.where(left, depth, (bounded - fit.z_min).clamp_min(0.0)))
+    t = root - torch.where(left, 0.0, fit.centre)
 
     def polynomial(part: int) -> Tensor:
-        result = torch.where(left, _SILU_LEFT[part][-1], _SILU_RIGHT[part][-1])
-        for on_left, on_right in zip(_SILU_LEFT[part][-2::-1], _SILU_RIGHT[part][-2::-1], strict=True):
+        result = torch.where(left, fit.left[part][-1], fit.right[part][-1])
+        for on_left, on_right in zip(fit.left[part][-2::-1], fit.right[part][-2::-1], strict=True):
             result = result * t + torch.where(left, on_left, on_right)
         return result
 
-    p, q = polynomial(0), polynomial(1)
-    ratio = p / q
-    return torch.where(left, ratio, possible * (1 + ratio))
+    ratio = polynomial(0) / polynomial(1)
+    return torch.where(possible > fit.linear, possible, torch.where(left, ratio, possible * ratio))
 
 
-def _silu_refined(z: Tensor, y: Tensor) -> Tensor:
-    """A step of Halley's method on y * sigmoid(y) - z, but next to the minimum, where the slope vanishes."""
-    y = torch.where(z > _SILU_LINEAR, z, y)
-    e = torch.exp(-y.abs()).clamp_min(torch.finfo(z.dtype).tiny)
-    d = 1 + e
-    a, b = torch.where(y < 0, e, 1.0), torch.where(y < 0, 1.0, e)
-    f, slope, bend = y * a - z * d, d + y * b, 2 * d + y * (b - a)
-    change = 2 * f * slope * d / (f * b * bend - 2 * a * slope.square())
-    return y + torch.where(slope.abs() < 1e-6 * d, 0.0, change)
+def _refined(z: Tensor, y: Tensor, activation: str) -> Tensor:
+    """Steps of Newton's method on y - z / gate(y), but next to the minimum, where the slope vanishes."""
+    for _ in range(3):
+        gate = _gate(y, activation).clamp_min(torch.finfo(z.dtype).tiny)
+        relative = find(activation).slope(y, 0.0) / gate
+        y = y - torch.where(relative.abs() > 1e-6, (y - z / gate) / relative, 0.0)
+    return y
 
 
-def _hardswish_tagged(dtype: torch.dtype) -> float:
+def _flat(y: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is zero to the next layer."""
+    return (y * -relu_slope(dtype)).clamp_max(_flat_tagged(dtype) / 2)
+
+
+def _with_flat(value: Tensor, y: Tensor, y_min: float, dtype: torch.dtype) -> Tensor:
+    return _with_low_bit(value.to(dtype), (y < 0) | (value < _flat_tagged(dtype)), y < y_min)
+
+
+def _is_flat(z: Tensor, value: Tensor) -> Tensor:
+    return ~torch.signbit(value) & _low_bit(z) & (value < _flat_tagged(z.dtype))
+
+
+def _flat_tagged(dtype: torch.dtype) -> float:
     """Positive values below it carry the bit."""
     return 0.5 if dtype == torch.float16 else 2.0**-8
 
 
 def _hardswish_inverse(z: Tensor, value: Tensor) -> Tensor:
-    bit, negative = _low_bit(z), torch.signbit(value)
-    flat = ~negative & bit & (value < _hardswish_tagged(z.dtype))
     on_range = value.clamp(-0.375, 3.0)
     root = torch.sqrt(9 + 24 * on_range)
     upper = 12 * on_range / (3 + root)
-    on_parabola = torch.where(negative & bit, -3 - upper, upper)
-    unbounded = torch.where(value >= 3, value, on_parabola)
-    return torch.where(flat, value * (-1 / relu_slope(z.dtype)), unbounded)
+    on_parabola = torch.where(torch.signbit(value) & _low_bit(z), -3 - upper, upper)
+    return torch.where(value >= 3, value, on_parabola)

@@ -2,17 +2,17 @@
 
 import pytest
 import torch
-from cases import ACTIVATIONS, DTYPES, stats_dtype
+from cases import ALL_ACTIVATIONS, DTYPES, stats_dtype
 
 from inplace_abn import inplace_abn, ops
-from inplace_abn.activations import activate, activation_backward, find
+from inplace_abn.activations import activate, activation_backward, exactly, find
 
-NAMES = {f"{name}({param})": (name, param) for name, param in ACTIVATIONS}
+NAMES = {f"{name}({param})": (name, param) for name, param in ALL_ACTIVATIONS}
 # Of y, in float64: near the extrema and kinks, near zero, saturated, and between.
 INTERESTING = torch.cat(
     [
         torch.linspace(-12, 12, 4001, dtype=torch.float64),
-        torch.linspace(-1.30, -1.26, 4001, dtype=torch.float64),
+        *(torch.linspace(y - 0.02, y + 0.02, 4001, dtype=torch.float64) for y in (-1.2785, -1.1924, -0.7518)),
         torch.linspace(-1.51, -1.49, 401, dtype=torch.float64),
         torch.linspace(-3.01, -2.99, 401, dtype=torch.float64),
         torch.linspace(-1e-3, 1e-3, 401, dtype=torch.float64),
@@ -55,12 +55,12 @@ def test_inverse_gives_back_y_and_the_derivative(dtype, case, device):
 
     # The recovered y has the same image. Where the image is zero to the next layer it is y itself.
     dropped = (slope == 0) & (y < 0)
-    image = activate(recovered, name, param)
+    image = exactly(recovered, name, param)
     # CUDA divides floats to 2 ulp where the CPU does to half a one, forward and back, and its exponential has an ulp
     # more. That is 4 eps of y where y is large, and z is y.
     ulps = 6 if device.type == "cuda" and dtype == torch.float32 else 4
     allowed = ulps * eps * (z.abs() + y.abs() * slope.abs()) + eps / 64
-    assert ((image - activate(y, name, param)).abs() <= allowed)[~dropped].all()
+    assert ((image - exactly(y, name, param)).abs() <= allowed)[~dropped].all()
     subnormal = 2.0**-9 if dtype == torch.float16 else eps / 64  # in fp16 the trace of y is a subnormal number
     assert ((recovered - y).abs() <= 4 * eps * y.abs() + subnormal)[dropped].all()
 
@@ -149,4 +149,6 @@ def test_nan_stays_nan_and_infinity_does_not_hide(dtype, case, device):
     for invertible in (True, False):
         z = act(y, name, param, invertible)
         assert z[0].isnan()
-        assert z[1] == float("inf")
+        # torch's own gelu makes NaN of infinity in some dtypes.
+        expected = y[1] if invertible else activate(y, name, param)[1]
+        torch.testing.assert_close(z[1], expected, rtol=0, atol=0, equal_nan=True)

@@ -1,6 +1,7 @@
 #include <vector>
 
 #include "inplace_abn/kernels.h"
+#include "inverses.h"
 #include "parallel.h"
 #include "reduce.h"
 #include "residual.h"
@@ -147,7 +148,7 @@ auto panel_combiner(const View<const scalar_t>& xhat, const View<const scalar_t>
 template <typename scalar_t, typename Args, typename F>
 void visit(const Args& args, const View<scalar_t>& dresidual, const F& f) {
   visit_residual<scalar_t>(args.residual, dresidual, [&](auto residual) {
-    visit_activation<scalar_t>(args.activation.kind, args.activation.param, [&](auto act) { f(residual, act); });
+    visit_inverse<scalar_t>(args.activation, [&](auto act) { f(residual, act); });
   });
 }
 
