@@ -81,7 +81,14 @@ CURVES = {
         {FINE: 7, COARSE: 4},
         {FINE: -9.5, COARSE: -9.5},
     ),
-    "Mish": Curve("mish", mish_gate, lambda g, y: g + y * (1 - g * g) * sigmoid(y), -1.19, {FINE: 8, COARSE: 4}, {FINE: -730, COARSE: -93}),
+    "Mish": Curve(
+        "mish",
+        mish_gate,
+        lambda g, y: g + y * (1 - g * g) * sigmoid(y),
+        -1.19,
+        {FINE: 8, COARSE: 4},
+        {FINE: -730, COARSE: -93},
+    ),
 }
 
 

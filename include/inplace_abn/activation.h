@@ -156,9 +156,8 @@ struct Hardswish {
 
   INPLACE_ABN_INLINE void inverse(scalar_t stored, opmath_t dz, opmath_t& y, opmath_t& dy) const {
     const auto z = static_cast<opmath_t>(stored);
-    const bool bit = low_bit(stored);
-    const bool flat = Flat<scalar_t>::is_stored(z, bit);
-    const bool left = sign_bit(z) & bit;
+    const bool bit = low_bit(stored), negative = sign_bit(z), left = negative & bit;
+    const bool flat = !negative & bit & (z < Flat<scalar_t>::tagged);
     const opmath_t on_range = z < opmath_t(-0.375) ? opmath_t(-0.375) : (z > 3 ? opmath_t(3) : z);
     const opmath_t root = std::sqrt(9 + 24 * on_range);
     // The two solutions add up to -3; the upper one in a form that keeps its digits near zero.
@@ -168,7 +167,8 @@ struct Hardswish {
     // What rounds to 3 has the slope beyond it, as torch's has.
     const bool linear = z >= 3;
     const opmath_t unbounded = linear ? z : on_parabola, steepness = linear ? opmath_t(1) : slope;
-    y = flat ? Flat<scalar_t>::y(z) : unbounded;
+    const opmath_t on_flat = Flat<scalar_t>::y(z);
+    y = flat ? on_flat : unbounded;
     dy = flat ? opmath_t(0) : dz * steepness;
   }
 };

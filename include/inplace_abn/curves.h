@@ -69,7 +69,6 @@ struct Flat {
   INPLACE_ABN_INLINE static scalar_t store(opmath_t value, opmath_t y, opmath_t y_min) {
     return with_low_bit(static_cast<scalar_t>(value), sign_mask(y) | sign_mask(value - tagged), sign_mask(y - y_min));
   }
-  INPLACE_ABN_INLINE static bool is_stored(opmath_t z, bool bit) { return !sign_bit(z) & bit & (z < tagged); }
   INPLACE_ABN_INLINE static opmath_t y(opmath_t z) { return z * (-1 / scale); }
 };
 
@@ -176,7 +175,7 @@ struct WithMinimum {
 
   INPLACE_ABN_INLINE void inverse(scalar_t stored, opmath_t dz, opmath_t& y, opmath_t& dy) const {
     const auto z = static_cast<opmath_t>(stored);
-    const bool bit = low_bit(stored), left = sign_bit(z) & bit;
+    const bool bit = low_bit(stored), negative = sign_bit(z), left = negative & bit;
     // Only what the activation gives has a y; the rest is kept finite.
     const opmath_t possible = z < z_min ? z_min : z, bounded = possible > linear ? linear : possible;
     const opmath_t depth = possible * (1 / z_min);
@@ -198,8 +197,10 @@ struct WithMinimum {
     }
     dy = dz * slope;
     if constexpr (Curve::has_flat) {
-      const bool flat = Flat<scalar_t>::is_stored(z, bit);
-      y = flat ? Flat<scalar_t>::y(z) : y;
+      // A function of its own, this keeps GCC from vectorising.
+      const bool flat = !negative & bit & (z < Flat<scalar_t>::tagged);
+      const opmath_t on_flat = Flat<scalar_t>::y(z);
+      y = flat ? on_flat : y;
       dy = flat ? opmath_t(0) : dy;
     }
   }
@@ -259,5 +260,10 @@ template <typename scalar_t>
 using GeluTanh = WithMinimum<scalar_t, GeluTanhCurve>;
 template <typename scalar_t>
 using Mish = WithMinimum<scalar_t, MishCurve>;
+
+template <typename Act>
+constexpr bool has_minimum = false;
+template <typename scalar_t, typename Curve>
+constexpr bool has_minimum<WithMinimum<scalar_t, Curve>> = true;
 
 }  // namespace inplace_abn

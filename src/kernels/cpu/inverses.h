@@ -67,11 +67,9 @@ class Call {
 };
 
 template <typename Act>
-constexpr bool takes_long = false;
+constexpr bool takes_long = has_minimum<Act>;
 template <typename scalar_t>
 constexpr bool takes_long<Hardswish<scalar_t>> = true;
-template <typename scalar_t, typename Curve>
-constexpr bool takes_long<WithMinimum<scalar_t, Curve>> = true;
 
 // As visit_activation, for passes that call `inverse`.
 template <typename scalar_t, typename F>
