@@ -124,13 +124,21 @@ struct GeluTanhCurve : fits::GeluTanh {
   }
   template <typename opmath_t>
   INPLACE_ABN_INLINE static Quotient<opmath_t> gate(opmath_t y) {
-    constexpr auto first = static_cast<opmath_t>(scale), third = static_cast<opmath_t>(scale * cubic);
-    return {1, 1 + exp_bounded(-y * (first + third * y * y))};
+    return {1, 1 + exp_bounded(-argument(y))};
   }
+  // Of y, since 1 - gate would lose what y and the argument's slope make large again.
   template <typename opmath_t>
-  INPLACE_ABN_INLINE static opmath_t steepness(opmath_t gate, opmath_t y) {
+  INPLACE_ABN_INLINE static opmath_t steepness(opmath_t, opmath_t y) {
     constexpr auto first = static_cast<opmath_t>(scale), third = static_cast<opmath_t>(3 * scale * cubic);
-    return gate * (1 - gate) * (first + third * y * y);
+    const opmath_t e = exp_bounded(-argument(y)), gate = 1 / (1 + e);
+    return e * gate * gate * (first + third * y * y);
+  }
+
+ private:
+  template <typename opmath_t>
+  INPLACE_ABN_INLINE static opmath_t argument(opmath_t y) {
+    constexpr auto first = static_cast<opmath_t>(scale), third = static_cast<opmath_t>(scale * cubic);
+    return y * (first + third * y * y);
   }
 };
 

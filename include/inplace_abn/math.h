@@ -113,27 +113,6 @@ INPLACE_ABN_INLINE float log1p_float(float x) {
   return log_float(u) + (x - (u - 1)) / u;
 }
 
-// exp(-x * x / 2) * P(|x|) / Q(|x|) on the left of zero; on the right what is missing to 1.
-INPLACE_ABN_INLINE float normal_mass_below_float(float y) {
-  constexpr float furthest = 13;
-  const float magnitude = std::abs(y), x = magnitude > furthest ? furthest : magnitude, x2 = x * x, x4 = x2 * x2;
-  constexpr auto p = [](int k) { return static_cast<float>(fits::NormalTail::p[k]); };
-  constexpr auto q = [](int k) { return static_cast<float>(fits::NormalTail::q[k]); };
-  constexpr float p0 = p(0), p1 = p(1), p2 = p(2), p3 = p(3), p4 = p(4), p5 = p(5);
-  constexpr float q0 = q(0), q1 = q(1), q2 = q(2), q3 = q(3), q4 = q(4), q5 = q(5);
-  const float numerator = (p0 + x * p1) + x2 * (p2 + x * p3) + x4 * (p4 + x * p5);
-  const float denominator = (q0 + x * q1) + x2 * (q2 + x * q3) + x4 * (q4 + x * q5);
-  const float tail = exp_float(-0.5f * x2) * numerator / denominator;
-  return y < 0 ? tail : 1 - tail;
-}
-
-INPLACE_ABN_INLINE double normal_mass_below_standard(double y) {
-  return 0.5 * std::erfc(-0.707106781186547524401 * y);
-}
-INPLACE_ABN_INLINE float normal_mass_below_standard(float y) {
-  return 0.5f * std::erfc(-0.707106781186547524401f * y);
-}
-
 }  // namespace math_detail
 
 #if defined(__CUDA_ARCH__)
@@ -178,12 +157,23 @@ INPLACE_ABN_INLINE opmath_t log1p_nonpositive(opmath_t x) {
   INPLACE_ABN_MATH(log1p, x, std::log1p);
 }
 
-// Of the standard normal distribution; y >= -13.
-template <typename opmath_t>
-INPLACE_ABN_INLINE opmath_t normal_mass_below(opmath_t y) {
-  INPLACE_ABN_MATH(normal_mass_below, y, math_detail::normal_mass_below_standard);
-}
-
 #undef INPLACE_ABN_MATH
+
+// Of the standard normal distribution; y >= -13. For a float by exp(-x * x / 2) * P(|x|) / Q(|x|), on the right of zero
+// what is missing to 1.
+INPLACE_ABN_INLINE float normal_mass_below(float y) {
+  constexpr float furthest = 13;
+  const float magnitude = std::abs(y), x = magnitude > furthest ? furthest : magnitude, x2 = x * x, x4 = x2 * x2;
+  using Tail = fits::NormalTail;
+  constexpr float p0 = Tail::p[0], p1 = Tail::p[1], p2 = Tail::p[2], p3 = Tail::p[3], p4 = Tail::p[4], p5 = Tail::p[5];
+  constexpr float q0 = Tail::q[0], q1 = Tail::q[1], q2 = Tail::q[2], q3 = Tail::q[3], q4 = Tail::q[4], q5 = Tail::q[5];
+  const float numerator = (p0 + x * p1) + x2 * (p2 + x * p3) + x4 * (p4 + x * p5);
+  const float denominator = (q0 + x * q1) + x2 * (q2 + x * q3) + x4 * (q4 + x * q5);
+  const float tail = exp_bounded(-0.5f * x2) * numerator / denominator;
+  return y < 0 ? tail : 1 - tail;
+}
+INPLACE_ABN_INLINE double normal_mass_below(double y) {
+  return 0.5 * std::erfc(-0.707106781186547524401 * y);
+}
 
 }  // namespace inplace_abn

@@ -279,6 +279,13 @@ void local_backward(const LocalBackwardArgs<scalar_t>& args) {
   template void backward_reduce(const BackwardReduceArgs<scalar_t>&); \
   template void backward(const BackwardArgs<scalar_t>&);              \
   template void local_backward(const LocalBackwardArgs<scalar_t>&);
-INPLACE_ABN_FOR_ALL_TYPES(INSTANTIATE)
+// This file takes longest to compile, so half of it is compiled beside it, by backward_16_bits.cpp.
+#if defined(INPLACE_ABN_16_BITS)
+INSTANTIATE(c10::BFloat16)
+INSTANTIATE(c10::Half)
+#else
+INSTANTIATE(double)
+INSTANTIATE(float)
+#endif
 
 }  // namespace inplace_abn::cpu
