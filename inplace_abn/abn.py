@@ -110,7 +110,8 @@ class ABN(ActivatedNorm):
         affine: whether there are a ``weight`` (initially 1) and a ``bias`` (initially 0). Either may be set to None.
         track_running_stats: whether there are ``running_mean``, ``running_var`` and ``num_batches_tracked``; without
             them evaluation uses the batch's statistics too.
-        activation: "identity" (or "none"), "leaky_relu", "elu", "relu", "silu", "hardswish".
+        activation: "identity" (or "none"), "leaky_relu", "elu", "relu", "silu", "hardswish",
+            "gelu", "gelu_tanh", "mish".
         activation_param: slope of leaky_relu (>= 0; zero means relu), alpha of elu (> 0).
         device, dtype: of parameters and running statistics.
 

@@ -1,15 +1,15 @@
 """The table of activations: everything that Python knows about each. Their inverses are in
-``include/inplace_abn/activation.h``."""
+``include/inplace_abn/activation.h``, and for compilers in ``inverses.py``."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class Activation(NamedTuple):
@@ -23,6 +23,18 @@ class Activation(NamedTuple):
     """Where the gradient is zero whatever arrives, infinity and NaN included."""
     special: tuple[float, ...] = ()
     """The y next to which z tells little of y, or of the slope: minima, and jumps of the slope."""
+    zeros: Literal["", "negative", "positive"] = ""
+    """The sign of what is zero out of place and a tiny number in training."""
+    costly: bool = False
+    """Whether its inverse takes longer than storing what it gave: as ``is_costly`` of ``node.cpp``."""
+    op: str = ""
+    """The name of torch's op."""
+    approximate: str = ""
+    """That op's argument of this name."""
+    module: Callable[[float], nn.Module] | None = None
+    """torch's module, of the parameter."""
+    params: tuple[float, ...] = (0.0,)
+    """The parameters that models have most often."""
 
 
 def _leaky_relu(y: Tensor, param: float, inplace: bool) -> Tensor:
@@ -34,32 +46,122 @@ def _silu_slope(y: Tensor, param: float) -> Tensor:
     return sigmoid * (1 + y * (1 - sigmoid))
 
 
+TANH_SCALE, TANH_CUBIC = math.sqrt(8 / math.pi), 0.044715
+"""Of gelu_tanh, which is y * sigmoid(scale * (y + cubic * y^3))."""
+
+
+def _gelu_slope(y: Tensor, param: float) -> Tensor:
+    return 0.5 * torch.erfc(-math.sqrt(0.5) * y) + y * torch.exp(-0.5 * y * y) / math.sqrt(2 * math.pi)
+
+
+def _gelu_tanh_slope(y: Tensor, param: float) -> Tensor:
+    scale, cubic = TANH_SCALE, TANH_SCALE * TANH_CUBIC
+    sigmoid = torch.sigmoid(y * (scale + cubic * y * y))
+    return sigmoid * (1 + y * (1 - sigmoid) * (scale + 3 * cubic * y * y))
+
+
+def _mish_slope(y: Tensor, param: float) -> Tensor:
+    tanh = torch.tanh(F.softplus(y))
+    return tanh + y * (1 - tanh) * (1 + tanh) * torch.sigmoid(y)
+
+
+def _gelu(approximate: str) -> Callable[[Tensor, float, bool], Tensor]:
+    def apply(y: Tensor, _: float, inplace: bool) -> Tensor:
+        return torch.ops.aten.gelu_(y, approximate=approximate) if inplace else F.gelu(y, approximate=approximate)
+
+    return apply
+
+
 def _not_positive(y: Tensor) -> Tensor:
     return y <= 0
 
 
 ACTIVATIONS: dict[str, Activation] = {
     "identity": Activation(0, lambda y, _, __: y, lambda y, _: torch.ones_like(y)),
-    "leaky_relu": Activation(1, _leaky_relu, lambda y, param: torch.where(y > 0, torch.ones_like(y), param)),
+    "leaky_relu": Activation(
+        1,
+        _leaky_relu,
+        lambda y, param: torch.where(y > 0, torch.ones_like(y), param),
+        op="leaky_relu",
+        module=lambda param: nn.LeakyReLU(param),
+        params=(0.01,),
+    ),
     "elu": Activation(
         2,
         lambda y, param, inplace: F.elu(y, param, inplace),
         lambda y, param: torch.where(y > 0, 1.0, param * torch.exp(torch.clamp_max(y, 0))),
+        costly=True,
+        op="elu",
+        module=lambda param: nn.ELU(param),
+        params=(1.0,),
     ),
     "relu": Activation(
-        3, lambda y, _, inplace: F.relu(y, inplace), lambda y, _: torch.ones_like(y), dead=_not_positive
+        3,
+        lambda y, _, inplace: F.relu(y, inplace),
+        lambda y, _: torch.ones_like(y),
+        dead=_not_positive,
+        zeros="negative",
+        op="relu",
+        module=lambda _: nn.ReLU(),
     ),
-    "silu": Activation(4, lambda y, _, inplace: F.silu(y, inplace), _silu_slope, special=(-1.278464542761074,)),
+    "silu": Activation(
+        4,
+        lambda y, _, inplace: F.silu(y, inplace),
+        _silu_slope,
+        special=(-1.278464542761074,),
+        costly=True,
+        op="silu",
+        module=lambda _: nn.SiLU(),
+    ),
     "hardswish": Activation(
         5,
         lambda y, _, inplace: F.hardswish(y, inplace),
         lambda y, _: torch.where(y < 3, (2 * y + 3) / 6, 1.0),
         dead=lambda y: y <= -3,
         special=(-1.5, 3.0),
+        zeros="positive",
+        costly=True,
+        op="hardswish",
+        module=lambda _: nn.Hardswish(),
+    ),
+    "gelu": Activation(
+        6,
+        _gelu("none"),
+        _gelu_slope,
+        special=(-0.7517915246935645,),
+        zeros="positive",
+        costly=True,
+        op="gelu",
+        approximate="none",
+        module=lambda _: nn.GELU(),
+    ),
+    "gelu_tanh": Activation(
+        7,
+        _gelu("tanh"),
+        _gelu_tanh_slope,
+        special=(-0.7524614220710163,),
+        zeros="positive",
+        costly=True,
+        op="gelu",
+        approximate="tanh",
+        module=lambda _: nn.GELU("tanh"),
+    ),
+    "mish": Activation(
+        8,
+        lambda y, _, inplace: F.mish(y, inplace),
+        _mish_slope,
+        special=(-1.192431214515495,),
+        costly=True,
+        op="mish",
+        module=lambda _: nn.Mish(),
     ),
 }
 ACTIVATIONS["none"] = ACTIVATIONS["identity"]
 
+TYPICAL = [(name, param) for name, entry in ACTIVATIONS.items() for param in entry.params if name != "none"]
+"""All activations, with the parameters that models have most often."""
+
+_OPS = {(entry.op, entry.approximate): name for name, entry in ACTIVATIONS.items() if entry.op}
 _NAMES = {activation.code: name for name, activation in ACTIVATIONS.items() if name != "none"}
 
 
@@ -69,6 +171,11 @@ def find(activation: str) -> Activation:
     if found is None:
         raise ValueError(f"inplace_abn: expected activation to be one of {sorted(ACTIVATIONS)}, got {activation!r}")
     return found
+
+
+def taken_over(op: str, approximate: str = "") -> str | None:
+    """The activation that torch's op of this name is, given this argument."""
+    return _OPS.get((op, approximate))
 
 
 def name_of(code: int) -> str:
@@ -99,8 +206,24 @@ def activation_backward(y: Tensor, dz: Tensor, activation: str, param: float) ->
 
 def exactly(y: Tensor, activation: str, param: float) -> Tensor:
     """act(y) to y's precision: torch's kernel of hardswish for CUDA multiplies doubles by a sixth of float's precision,
-    too."""
-    return y * (y + 3).clamp(0, 6) / 6 if activation == "hardswish" else activate(y, activation, param)
+    too, and its gelu loses its tail to 1 + erf and 1 + tanh."""
+    if activation == "hardswish":
+        return y * (y + 3).clamp(0, 6) / 6
+    if activation == "gelu":
+        return 0.5 * y * torch.erfc(-math.sqrt(0.5) * y)
+    if activation == "gelu_tanh":
+        return y * torch.sigmoid(y * (TANH_SCALE + TANH_SCALE * TANH_CUBIC * y * y))
+    return activate(y, activation, param)
+
+
+def native(activation: str, param: float, inplace: bool = False) -> nn.Module:
+    """torch's module, with ``inplace`` in place where that saves memory: others would keep a copy of what they
+    overwrite."""
+    entry = find(activation)
+    module = nn.Identity() if entry.module is None else entry.module(param)
+    if "inplace" in module.__dict__:
+        module.__dict__["inplace"] = inplace and not entry.special
+    return module
 
 
 def is_relu(activation: str, param: float) -> bool:

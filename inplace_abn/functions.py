@@ -70,7 +70,8 @@ def inplace_abn(
         momentum: share of the new statistics in the running ones; a float64 tensor of one value on x's device where
             it is only known there.
         eps: added to the variance, and the least that scales. Positive.
-        activation: "identity" (or "none"), "leaky_relu", "elu", "relu", "silu", "hardswish".
+        activation: "identity" (or "none"), "leaky_relu", "elu", "relu", "silu", "hardswish",
+            "gelu", "gelu_tanh", "mish".
         activation_param: slope of leaky_relu (>= 0; zero means relu), alpha of elu (> 0).
         signed_weight: scale by the weight itself, sign kept and at least ``eps`` in magnitude, as a standard
             BatchNorm's weight needs it, instead of by ``|weight| + eps``.

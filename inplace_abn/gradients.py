@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from inplace_abn import _torch, distributed, ops, reference
+from inplace_abn.activations import find
 from inplace_abn.settings import Settings
 
 
@@ -63,7 +64,6 @@ def _local(need: Needed, saved: Saved, dz: Tensor, own_z: bool, own_dz: bool, se
     dresidual, dx = activation_sized(need.residual), activation_sized(need.x)
     dweight = torch.empty_like(weight) if weight is not None and need.weight else None
     dbias = torch.empty_like(bias) if bias is not None and need.bias else None
-    costly_inverse = settings.activation == "silu"
     ops.run(
         ops.local_backward,
         [t for t in (dx, dweight, dbias, dresidual) if t is not None],
@@ -80,7 +80,7 @@ def _local(need: Needed, saved: Saved, dz: Tensor, own_z: bool, own_dz: bool, se
         dweight=dweight,
         dbias=dbias,
         dresidual=dresidual,
-        xhat=z if costly_inverse and own_z and own_dz and need.x else None,
+        xhat=z if find(settings.activation).costly and own_z and own_dz and need.x else None,
     )
     return Gradients(dx, dweight, dbias, dresidual)
 

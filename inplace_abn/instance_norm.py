@@ -120,7 +120,8 @@ class InPlaceInstanceNorm(guard.Guarded, ActivatedNorm):
         affine: whether there are a ``weight`` (initially 1) and a ``bias`` (initially 0). Either may be set to None.
         track_running_stats: whether there are ``running_mean`` and ``running_var``, which evaluation uses;
             without them it uses the sample's statistics too.
-        activation: "identity" (or "none"), "leaky_relu", "elu", "relu", "silu", "hardswish".
+        activation: "identity" (or "none"), "leaky_relu", "elu", "relu", "silu", "hardswish",
+            "gelu", "gelu_tanh", "mish".
         activation_param: slope of leaky_relu (>= 0; zero means relu), alpha of elu (> 0).
         keep_input: write the result to new memory, and leave the input as it is; it is not kept for backward.
         guard_interval: optimizer steps between two looks at whether the output tells the input; 0 for none at all.

@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inplace_abn import inplace_abn, ops, recovery, reference
-from inplace_abn.activations import activate, find
+from inplace_abn.activations import TYPICAL, activate, find
 from inplace_abn.figures import THRESHOLDS
 from inplace_abn.settings import Settings
 
-ACTIVATIONS = {"identity": 0.0, "leaky_relu": 0.01, "elu": 1.0, "relu": 0.0, "silu": 0.0, "hardswish": 0.0}
+ACTIVATIONS = dict(TYPICAL)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHAPE = (32, 4, 32, 32)
 """As many values as the guard looks at."""

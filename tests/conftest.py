@@ -59,14 +59,14 @@ def pytest_generate_tests(metafunc):
         emulation = [EMULATION] if metafunc.module.__name__.split(".")[-1] in EMULATED else []
         metafunc.parametrize("device", [*DEVICES, *emulation], indirect=True)
     if metafunc.module.__name__.split(".")[-1] in BOTH_NODES:
-        metafunc.fixturenames.append("node")
         compiled = ["C++ node"] if functions._node is not None else []
         metafunc.parametrize("node", [*compiled, "Python node"], indirect=True)
 
 
-@pytest.fixture
+# Of all tests, because pytest sets up none that is only added to a test's names.
+@pytest.fixture(autouse=True)
 def node(request, monkeypatch):
-    if request.param == "Python node":
+    if getattr(request, "param", "") == "Python node":
         monkeypatch.setattr(functions, "_node", None)
 
 

@@ -9,10 +9,19 @@
 #include <cstring>
 #include <type_traits>
 
+#include "inplace_abn/fits.h"
+
 #if defined(__CUDACC__)
 #define INPLACE_ABN_INLINE __host__ __device__ __forceinline__
 #else
 #define INPLACE_ABN_INLINE inline __attribute__((always_inline))
+#endif
+
+// A loop that is kept as one: what it repeats is long.
+#if defined(__CUDACC__)
+#define INPLACE_ABN_ROLLED _Pragma("unroll 1")
+#else
+#define INPLACE_ABN_ROLLED
 #endif
 
 namespace inplace_abn {
@@ -149,5 +158,22 @@ INPLACE_ABN_INLINE opmath_t log1p_nonpositive(opmath_t x) {
 }
 
 #undef INPLACE_ABN_MATH
+
+// Of the standard normal distribution; y >= -13. For a float by exp(-x * x / 2) * P(|x|) / Q(|x|), on the right of zero
+// what is missing to 1.
+INPLACE_ABN_INLINE float normal_mass_below(float y) {
+  constexpr float furthest = 13;
+  const float magnitude = std::abs(y), x = magnitude > furthest ? furthest : magnitude, x2 = x * x, x4 = x2 * x2;
+  using Tail = fits::NormalTail;
+  constexpr float p0 = Tail::p[0], p1 = Tail::p[1], p2 = Tail::p[2], p3 = Tail::p[3], p4 = Tail::p[4], p5 = Tail::p[5];
+  constexpr float q0 = Tail::q[0], q1 = Tail::q[1], q2 = Tail::q[2], q3 = Tail::q[3], q4 = Tail::q[4], q5 = Tail::q[5];
+  const float numerator = (p0 + x * p1) + x2 * (p2 + x * p3) + x4 * (p4 + x * p5);
+  const float denominator = (q0 + x * q1) + x2 * (q2 + x * q3) + x4 * (q4 + x * q5);
+  const float tail = exp_bounded(-0.5f * x2) * numerator / denominator;
+  return y < 0 ? tail : 1 - tail;
+}
+INPLACE_ABN_INLINE double normal_mass_below(double y) {
+  return 0.5 * std::erfc(-0.707106781186547524401 * y);
+}
 
 }  // namespace inplace_abn

@@ -4,11 +4,13 @@ than once, and what compilers fuse they compute as often as it is read. The comm
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from inplace_abn import ops
-from inplace_abn.activations import find, is_relu, relu_slope
+from inplace_abn.activations import TANH_CUBIC, TANH_SCALE, find, is_relu, relu_slope
 
 _library = torch.library.Library("inplace_abn", "FRAGMENT")
 # Elements are taken where they lie. Without the tag compilers would copy z into the strides that it had before they
@@ -30,7 +32,6 @@ def _like(z: Tensor, activation: str, param: float) -> Tensor:
 _library.impl("untagged", _by_kernels, "CompositeExplicitAutograd")
 torch.library.register_fake("inplace_abn::untagged", _like, lib=_library)
 
-_SILU_Y_MIN = -1.278464542761073795109
 _BITS = {
     torch.float64: torch.int64,
     torch.float32: torch.int32,
@@ -54,22 +55,22 @@ def tagged(y: Tensor, activation: str, param: float, dtype: torch.dtype) -> Tens
         return torch.where(y > 0, y, -(y * param).abs()).to(dtype)
     if activation == "elu":
         return torch.where(y > 0, y, -(param * torch.expm1(y.clamp_max(0))).abs()).to(dtype)
-    if activation == "silu":
-        z = (y * torch.sigmoid(y)).to(dtype)
-        return _with_low_bit(z, y < 0, y < _SILU_Y_MIN)
     if activation == "hardswish":
-        threshold = _hardswish_tagged(dtype)
         parabola = y * (torch.where(y < 3, y + 3, 6.0) / 6)
-        flat = (y * -relu_slope(dtype)).clamp_max(threshold / 2)
-        value = torch.where(y <= -3, flat, parabola)
-        return _with_low_bit(value.to(dtype), (y < 0) | (value < threshold), y < -1.5)
+        return _with_flat(torch.where(y <= -3, _flat(y, dtype), parabola), y, activation, dtype)
+    if activation in ("silu", "mish"):
+        return _with_low_bit((y * _gate(y, activation)).to(dtype), y < 0, y < find(activation).special[0])
+    if activation in ("gelu", "gelu_tanh"):
+        flat_below = -4.5 if dtype == torch.float16 else -12.0 if activation == "gelu" else -9.0
+        curved = y * _gate(y.clamp_min(flat_below), activation)
+        return _with_flat(torch.where(y < flat_below, _flat(y, dtype), curved), y, activation, dtype)
     assert activation in ("identity", "none"), activation
     return y.to(dtype)
 
 
 def untagged(z: Tensor, activation: str, param: float) -> Tensor:
     """y of what `tagged` returned, in the dtype of the arithmetic."""
-    if activation in ("elu", "silu", "hardswish"):
+    if find(activation).costly:
         y: Tensor = UNTAGGED(z, activation, param)
         return y
     value = z.to(torch.promote_types(z.dtype, torch.float32))
@@ -87,6 +88,27 @@ def _with_low_bit(z: Tensor, where: Tensor, bit: Tensor) -> Tensor:
     return torch.where(where, ((z.view(bits) & ~1) | bit.to(bits)).view(z.dtype), z)
 
 
-def _hardswish_tagged(dtype: torch.dtype) -> float:
+def _gate(y: Tensor, activation: str) -> Tensor:
+    """z / y."""
+    if activation == "gelu":
+        return 0.5 * torch.erfc(-math.sqrt(0.5) * y)
+    if activation == "mish":
+        e = torch.exp(y.clamp_max(20))
+        n = e * (e + 2)
+        return n / (n + 2)
+    return torch.sigmoid(y if activation == "silu" else y * (TANH_SCALE + TANH_SCALE * TANH_CUBIC * y * y))
+
+
+def _flat(y: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is zero to the next layer."""
+    return (y * -relu_slope(dtype)).clamp_max(_flat_tagged(dtype) / 2)
+
+
+def _with_flat(value: Tensor, y: Tensor, activation: str, dtype: torch.dtype) -> Tensor:
+    tagged_below = y < find(activation).special[0]
+    return _with_low_bit(value.to(dtype), (y < 0) | (value < _flat_tagged(dtype)), tagged_below)
+
+
+def _flat_tagged(dtype: torch.dtype) -> float:
     """Positive values below it carry the bit."""
     return 0.5 if dtype == torch.float16 else 2.0**-8

@@ -13,11 +13,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from inplace_abn import _torch
 from inplace_abn._torch import decompositions, is_backward
-from inplace_abn.activations import activate
+from inplace_abn.activations import TYPICAL, activate
 
 _PARAM = 0.40234375
 """Stands for leaky_relu's slope and elu's alpha. A number that no activation has, which 16 bits can hold."""
-_SPELLINGS = [("relu", 0.0), ("leaky_relu", _PARAM), ("elu", _PARAM), ("elu", 1.0), ("silu", 0.0), ("hardswish", 0.0)]
+_SPELLINGS = [
+    *(("leaky_relu", _PARAM), ("elu", _PARAM), ("elu", 1.0)),
+    *(what for what in TYPICAL if what[0] not in ("identity", "leaky_relu", "elu")),
+]
 
 
 class Activated(NamedTuple):

@@ -19,18 +19,11 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from inplace_abn import _torch, guard, recovery
+from inplace_abn.activations import TYPICAL
 from inplace_abn.compiling import joint
 from inplace_abn.compiling.spelled import spelled_as
 from inplace_abn.figures import HYSTERESIS, THRESHOLDS, Threshold
 
-_CANDIDATES = [
-    ("identity", 0.0),
-    ("relu", 0.0),
-    ("leaky_relu", 0.01),
-    ("elu", 1.0),
-    ("silu", 0.0),
-    ("hardswish", 0.0),
-]
 _CHANNELS = 32
 """That are looked at of a layer, at most."""
 _RESIDUAL = 4.0
@@ -52,7 +45,7 @@ def predicted(module: Any, dtype: torch.dtype) -> str:
     Empty if there is none."""
     answers, key = _answers.setdefault(module, {}), (module._revision, dtype)
     if key not in answers:
-        answers[key] = _tolerated(module, dtype, _CANDIDATES, None)
+        answers[key] = _tolerated(module, dtype, TYPICAL, None)
     return _told(answers[key]) if answers[key] else ""
 
 
@@ -76,7 +69,7 @@ def _review(*_: Any) -> None:
         if interval == 0 or guard.generation % interval:
             continue
         now = {
-            dtype: _tolerated(module, dtype, _CANDIDATES, before)
+            dtype: _tolerated(module, dtype, TYPICAL, before)
             for (revision, dtype), before in answers.items()
             if revision == module._revision
         }

@@ -19,6 +19,7 @@ from torch.nn.utils import parametrize
 
 from inplace_abn import reference
 from inplace_abn.abn import InPlaceABN, InPlaceABNSync
+from inplace_abn.activations import find
 from inplace_abn.conversion import norms
 from inplace_abn.conversion.analysis import analyze, unfit_reasons
 from inplace_abn.conversion.plan import Plan, readable
@@ -238,14 +239,8 @@ def _check_scale(name: str, module: InPlaceABN | InPlaceInstanceNorm) -> None:
 
 
 def _standard(module: InPlaceABN | InPlaceInstanceNorm, kind: type[nn.Module]) -> nn.Module:
-    activation, param = module.activation, module.activation_param
-    activations: dict[str, Any] = {
-        "relu": nn.ReLU,
-        "silu": nn.SiLU,
-        "hardswish": nn.Hardswish,
-        "leaky_relu": lambda: nn.LeakyReLU(param),
-        "elu": lambda: nn.ELU(param),
-    }
+    activation = find(module.activation).module
+    param = module.activation_param
     if "weight" in module._parameters and module.weight is not None:
         with torch.no_grad():
             module.weight.copy_(reference.gamma(module.weight, module.eps, module.signed_weight))
@@ -254,11 +249,11 @@ def _standard(module: InPlaceABN | InPlaceInstanceNorm, kind: type[nn.Module]) -
     strip(norm)
     for name in ("activation", "activation_param", "signed_weight", "keep_input", "group"):
         norm.__dict__.pop(name, None)
-    if activation not in activations:
+    if activation is None:
         return norm
     both = NormActivation()
     both.add_module("norm", norm)
-    both.add_module("activation", activations[activation]())
+    both.add_module("activation", activation(param))
     return both.train(module.training)
 
 

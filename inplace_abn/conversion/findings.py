@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from inplace_abn.activations import taken_over
 from inplace_abn.conversion import tags
 from inplace_abn.conversion.recording import Call, Op, Recording, Seen, Watch
 
@@ -282,10 +283,11 @@ def _activation_after(recording: Recording, y: Seen, op: int) -> Activation | No
 def _known_activation(op: Op) -> tuple[str, float] | None:
     name = op.name.removesuffix("_")
     values = op.values
-    if name in ("relu", "silu", "hardswish"):
-        return name, 0.01
     if name == "leaky_relu" and 0 <= values["negative_slope"] < math.inf:
         return name, float(values["negative_slope"])
     if name == "elu" and values["alpha"] > 0 and values["scale"] == values["input_scale"] == 1:
         return name, float(values["alpha"])
-    return None
+    if name in ("leaky_relu", "elu"):
+        return None
+    found = taken_over(name, values.get("approximate", ""))
+    return None if found is None else (found, 0.01)

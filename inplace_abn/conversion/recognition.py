@@ -4,7 +4,7 @@ anything else."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inplace_abn import _torch
+from inplace_abn.activations import ACTIVATIONS, taken_over
 
 
 class Activating(NamedTuple):
@@ -91,17 +92,37 @@ def _dropping(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Passing | Non
 
 
 _aten, _nn = torch.ops.aten, _torch.nn_functions
+_CURVED = sorted(
+    entry.op for entry in ACTIVATIONS.values() if entry.op not in ("", "relu", "leaky_relu", "elu", "gelu")
+)
+"""Ops that take nothing but the tensor, and whose function can be told to work in place."""
+
+
+def _curved(op: str) -> Iterator[tuple[Reading, tuple[Any, ...]]]:
+    name = taken_over(op)
+    assert name is not None
+    yield _activating(name, "inplace"), (getattr(F, op),)
+    for in_place in (False, True):
+        functions = [getattr(namespace, op + "_" * in_place) for namespace in (_nn, _aten)]
+        yield _activating(name, in_place=in_place), (*functions, functions[1].default)
+
+
+def _gelu(in_place: bool) -> Reading:
+    def read(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Activating | None:
+        given = _given(("input",), args, {k: v for k, v in kwargs.items() if k != "approximate"})
+        name = taken_over("gelu", kwargs.get("approximate", "none"))
+        return None if given is None or name is None else Activating(given["input"], name, 0.01, in_place)
+
+    return read
+
 
 _SPELLINGS: list[tuple[Reading, tuple[Any, ...]]] = [
     (_activating("relu", "inplace"), (F.relu,)),
     (_activating("relu"), (torch.relu, Tensor.relu, _aten.relu, _aten.relu.default)),
     (_activating("relu", in_place=True), (torch.relu_, Tensor.relu_, _aten.relu_, _aten.relu_.default)),
-    (_activating("silu", "inplace"), (F.silu,)),
-    (_activating("silu"), (_nn.silu, _aten.silu, _aten.silu.default)),
-    (_activating("silu", in_place=True), (_nn.silu_, _aten.silu_, _aten.silu_.default)),
-    (_activating("hardswish", "inplace"), (F.hardswish,)),
-    (_activating("hardswish"), (_nn.hardswish, _aten.hardswish, _aten.hardswish.default)),
-    (_activating("hardswish", in_place=True), (_nn.hardswish_, _aten.hardswish_, _aten.hardswish_.default)),
+    *(spelling for op in _CURVED for spelling in _curved(op)),
+    (_gelu(False), (F.gelu, _nn.gelu, _aten.gelu, _aten.gelu.default)),
+    (_gelu(True), (_aten.gelu_, _aten.gelu_.default)),
     (_activating("leaky_relu", "negative_slope", "inplace"), (F.leaky_relu,)),
     (_activating("leaky_relu", "negative_slope"), (_nn.leaky_relu, _aten.leaky_relu, _aten.leaky_relu.default)),
     (

@@ -1,16 +1,19 @@
-"""Who would notice that relu's and hardswish's zeros are tiny numbers in training.
+"""Who would notice that relu's, hardswish's and gelu's zeros are tiny numbers in training.
 
-In place a relu's zero is a negative number next to zero, and the zero of hardswish's flat part a positive one, because
-backward reads from it what was activated. A calculation does not see this, but a comparison with zero does, and so do
-roots, roundings and whatever orders values. Tags go along through all ops that make zeros of zeros.
+In place a relu's zero is a negative number next to zero, and the zero of hardswish's flat part, or of gelu's tail, a
+positive one, because backward reads from it what was activated. A calculation does not see this, but a comparison with
+zero does, and so do roots, roundings and whatever orders values. Tags go along through all ops that make zeros of
+zeros.
 
-The last bit of a silu is no more than a rounding, which batch normalisation computed in another order has as well.
+The last bit of a silu or mish is no more than a rounding, which batch normalisation computed in another order has as
+well.
 """
 
 from __future__ import annotations
 
 import torch
 
+from inplace_abn.activations import find, is_relu
 from inplace_abn.conversion.recording import Op, Recording, Seen
 
 _NEGATIVE = frozenset({"eq", "ne", "ge", "lt"})
@@ -72,13 +75,12 @@ def readers(recording: Recording, z: int, op: int, activation: str, param: float
     Returns:
         Reasons in words; empty if there is no reader, or if the activation has no such zeros.
     """
-    if activation == "relu" or (activation == "leaky_relu" and param == 0):
-        what = "its relu's zeros are tiny negative numbers in training"
-    elif activation == "hardswish":
-        what = "its hardswish's zeros are tiny positive numbers in training"
-    else:
+    name = "relu" if is_relu(activation, param) else activation
+    sign = find(name).zeros
+    if not sign:
         return []
-    comparisons = _POSITIVE if activation == "hardswish" else _NEGATIVE
+    what = f"its {name}'s zeros are tiny {sign} numbers in training"
+    comparisons = _POSITIVE if sign == "positive" else _NEGATIVE
     tagged = {z}
     chosen: dict[int, Op] = {}
     found = []

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from inplace_abn.abn import ActivatedNorm
+from inplace_abn.activations import find
 from inplace_abn.conversion import norms
 from inplace_abn.conversion.preservation import preserved
 from inplace_abn.example import Example, examples_of, tensors_in
 
-_EXACT = ("identity", "none", "relu", "leaky_relu", "elu")
 _TOLERANCE = 1e-9
-# Next to the minimum of silu and hardswish a rounding of z moves y by its square root.
+# Next to the minimum of an activation a rounding of z moves y by its square root.
 _TOLERANCE_AT_MINIMA = 1e-6
 # In place rounds otherwise in each layer, forward and backward, and in each more than once.
 _ROUNDINGS = 16
@@ -115,9 +115,9 @@ def verify(
         converted: made from a copy of it, with the same parameters.
         example: arguments of the forward pass, or several `Example`, each with the arguments of a call, of which each
             error is the largest. Floating-point tensors become float64.
-        tolerance: relative error that is accepted of every tensor. None: 1e-9, or 1e-6 if there is a silu or hardswish,
-            and what the original's own sensitivity explains. An argument of the model that has this name is given
-            within an `Example`.
+        tolerance: relative error that is accepted of every tensor. None: 1e-9, or 1e-6 if there is an activation with
+            a minimum, and what the original's own sensitivity explains. An argument of the model that has this name is
+            given within an `Example`.
         kwargs: keyword arguments of the forward pass.
 
     Returns:
@@ -135,7 +135,7 @@ def verify(
     actual = [_run(converted, e) for e in examples]
     if tolerance is None:
         activations = set[str]().union(*(run.activations for run in actual))
-        tolerance = _TOLERANCE if activations <= set(_EXACT) else _TOLERANCE_AT_MINIMA
+        tolerance = _TOLERANCE_AT_MINIMA if any(find(name).special for name in activations) else _TOLERANCE
     expected = [_run(model, e) for e in examples]
     pairs = list(zip(examples, expected, strict=True))
     result = _united([_compared(a, run, tolerance) for a, run in zip(actual, expected, strict=True)])

@@ -13,8 +13,8 @@ from benchmark.cases import Case
 from benchmark.notes import reason
 from benchmark.timing import Iteration, floor_iteration, module_iteration, with_threads
 from inplace_abn import InPlaceABN
+from inplace_abn.activations import TYPICAL, native
 
-SLOPE = 0.01
 OURS, EAGER, NO_CUDNN, COMPILE = "in-place", "eager", "eager-no-cudnn", "compile"
 CHECKPOINT, PEER, FLOOR = "checkpoint", "peer", "floor"
 CONTENDERS = {
@@ -27,24 +27,16 @@ CONTENDERS = {
     FLOOR: "forward x.sum(); x.mul_(s), backward x.sum(); g.sum(); g.add_(x)",
 }
 
-ACTIVATIONS: dict[str, Callable[[bool], nn.Module]] = {
-    "relu": nn.ReLU,
-    "leaky_relu": lambda inplace: nn.LeakyReLU(SLOPE, inplace),
-    "elu": lambda inplace: nn.ELU(inplace=inplace),
-    "silu": lambda _: nn.SiLU(),
-    "hardswish": lambda _: nn.Hardswish(),
-    "identity": lambda _: nn.Identity(),
-}
+ACTIVATIONS = dict(TYPICAL)
 Apply = Callable[[Tensor], Tensor]
 
 
 class NativeNorm(nn.BatchNorm2d):
-    """torch's BatchNorm2d and activation; with ``inplace`` in place where that saves memory: silu and hardswish would
-    keep a copy of what they overwrite."""
+    """torch's BatchNorm2d and activation; with ``inplace`` in place where that saves memory."""
 
     def __init__(self, channels: int, activation: str, inplace: bool = True) -> None:
         super().__init__(channels)
-        self.activate = ACTIVATIONS[activation](inplace)
+        self.activate = native(activation, ACTIVATIONS[activation], inplace)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.activate(super().forward(x))
@@ -52,7 +44,7 @@ class NativeNorm(nn.BatchNorm2d):
 
 def in_place_norm(channels: int, activation: str) -> nn.Module:
     """With the weights of torch's BatchNorm."""
-    param = SLOPE if activation == "leaky_relu" else 1.0
+    param = ACTIVATIONS[activation]
     return InPlaceABN(channels, activation=activation, activation_param=param, signed_weight=True)
 
 

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 import zoo
 from torch import Tensor, nn
 
-from benchmark.contenders import SLOPE
+from benchmark.contenders import ACTIVATIONS
 
 RELU = partial(nn.ReLU, inplace=True)
-LEAKY_RELU = partial(nn.LeakyReLU, SLOPE, inplace=True)
+LEAKY_RELU = partial(nn.LeakyReLU, ACTIVATIONS["leaky_relu"], inplace=True)
 # In place, torch's SiLU keeps a copy of what it overwrites.
 SILU = nn.SiLU
 Activation = Callable[[], nn.Module]

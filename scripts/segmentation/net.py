@@ -7,25 +7,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import inplace_abn
+from inplace_abn.activations import TYPICAL, native
 
 NORMS = ("native", "inplace", "inplace-sync")
-ACTIVATION_PARAMS = {"leaky_relu": 0.01, "elu": 1.0, "relu": 0.0, "silu": 0.0, "hardswish": 0.0, "identity": 0.0}
+ACTIVATION_PARAMS = dict(TYPICAL)
 """The activations to choose from, with the default of `--activation-param` for each."""
 
 NormFactory = Callable[[int], nn.Module]
-
-
-def make_activation(name: str, param: float) -> nn.Module:
-    """The PyTorch module of an activation in `ACTIVATION_PARAMS`, in place where that saves memory."""
-    makers: dict[str, Callable[[], nn.Module]] = {
-        "leaky_relu": lambda: nn.LeakyReLU(param, inplace=True),
-        "elu": lambda: nn.ELU(param, inplace=True),
-        "relu": lambda: nn.ReLU(inplace=True),
-        "silu": nn.SiLU,
-        "hardswish": nn.Hardswish,
-        "identity": nn.Identity,
-    }
-    return makers[name]()
 
 
 class NativeABN(nn.BatchNorm2d):
@@ -33,7 +21,7 @@ class NativeABN(nn.BatchNorm2d):
 
     def __init__(self, channels: int, activation: str, param: float) -> None:
         super().__init__(channels)
-        self.activation = make_activation(activation, param)
+        self.activation = native(activation, param, inplace=True)
 
     def forward(self, input: Tensor) -> Tensor:
         return self.activation(super().forward(input))

@@ -11,6 +11,8 @@
 #include <array>
 #include <initializer_list>
 #include <optional>
+#include <string>
+#include <string_view>
 #include <tuple>
 #include <utility>
 
@@ -106,22 +108,44 @@ void check_output(const char* op, const char* name, const Tensor& output, const 
   for (const Tensor* input : inputs) check_overlap(op, name, output, *input, true);
 }
 
-// silu without its stolen bit is torch's own, bit for bit, so it is left to torch: the kernel stops at y.
+// Without tags the result of an activation that has an op in `torchs_own` is to be torch's, bit for bit, so it is left
+// to torch: the kernel stops at y.
 struct KernelActivation {
   KernelActivation(int64_t activation, double param, bool invertible)
-      : then_silu(!invertible && static_cast<Activation>(activation) == Activation::silu),
-        args{then_silu ? Activation::identity : static_cast<Activation>(activation), param} {}
+      : torchs(invertible ? nullptr : torchs_own(static_cast<Activation>(activation))),
+        args{torchs != nullptr ? Activation::identity : static_cast<Activation>(activation), param},
+        approximate(static_cast<Activation>(activation) == Activation::gelu_tanh ? "tanh" : "none") {}
 
   void finish(const Tensor& x) const {
-    if (!then_silu) return;
-    std::array<StableIValue, 1> stack{torch::stable::detail::from(x)};
-    TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::silu_", "", stack.data(), TORCH_ABI_VERSION));
+    if (torchs == nullptr) return;
+    // Gelu alone takes a second argument.
+    std::array<StableIValue, 2> stack{torch::stable::detail::from(x)};
+    if (std::string_view(torchs) == "aten::gelu_") stack[1] = torch::stable::detail::from(std::string(approximate));
+    TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(torchs, "", stack.data(), TORCH_ABI_VERSION));
     // The result is a new handle of x.
     torch::stable::detail::to<Tensor>(stack[0]);
   }
 
-  bool then_silu;
+  const char* torchs;
   ActivationArgs args;
+  const char* approximate;
+
+ private:
+  static const char* torchs_own(Activation activation) {
+    switch (activation) {
+      case Activation::silu:
+        return "aten::silu_";
+      case Activation::hardswish:
+        return "aten::hardswish_";
+      case Activation::gelu:
+      case Activation::gelu_tanh:
+        return "aten::gelu_";
+      case Activation::mish:
+        return "aten::mish_";
+      default:
+        return nullptr;
+    }
+  }
 };
 
 void check(const Tensor& x, const OptTensor& weight, const OptTensor& bias, const OptTensor& residual,

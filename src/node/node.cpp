@@ -56,7 +56,12 @@ using LocalBackward = void(const Tensor& y_act, const Tensor& dy_act, const Tens
                            const OptTensor& dx, const OptTensor& dweight, const OptTensor& dbias,
                            const OptTensor& dresidual, const OptTensor& xhat);
 
-constexpr int64_t silu = 4;  // its code in activation.h
+// Whether an activation's inverse takes longer than storing what it gave, by its code in activation.h: as `costly` of
+// activations.py.
+bool is_costly(int64_t activation) {
+  constexpr int64_t elu = 2, silu = 4;
+  return activation == elu || activation >= silu;
+}
 
 void bump_version(const OptTensor& t) {
   if (t.has_value() && t->defined() && !t->is_inference()) t->unsafeGetTensorImpl()->bump_version();
@@ -188,7 +193,7 @@ variable_list gradients(const Saved& saved, const Tensor& dz, const Needed& need
   };
   const OptTensor dresidual = activation_sized(need.residual), dx = activation_sized(need.x);
   const OptTensor dweight = per_channel(need.weight, weight), dbias = per_channel(need.bias, bias);
-  const OptTensor xhat = s.activation == silu && own_z && own_dz && need.x ? OptTensor(z) : std::nullopt;
+  const OptTensor xhat = is_costly(s.activation) && own_z && own_dz && need.x ? OptTensor(z) : std::nullopt;
   call<LocalBackward>("inplace_abn::local_backward", z, dz, var, weight, bias, residual, s.eps, s.signed_weight,
                       s.activation, s.activation_param, s.training, s.per_instance, dx, dweight, dbias, dresidual,
                       xhat);

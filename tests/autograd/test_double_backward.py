@@ -12,6 +12,7 @@ from inplace_abn import ABN, InPlaceABN, inplace_abn, reference
 
 SHAPE = (3, 2, 2, 3)
 ACTIVATIONS = [("identity", 0.0), ("leaky_relu", 0.2), ("elu", 1.3), ("relu", 0.0), ("silu", 0.0), ("hardswish", 0.0)]
+ALL_ACTIVATIONS = [*ACTIVATIONS, ("gelu", 0.0), ("gelu_tanh", 0.0), ("mish", 0.0)]
 EPS = 1e-3
 
 
@@ -30,7 +31,7 @@ def call(function, tensors, running, training=True, **options):
 
 @pytest.mark.parametrize("affine", ["both", "weight", "bias", "none"])
 @pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
-@pytest.mark.parametrize(("activation", "param"), ACTIVATIONS)
+@pytest.mark.parametrize(("activation", "param"), ALL_ACTIVATIONS)
 def test_gradgradcheck(activation, param, training, affine, device):
     tensors, running = leaves(device, affine)
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from cases import (
     ACTIVATIONS,
+    ALL_ACTIVATIONS,
     DTYPES,
     LAYOUTS,
     SHAPES,
@@ -117,7 +118,7 @@ def test_weight_and_bias_are_optional_independently(activation, param, layout, t
 @pytest.mark.parametrize("affine", ["both", "weight", "bias", "none"])
 @pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last", "transposed"])
-@pytest.mark.parametrize(("activation", "param"), ACTIVATIONS)
+@pytest.mark.parametrize(("activation", "param"), ALL_ACTIVATIONS)
 def test_gradcheck(activation, param, layout, training, affine, device):
     shape = (3, 2, 2, 3)
     weight, bias, mean, var = parameters(shape[1], torch.float64, device, affine)

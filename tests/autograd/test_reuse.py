@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from inplace_abn import distributed, inplace_abn, inplace_abn_sync
+from inplace_abn.activations import TYPICAL, find
 
 
 def retained(make):
@@ -184,6 +185,24 @@ def test_silu_is_inverted_once_where_both_buffers_are_owned_with_the_same_gradie
     assert ops_run == [("local_backward", True), ("local_backward", False)]
     for ours, others in zip(*results, strict=True):
         assert (ours - others).abs().max() <= allowed * others.abs().max()
+
+
+@pytest.mark.parametrize("activation", [name for name, _ in TYPICAL])
+def test_memory_for_xhat_is_given_where_the_inverse_is_costly(activation, device):
+    a, given = torch.randn(4, 6, 5, 7, device=device, requires_grad=True), []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.namespace == "inplace_abn":
+                given.append((kwargs or {}).get("xhat") is not None)
+            return func(*args, **(kwargs or {}))
+
+    z = inplace_abn(a * 1, None, None, None, None, activation=activation, activation_param=1.0)
+    loss = (z * ramp(z)).sum()
+    del z
+    with Record():
+        loss.backward()
+    assert given == [find(activation).costly]
 
 
 @pytest.mark.parametrize("case", REUSE)

@@ -27,6 +27,9 @@ ACTIVATIONS = {
     "elu": nn.ELU(),
     "silu": nn.SiLU(inplace=True),
     "hardswish": nn.Hardswish(),
+    "gelu": nn.GELU(),
+    "gelu tanh": nn.GELU("tanh"),
+    "mish": nn.Mish(),
     "identity": nn.Identity(),
 }
 PLANE = 4 * 9 * 10

@@ -13,6 +13,7 @@ from torch.fx.experimental.optimization import fuse
 from torch.nn.utils import parametrizations, parametrize, prune
 
 from inplace_abn import InPlaceABN, InPlaceABNSync, analyze, convert, convert_sync, revert, verify
+from inplace_abn.activations import TYPICAL
 from inplace_abn.conversion.norms import InPlaceBatchNorm2d
 
 
@@ -127,7 +128,7 @@ def test_a_reverted_model_is_exported_to_onnx(reverted):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("signed", [False, True])
-@pytest.mark.parametrize("activation", ["relu", "leaky_relu", "elu", "silu", "hardswish", "identity"])
+@pytest.mark.parametrize("activation", [name for name, _ in TYPICAL])
 def test_in_place_modules_that_were_built_as_such_become_batch_norm_and_activation(activation, signed):
     model = nn.Sequential(conv(3, 4), InPlaceABN(4, activation=activation, signed_weight=signed), conv(4, 4)).eval()
     with torch.no_grad():

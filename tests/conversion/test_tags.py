@@ -250,12 +250,13 @@ def test_what_only_calculates_is_no_reason(name):
     assert verify(model, convert(copy.deepcopy(model), x), x)
 
 
-def test_hardswish_has_zeros_too_and_they_are_positive():
-    words = "its hardswish's zeros are tiny positive numbers in training"
+@pytest.mark.parametrize(("name", "module"), [("hardswish", nn.Hardswish()), ("gelu", nn.GELU())])
+def test_hardswish_and_gelu_have_zeros_too_and_they_are_positive(name, module):
+    words = f"its {name}'s zeros are tiny positive numbers in training"
     for read in (lambda h: h == 0, lambda h: h > 0, lambda h: h <= 0, torch.count_nonzero, lambda h: h.argmax(1)):
-        assert any(words in reason for reason in refused(read, nn.Hardswish()))
+        assert any(words in reason for reason in refused(read, module))
     for read in (lambda h: h >= 0, lambda h: h < 0, lambda h: F.max_pool2d(h, 2)):
-        assert refused(read, nn.Hardswish()) == ()
+        assert refused(read, module) == ()
 
 
 @pytest.mark.parametrize("site", ["shared", "call", "residual", "own"])

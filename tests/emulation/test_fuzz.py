@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from cases import ACTIVATIONS, DTYPES, needs_kernels, parameters, stats_dtype, tolerance
+from cases import ALL_ACTIVATIONS, DTYPES, needs_kernels, parameters, stats_dtype, tolerance
 
 from emulation import emulated
 from inplace_abn import ops
@@ -17,7 +17,7 @@ EPS = 1e-5
 CASES = 100
 if os.environ.get("INPLACE_ABN_EMULATED_FEW"):
     # What changed kernels are built for (mutate.py).
-    ACTIVATIONS, DTYPES = [("leaky_relu", 0.2)], [getattr(torch, os.environ["INPLACE_ABN_EMULATED_FEW"])]
+    ALL_ACTIVATIONS, DTYPES = [("leaky_relu", 0.2)], [getattr(torch, os.environ["INPLACE_ABN_EMULATED_FEW"])]
 CHANNELS = [1, 2, 3, 4, 5, 7, 8, 16, 17, 31, 33, 64, 100, 129, 257, 1030, 2500]
 BATCHES = [1, 1, 2, 3, 5, 8, 33, 300]
 SPACES = [(), (0,), (1,), (2,), (3,), (7,), (31,), (33,), (129,), (3000,)]
@@ -42,7 +42,7 @@ class Case:
             self.shape = (choose.choice(BATCHES), choose.choice(channels), *choose.choice(space))
             if torch.Size(self.shape).numel() <= MOST_ELEMENTS:
                 break
-        self.activation, self.param = choose.choice(ACTIVATIONS)
+        self.activation, self.param = choose.choice(ALL_ACTIVATIONS)
         self.signed, self.training = choose.random() < 0.5, choose.random() < 0.7
         self.with_residual, self.sliced = choose.random() < 0.4, choose.random() < 0.5
         self.rows = choose.random() < 0.5

@@ -5,19 +5,31 @@ import pytest
 import torch
 from fidelity import Layer
 
+from inplace_abn.activations import find
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Unit roundoffs below which errors are not compared: those of float32 sums, of gradients that are subnormal, and of the
 # few values next to a minimum. All are well below what costs trust.
 FLOORS = {torch.float32: 16, torch.bfloat16: 2, torch.float16: 6}
 
 
-def assert_within_two(actual, torchs, figure, dtype, where):
+def values_at_minima(layer):
+    """How many of a channel lie so near to a minimum that their y is lost."""
+    reach, count = torch.finfo(layer.x.dtype).eps ** 0.5, layer.x.numel() / layer.x.shape[1]
+    normal = torch.distributions.Normal(layer.beta, layer.gamma)
+    densities = [normal.log_prob(torch.tensor(y)).exp().item() for y in find(layer.activation).special]
+    return count * 2 * reach * sum(densities)
+
+
+def assert_within_two(actual, torchs, figure, dtype, where, may_say_more=False):
     """Within a factor of two, where the error is more than a few roundings, more than torch's, and less than all."""
     unit = torch.finfo(dtype).eps / 2
     for name in ("x", "weight"):
         floor = max(FLOORS[dtype] * unit, getattr(torchs, name))
         real, said = (min(max(getattr(pair, name), floor), 1.0) for pair in (actual, figure))
-        assert real / 2 <= said <= 2 * real, (where, name, real / unit, said / unit, getattr(torchs, name) / unit)
+        told = (where, name, real / unit, said / unit, getattr(torchs, name) / unit)
+        assert real / 2 <= said, told
+        assert said <= 2 * real or may_say_more, told
 
 
 @pytest.mark.parametrize("label", DTYPES)
@@ -30,9 +42,12 @@ def test_measured_and_predicted_errors_are_within_two_of_the_worst_that_a_gradie
             layer = Layer(fidelity.inputs(dtype), gamma, ratio * gamma, activation)
             actual, torchs = fidelity.worst(layer)
             assert_within_two(actual, torchs, fidelity.measured(layer), dtype, ("measured", gamma, ratio))
-            # A prediction is of a typical channel.
+            # A prediction is of a typical channel, but counts values next to a minimum of which few channels have one.
             typical = fidelity.worst(layer, torch.median)
-            assert_within_two(*typical, fidelity.predicted(layer), dtype, ("predicted", gamma, ratio))
+            rare = 0 < values_at_minima(layer) < 1
+            assert_within_two(
+                *typical, fidelity.predicted(layer), dtype, ("predicted", gamma, ratio), may_say_more=rare
+            )
 
 
 @pytest.mark.parametrize("tails", ["normal", "heavy"])

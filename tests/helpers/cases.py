@@ -30,7 +30,7 @@ def tolerance(dtype, activation):
     return TOLERANCE[dtype] * (4 if activation == "hardswish" and dtype in (torch.bfloat16, torch.float16) else 1)
 
 
-# name, activation_param
+# name, activation_param: of each way that kernels and autograd have of treating an activation, one at least.
 ACTIVATIONS = [
     ("identity", 0.0),
     ("leaky_relu", 0.2),
@@ -40,6 +40,8 @@ ACTIVATIONS = [
     ("silu", 0.0),
     ("hardswish", 0.0),
 ]
+# Those that have maths of their own only: for tests of the maths.
+ALL_ACTIVATIONS = [*ACTIVATIONS, ("gelu", 0.0), ("gelu_tanh", 0.0), ("mish", 0.0)]
 
 SHAPES = [
     (4, 5),

@@ -2,17 +2,17 @@
 
 import pytest
 import torch
-from cases import ACTIVATIONS, DTYPES, stats_dtype
+from cases import ALL_ACTIVATIONS, DTYPES, stats_dtype
 
 from inplace_abn import inplace_abn, ops
-from inplace_abn.activations import activate, activation_backward, find
+from inplace_abn.activations import activate, activation_backward, exactly, find
 
-NAMES = {f"{name}({param})": (name, param) for name, param in ACTIVATIONS}
+NAMES = {f"{name}({param})": (name, param) for name, param in ALL_ACTIVATIONS}
 # Of y, in float64: near the extrema and kinks, near zero, saturated, and between.
 INTERESTING = torch.cat(
     [
         torch.linspace(-12, 12, 4001, dtype=torch.float64),
-        torch.linspace(-1.30, -1.26, 4001, dtype=torch.float64),
+        *(torch.linspace(y - 0.02, y + 0.02, 4001, dtype=torch.float64) for y in (-1.2785, -1.1924, -0.7518)),
         torch.linspace(-1.51, -1.49, 401, dtype=torch.float64),
         torch.linspace(-3.01, -2.99, 401, dtype=torch.float64),
         torch.linspace(-1e-3, 1e-3, 401, dtype=torch.float64),
@@ -55,12 +55,12 @@ def test_inverse_gives_back_y_and_the_derivative(dtype, case, device):
 
     # The recovered y has the same image. Where the image is zero to the next layer it is y itself.
     dropped = (slope == 0) & (y < 0)
-    image = activate(recovered, name, param)
+    image = exactly(recovered, name, param)
     # CUDA divides floats to 2 ulp where the CPU does to half a one, forward and back, and its exponential has an ulp
     # more. That is 4 eps of y where y is large, and z is y.
     ulps = 6 if device.type == "cuda" and dtype == torch.float32 else 4
     allowed = ulps * eps * (z.abs() + y.abs() * slope.abs()) + eps / 64
-    assert ((image - activate(y, name, param)).abs() <= allowed)[~dropped].all()
+    assert ((image - exactly(y, name, param)).abs() <= allowed)[~dropped].all()
     subnormal = 2.0**-9 if dtype == torch.float16 else eps / 64  # in fp16 the trace of y is a subnormal number
     assert ((recovered - y).abs() <= 4 * eps * y.abs() + subnormal)[dropped].all()
 
@@ -89,11 +89,14 @@ def test_every_16_bit_pattern_inverts_to_finite_values(dtype, case, device):
     assert dy.isfinite().all()
 
 
-@pytest.mark.parametrize("case", ["silu(0.0)", "hardswish(0.0)", "elu(1.3)"])
+@pytest.mark.parametrize("case", [case for case in NAMES if find(NAMES[case][0]).costly])
 def test_float32_values_anywhere_invert_to_finite_values(case, device):
     name, param = NAMES[case]
     patterns = torch.arange(-(2**31), 2**31, 2**12 + 1, dtype=torch.int64, device=device).to(torch.int32)
-    edges = torch.tensor([-0.27846456, -0.27846453, -0.375, 0.0, -0.0, 1e-45, -1e-45, 3.4e38, -3.4e38], device=device)
+    edges = torch.tensor(
+        [-0.27846456, -0.27846453, -0.375, -0.1699712, -0.30884342, 0.0, -0.0, 1e-45, -1e-45, 3.4e38, -3.4e38],
+        device=device,
+    )
     near = torch.nextafter(edges, torch.zeros_like(edges))
     z = torch.cat([patterns.view(torch.float32), edges, near])
     z = z[z.isfinite()]
@@ -102,7 +105,7 @@ def test_float32_values_anywhere_invert_to_finite_values(case, device):
     assert dy.isfinite().all()
 
 
-@pytest.mark.parametrize("name", ["relu", "silu", "hardswish"])
+@pytest.mark.parametrize("name", ["relu", "silu", "hardswish", "gelu", "gelu_tanh", "mish"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("mode", ["no_grad", "eval"])
 def test_without_backward_the_result_is_torchs_activation(mode, dtype, name, device):
@@ -127,9 +130,11 @@ def test_without_backward_the_result_is_torchs_activation(mode, dtype, name, dev
         assert (call(name) >= 0).all()
 
 
-@pytest.mark.parametrize("name", ["relu", "hardswish"])
-def test_zeros_in_training_are_zero_to_the_next_layer(name, device):
-    y = -torch.logspace(0.5, 3, 100, dtype=torch.float64, device=device)
+@pytest.mark.parametrize(
+    ("name", "largest"), [("relu", -3.0), ("hardswish", -3.0), ("gelu", -13.0), ("gelu_tanh", -13.0)]
+)
+def test_zeros_in_training_are_zero_to_the_next_layer(name, largest, device):
+    y = largest - torch.logspace(-1, 3, 100, dtype=torch.float64, device=device)
     for dtype, bound in [
         (torch.float64, 1e-80),
         (torch.float32, 1e-14),
@@ -149,4 +154,6 @@ def test_nan_stays_nan_and_infinity_does_not_hide(dtype, case, device):
     for invertible in (True, False):
         z = act(y, name, param, invertible)
         assert z[0].isnan()
-        assert z[1] == float("inf")
+        # torch's own gelu makes NaN of infinity in some dtypes.
+        expected = y[1] if invertible else activate(y, name, param)[1]
+        torch.testing.assert_close(z[1], expected, rtol=0, atol=0, equal_nan=True)

@@ -5,7 +5,7 @@ Values and gradients on CUDA are tested where those on the CPU are, by the fixtu
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import ACTIVATIONS, DTYPES, TOLERANCE, relative_error
+from cases import ALL_ACTIVATIONS, DTYPES, TOLERANCE, relative_error
 from nets import inplace_norm, resnet
 
 from inplace_abn import InPlaceABN, inplace_abn, ops
@@ -52,7 +52,7 @@ VIEWS = {
 
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("with_residual", [False, True], ids=["alone", "residual"])
-@pytest.mark.parametrize(("activation", "param"), ACTIVATIONS)
+@pytest.mark.parametrize(("activation", "param"), ALL_ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_small_tensors_of_any_alignment_agree_with_the_cpu(dtype, activation, param, with_residual, view):
     for shape in [(3, 16, 9, 7), (5, 19, 8, 8), (2, 3, 65, 64)]:

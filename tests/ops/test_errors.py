@@ -120,7 +120,7 @@ CASES = {
     "negative eps": ({"eps": -1e-5}, ValueError, "eps > 0"),
     "NaN eps": ({"eps": math.nan}, ValueError, "eps > 0, got nan"),
     "NaN momentum": ({"momentum": math.nan}, ValueError, "finite momentum, got nan"),
-    "unknown activation": ({"activation": "gelu"}, ValueError, "expected activation to be one of .*got 'gelu'"),
+    "unknown activation": ({"activation": "celu"}, ValueError, "expected activation to be one of .*got 'celu'"),
     "negative slope": ({"activation_param": -0.1}, ValueError, "slope >= 0, got -0.1"),
     "NaN slope": ({"activation_param": math.nan}, ValueError, "slope >= 0, got nan"),
     "alpha of zero": ({"activation": "elu", "activation_param": 0.0}, ValueError, "alpha > 0, got 0"),
@@ -155,7 +155,7 @@ def test_bad_input_raises_and_nothing_is_modified(case, function, training):
 @pytest.mark.parametrize("module", [ABN, InPlaceABN, InPlaceABNSync])
 def test_constructors_refuse_what_calls_would_refuse(module):
     for options, message in [
-        ({"activation": "gelu"}, "activation"),
+        ({"activation": "celu"}, "activation"),
         ({"activation": "leaky_relu", "activation_param": -1.0}, "slope"),
         ({"activation": "elu", "activation_param": 0.0}, "alpha"),
         ({"eps": 0.0}, "eps"),

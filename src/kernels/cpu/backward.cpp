@@ -1,6 +1,7 @@
 #include <vector>
 
 #include "inplace_abn/kernels.h"
+#include "inverses.h"
 #include "parallel.h"
 #include "reduce.h"
 #include "residual.h"
@@ -147,7 +148,7 @@ auto panel_combiner(const View<const scalar_t>& xhat, const View<const scalar_t>
 template <typename scalar_t, typename Args, typename F>
 void visit(const Args& args, const View<scalar_t>& dresidual, const F& f) {
   visit_residual<scalar_t>(args.residual, dresidual, [&](auto residual) {
-    visit_activation<scalar_t>(args.activation.kind, args.activation.param, [&](auto act) { f(residual, act); });
+    visit_inverse<scalar_t>(args.activation, [&](auto act) { f(residual, act); });
   });
 }
 
@@ -278,6 +279,13 @@ void local_backward(const LocalBackwardArgs<scalar_t>& args) {
   template void backward_reduce(const BackwardReduceArgs<scalar_t>&); \
   template void backward(const BackwardArgs<scalar_t>&);              \
   template void local_backward(const LocalBackwardArgs<scalar_t>&);
-INPLACE_ABN_FOR_ALL_TYPES(INSTANTIATE)
+// This file takes longest to compile, so half of it is compiled beside it, by backward_16_bits.cpp.
+#if defined(INPLACE_ABN_16_BITS)
+INSTANTIATE(c10::BFloat16)
+INSTANTIATE(c10::Half)
+#else
+INSTANTIATE(double)
+INSTANTIATE(float)
+#endif
 
 }  // namespace inplace_abn::cpu

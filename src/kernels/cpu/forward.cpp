@@ -1,6 +1,7 @@
 #include <vector>
 
 #include "inplace_abn/kernels.h"
+#include "inverses.h"
 #include "moments.h"
 #include "parallel.h"
 #include "residual.h"
@@ -105,8 +106,7 @@ auto panel_transformer(const View<const scalar_t>& x, const View<scalar_t>& z, R
 template <typename scalar_t, typename Args, typename F>
 void visit(const Args& args, const F& f) {
   visit_residual<scalar_t>(args.residual, View<scalar_t>{}, [&](auto residual) {
-    visit_forward<scalar_t>(args.activation.kind, args.activation.param, args.invertible,
-                            [&](auto act) { f(residual, act); });
+    visit_forward<scalar_t>(args.activation, args.invertible, [&](auto act) { f(residual, act); });
   });
 }
 

@@ -169,13 +169,14 @@ void visit(const ActivationArgs& activation, const View<const scalar_t>& residua
 
 // Whether dx comes from the xhat and dy that the first pass left, instead of from z and dz inverted once more. That
 // saves an inversion and costs two writes. INPLACE_ABN_CUDA_INVERT in the environment, "once" or "twice", decides it;
-// without it, an estimate (docs/gpu.md): only silu in 16 bits, and doubles, take longer to invert than to write.
+// without it, an estimate (docs/gpu.md): only what has a minimum in 16 bits, as silu, and doubles take longer to invert
+// than to write.
 template <typename scalar_t, typename Act>
 bool inverts_once() {
   const char* const given = std::getenv("INPLACE_ABN_CUDA_INVERT");
   if (given != nullptr) return std::string_view(given) == "once";
   if (std::is_same_v<scalar_t, double>) return heavy<Act>;
-  return sizeof(scalar_t) == 2 && std::is_same_v<Act, Silu<scalar_t>>;
+  return sizeof(scalar_t) == 2 && has_minimum<Act>;
 }
 
 }  // namespace

@@ -1,0 +1,277 @@
+// Activations y * gate(y) with a minimum, which divides them into two invertible branches: silu, gelu, mish. Negative z
+// say by their lowest bit on which side of it they were.
+//
+// With t = sqrt(z - z_min) on the right of the minimum, and t = sqrt(ln(z_min / z)) on its left, 1 / gate(y) on the
+// right and y on the left are P(t) / Q(t): scripts/fit_inverses.py makes the coefficients. From z = linear on, y is z.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <type_traits>
+
+#include "inplace_abn/fits.h"
+#include "inplace_abn/math.h"
+#include "inplace_abn/types.h"
+
+namespace inplace_abn {
+
+// The slope of an invertible ReLU's negative branch: a power of two, so that the inverse is exact, and so small that
+// the branch is zero to whoever reads it, yet keeps y a normal number (in fp16 nearly so).
+template <typename scalar_t>
+constexpr double relu_slope() {
+  if constexpr (std::is_same_v<scalar_t, double>) return 0x1p-300;
+  if constexpr (std::is_same_v<scalar_t, c10::Half>) return 0x1p-15;
+  return 0x1p-48;
+}
+
+// A bit that says on which side of its minimum a z was, stolen from the lowest bit of the mantissa: cleared where the
+// value is `tagged`, set where the mask `bit` is, which is only where it is tagged. Masks, because compilers do not
+// vectorise conditions of values of two widths.
+INPLACE_ABN_INLINE double with_low_bit(double v, int64_t tagged, int64_t bit) {
+  return bits_to<double>((bits_to<int64_t>(v) & ~(tagged & 1)) | (bit & 1));
+}
+INPLACE_ABN_INLINE float with_low_bit(float v, int32_t tagged, int32_t bit) {
+  return bits_to<float>((bits_to<int32_t>(v) & ~(tagged & 1)) | (bit & 1));
+}
+template <typename scalar_t>
+INPLACE_ABN_INLINE scalar_t with_low_bit(scalar_t v, int32_t tagged, int32_t bit) {
+  return bits_to<scalar_t>(static_cast<uint16_t>((bits_to<uint16_t>(v) & ~(tagged & 1)) | (bit & 1)));
+}
+INPLACE_ABN_INLINE bool low_bit(double v) {
+  return (bits_to<uint64_t>(v) & 1) != 0;
+}
+INPLACE_ABN_INLINE bool low_bit(float v) {
+  return (bits_to<uint32_t>(v) & 1) != 0;
+}
+INPLACE_ABN_INLINE bool low_bit(c10::BFloat16 v) {
+  return (bits_to<uint32_t>(static_cast<float>(v)) & 0x10000) != 0;
+}
+INPLACE_ABN_INLINE bool low_bit(c10::Half v) {
+  // A float comparison, because the conditions that it is combined with are.
+  return static_cast<float>(static_cast<int32_t>(v.x & 1)) > 0.5f;
+}
+
+// What is zero to the next layer, stored as a positive value much smaller than |y|. Its low bit tells it from small
+// positive values, which have none then.
+template <typename scalar_t>
+struct Flat {
+  using opmath_t = opmath_type<scalar_t>;
+  static constexpr opmath_t scale = static_cast<opmath_t>(relu_slope<scalar_t>());
+  // Positive values below this carry the bit.
+  static constexpr opmath_t tagged = std::is_same_v<scalar_t, c10::Half> ? opmath_t(0.5) : opmath_t(0x1p-8);
+
+  INPLACE_ABN_INLINE static opmath_t value(opmath_t y) {
+    const opmath_t magnitude = -y * scale, largest = tagged / 2;
+    return magnitude < largest ? magnitude : largest;
+  }
+  // With the bit of negative values, too: set where `left` is.
+  INPLACE_ABN_INLINE static scalar_t store(opmath_t value, opmath_t y, opmath_t y_min) {
+    return with_low_bit(static_cast<scalar_t>(value), sign_mask(y) | sign_mask(value - tagged), sign_mask(y - y_min));
+  }
+  INPLACE_ABN_INLINE static opmath_t y(opmath_t z) { return z * (-1 / scale); }
+};
+
+template <typename opmath_t>
+struct Quotient {
+  opmath_t numerator, denominator;
+};
+
+// A curve has
+//   gate(y)                 as a quotient
+//   steepness(gate, y)      gate'(y)
+//   flat_below<scalar_t>()  below which y is stored as `Flat`, because z would underflow, or nothing
+
+struct SiluCurve : fits::Silu {
+  static constexpr bool has_flat = false;
+
+  template <typename opmath_t>
+  INPLACE_ABN_INLINE static Quotient<opmath_t> gate(opmath_t y) {
+    return {1, 1 + exp_bounded(-y)};
+  }
+  template <typename opmath_t>
+  INPLACE_ABN_INLINE static opmath_t steepness(opmath_t gate, opmath_t) {
+    return gate * (1 - gate);
+  }
+};
+
+struct GeluCurve : fits::Gelu {
+  static constexpr bool has_flat = true;
+
+  template <typename scalar_t>
+  static constexpr double flat_below() {
+    return std::is_same_v<scalar_t, c10::Half> ? -4.5 : -12;
+  }
+  template <typename opmath_t>
+  INPLACE_ABN_INLINE static Quotient<opmath_t> gate(opmath_t y) {
+    return {normal_mass_below(y), 1};
+  }
+  template <typename opmath_t>
+  INPLACE_ABN_INLINE static opmath_t steepness(opmath_t, opmath_t y) {
+    constexpr opmath_t scale = 0.398942280401432677940;  // 1 / sqrt(2 pi)
+    return scale * exp_bounded(opmath_t(-0.5) * y * y);
+  }
+};
+
+// By tanh(u / 2), which is 2 * sigmoid(u) - 1.
+struct GeluTanhCurve : fits::GeluTanh {
+  static constexpr bool has_flat = true;
+  static constexpr double scale = 1.595769121605730711760, cubic = 0.044715;  // sqrt(8 / pi)
+
+  template <typename scalar_t>
+  static constexpr double flat_below() {
+    return std::is_same_v<scalar_t, c10::Half> ? -4.5 : -9;
+  }
+  template <typename opmath_t>
+  INPLACE_ABN_INLINE static Quotient<opmath_t> gate(opmath_t y) {
+    return {1, 1 + exp_bounded(-argument(y))};
+  }
+  // Of y, since 1 - gate would lose what y and the argument's slope make large again.
+  template <typename opmath_t>
+  INPLACE_ABN_INLINE static opmath_t steepness(opmath_t, opmath_t y) {
+    constexpr auto first = static_cast<opmath_t>(scale), third = static_cast<opmath_t>(3 * scale * cubic);
+    const opmath_t e = exp_bounded(-argument(y)), gate = 1 / (1 + e);
+    return e * gate * gate * (first + third * y * y);
+  }
+
+ private:
+  template <typename opmath_t>
+  INPLACE_ABN_INLINE static opmath_t argument(opmath_t y) {
+    constexpr auto first = static_cast<opmath_t>(scale), third = static_cast<opmath_t>(scale * cubic);
+    return y * (first + third * y * y);
+  }
+};
+
+// Its gate is tanh(ln(1 + e)) with e = exp(y).
+struct MishCurve : fits::Mish {
+  static constexpr bool has_flat = false;
+
+  template <typename opmath_t>
+  INPLACE_ABN_INLINE static Quotient<opmath_t> gate(opmath_t y) {
+    // Beyond it the gate is 1, and e would soon be infinite.
+    const opmath_t e = exp_bounded(y > 20 ? opmath_t(20) : y), n = e * (e + 2);
+    return {n / (n + 2), 1};
+  }
+  // (1 - gate^2) * sigmoid(y), without another exponential.
+  template <typename opmath_t>
+  INPLACE_ABN_INLINE static opmath_t steepness(opmath_t gate, opmath_t) {
+    const opmath_t above = 1 + gate, both = std::abs((1 - gate) * above);
+    return 2 * gate * both / (above + std::sqrt(both));
+  }
+};
+
+template <typename scalar_t, typename Curve>
+struct WithMinimum {
+  using opmath_t = opmath_type<scalar_t>;
+  static constexpr bool is_16_bit = sizeof(scalar_t) == 2, is_double = std::is_same_v<scalar_t, double>;
+  using Fit = std::conditional_t<is_16_bit, typename Curve::Coarse, typename Curve::Fine>;
+  static constexpr opmath_t y_min = static_cast<opmath_t>(Curve::y_min), z_min = static_cast<opmath_t>(Curve::z_min);
+  static constexpr opmath_t linear = static_cast<opmath_t>(Fit::linear);
+
+  INPLACE_ABN_INLINE scalar_t forward(opmath_t y) const {
+    if constexpr (Curve::has_flat) {
+      constexpr opmath_t flat_below = Curve::template flat_below<scalar_t>();
+      const auto gate = Curve::gate(y < flat_below ? flat_below : y);
+      const opmath_t value = y * gate.numerator / gate.denominator;
+      return Flat<scalar_t>::store(y < flat_below ? Flat<scalar_t>::value(y) : value, y, y_min);
+    } else {
+      const auto gate = Curve::gate(y);
+      const auto z = static_cast<scalar_t>(y * gate.numerator / gate.denominator);
+      return with_low_bit(z, sign_mask(y), sign_mask(y - y_min));
+    }
+  }
+
+  INPLACE_ABN_INLINE void inverse(scalar_t stored, opmath_t dz, opmath_t& y, opmath_t& dy) const {
+    const auto z = static_cast<opmath_t>(stored);
+    const bool bit = low_bit(stored), negative = sign_bit(z), left = negative & bit;
+    // Only what the activation gives has a y; the rest is kept finite.
+    const opmath_t possible = z < z_min ? z_min : z, bounded = possible > linear ? linear : possible;
+    const opmath_t depth = possible * (1 / z_min);
+    // At the minimum the logarithm may be wrong by a rounding, and positive.
+    const opmath_t log_depth = std::abs(is_16_bit ? log_coarse(depth) : log_positive(depth));
+    const opmath_t t = std::sqrt(left ? log_depth : bounded - z_min) - choose(left, 0, Fit::centre), t2 = t * t;
+    const opmath_t p = numerator(left, t, t2), q = denominator(left, t, t2);
+    // On the left y is P / Q and the gate z Q / P; on the right y is z P / Q and the gate Q / P. One division serves
+    // both quotients.
+    const opmath_t inverse = 1 / (p * q);
+    const opmath_t curved = p * p * inverse * (left ? opmath_t(1) : bounded);
+    const opmath_t gate = q * q * inverse * (left ? bounded : opmath_t(1));
+    opmath_t slope;
+    y = possible > linear ? possible : curved;
+    if constexpr (is_double) {
+      slope = refine(z, y);
+    } else {
+      slope = gate + curved * Curve::steepness(gate, curved);
+    }
+    dy = dz * slope;
+    if constexpr (Curve::has_flat) {
+      // A function of its own, this keeps GCC from vectorising.
+      const bool flat = !negative & bit & (z < Flat<scalar_t>::tagged);
+      const opmath_t on_flat = Flat<scalar_t>::y(z);
+      y = flat ? on_flat : y;
+      dy = flat ? opmath_t(0) : dy;
+    }
+  }
+
+ private:
+  INPLACE_ABN_INLINE static opmath_t choose(bool left, double on_left, double on_right) {
+    return left ? static_cast<opmath_t>(on_left) : static_cast<opmath_t>(on_right);
+  }
+
+  template <int k>
+  INPLACE_ABN_INLINE static opmath_t p(bool left) {
+    constexpr double on_left = Fit::left_p[k], on_right = Fit::right_p[k];
+    return choose(left, on_left, on_right);
+  }
+  template <int k>
+  INPLACE_ABN_INLINE static opmath_t q(bool left) {
+    constexpr double on_left = Fit::left_q[k], on_right = Fit::right_q[k];
+    return choose(left, on_left, on_right);
+  }
+  // Neighbouring terms are added first: all even and all odd ones would cancel each other.
+  INPLACE_ABN_INLINE static opmath_t numerator(bool left, opmath_t t, opmath_t t2) {
+    opmath_t high = p<4>(left);
+    if constexpr (Fit::degree >= 7) high += t * p<5>(left) + t2 * (p<6>(left) + t * p<7>(left));
+    if constexpr (Fit::degree >= 8) high += t2 * t2 * p<8>(left);
+    return p<0>(left) + t * p<1>(left) + t2 * (p<2>(left) + t * p<3>(left)) + t2 * t2 * high;
+  }
+  INPLACE_ABN_INLINE static opmath_t denominator(bool left, opmath_t t, opmath_t t2) {
+    opmath_t high = q<4>(left);
+    if constexpr (Fit::degree >= 7) high += t * q<5>(left) + t2 * (q<6>(left) + t * q<7>(left));
+    if constexpr (Fit::degree >= 8) high += t2 * t2 * q<8>(left);
+    return q<0>(left) + t * q<1>(left) + t2 * (q<2>(left) + t * q<3>(left)) + t2 * t2 * high;
+  }
+
+  // Newton's method on y - z / gate(y), which has y's sign and no underflow. Returns the derivative. Next to the
+  // minimum, where the slope vanishes, the fit is better than a step.
+  INPLACE_ABN_INLINE static opmath_t refine(opmath_t z, opmath_t& y) {
+    constexpr opmath_t least = std::numeric_limits<opmath_t>::min(), least_slope = 1e-6;
+    opmath_t slope = 0;
+    INPLACE_ABN_ROLLED
+    for (int step = 0; step < 4; ++step) {
+      const auto parts = Curve::gate(y);
+      const opmath_t unbounded = parts.numerator / parts.denominator, gate = unbounded < least ? least : unbounded;
+      const opmath_t relative = 1 + y * Curve::steepness(gate, y) / gate;
+      slope = gate * relative;
+      const bool is_steep = std::abs(relative) > least_slope;
+      y -= is_steep & (step < 3) ? (y - z / gate) / relative : opmath_t(0);
+    }
+    return slope;
+  }
+};
+
+template <typename scalar_t>
+using Silu = WithMinimum<scalar_t, SiluCurve>;
+template <typename scalar_t>
+using Gelu = WithMinimum<scalar_t, GeluCurve>;
+template <typename scalar_t>
+using GeluTanh = WithMinimum<scalar_t, GeluTanhCurve>;
+template <typename scalar_t>
+using Mish = WithMinimum<scalar_t, MishCurve>;
+
+template <typename Act>
+constexpr bool has_minimum = false;
+template <typename scalar_t, typename Curve>
+constexpr bool has_minimum<WithMinimum<scalar_t, Curve>> = true;
+
+}  // namespace inplace_abn
