@@ -116,13 +116,13 @@ struct MergeMoments {
 // recently, and the pass that follows finds the first ones in cache.
 template <typename Merge, typename Reduce, typename Finish>
 void reduce_rows(const Extent& extent, const Reduce& reduce, const Finish& finish) {
-  // Enough chunks for any number of threads, yet their fields are few beside x, and the sample that is the mean to
-  // start with is summed up in the precision of x. Few rows are cut into as many chunks as are worth a thread.
+  // Enough chunks for any number of threads, as far as they are worth one, yet their fields are few beside x, and the
+  // sample that is the mean to start with is summed up in the precision of x.
   constexpr int64_t many_chunks = 64, rows_worth_fields = 256, most_rows = 16 * 1024, least_rows = 16;
-  const int64_t channels = extent.channels, rows = extent.batch, row = std::max<int64_t>(1, channels);
-  const int64_t worth_a_thread = std::max(grain_elements / row, (rows + min_tasks - 1) / min_tasks);
+  const int64_t channels = extent.channels, rows = extent.batch;
   const int64_t wanted = std::clamp((rows + many_chunks - 1) / many_chunks, rows_worth_fields, most_rows);
-  const int64_t chunk = std::max(least_rows, std::min(wanted, worth_a_thread));
+  const int64_t chunk = std::max({least_rows, grain_elements / std::max<int64_t>(1, channels),
+                                  std::min(wanted, (rows + min_tasks - 1) / min_tasks)});
   const int64_t chunks = std::max<int64_t>(1, (rows + chunk - 1) / chunk);
   const auto fields = std::make_unique_for_overwrite<double[]>(2 * chunks * channels);
   const auto field = [&](int64_t i, int which) { return fields.get() + (2 * i + which) * channels; };
@@ -243,7 +243,7 @@ template <typename scalar_t>
 void row_moments(const RowGrid& grid, const View<const scalar_t>& x, int64_t first, int64_t rows, double* mean,
                  double* m2) {
   using opmath_t = opmath_type<scalar_t>;
-  constexpr int64_t least_sample = 8, share = 64;
+  constexpr int64_t least_sample = 4, share = 64;
   const ChannelArrays<opmath_t, 3> arrays(grid);
   const auto at_row = [&](int64_t row) { return x.data + row * x.batch_stride; };
   const int64_t sampled = std::min(rows, std::max(least_sample, (rows + share - 1) / share));
