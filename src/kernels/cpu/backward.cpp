@@ -40,15 +40,15 @@ template <typename scalar_t, typename opmath_t>
 INPLACE_ABN_CLONES void combine_rows(const scalar_t* xhat, int64_t xhat_stride, const scalar_t* dy, int64_t dy_stride,
                                      scalar_t* dx, int64_t dx_stride, int64_t rows, int64_t channels,
                                      const opmath_t* from_dy, const opmath_t* from_xhat, const opmath_t* constant) {
+  const int64_t xhat_ahead = rows_ahead<scalar_t>(xhat_stride, 2), dy_ahead = rows_ahead<scalar_t>(dy_stride, 2);
   for (int64_t r = 0; r < rows; ++r) {
-    prefetch_ahead(xhat + r * xhat_stride, channels);
-    prefetch_ahead(dy + r * dy_stride, channels);
-    INPLACE_ABN_INDEPENDENT
-    for (int64_t c = 0; c < channels; ++c) {
+    const auto step = [&](int64_t c) __attribute__((always_inline)) {
       dx[r * dx_stride + c] =
           static_cast<scalar_t>(from_dy[c] * static_cast<opmath_t>(dy[r * dy_stride + c]) +
                                 from_xhat[c] * static_cast<opmath_t>(xhat[r * xhat_stride + c]) + constant[c]);
-    }
+    };
+    for_each_channel(channels, step, RowsAhead<scalar_t, 1>{xhat + r * xhat_stride + xhat_ahead, xhat_stride},
+                     RowsAhead<scalar_t, 1>{dy + r * dy_stride + dy_ahead, dy_stride});
   }
 }
 
@@ -102,18 +102,18 @@ INPLACE_ABN_CLONES void invert_and_combine_rows(const scalar_t* z, int64_t z_str
                                                 int64_t dz_stride, scalar_t* dx, int64_t dx_stride, int64_t rows,
                                                 int64_t channels, const opmath_t* from_dy, const opmath_t* from_xhat,
                                                 const opmath_t* constant, Res residual, Act act) {
+  const int64_t z_ahead = rows_ahead<scalar_t>(z_stride, 2), dz_ahead = rows_ahead<scalar_t>(dz_stride, 2);
   for (int64_t r = 0; r < rows; ++r) {
     const Res row = residual.at(0, r, 0);
-    prefetch_ahead(z + r * z_stride, channels);
-    prefetch_ahead(dz + r * dz_stride, channels);
-    INPLACE_ABN_INDEPENDENT
-    for (int64_t c = 0; c < channels; ++c) {
+    const auto step = [&](int64_t c) __attribute__((always_inline)) {
       opmath_t y, dy;
       act.inverse(z[r * z_stride + c], static_cast<opmath_t>(dz[r * dz_stride + c]), y, dy);
       y = row.subtract(y, c);
       row.store_gradient(dy, c);
       dx[r * dx_stride + c] = static_cast<scalar_t>(from_dy[c] * dy + from_xhat[c] * y + constant[c]);
-    }
+    };
+    for_each_channel(channels, step, RowsAhead<scalar_t, 1>{z + r * z_stride + z_ahead, z_stride},
+                     RowsAhead<scalar_t, 1>{dz + r * dz_stride + dz_ahead, dz_stride});
   }
 }
 

@@ -61,34 +61,31 @@ template <typename scalar_t, typename opmath_t, typename Res, typename Act>
 INPLACE_ABN_CLONES void transform_rows(const scalar_t* x, int64_t x_stride, scalar_t* z, int64_t z_stride, int64_t rows,
                                        int64_t channels, const opmath_t* mean, const opmath_t* scale,
                                        const opmath_t* beta, Res residual, Act act) {
+  const int64_t ahead = rows_ahead<scalar_t>(x_stride, 1);
   for (int64_t r = 0; r < rows; ++r) {
     const scalar_t* from = x + r * x_stride;
     scalar_t* to = z + r * z_stride;
     const Res row = residual.at(0, r, 0);
-    prefetch_ahead(from, channels);
-    INPLACE_ABN_INDEPENDENT
-    for (int64_t c = 0; c < channels; ++c) {
+    const auto step = [&](int64_t c) __attribute__((always_inline)) {
       to[c] = act.forward(row.add((static_cast<opmath_t>(from[c]) - mean[c]) * scale[c] + beta[c], c));
-    }
+    };
+    for_each_channel(channels, step, RowsAhead<scalar_t, 1>{from + ahead, x_stride});
   }
 }
 
-// Row order: `load(channel)` returns its mean and variance.
-template <typename scalar_t, typename Res, typename Act, typename Load>
+template <typename opmath_t>
+void set(const ChannelArrays<opmath_t, 3>& arrays, int64_t c, const Transform<opmath_t>& t) {
+  arrays.set(0, c, t.mean);
+  arrays.set(1, c, t.scale);
+  arrays.set(2, c, t.beta);
+}
+
+template <typename scalar_t, typename Res, typename Act>
 void transform_all_rows(const RowGrid& grid, const View<const scalar_t>& x, const View<scalar_t>& z,
-                        const Affine<scalar_t>& affine, const Load& load, Res residual, Act act) {
-  const ChannelArrays<opmath_type<scalar_t>, 3> arrays(grid);
-  for (int64_t c = 0; c < grid.channels; ++c) {
-    const auto [mean, var] = load(c);
-    const auto t = make_transform(affine, c, mean, var);
-    arrays.set(0, c, t.mean);
-    arrays.set(1, c, t.scale);
-    arrays.set(2, c, t.beta);
-  }
+                        const ChannelArrays<opmath_type<scalar_t>, 3>& t, Res residual, Act act) {
   apply_rows(grid, [&](int64_t first, int64_t rows, int64_t fold, int64_t width) {
     transform_rows(x.data + first * x.batch_stride, x.batch_stride * fold, z.data + first * z.batch_stride,
-                   z.batch_stride * fold, rows, width, arrays[0], arrays[1], arrays[2], residual.rows(first, fold),
-                   act);
+                   z.batch_stride * fold, rows, width, t[0], t[1], t[2], residual.rows(first, fold), act);
   });
 }
 
@@ -115,52 +112,48 @@ void visit(const Args& args, const F& f) {
 template <typename scalar_t>
 void forward(const ForwardArgs<scalar_t>& args) {
   using opmath_t = opmath_type<scalar_t>;
+  const auto transform = [&](int64_t c) { return make_transform(args.affine, c, args.mean.load(c), args.var.load(c)); };
   visit<scalar_t>(args, [&](auto residual, auto act) {
     if (args.extent.order == Order::rows) {
-      transform_all_rows(
-          RowGrid(args.extent, {args.x.batch_stride, args.z.batch_stride, residual.row_stride(args.x)}), args.x, args.z,
-          args.affine, [&](int64_t c) { return std::pair<opmath_t, opmath_t>(args.mean.load(c), args.var.load(c)); },
-          residual, act);
+      const RowGrid grid(args.extent, {args.x.batch_stride, args.z.batch_stride, residual.row_stride(args.x)});
+      const ChannelArrays<opmath_t, 3> transforms(grid);
+      for (int64_t c = 0; c < grid.channels; ++c) set(transforms, c, transform(c));
+      transform_all_rows(grid, args.x, args.z, transforms, residual, act);
       return;
     }
     reduce_and_apply_planes<NoPartial>(
         args.extent, sizeof(scalar_t), [](int64_t, int64_t, const Panel&, NoPartial*) {},
-        [&](int64_t c, NoPartial) { return make_transform(args.affine, c, args.mean.load(c), args.var.load(c)); },
-        panel_transformer(args.x, args.z, residual, act));
+        [&](int64_t c, NoPartial) { return transform(c); }, panel_transformer(args.x, args.z, residual, act));
   });
 }
 
 template <typename scalar_t>
 void local_forward(const LocalForwardArgs<scalar_t>& args) {
   using opmath_t = opmath_type<scalar_t>;
-  const auto store = [&](int64_t c, const Moments& moments) {
+  // Stores the statistics, and returns what to apply.
+  const auto finish = [&](int64_t c, const Moments& moments) {
     args.mean[c] = static_cast<opmath_t>(moments.mean);
     args.var[c] = static_cast<opmath_t>(moments.var());
     args.running.apply(c, moments.mean, moments.var(), moments.count);
+    return make_transform(args.affine, c, args.mean[c], args.var[c]);
   };
   visit<scalar_t>(args, [&](auto residual, auto act) {
     if (args.extent.order == Order::rows) {
       const RowGrid grid(args.extent, {args.x.batch_stride, args.z.batch_stride, residual.row_stride(args.x)});
+      const ChannelArrays<opmath_t, 3> transforms(grid);
       reduce_rows<MergeMoments>(
-          args.extent, sizeof(scalar_t),
+          args.extent,
           [&](int64_t first, int64_t rows, double* mean, double* m2) {
             row_moments(grid, args.x, first, rows, mean, m2);
           },
           [&](int64_t c, double mean, double m2) {
-            store(c, Moments{static_cast<double>(args.extent.batch), mean, m2});
+            set(transforms, c, finish(c, Moments{static_cast<double>(args.extent.batch), mean, m2}));
           });
-      transform_all_rows(
-          grid, args.x, args.z, args.affine,
-          [&](int64_t c) { return std::pair<opmath_t, opmath_t>(args.mean[c], args.var[c]); }, residual, act);
+      transform_all_rows(grid, args.x, args.z, transforms, residual, act);
       return;
     }
-    reduce_and_apply_planes<Moments>(
-        args.extent, sizeof(scalar_t), panel_moments_of(args.x),
-        [&](int64_t c, const Moments& moments) {
-          store(c, moments);
-          return make_transform(args.affine, c, args.mean[c], args.var[c]);
-        },
-        panel_transformer(args.x, args.z, residual, act));
+    reduce_and_apply_planes<Moments>(args.extent, sizeof(scalar_t), panel_moments_of(args.x), finish,
+                                     panel_transformer(args.x, args.z, residual, act));
   });
 }
 

@@ -151,34 +151,20 @@ INPLACE_ABN_CLONES void reduce_row_chunk(const scalar_t* z, int64_t z_stride, co
                                          int64_t rows, int64_t channels, const opmath_t* beta,
                                          const opmath_t* inverse_gamma, opmath_t* sum_dy, opmath_t* sum_dy_centred,
                                          Res residual, Act act, Store store) {
-  const auto step = [&](int64_t r, int64_t c, opmath_t& dy, opmath_t& dy_centred) __attribute__((always_inline)) {
-    opmath_t y;
-    act.inverse(z[r * z_stride + c], static_cast<opmath_t>(dz[r * dz_stride + c]), y, dy);
-    const opmath_t centred = residual.at(0, r, 0).subtract(y, c) - beta[c];
-    dy_centred = dy * centred;
-    store.at(0, r, 0)(c, centred, dy, inverse_gamma[c]);
-  };
-  int64_t r = 0;
-  for (; r + 2 <= rows; r += 2) {
-    prefetch_ahead(z + r * z_stride, 2 * channels);
-    prefetch_ahead(dz + r * dz_stride, 2 * channels);
-    INPLACE_ABN_INDEPENDENT
-    for (int64_t c = 0; c < channels; ++c) {
-      opmath_t dy0, dy1, dy_centred0, dy_centred1;
-      step(r, c, dy0, dy_centred0);
-      step(r + 1, c, dy1, dy_centred1);
-      sum_dy[c] += dy0 + dy1;
-      sum_dy_centred[c] += dy_centred0 + dy_centred1;
-    }
-  }
-  for (; r < rows; ++r) {
-    INPLACE_ABN_INDEPENDENT
-    for (int64_t c = 0; c < channels; ++c) {
-      opmath_t dy, dy_centred;
-      step(r, c, dy, dy_centred);
+  const int64_t z_ahead = rows_ahead<scalar_t>(z_stride, 2), dz_ahead = rows_ahead<scalar_t>(dz_stride, 2);
+  for (int64_t r = 0; r < rows; ++r) {
+    const Res residual_row = residual.at(0, r, 0);
+    const Store store_row = store.at(0, r, 0);
+    const auto step = [&](int64_t c) __attribute__((always_inline)) {
+      opmath_t y, dy;
+      act.inverse(z[r * z_stride + c], static_cast<opmath_t>(dz[r * dz_stride + c]), y, dy);
+      const opmath_t centred = residual_row.subtract(y, c) - beta[c];
       sum_dy[c] += dy;
-      sum_dy_centred[c] += dy_centred;
-    }
+      sum_dy_centred[c] += dy * centred;
+      store_row(c, centred, dy, inverse_gamma[c]);
+    };
+    for_each_channel(channels, step, RowsAhead<scalar_t, 1>{z + r * z_stride + z_ahead, z_stride},
+                     RowsAhead<scalar_t, 1>{dz + r * dz_stride + dz_ahead, dz_stride});
   }
 }
 
@@ -206,18 +192,20 @@ void reduce_all_rows(const Extent& extent, const RowGrid& grid, const View<const
     values.set(1, c, 1 / affine.gamma(c));
   }
   reduce_rows<MergeSums>(
-      extent, 2 * sizeof(scalar_t),
+      extent,
       [&](int64_t first, int64_t rows, double* dy, double* dy_centred) {
         const ChannelArrays<opmath_t, 2> sums(grid);
-        grid.for_each(first, rows, [&](int64_t row, int64_t count, int64_t fold, int64_t width) {
-          reduce_row_chunk(z.data + row * z.batch_stride, z.batch_stride * fold, dz.data + row * dz.batch_stride,
-                           dz.batch_stride * fold, count, width, values[0], values[1], sums[0], sums[1],
-                           residual.rows(row, fold), act, store.rows(row, fold));
-        });
-        sums.unfold(0);
-        sums.unfold(1);
-        std::copy_n(sums[0], grid.channels, dy);
-        std::copy_n(sums[1], grid.channels, dy_centred);
+        grid.for_each_block(
+            first, rows,
+            [&](int64_t row, int64_t count, int64_t fold, int64_t width) {
+              reduce_row_chunk(z.data + row * z.batch_stride, z.batch_stride * fold, dz.data + row * dz.batch_stride,
+                               dz.batch_stride * fold, count, width, values[0], values[1], sums[0], sums[1],
+                               residual.rows(row, fold), act, store.rows(row, fold));
+            },
+            [&] {
+              move_sums(grid.fold, grid.channels, sums[0], dy);
+              move_sums(grid.fold, grid.channels, sums[1], dy_centred);
+            });
       },
       [&](int64_t c, double dy, double dy_centred) { finish(c, Sums{dy, dy_centred}); });
 }

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <initializer_list>
+#include <memory>
 #include <numeric>
 #include <vector>
 
@@ -35,6 +36,16 @@ struct RowGrid {
     if (folded > 0) walk(first, folded, fold, wide);
     if (folded * fold < count) walk(first + folded * fold, count - folded * fold, int64_t{1}, channels);
   }
+
+  // The same in blocks of so few rows that their sums can be in the precision of x. Calls finish_block() after each.
+  template <typename Walk, typename Finish>
+  void for_each_block(int64_t first, int64_t count, const Walk& walk, const Finish& finish_block) const {
+    constexpr int64_t block = 128;
+    for (int64_t done = 0; done < count; done += block * fold) {
+      for_each(first + done, std::min(block * fold, count - done), walk);
+      finish_block();
+    }
+  }
 };
 
 // Arrays of one value per channel, repeated for folded rows, initially zero. They start with a cache line each, lest
@@ -54,11 +65,6 @@ class ChannelArrays {
   void set(int array, int64_t channel, opmath_t value) const {
     for (int64_t f = 0; f < grid_.fold; ++f) (*this)[array][f * grid_.channels + channel] = value;
   }
-  // Adds what was accumulated for the folded rows to the first one's.
-  void unfold(int array) const {
-    opmath_t* const values = (*this)[array];
-    for (int64_t i = grid_.channels; i < grid_.wide; ++i) values[i % grid_.channels] += values[i];
-  }
 
  private:
   static constexpr int64_t per_line = 64 / sizeof(opmath_t);
@@ -67,6 +73,18 @@ class ChannelArrays {
   std::vector<opmath_t> memory_;
   opmath_t* first_;
 };
+
+// Moves what was summed up for each of `fold` rows to `totals`.
+template <typename opmath_t>
+INPLACE_ABN_CLONES void move_sums(int64_t fold, int64_t channels, opmath_t* sums, double* totals) {
+  for (int64_t f = 0; f < fold; ++f) {
+    INPLACE_ABN_INDEPENDENT
+    for (int64_t c = 0; c < channels; ++c) {
+      totals[c] += static_cast<double>(sums[f * channels + c]);
+      sums[f * channels + c] = 0;
+    }
+  }
+}
 
 // How two fields per channel of `count` and `part_count` rows become those of their union.
 struct MergeSums {
@@ -93,22 +111,25 @@ struct MergeMoments {
   }
 };
 
-// `reduce(first_row, rows, a, b)` stores a chunk's two fields per channel, `finish(channel, a, b)` gets the merged
-// ones.
+// `reduce(first_row, rows, a, b)` adds to a chunk's two fields per channel, which are zero, `finish(channel, a, b)`
+// gets the merged ones. Threads walk their rows from the last chunk to the first: the last ones were written most
+// recently, and the pass that follows finds the first ones in cache.
 template <typename Merge, typename Reduce, typename Finish>
-void reduce_rows(const Extent& extent, int64_t element_size, const Reduce& reduce, const Finish& finish) {
-  // A chunk's sums are in the precision of x, so it has no more rows than a panel has elements, give or take. Few rows
-  // are cut into as many chunks as are worth a thread.
-  constexpr int64_t chunk_bytes = 256 * 1024, least_rows = 16;
-  const int64_t channels = extent.channels, rows = extent.batch, row = std::max<int64_t>(1, channels);
-  const int64_t worth_a_thread = std::max(grain_elements / row, (rows + min_tasks - 1) / min_tasks);
-  const int64_t chunk = std::max(least_rows, std::min(chunk_bytes / (row * element_size), worth_a_thread));
+void reduce_rows(const Extent& extent, const Reduce& reduce, const Finish& finish) {
+  // Enough chunks for any number of threads, as far as they are worth one, yet their fields are few beside x, and the
+  // sample that is the mean to start with is summed up in the precision of x.
+  constexpr int64_t many_chunks = 64, rows_worth_fields = 256, most_rows = 16 * 1024, least_rows = 16;
+  const int64_t channels = extent.channels, rows = extent.batch;
+  const int64_t wanted = std::clamp((rows + many_chunks - 1) / many_chunks, rows_worth_fields, most_rows);
+  const int64_t chunk = std::max({least_rows, grain_elements / std::max<int64_t>(1, channels),
+                                  std::min(wanted, (rows + min_tasks - 1) / min_tasks)});
   const int64_t chunks = std::max<int64_t>(1, (rows + chunk - 1) / chunk);
-  std::vector<double> fields(2 * chunks * channels);
-  const auto field = [&](int64_t i, int which) { return fields.data() + (2 * i + which) * channels; };
+  const auto fields = std::make_unique_for_overwrite<double[]>(2 * chunks * channels);
+  const auto field = [&](int64_t i, int which) { return fields.get() + (2 * i + which) * channels; };
   torch::stable::parallel_for(0, chunks, grain(chunk * channels), [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
+    for (int64_t i = end - 1; i >= begin; --i) {
       const int64_t count = std::min(chunk, rows - i * chunk);
+      std::fill_n(field(i, 0), 2 * channels, 0.0);
       if (count > 0) reduce(i * chunk, count, field(i, 0), field(i, 1));
     }
   });
@@ -131,6 +152,46 @@ void apply_rows(const RowGrid& grid, const Apply& apply) {
   });
 }
 
+// Rows that are reduced together, so that sums are read and written once for all of them.
+constexpr int64_t rows_at_once = 4;
+
+// How far ahead of a row to prefetch: two pages of all `tensors`, but whole rows, and none that are walked together
+// with it.
+template <typename scalar_t>
+INPLACE_ABN_INLINE int64_t rows_ahead(int64_t stride, int64_t tensors) {
+  const int64_t pages = 2 * page_bytes / sizeof(scalar_t) / tensors;
+  return stride == 0 ? 0 : stride * std::max(rows_at_once, (pages + stride - 1) / stride);
+}
+
+// Rows to prefetch while those before them are walked.
+template <typename scalar_t, int64_t rows>
+struct RowsAhead {
+  const scalar_t* first;
+  int64_t stride;
+  static constexpr int64_t bytes_per_channel = rows * sizeof(scalar_t);
+
+  INPLACE_ABN_INLINE void fetch(int64_t begin, int64_t end) const {
+    for (int64_t r = 0; r < rows; ++r) prefetch(first + r * stride + begin, end - begin);
+  }
+};
+
+// Calls step(channel) for all channels of rows, and fetches those ahead of them meanwhile, no more at a time than can
+// be on their way together.
+template <typename Step, typename... Ahead>
+INPLACE_ABN_INLINE void for_each_channel(int64_t channels, const Step& step, const Ahead&... ahead) {
+  constexpr int64_t portion = 1024 / (Ahead::bytes_per_channel + ...);
+  int64_t c = 0;
+  for (; c + portion <= channels; c += portion) {
+    (ahead.fetch(c, c + portion), ...);
+    INPLACE_ABN_INDEPENDENT
+    for (int64_t i = c; i < c + portion; ++i) step(i);
+  }
+  if (c == channels) return;
+  (ahead.fetch(c, channels), ...);
+  INPLACE_ABN_INDEPENDENT
+  for (; c < channels; ++c) step(c);
+}
+
 template <typename scalar_t, typename opmath_t>
 INPLACE_ABN_CLONES void row_sums(const scalar_t* x, int64_t stride, int64_t rows, int64_t channels, opmath_t* sum) {
   for (int64_t r = 0; r < rows; ++r) {
@@ -142,17 +203,17 @@ INPLACE_ABN_CLONES void row_sums(const scalar_t* x, int64_t stride, int64_t rows
 template <typename scalar_t, typename opmath_t>
 INPLACE_ABN_CLONES void row_deviations(const scalar_t* x, int64_t stride, int64_t rows, int64_t channels,
                                        const opmath_t* shift, opmath_t* deviation, opmath_t* square) {
+  const int64_t ahead = rows_ahead<scalar_t>(stride, 1);
   int64_t r = 0;
-  for (; r + 4 <= rows; r += 4) {
+  for (; r + rows_at_once <= rows; r += rows_at_once) {
     const scalar_t *x0 = x + r * stride, *x1 = x0 + stride, *x2 = x1 + stride, *x3 = x2 + stride;
-    prefetch_ahead(x0, 4 * channels);
-    INPLACE_ABN_INDEPENDENT
-    for (int64_t c = 0; c < channels; ++c) {
+    const auto step = [&](int64_t c) __attribute__((always_inline)) {
       const opmath_t d0 = static_cast<opmath_t>(x0[c]) - shift[c], d1 = static_cast<opmath_t>(x1[c]) - shift[c];
       const opmath_t d2 = static_cast<opmath_t>(x2[c]) - shift[c], d3 = static_cast<opmath_t>(x3[c]) - shift[c];
       deviation[c] += (d0 + d1) + (d2 + d3);
       square[c] += (d0 * d0 + d1 * d1) + (d2 * d2 + d3 * d3);
-    }
+    };
+    for_each_channel(channels, step, RowsAhead<scalar_t, rows_at_once>{x0 + ahead, stride});
   }
   for (; r < rows; ++r) {
     INPLACE_ABN_INDEPENDENT
@@ -164,14 +225,14 @@ INPLACE_ABN_CLONES void row_deviations(const scalar_t* x, int64_t stride, int64_
   }
 }
 
+// Makes the mean and the sum of squared deviations of sums over deviations from `shift` and over their squares.
 template <typename opmath_t>
-INPLACE_ABN_CLONES void shifted_moments(int64_t channels, double count, const opmath_t* shift,
-                                        const opmath_t* deviation, const opmath_t* square, double* mean, double* m2) {
+INPLACE_ABN_CLONES void shifted_moments(int64_t channels, double count, const opmath_t* shift, double* mean,
+                                        double* m2) {
   const double inverse = 1 / count;
   INPLACE_ABN_INDEPENDENT
   for (int64_t c = 0; c < channels; ++c) {
-    const auto sum = static_cast<double>(deviation[c]);
-    const double centred = static_cast<double>(square[c]) - sum * sum * inverse;
+    const double sum = mean[c], centred = m2[c] - sum * sum * inverse;
     mean[c] = static_cast<double>(shift[c]) + sum * inverse;
     m2[c] = centred < 0 ? 0 : centred;
   }
@@ -182,17 +243,22 @@ template <typename scalar_t>
 void row_moments(const RowGrid& grid, const View<const scalar_t>& x, int64_t first, int64_t rows, double* mean,
                  double* m2) {
   using opmath_t = opmath_type<scalar_t>;
+  constexpr int64_t least_sample = 4, share = 64;
   const ChannelArrays<opmath_t, 3> arrays(grid);
   const auto at_row = [&](int64_t row) { return x.data + row * x.batch_stride; };
-  const int64_t sampled = std::min(rows, std::max<int64_t>(16, rows / 64));
+  const int64_t sampled = std::min(rows, std::max(least_sample, (rows + share - 1) / share));
   row_sums(at_row(first), x.batch_stride, sampled, grid.channels, arrays[0]);
   for (int64_t c = 0; c < grid.channels; ++c) arrays.set(0, c, arrays[0][c] / static_cast<opmath_t>(sampled));
-  grid.for_each(first, rows, [&](int64_t row, int64_t count, int64_t fold, int64_t width) {
-    row_deviations(at_row(row), x.batch_stride * fold, count, width, arrays[0], arrays[1], arrays[2]);
-  });
-  arrays.unfold(1);
-  arrays.unfold(2);
-  shifted_moments(grid.channels, static_cast<double>(rows), arrays[0], arrays[1], arrays[2], mean, m2);
+  grid.for_each_block(
+      first, rows,
+      [&](int64_t row, int64_t count, int64_t fold, int64_t width) {
+        row_deviations(at_row(row), x.batch_stride * fold, count, width, arrays[0], arrays[1], arrays[2]);
+      },
+      [&] {
+        move_sums(grid.fold, grid.channels, arrays[1], mean);
+        move_sums(grid.fold, grid.channels, arrays[2], m2);
+      });
+  shifted_moments(grid.channels, static_cast<double>(rows), arrays[0], mean, m2);
 }
 
 }  // namespace inplace_abn::cpu

@@ -16,7 +16,7 @@ void statistics(const StatisticsArgs<scalar_t>& args) {
   if (args.extent.order == Order::rows) {
     const RowGrid grid(args.extent, {args.x.batch_stride});
     reduce_rows<MergeMoments>(
-        args.extent, sizeof(scalar_t),
+        args.extent,
         [&](int64_t first, int64_t rows, double* mean, double* m2) {
           row_moments(grid, args.x, first, rows, mean, m2);
         },
