@@ -1,8 +1,7 @@
 #include <torch/csrc/stable/ops.h>
 
-#include <algorithm>
-
 #include "inplace_abn/kernels.h"
+#include "inverses.h"
 #include "parallel.h"
 
 namespace inplace_abn::cpu {
@@ -21,7 +20,7 @@ INPLACE_ABN_CLONES void invert_run(const scalar_t* z, opmath_t* y, int64_t count
 
 template <typename scalar_t>
 void inverse(const InverseArgs<scalar_t>& args) {
-  visit_activation<scalar_t>(args.activation.kind, args.activation.param, [&](auto act) {
+  visit_inverse<scalar_t>(args.activation, [&](auto act) {
     torch::stable::parallel_for(0, args.count, grain_elements, [&](int64_t begin, int64_t end) {
       invert_run(args.z + begin, args.y + begin, end - begin, act);
     });
