@@ -126,12 +126,12 @@ struct GeluTanhCurve : fits::GeluTanh {
   INPLACE_ABN_INLINE static Quotient<opmath_t> gate(opmath_t y) {
     return {1, 1 + exp_bounded(-argument(y))};
   }
-  // Of y, since 1 - gate would lose what y and the argument's slope make large again.
+  // Of y, since 1 - gate would lose what y and the argument's slope make large again; even in the argument.
   template <typename opmath_t>
   INPLACE_ABN_INLINE static opmath_t steepness(opmath_t, opmath_t y) {
     constexpr auto first = static_cast<opmath_t>(scale), third = static_cast<opmath_t>(3 * scale * cubic);
-    const opmath_t e = exp_bounded(-argument(y)), gate = 1 / (1 + e);
-    return e * gate * gate * (first + third * y * y);
+    const opmath_t e = exp_bounded(-std::abs(argument(y))), larger = 1 / (1 + e);
+    return e * larger * larger * (first + third * y * y);
   }
 
  private:

@@ -70,14 +70,13 @@ template <typename scalar_t>
 constexpr bool heavy<PlainRelu<scalar_t>> = false;
 
 // Blocks that a multiprocessor holds at least, which bounds the registers of a thread: 3 blocks to 80, 2 to 128, which
-// is what doubles need, five streams, reductions of 16 bits that store or, in float16, do much arithmetic, and the
-// values of many channels with three streams or much arithmetic.
+// is what doubles need, five streams, reductions of 16 bits that store or do much arithmetic, and the values of many
+// channels with three streams or much arithmetic.
 template <typename Op, int channels>
 constexpr bool wide = [] {
   if (channels > 4) return Op::inputs > 2 || Op::outputs > 1 || Op::much_arithmetic;
   constexpr bool is_16_bit = sizeof(typename Op::scalar_t) == 2;
-  constexpr bool is_half = std::is_same_v<typename Op::scalar_t, c10::Half>;
-  const bool reduces_much = Op::reduces && ((is_16_bit && Op::outputs > 0) || (is_half && Op::much_arithmetic));
+  const bool reduces_much = Op::reduces && is_16_bit && (Op::outputs > 0 || Op::much_arithmetic);
   return Op::inputs + Op::outputs > 4 || reduces_much;
 }();
 template <typename Op, int channels>
