@@ -187,6 +187,9 @@ class _Decision:
             all_gains = self._gains(modes)
 
             more = {name: self._more(layers[name], with_residual, all_gains, gains) for name in with_residual}
+            counted = with_residual | {layer.residual.partner for n in with_residual if (layer := layers[n]).residual}
+            losses = {n: all_gains[n] - gain for n, gain in gains.items() if all_gains[n] < gain and n not in counted}
+            self._charge(more, losses)
             lost = {name for name in with_residual if more[name] <= 0}
             if not lost:
                 break
@@ -223,6 +226,20 @@ class _Decision:
         if layer.residual is not None and layer.residual.partner:
             names |= {layer.residual.partner} - with_residual
         return sum(gains[name] - before.get(name, 0) for name in names)
+
+    def _charge(self, more: dict[str, int], losses: dict[str, int]) -> None:
+        """Has residual blocks answer for what a norm does not save any more because they keep its input."""
+        for findings in self.findings:
+            keepers = {
+                finding.residual.activation.result: name
+                for name in more
+                for finding in findings.get(name, [])
+                if finding.residual is not None
+            }
+            for name in list(losses):
+                keeper = next((keepers[f.input] for f in findings.get(name, []) if f.input in keepers), None)
+                if keeper is not None:
+                    more[keeper] += losses.pop(name)
 
     @staticmethod
     def _mode(layer: Layer) -> str:

@@ -164,7 +164,7 @@ def op_arguments(name, device, dtype):
         "dweight": torch.empty_like(weight),
         "dbias": torch.empty_like(bias),
         "dresidual": torch.empty_like(x),
-        "z": torch.empty_like(x),
+        "z": x if name == "inverse" else torch.empty_like(x),
     }
     schema = getattr(ops, name)._schema
     written_out = {"xhat", "dy"} if name == "backward_reduce_out" else set()
