@@ -78,9 +78,9 @@ struct Quotient {
 };
 
 // A curve has
-//   gate(y)                 as a quotient
-//   steepness(gate, y)      gate'(y)
-//   flat_below<scalar_t>()  below which y is stored as `Flat`, because z would underflow, or nothing
+//   gate(y)                        as a quotient
+//   steepness<is_16_bit>(gate, y)  gate'(y)
+//   flat_below<scalar_t>()         below which y is stored as `Flat`, because z would underflow, or nothing
 
 struct SiluCurve : fits::Silu {
   static constexpr bool has_flat = false;
@@ -89,7 +89,7 @@ struct SiluCurve : fits::Silu {
   INPLACE_ABN_INLINE static Quotient<opmath_t> gate(opmath_t y) {
     return {1, 1 + exp_bounded(-y)};
   }
-  template <typename opmath_t>
+  template <bool is_16_bit, typename opmath_t>
   INPLACE_ABN_INLINE static opmath_t steepness(opmath_t gate, opmath_t) {
     return gate * (1 - gate);
   }
@@ -106,7 +106,7 @@ struct GeluCurve : fits::Gelu {
   INPLACE_ABN_INLINE static Quotient<opmath_t> gate(opmath_t y) {
     return {normal_mass_below(y), 1};
   }
-  template <typename opmath_t>
+  template <bool is_16_bit, typename opmath_t>
   INPLACE_ABN_INLINE static opmath_t steepness(opmath_t, opmath_t y) {
     constexpr opmath_t scale = 0.398942280401432677940;  // 1 / sqrt(2 pi)
     return scale * exp_bounded(opmath_t(-0.5) * y * y);
@@ -126,12 +126,18 @@ struct GeluTanhCurve : fits::GeluTanh {
   INPLACE_ABN_INLINE static Quotient<opmath_t> gate(opmath_t y) {
     return {1, 1 + exp_bounded(-argument(y))};
   }
-  // Of y, since 1 - gate would lose what y and the argument's slope make large again; even in the argument.
-  template <typename opmath_t>
-  INPLACE_ABN_INLINE static opmath_t steepness(opmath_t, opmath_t y) {
+  // Of y, since 1 - gate would lose what y and the argument's slope make large again; even in the argument. In 16 bits
+  // that is no loss, and saves registers.
+  template <bool is_16_bit, typename opmath_t>
+  INPLACE_ABN_INLINE static opmath_t steepness(opmath_t gate, opmath_t y) {
     constexpr auto first = static_cast<opmath_t>(scale), third = static_cast<opmath_t>(3 * scale * cubic);
-    const opmath_t e = exp_bounded(-std::abs(argument(y))), larger = 1 / (1 + e);
-    return e * larger * larger * (first + third * y * y);
+    const opmath_t steepness_of_argument = first + third * y * y;
+    if constexpr (is_16_bit) {
+      return gate * (1 - gate) * steepness_of_argument;
+    } else {
+      const opmath_t e = exp_bounded(-std::abs(argument(y))), larger = 1 / (1 + e);
+      return e * larger * larger * steepness_of_argument;
+    }
   }
 
  private:
@@ -153,7 +159,7 @@ struct MishCurve : fits::Mish {
     return {n / (n + 2), 1};
   }
   // (1 - gate^2) * sigmoid(y), without another exponential.
-  template <typename opmath_t>
+  template <bool is_16_bit, typename opmath_t>
   INPLACE_ABN_INLINE static opmath_t steepness(opmath_t gate, opmath_t) {
     const opmath_t above = 1 + gate, both = std::abs((1 - gate) * above);
     return 2 * gate * both / (above + std::sqrt(both));
@@ -201,7 +207,7 @@ struct WithMinimum {
     if constexpr (is_double) {
       slope = refine(z, y);
     } else {
-      slope = gate + curved * Curve::steepness(gate, curved);
+      slope = gate + curved * Curve::template steepness<is_16_bit>(gate, curved);
     }
     dy = dz * slope;
     if constexpr (Curve::has_flat) {
@@ -251,7 +257,7 @@ struct WithMinimum {
     for (int step = 0; step < 4; ++step) {
       const auto parts = Curve::gate(y);
       const opmath_t unbounded = parts.numerator / parts.denominator, gate = unbounded < least ? least : unbounded;
-      const opmath_t relative = 1 + y * Curve::steepness(gate, y) / gate;
+      const opmath_t relative = 1 + y * Curve::template steepness<is_16_bit>(gate, y) / gate;
       slope = gate * relative;
       const bool is_steep = std::abs(relative) > least_slope;
       y -= is_steep & (step < 3) ? (y - z / gate) / relative : opmath_t(0);
