@@ -41,6 +41,8 @@ else
     PYTHON=.venv/bin/python
     [ -x "$PYTHON" ] || (source scripts/venv.sh)
   fi
+  # One ninja's account of what it has built is not read by every other.
+  PATH=$(cd "$(dirname "$(command -v "$PYTHON")")" && pwd):$PATH
   export INPLACE_ABN_FORCE_CPU=1
   unset INPLACE_ABN_FORCE_CUDA
 fi
