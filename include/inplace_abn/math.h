@@ -1,7 +1,7 @@
 // exp, log, expm1 and log1p on the ranges that activations need. For float on the host they are branch-free, so that
 // loops around them vectorise; everywhere else they are the standard ones. Largest errors over all floats of the stated
 // range, in units in the last place: exp_bounded 2, log_positive 2, expm1_nonpositive 3, log1p_nonpositive 3
-// (tests/test_activations.py).
+// (tests/ops/test_activations.py).
 #pragma once
 
 #include <cmath>
