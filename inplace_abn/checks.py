@@ -9,7 +9,9 @@ from torch import Tensor
 
 from inplace_abn import _torch
 from inplace_abn.gradients import values_per_channel
+from inplace_abn.settings import Operands
 
+_TENSORS = Operands._fields[:-1]
 _REMEDY = ". Use keep_input=True, or ABN, which works out of place"
 
 
@@ -27,18 +29,19 @@ def check_transforms(tensors: tuple[Tensor | None, ...]) -> None:
         )
 
 
-def check_tensors(x: Tensor, **others: Tensor | None) -> None:
+def check_tensors(x: Tensor, operands: Operands) -> None:
     """Raises for what the ops, which are chosen by device and layout, would not see as an error of this one."""
     if x.layout is not torch.strided:
         raise ValueError(f"inplace_abn: expected a strided x, got layout {x.layout}")
     device = x.device
-    for name, t in others.items():
+    others = [(name, getattr(operands, name)) for name in _TENSORS]
+    for name, t in others:
         if t is not None and t.device != device:
             raise ValueError(f"inplace_abn: expected {name} on {device} like x, got {t.device}")
-    if (others["running_mean"] is None) != (others["running_var"] is None):
-        given = "running_mean" if others["running_var"] is None else "running_var"
+    if (operands.running_mean is None) != (operands.running_var is None):
+        given = "running_mean" if operands.running_var is None else "running_var"
         raise ValueError(f"inplace_abn: expected running_mean and running_var both or neither, got only {given}")
-    for name, t in (("x", x), *others.items()):
+    for name, t in (("x", x), *others):
         if t is not None and (t.is_neg() or t.is_conj()):
             raise ValueError(
                 f"inplace_abn: expected {name} without torch's negative or conjugate bit, which its memory does not "
@@ -46,9 +49,10 @@ def check_tensors(x: Tensor, **others: Tensor | None) -> None:
             )
 
 
-def check_saved(**saved: Tensor | None) -> None:
-    """Raises if autograd does not let ``saved`` be kept for backward."""
-    for name, t in saved.items():
+def check_saved(operands: Operands, training: bool) -> None:
+    """Raises if autograd does not let be kept what backward needs, the running variance among it in evaluation."""
+    for name in ("weight", "bias", "residual", *(() if training else ("running_var",))):
+        t = getattr(operands, name)
         if t is not None and t.is_inference():
             raise ValueError(
                 f"inplace_abn: {name} was made under torch.inference_mode() and cannot be saved for backward. Pass "

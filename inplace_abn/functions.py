@@ -11,7 +11,6 @@ overwrite.
 from __future__ import annotations
 
 import os
-from functools import partial
 from typing import Any
 
 import torch
@@ -35,7 +34,7 @@ from inplace_abn import (
 from inplace_abn.activations import ACTIVATIONS, activate, check_activation
 from inplace_abn.compiling import batch_norm, trust
 from inplace_abn.kept import KeptABNFunction
-from inplace_abn.settings import Settings, check_hyperparameters
+from inplace_abn.settings import Operands, Settings, check_hyperparameters
 
 _DISABLED = os.environ.get("INPLACE_ABN_DISABLE") == "1"
 _node = None if _DISABLED else node.load()
@@ -95,34 +94,20 @@ def inplace_abn(
     check_hyperparameters(eps, momentum)
     training = training or running_mean is None
     settings = Settings(activation, activation_param, eps, signed_weight, training, None)
-    return local(x, weight, bias, residual, running_mean, running_var, momentum, settings, keep_input)
+    return local(x, Operands(weight, bias, residual, running_mean, running_var, momentum), settings, keep_input)
 
 
-def local(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    momentum: float | Tensor,
-    settings: Settings,
-    keep_input: bool,
-) -> Tensor:
+def local(x: Tensor, operands: Operands, settings: Settings, keep_input: bool) -> Tensor:
     """`inplace_abn` of settings that are valid and have no group."""
     if keep_input:
-        return _forward(x, weight, bias, residual, running_mean, running_var, momentum, settings, keep_input=True)
+        return _forward(x, operands, settings, keep_input=True)
     if _node is not None and not torch.compiler.is_compiling() and not _torch.saves_its_result(x):
         try:
             z: Tensor | None = _node.inplace_abn(
                 x,
-                weight,
-                bias,
-                residual,
-                running_mean,
-                running_var,
+                *operands[:-1],
                 settings.training,
-                *writing.momentum_arguments(momentum),
+                *operands.momentum_arguments(),
                 *settings.arithmetic(),
                 settings.per_instance,
             )
@@ -130,7 +115,7 @@ def local(
             raise ops.translated(raised) from None
         if z is not None:
             return z
-    return _forward(x, weight, bias, residual, running_mean, running_var, momentum, settings)
+    return _forward(x, operands, settings)
 
 
 def inplace_abn_sync(
@@ -185,7 +170,8 @@ def inplace_abn_sync(
             keep_input=keep_input,
         )
     settings = Settings(activation, activation_param, eps, signed_weight, training, group)
-    return _forward(x, weight, bias, residual, running_mean, running_var, momentum, settings, watch, keep_input)
+    operands = Operands(weight, bias, residual, running_mean, running_var, momentum)
+    return _forward(x, operands, settings, watch, keep_input)
 
 
 def kept(
@@ -202,32 +188,22 @@ def kept(
 ) -> Tensor:
     """`plain.kept` of what `inplace_abn` takes, and of nothing else: a module that keeps x for a while must not fail
     once it does not."""
-    check_kept(x, weight, bias, residual, running_mean, running_var, training, keep_input)
+    check_kept(x, Operands(weight, bias, residual, running_mean, running_var), training, keep_input)
     tensors = (x, weight, bias, running_mean, running_var)
     return plain.kept(*tensors, training, *settings, signed_weight=signed_weight, residual=residual)
 
 
-def check_kept(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    keep_input: bool,
-) -> None:
+def check_kept(x: Tensor, operands: Operands, training: bool, keep_input: bool) -> None:
     """Raises for what would fail in place."""
     if not is_plain() and not torch.compiler.is_compiling():
-        requires_grad = _requires_grad(x, weight, bias, residual)
-        _check(x, weight, bias, residual, running_mean, running_var, training, requires_grad, keep_input)
+        _check(x, operands, training, _requires_grad(x, operands), keep_input)
         if not _torch.transforms_active():
-            ops.run(ops.check, [], x, weight, bias, residual, running_mean, running_var)
+            ops.run(ops.check, [], x, *operands[:-1])
 
 
-def _requires_grad(*tensors: Tensor | None) -> bool:
+def _requires_grad(x: Tensor, operands: Operands) -> bool:
     if torch.is_grad_enabled():
-        for t in tensors:
+        for t in (x, operands.weight, operands.bias, operands.residual):
             if t is not None and t.requires_grad:
                 return True
     return False
@@ -265,24 +241,19 @@ def is_plain() -> bool:
 
 def _forward(
     x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    momentum: float | Tensor,
+    operands: Operands,
     settings: Settings,
     watch: guard.Frozen | None = None,
     keep_input: bool = False,
 ) -> Tensor:
     if is_plain():
-        return _out_of_place(x, weight, bias, residual, running_mean, running_var, momentum, settings)
-    requires_grad = _requires_grad(x, weight, bias, residual)
+        return _out_of_place(x, operands, settings)
+    requires_grad = _requires_grad(x, operands)
     compiling = torch.compiler.is_compiling()
     if not compiling:
-        _check(x, weight, bias, residual, running_mean, running_var, settings.training, requires_grad, keep_input)
+        _check(x, operands, settings.training, requires_grad, keep_input)
         if settings.group is not None:
-            ops.run(ops.check, [], x, weight, bias, residual, running_mean, running_var)
+            ops.run(ops.check, [], x, *operands[:-1])
     if settings.training and settings.group is None and not settings.per_instance:
         checks.check_count(x)
     if keep_input and _torch.transforms_active():
@@ -291,66 +262,43 @@ def _forward(
     if compiling and requires_grad and settings.group is None and not settings.per_instance and x.numel() > 0:
         # A backend that runs the ops as they are keeps the clone; all others have none.
         given = x if keep_input else x.clone()
-        z: Tensor = _compiled(given, weight, bias, residual, running_mean, running_var, momentum, settings)
+        z: Tensor = _compiled(given, operands, settings)
         return z if keep_input else x.copy_(z)
     statistics = None
     if settings.group is not None:
-        statistics, trusted = writing.sync_statistics(
-            x.detach(), running_mean, running_var, momentum, settings.group, watch
-        )
+        statistics, trusted = writing.sync_statistics(x.detach(), operands, settings.group, watch)
         if not trusted:
-            z = KeptABNFunction.apply(x, weight, bias, residual, *statistics, settings)
+            z = KeptABNFunction.apply(x, *operands[:3], *statistics, settings)
             return z
-    write = partial(
-        writing.written,
-        weight=weight,
-        bias=bias,
-        residual=residual,
-        running_mean=running_mean,
-        running_var=running_var,
-        momentum=momentum,
-        settings=settings,
-        invertible=requires_grad,
-        statistics=statistics,
-    )
     if not requires_grad:
         z = torch.empty_like(x) if keep_input else x
-        write(x, z)
+        writing.written(x, z, operands, settings, False, statistics)
         return z
     if compiling:
         # The compiler makes one buffer of x, its clone and the copy below.
         with torch.no_grad():
             data = x.clone()
-            var = write(data, data)
-        z = autograd.TracedABNFunction.apply(x, data, weight, bias, residual, var, settings)
+            var = writing.written(data, data, operands, settings, True, statistics)
+        z = autograd.TracedABNFunction.apply(x, data, *operands[:3], var, settings)
         return z if keep_input else x.copy_(z)
     calibrate()
-    if keep_input:
-        data = x.detach()
-        z = torch.empty_like(data)
-        return attached(x, z, weight, bias, residual, write(data, z), settings)
     data = x.detach()
+    if keep_input:
+        z = torch.empty_like(data)
+        return attached(x, z, operands, writing.written(data, z, operands, settings, True, statistics), settings)
     edge = _input_edge(x, settings)
-    return autograd.overwritten(x, weight, bias, residual, write(data, data), settings, edge)
+    var = writing.written(data, data, operands, settings, True, statistics)
+    return autograd.overwritten(x, *operands[:3], var, settings, edge)
 
 
-def _compiled(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    momentum: float | Tensor,
-    settings: Settings,
-) -> Tensor:
+def _compiled(x: Tensor, operands: Operands, settings: Settings) -> Tensor:
     """What compilers are given: they find norm and activation to be one (`compiling.joint`)."""
-    activation, signed_weight, training = settings.activation, settings.signed_weight, settings.training
+    weight, bias, residual, running_mean, running_var, momentum = operands
     param, eps = batch_norm.constant(settings.activation_param), batch_norm.constant(settings.eps)
-    scale = None if weight is None else reference.gamma(weight, eps, signed_weight)
-    trusted = trust.in_place(activation, param)
-    y = batch_norm.normalised(x, scale, bias, running_mean, running_var, training, momentum, eps, trusted)
-    return activate(y if residual is None else y + residual, activation, param)
+    scale = None if weight is None else reference.gamma(weight, eps, settings.signed_weight)
+    trusted = trust.in_place(settings.activation, param)
+    y = batch_norm.normalised(x, scale, bias, running_mean, running_var, settings.training, momentum, eps, trusted)
+    return activate(y if residual is None else y + residual, settings.activation, param)
 
 
 def _input_edge(x: Tensor, settings: Settings) -> Tensor | None:
@@ -365,25 +313,13 @@ def calibrate() -> None:
         ownership.calibrate(_observe_sole_holders)
 
 
-def _check(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    requires_grad: bool,
-    keep_input: bool,
-) -> None:
+def _check(x: Tensor, operands: Operands, training: bool, requires_grad: bool, keep_input: bool) -> None:
     """Refuses what the op does not see as an error."""
     if _torch.transforms_active() or _torch.in_forward_mode():
-        checks.check_transforms((x, weight, bias, residual))
-    checks.check_tensors(
-        x, weight=weight, bias=bias, residual=residual, running_mean=running_mean, running_var=running_var
-    )
+        checks.check_transforms((x, *operands[:3]))
+    checks.check_tensors(x, operands)
     if requires_grad:
-        checks.check_saved(weight=weight, bias=bias, residual=residual, running_var=None if training else running_var)
+        checks.check_saved(operands, training)
     if not keep_input:
         checks.check_overwritable(x, requires_grad)
 
@@ -391,9 +327,7 @@ def _check(
 def attached(
     x: Tensor,
     z: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
+    operands: Operands,
     var: Tensor,
     settings: Settings,
     stand_in: Tensor | None = None,
@@ -410,9 +344,7 @@ def attached(
         found: Tensor | None = _node.attached(
             x,
             z,
-            weight,
-            bias,
-            residual,
+            *operands[:3],
             var,
             settings.training,
             *settings.arithmetic(),
@@ -421,19 +353,11 @@ def attached(
         )
         if found is not None:
             return found
-    return autograd.attached(x, z, weight, bias, residual, var, settings, _input_edge(x, settings), stand_in)
+    return autograd.attached(x, z, *operands[:3], var, settings, _input_edge(x, settings), stand_in)
 
 
-def _out_of_place(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    momentum: float | Tensor,
-    settings: Settings,
-) -> Tensor:
+def _out_of_place(x: Tensor, operands: Operands, settings: Settings) -> Tensor:
+    weight, bias, residual, running_mean, running_var, momentum = operands
     scale = None if weight is None else reference.gamma(weight, settings.eps, settings.signed_weight)
     what = (settings.eps, settings.activation, settings.activation_param, residual)
     if settings.group is None:

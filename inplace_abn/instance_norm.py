@@ -14,7 +14,7 @@ from torch import Tensor
 from inplace_abn import _torch, checks, functions, guard, plain, reference
 from inplace_abn.abn import ActivatedNorm
 from inplace_abn.activations import check_activation
-from inplace_abn.settings import Settings, check_hyperparameters
+from inplace_abn.settings import Operands, Settings, check_hyperparameters
 
 
 def inplace_instance_norm(
@@ -83,23 +83,31 @@ def inplace_instance_norm(
         running_mean.add_(0)
     settings = Settings(activation, activation_param, eps, True, True, None, per_instance=True)
     samples = x.shape[0]
-    weight, bias, means, variances = (repeated(t, samples) for t in (weight, bias, running_mean, running_var))
-    z = functions.local(x, weight, bias, residual, means, variances, momentum, settings, keep_input)
-    take_mean(running_mean, means, samples)
-    take_mean(running_var, variances, samples)
+    operands = Operands(weight, bias, residual, running_mean, running_var, momentum)
+    of_samples = repeated(operands, samples)
+    z = functions.local(x, of_samples, settings, keep_input)
+    take_means(operands, of_samples, samples)
     return z
 
 
-def repeated(t: Tensor | None, samples: int) -> Tensor | None:
-    """The vector, once for each sample."""
-    return None if t is None else t.repeat(samples)
+def repeated(operands: Operands, samples: int) -> Operands:
+    """With each vector once for each sample."""
+    weight, bias, residual, running_mean, running_var, momentum = operands
+    weight, bias, running_mean, running_var = (
+        None if t is None else t.repeat(samples) for t in (weight, bias, running_mean, running_var)
+    )
+    return Operands(weight, bias, residual, running_mean, running_var, momentum)
 
 
-def take_mean(t: Tensor | None, of_samples: Tensor | None, samples: int) -> None:
-    """Makes ``t`` the mean over samples; that of none leaves it as it was."""
-    if t is not None and of_samples is not None and samples > 0:
-        with torch.no_grad():
-            t.copy_(of_samples.view(samples, -1).mean(dim=0))
+def take_means(operands: Operands, of_samples: Operands, samples: int) -> None:
+    """Makes the running statistics the means of those of samples; without a sample they stay as they were."""
+    if samples == 0:
+        return
+    for name in ("running_mean", "running_var"):
+        t, each = getattr(operands, name), getattr(of_samples, name)
+        if t is not None:
+            with torch.no_grad():
+                t.copy_(each.view(samples, -1).mean(dim=0))
 
 
 class InPlaceInstanceNorm(guard.Guarded, ActivatedNorm):
@@ -182,8 +190,8 @@ class InPlaceInstanceNorm(guard.Guarded, ActivatedNorm):
             return inplace_instance_norm(x, weight, bias, *what, residual=residual, keep_input=self.keep_input)
         if training:
             checks.check_instances(x, weight=weight, bias=bias, running_mean=running_mean, running_var=running_var)
-        given = (residual, running_mean, running_var, training, self.keep_input)
-        functions.check_kept(x, weight, bias, *given)
+        operands = Operands(weight, bias, residual, running_mean, running_var)
+        functions.check_kept(x, operands, training, self.keep_input)
         return plain.instance_norm(x, weight, bias, *what, residual)
 
     def extra_repr(self) -> str:

@@ -1,4 +1,4 @@
-"""What a call does, beside its tensors."""
+"""What a call takes beside x."""
 
 from __future__ import annotations
 
@@ -11,7 +11,24 @@ from torch.distributed import ProcessGroup
 from inplace_abn import activations
 
 
+class Operands(NamedTuple):
+    """What is computed with, and updated. Shapes and dtypes are those of `inplace_abn.functions.inplace_abn`."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+    residual: Tensor | None = None
+    running_mean: Tensor | None = None
+    running_var: Tensor | None = None
+    momentum: float | Tensor = 0.0
+
+    def momentum_arguments(self) -> tuple[float, Tensor | None]:
+        """The momentum as the ops take it, which is a tensor where the device alone knows it."""
+        return (0.0, self.momentum) if isinstance(self.momentum, Tensor) else (self.momentum, None)
+
+
 class Settings(NamedTuple):
+    """What is done."""
+
     activation: str
     activation_param: float
     eps: float

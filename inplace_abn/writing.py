@@ -11,18 +11,13 @@ from torch.distributed import ProcessGroup
 from inplace_abn import checks, distributed, guard, ops
 from inplace_abn.figures import WIDTH
 from inplace_abn.gradients import values_per_channel
-from inplace_abn.settings import Settings
+from inplace_abn.settings import Operands, Settings
 
 
 def written(
     x: Tensor,
     z: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    momentum: float | Tensor,
+    operands: Operands,
     settings: Settings,
     invertible: bool,
     statistics: tuple[Tensor, Tensor] | None = None,
@@ -30,6 +25,7 @@ def written(
     """Writes the result to z, which may be x, and returns the variance that backward needs. What makes z invertible
     costs a little of its exactness, and is left out where no backward will follow."""
     kept = {} if z is x else {"z": z}
+    weight, bias, residual, running_mean, running_var, _ = operands
     if settings.training and settings.group is None:
         _, var = ops.run(
             ops.local_forward_out if kept else ops.local_forward,
@@ -40,7 +36,7 @@ def written(
             residual,
             running_mean,
             running_var,
-            *momentum_arguments(momentum),
+            *operands.momentum_arguments(),
             *settings.arithmetic(),
             invertible,
             settings.per_instance,
@@ -54,19 +50,13 @@ def written(
     return var if settings.training or not invertible else var.clone()
 
 
-def momentum_arguments(momentum: float | Tensor) -> tuple[float, Tensor | None]:
-    return (0.0, momentum) if isinstance(momentum, Tensor) else (momentum, None)
-
-
 def present(*tensors: Tensor | None) -> list[Tensor]:
     return [t for t in tensors if t is not None]
 
 
 def sync_statistics(
     x: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    momentum: float | Tensor,
+    operands: Operands,
     group: ProcessGroup,
     watch: guard.Frozen | None,
 ) -> tuple[tuple[Tensor, Tensor], bool]:
@@ -84,12 +74,6 @@ def sync_statistics(
         checks.check_count(x, gathered[:, -1].sum().item())
     # Before anything is written, because it may raise.
     trusted = watch is None or watch.trusts(everything[:, -WIDTH:])
-    mean, var, _ = ops.run(
-        ops.combine,
-        present(running_mean, running_var),
-        gathered,
-        running_mean,
-        running_var,
-        *momentum_arguments(momentum),
-    )
+    running = operands.running_mean, operands.running_var
+    mean, var, _ = ops.run(ops.combine, present(*running), gathered, *running, *operands.momentum_arguments())
     return (mean, var), trusted

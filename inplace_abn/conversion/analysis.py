@@ -125,7 +125,7 @@ class _Decision:
     @staticmethod
     def _activation(found: list[Finding]) -> tuple[str, float, list[str]]:
         """Name and parameter of the activation that follows, and the reasons against it."""
-        identity = "identity", 0.01
+        identity = "identity", 0.0
         activations = {None if f.activation is None else (f.activation.name, f.activation.param) for f in found}
         if len(activations) > 1:
             # Each call may have another one, which is seen when it comes.

@@ -290,4 +290,4 @@ def _known_activation(op: Op) -> tuple[str, float] | None:
     if name in ("leaky_relu", "elu"):
         return None
     found = taken_over(name, values.get("approximate", ""))
-    return None if found is None else (found, 0.01)
+    return None if found is None else (found, 0.0)

@@ -14,8 +14,8 @@ from inplace_abn.activations import can_be_taken_back
 from inplace_abn.compiling import batch_norm, trust
 from inplace_abn.conversion.pending import Pending, pending, plain
 from inplace_abn.conversion.waiting import IDENTITY, Norm
-from inplace_abn.instance_norm import repeated, take_mean
-from inplace_abn.settings import Settings
+from inplace_abn.instance_norm import repeated, take_means
+from inplace_abn.settings import Operands, Settings
 
 PLAIN = ("plain", 0.0)
 """What is expected of a norm whose output nobody activates."""
@@ -83,40 +83,23 @@ class InPlaceNorm(guard.Guarded):
             applied = expected
         data = x.detach()
         memory = data if overwritten else torch.empty_like(data)
-        weight, bias = module.weight, module.bias
-        running_mean, running_var = _running(module)
-        training = module.training or running_mean is None
+        operands = _operands(module)
+        training = module.training or operands.running_mean is None
         group = self._participating() if training else None
-        momentum = _momentum(module)
         settings = Settings(*IDENTITY, module.eps, True, training, group, self.per_instance and training)
-        shared, samples = (running_mean, running_var), x.shape[0]
+        of_module, samples = operands, x.shape[0]
         if settings.per_instance:
-            vectors = (weight, bias, running_mean, running_var)
-            weight, bias, running_mean, running_var = (repeated(t, samples) for t in vectors)
+            operands = repeated(of_module, samples)
         statistics = mean = None
         if group is not None:
-            frozen = guard.Frozen(True)
-            statistics, _ = writing.sync_statistics(data, running_mean, running_var, momentum, group, frozen)
+            statistics, _ = writing.sync_statistics(data, operands, group, guard.Frozen(True))
             mean = statistics[0]
         elif not training:
-            mean = running_mean.clone()
-        var = writing.written(
-            data,
-            memory,
-            weight,
-            bias,
-            None,
-            running_mean,
-            running_var,
-            momentum,
-            settings.activating(applied),
-            True,
-            statistics,
-        )
+            mean = module.running_mean.clone()
+        var = writing.written(data, memory, operands, settings.activating(applied), True, statistics)
         if settings.per_instance:
-            take_mean(shared[0], running_mean, samples)
-            take_mean(shared[1], running_var, samples)
-        norm = Norm(self, x, weight, bias, mean, var, settings, overwritten, observation, decisive)
+            take_means(of_module, operands, samples)
+        norm = Norm(self, x, operands.weight, operands.bias, mean, var, settings, overwritten, observation, decisive)
         return pending(norm, memory, None, applied)
 
     def _compiled(self, x: Tensor) -> Tensor | None:
@@ -131,12 +114,12 @@ class InPlaceNorm(guard.Guarded):
         if not trusted:
             return None
         module._check_input_dim(x)
-        running_mean, running_var = _running(module)
-        training = module.training or running_mean is None
+        training = module.training or module._buffers.get("running_mean") is None
         if training:
             checks.check_count(x)
-        what = (training, _momentum(module), batch_norm.constant(module.eps), trusted)
-        return batch_norm.normalised(x, module.weight, module.bias, running_mean, running_var, *what)
+        weight, bias, _, running_mean, running_var, momentum = _operands(module)
+        what = (training, momentum, batch_norm.constant(module.eps), trusted)
+        return batch_norm.normalised(x, weight, bias, running_mean, running_var, *what)
 
     # A method, because the compiler of torch 2.11 gives a function no module.
     @_torch.read_while_tracing
@@ -154,15 +137,15 @@ class InPlaceNorm(guard.Guarded):
         if group is None:
             return super().forward(x)  # type: ignore[misc, no-any-return]
         module._check_input_dim(x)
-        running_mean, running_var = _running(module)
+        weight, bias, _, running_mean, running_var, momentum = _operands(module)
         return functions.inplace_abn_sync(
             x,
-            module.weight,
-            module.bias,
+            weight,
+            bias,
             running_mean,
             running_var,
             True,
-            _momentum(module),
+            momentum,
             module.eps,
             "identity",
             group=group,
@@ -364,24 +347,17 @@ def _as_leaf(module: Any, x: fx.Proxy) -> Any:
     return tracer.create_proxy("call_module", tracer.path_of_module(module), (x,), {})
 
 
-def _running(module: Any) -> tuple[Any, Any]:
+def _operands(module: Any) -> Operands:
+    """What this call computes with. Counts the call, which instance norms do not."""
+    running = (module._buffers.get("running_mean"), module._buffers.get("running_var"))
+    momentum = 0.0 if module.momentum is None else module.momentum
     if module.training and not module.track_running_stats:
-        return None, None
-    return module._buffers.get("running_mean"), module._buffers.get("running_var")
-
-
-def _momentum(module: Any) -> float | Tensor:
-    """The share of this call in the running statistics. Counts the call, which instance norms do not."""
-    if (
-        not module.per_instance
-        and module.training
-        and module.track_running_stats
-        and module.num_batches_tracked is not None
-    ):
+        running = (None, None)
+    elif module.training and not module.per_instance and module.num_batches_tracked is not None:
         module.num_batches_tracked.add_(1)
         if module.momentum is None:
-            return module.num_batches_tracked.double().reciprocal()  # type: ignore[no-any-return]
-    return 0.0 if module.momentum is None else module.momentum  # type: ignore[no-any-return]
+            momentum = module.num_batches_tracked.double().reciprocal()
+    return Operands(module.weight, module.bias, None, *running, momentum)
 
 
 def _may_wait(module: Any, x: Tensor) -> bool:

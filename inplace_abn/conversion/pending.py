@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map_only
 from inplace_abn import _torch, functions
 from inplace_abn.conversion.recognition import IN_GRAPH, KNOWN, METADATA, Activating, Adding, Passing, is_writing
 from inplace_abn.conversion.waiting import IDENTITY, Norm, State, stand, wait
+from inplace_abn.settings import Operands
 
 
 class Pending(Tensor):
@@ -265,7 +266,7 @@ def _attached(state: State, activation: tuple[str, float], stand_in: Tensor | No
     settings = norm.settings.activating(activation)
     assert norm.x is not None
     with _torch.NoTorchFunction() if norm.overwritten else nullcontext():
-        z = functions.attached(norm.x, memory, norm.weight, norm.bias, residual, norm.var, settings, stand_in)
+        z = functions.attached(norm.x, memory, Operands(norm.weight, norm.bias, residual), norm.var, settings, stand_in)
     state.memory = None
     if norm.overwritten:
         # It is the same memory, which is to be the result's alone.

@@ -54,7 +54,7 @@ def _given(names: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, A
     return given if names[0] in given else None
 
 
-def _activating(activation: str, *options: str, default: float = 0.01, in_place: bool = False) -> Reading:
+def _activating(activation: str, *options: str, default: float = 0.0, in_place: bool = False) -> Reading:
     """Of a function with these arguments after the first: "param", "inplace", or factors that have to be 1."""
     names = ("input", *options)
     param_name = next((name for name in options if name in ("negative_slope", "alpha")), "")
@@ -111,7 +111,7 @@ def _gelu(in_place: bool) -> Reading:
     def read(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Activating | None:
         given = _given(("input",), args, {k: v for k, v in kwargs.items() if k != "approximate"})
         name = taken_over("gelu", kwargs.get("approximate", "none"))
-        return None if given is None or name is None else Activating(given["input"], name, 0.01, in_place)
+        return None if given is None or name is None else Activating(given["input"], name, 0.0, in_place)
 
     return read
 
@@ -123,10 +123,13 @@ _SPELLINGS: list[tuple[Reading, tuple[Any, ...]]] = [
     *(spelling for op in _CURVED for spelling in _curved(op)),
     (_gelu(False), (F.gelu, _nn.gelu, _aten.gelu, _aten.gelu.default)),
     (_gelu(True), (_aten.gelu_, _aten.gelu_.default)),
-    (_activating("leaky_relu", "negative_slope", "inplace"), (F.leaky_relu,)),
-    (_activating("leaky_relu", "negative_slope"), (_nn.leaky_relu, _aten.leaky_relu, _aten.leaky_relu.default)),
+    (_activating("leaky_relu", "negative_slope", "inplace", default=0.01), (F.leaky_relu,)),
     (
-        _activating("leaky_relu", "negative_slope", in_place=True),
+        _activating("leaky_relu", "negative_slope", default=0.01),
+        (_nn.leaky_relu, _aten.leaky_relu, _aten.leaky_relu.default),
+    ),
+    (
+        _activating("leaky_relu", "negative_slope", default=0.01, in_place=True),
         (F.leaky_relu_, _nn.leaky_relu_, _aten.leaky_relu_, _aten.leaky_relu_.default),
     ),
     (_activating("elu", "alpha", "inplace", default=1.0), (F.elu,)),

@@ -17,7 +17,7 @@ from inplace_abn.kept import KeptABNFunction
 from inplace_abn.measuring import Observation
 from inplace_abn.settings import Settings
 
-IDENTITY = ("identity", 0.01)
+IDENTITY = ("identity", 0.0)
 
 _GONE = (
     "inplace_abn: the output of {name} is needed after it was activated or added to in place, and cannot be computed "

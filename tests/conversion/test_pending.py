@@ -17,7 +17,7 @@ from inplace_abn.conversion.pending import Pending
 # What was learned of the norm before: nothing, that a relu follows, that nothing does, or that nobody needs its input.
 KNOWN = {
     "nothing": {},
-    "relu": {"expected": ("relu", 0.01)},
+    "relu": {"expected": ("relu", 0.0)},
     "leaky_relu": {"expected": ("leaky_relu", 0.2)},
     "kept": {"keeps_output": True},
     "plain": {"expected": norms.PLAIN},
