@@ -6,8 +6,11 @@
 #pragma once
 
 #include <cmath>
+#include <initializer_list>
+#include <optional>
 #include <sstream>
 #include <stdexcept>
+#include <utility>
 
 #include "inplace_abn/activation.h"
 #include "inplace_abn/tensors.h"
@@ -143,6 +146,48 @@ inline void check_momentum(const char* op, double momentum, const OptTensor& mom
                     " and shape ", text(momentum_tensor->sizes()));
   INPLACE_ABN_CHECK(same_device(*momentum_tensor, x), op, ": expected momentum on ", text(x.device()), ", got ",
                     text(momentum_tensor->device()));
+}
+
+// --- What several ops ask of their tensors
+// ----------------------------------------------------------------------------
+
+inline void check_affine(const char* op, const Tensor& x, const OptTensor& weight, const OptTensor& bias, double eps,
+                         int64_t activation, double activation_param, bool per_instance = false) {
+  check_channels(op, "weight", weight, x, per_instance);
+  check_channels(op, "bias", bias, x, per_instance);
+  check_eps(op, eps);
+  check_activation(op, activation, activation_param);
+}
+
+// The parameters are read while x, and in training the running statistics, are written.
+inline void check_parameters_apart(const char* op, const Tensor& x, const OptTensor& weight, const OptTensor& bias,
+                                   const OptTensor& running_mean, const OptTensor& running_var) {
+  for (const auto& [name, t] : {std::pair{"weight", &weight}, std::pair{"bias", &bias}}) {
+    check_apart(op, name, *t, "x", x);
+    if (running_mean.has_value()) check_apart(op, name, *t, "running_mean", *running_mean);
+    if (running_var.has_value()) check_apart(op, name, *t, "running_var", *running_var);
+  }
+}
+
+inline void check_output(const char* op, const char* name, const Tensor& output, const Tensor& like,
+                         std::initializer_list<const Tensor*> inputs) {
+  check_like(op, name, output, like);
+  check_written(op, name, output);
+  for (const Tensor* input : inputs) check_overlap(op, name, output, *input, true);
+}
+
+// What both forms of the forward pass ask of their tensors, before anything is written.
+inline void check_forward(const char* op, const Tensor& x, const Tensor& z, const OptTensor& weight,
+                          const OptTensor& bias, const OptTensor& residual, const OptTensor& running_mean,
+                          const OptTensor& running_var, double eps, int64_t activation, double activation_param,
+                          bool per_instance = false) {
+  const char* written = is_same(z, x) ? "x" : "z";
+  check_activations(op, "x", x);
+  check_output(op, written, z, x, {&x});
+  check_residual(op, residual, written, z);
+  check_running(op, running_mean, running_var, z, per_instance);
+  check_affine(op, x, weight, bias, eps, activation, activation_param, per_instance);
+  check_parameters_apart(op, z, weight, bias, running_mean, running_var);
 }
 
 }  // namespace inplace_abn

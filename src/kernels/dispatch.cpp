@@ -1,4 +1,4 @@
-// The ops: schemas, validation, and the way to a backend. Devices are known here, autograd is not.
+// The ops: validation, and the way to a backend. Devices are known here, autograd is not.
 //
 // Whoever calls an op bumps the version counters of what it writes: torch's stable ABI has no call for it. ops.py does
 // so for calls through the dispatcher. Keyword outputs may be the very tensors that are read (as in torch.add(a, b,
@@ -8,11 +8,7 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/headeronly/core/Dispatch_v2.h>
 
-#include <array>
-#include <initializer_list>
 #include <optional>
-#include <string>
-#include <string_view>
 #include <tuple>
 #include <utility>
 
@@ -20,6 +16,7 @@
 #include "inplace_abn/kernels.h"
 #include "inplace_abn/tensors.h"
 #include "operands.h"
+#include "torchs_activation.h"
 
 namespace inplace_abn {
 namespace {
@@ -83,71 +80,6 @@ opmath_type<scalar_t>* statistic_ptr(const Tensor& t) {
   return static_cast<opmath_type<scalar_t>*>(t.mutable_data_ptr());
 }
 
-void check_affine(const char* op, const Tensor& x, const OptTensor& weight, const OptTensor& bias, double eps,
-                  int64_t activation, double activation_param, bool per_instance = false) {
-  check_channels(op, "weight", weight, x, per_instance);
-  check_channels(op, "bias", bias, x, per_instance);
-  check_eps(op, eps);
-  check_activation(op, activation, activation_param);
-}
-
-// The parameters are read while x, and in training the running statistics, are written.
-void check_parameters_apart(const char* op, const Tensor& x, const OptTensor& weight, const OptTensor& bias,
-                            const OptTensor& running_mean, const OptTensor& running_var) {
-  for (const auto& [name, t] : {std::pair{"weight", &weight}, std::pair{"bias", &bias}}) {
-    check_apart(op, name, *t, "x", x);
-    if (running_mean.has_value()) check_apart(op, name, *t, "running_mean", *running_mean);
-    if (running_var.has_value()) check_apart(op, name, *t, "running_var", *running_var);
-  }
-}
-
-void check_output(const char* op, const char* name, const Tensor& output, const Tensor& like,
-                  std::initializer_list<const Tensor*> inputs) {
-  check_like(op, name, output, like);
-  check_written(op, name, output);
-  for (const Tensor* input : inputs) check_overlap(op, name, output, *input, true);
-}
-
-// Without tags the result of an activation that has an op in `torchs_own` is to be torch's, bit for bit, so it is left
-// to torch: the kernel stops at y.
-struct KernelActivation {
-  KernelActivation(int64_t activation, double param, bool invertible)
-      : torchs(invertible ? nullptr : torchs_own(static_cast<Activation>(activation))),
-        args{torchs != nullptr ? Activation::identity : static_cast<Activation>(activation), param},
-        approximate(static_cast<Activation>(activation) == Activation::gelu_tanh ? "tanh" : "none") {}
-
-  void finish(const Tensor& x) const {
-    if (torchs == nullptr) return;
-    // Gelu alone takes a second argument.
-    std::array<StableIValue, 2> stack{torch::stable::detail::from(x)};
-    if (std::string_view(torchs) == "aten::gelu_") stack[1] = torch::stable::detail::from(std::string(approximate));
-    TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(torchs, "", stack.data(), TORCH_ABI_VERSION));
-    // The result is a new handle of x.
-    torch::stable::detail::to<Tensor>(stack[0]);
-  }
-
-  const char* torchs;
-  ActivationArgs args;
-  const char* approximate;
-
- private:
-  static const char* torchs_own(Activation activation) {
-    switch (activation) {
-      case Activation::silu:
-        return "aten::silu_";
-      case Activation::hardswish:
-        return "aten::hardswish_";
-      case Activation::gelu:
-      case Activation::gelu_tanh:
-        return "aten::gelu_";
-      case Activation::mish:
-        return "aten::mish_";
-      default:
-        return nullptr;
-    }
-  }
-};
-
 void check(const Tensor& x, const OptTensor& weight, const OptTensor& bias, const OptTensor& residual,
            const OptTensor& running_mean, const OptTensor& running_var) {
   constexpr auto op = "inplace_abn::check";
@@ -208,19 +140,6 @@ std::tuple<Tensor, Tensor, Tensor> combine(const Tensor& gathered, const OptTens
   });
   operands.finish();
   return {mean, var, count};
-}
-
-// What both forms of the forward pass ask of their tensors, before anything is written.
-void check_forward(const char* op, const Tensor& x, const Tensor& z, const OptTensor& weight, const OptTensor& bias,
-                   const OptTensor& residual, const OptTensor& running_mean, const OptTensor& running_var, double eps,
-                   int64_t activation, double activation_param, bool per_instance = false) {
-  const char* written = is_same(z, x) ? "x" : "z";
-  check_activations(op, "x", x);
-  check_output(op, written, z, x, {&x});
-  check_residual(op, residual, written, z);
-  check_running(op, running_mean, running_var, z, per_instance);
-  check_affine(op, x, weight, bias, eps, activation, activation_param, per_instance);
-  check_parameters_apart(op, z, weight, bias, running_mean, running_var);
 }
 
 void forward_out(const Tensor& x, const Tensor& mean, const Tensor& var, const OptTensor& weight, const OptTensor& bias,
@@ -448,55 +367,6 @@ Tensor inverse(const Tensor& z, int64_t activation, double activation_param) {
     CALL_BACKEND(z, inverse, args);
   });
   return y;
-}
-
-STABLE_TORCH_LIBRARY(inplace_abn, m) {
-  m.def(
-      "check(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor? running_mean, Tensor? running_var) "
-      "-> ()");
-  m.def("statistics(Tensor x, bool per_instance=False) -> (Tensor mean, Tensor var)");
-  m.def(
-      "combine(Tensor gathered, Tensor(a!)? running_mean, Tensor(b!)? running_var, float momentum, "
-      "Tensor? momentum_tensor) -> (Tensor mean, Tensor var, Tensor count)");
-  m.def(
-      "forward(Tensor(a!) x, Tensor mean, Tensor var, Tensor? weight, Tensor? bias, Tensor? residual, float eps, bool "
-      "signed_weight, "
-      "int activation, float activation_param, bool invertible) -> ()");
-  m.def(
-      "forward.out(Tensor x, Tensor mean, Tensor var, Tensor? weight, Tensor? bias, Tensor? residual, float eps, bool "
-      "signed_weight, int activation, float activation_param, bool invertible, *, Tensor(a!) z) -> ()");
-  m.def(
-      "local_forward(Tensor(a!) x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor(b!)? running_mean, "
-      "Tensor(c!)? running_var, "
-      "float momentum, Tensor? momentum_tensor, float eps, bool signed_weight, int activation, "
-      "float activation_param, bool invertible, bool per_instance=False) -> (Tensor mean, Tensor var)");
-  m.def(
-      "local_forward.out(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor(b!)? running_mean, "
-      "Tensor(c!)? running_var, float momentum, Tensor? momentum_tensor, float eps, bool signed_weight, "
-      "int activation, float activation_param, bool invertible, bool per_instance=False, *, Tensor(a!) z) "
-      "-> (Tensor mean, Tensor var)");
-  m.def(
-      "backward_reduce(Tensor(a!) y_act, Tensor(b!) dy_act, Tensor? weight, Tensor? bias, Tensor? residual, float eps, "
-      "bool signed_weight, int activation, float activation_param) -> (Tensor sum_dy, Tensor sum_xhat_dy)");
-  m.def(
-      "backward_reduce.out(Tensor y_act, Tensor dy_act, Tensor? weight, Tensor? bias, Tensor? residual, float eps, "
-      "bool signed_weight, "
-      "int activation, float activation_param, *, Tensor(a!) xhat, Tensor(b!) dy) "
-      "-> (Tensor sum_dy, Tensor sum_xhat_dy)");
-  m.def(
-      "backward(Tensor xhat, Tensor(a!) dy, Tensor var, Tensor? weight, float eps, bool signed_weight, "
-      "Tensor? mean_dy, Tensor? mean_xhat_dy) -> ()");
-  m.def(
-      "backward.out(Tensor xhat, Tensor dy, Tensor var, Tensor? weight, float eps, bool signed_weight, "
-      "Tensor? mean_dy, Tensor? mean_xhat_dy, *, Tensor(a!) dx) -> ()");
-  m.def(
-      "local_backward(Tensor y_act, Tensor dy_act, Tensor var, Tensor? weight, Tensor? bias, Tensor? residual, float "
-      "eps, "
-      "bool signed_weight, int activation, float activation_param, bool training, bool per_instance=False, *, "
-      "Tensor(a!)? dx=None, "
-      "Tensor(b!)? dweight=None, Tensor(c!)? dbias=None, Tensor(d!)? dresidual=None, "
-      "Tensor(e!)? xhat=None) -> ()");
-  m.def("inverse(Tensor z, int activation, float activation_param) -> Tensor y");
 }
 
 void register_ops(torch::stable::detail::StableLibrary& m) {

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from emulation import build
-from inplace_abn import functions, ops
+from inplace_abn import fakes, functions, ops
 
 NAMESPACE = "inplace_abn_emulated"
 OVERLOADS = {name.replace("_out", ".out"): name for name in ops.__all__ if hasattr(getattr(ops, name), "_schema")}
@@ -33,7 +33,7 @@ class Emulator:
         for overload, name in OVERLOADS.items():
             base, _, variant = overload.partition(".")
             self.ops[name] = getattr(getattr(getattr(torch.ops, NAMESPACE), base), variant or "default")
-            torch.library.register_fake(f"{NAMESPACE}::{overload}", ops._FAKES[overload])
+            torch.library.register_fake(f"{NAMESPACE}::{overload}", fakes.FAKES[overload])
             ops._bump_versions(self._versions, self.ops[name])
         self.set()
 

@@ -1,0 +1,48 @@
+// The ops' schemas, which declare what is written.
+
+#include <torch/csrc/stable/library.h>
+
+STABLE_TORCH_LIBRARY(inplace_abn, m) {
+  m.def(
+      "check(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor? running_mean, Tensor? running_var) "
+      "-> ()");
+  m.def("statistics(Tensor x, bool per_instance=False) -> (Tensor mean, Tensor var)");
+  m.def(
+      "combine(Tensor gathered, Tensor(a!)? running_mean, Tensor(b!)? running_var, float momentum, "
+      "Tensor? momentum_tensor) -> (Tensor mean, Tensor var, Tensor count)");
+  m.def(
+      "forward(Tensor(a!) x, Tensor mean, Tensor var, Tensor? weight, Tensor? bias, Tensor? residual, float eps, "
+      "bool signed_weight, int activation, float activation_param, bool invertible) -> ()");
+  m.def(
+      "forward.out(Tensor x, Tensor mean, Tensor var, Tensor? weight, Tensor? bias, Tensor? residual, float eps, "
+      "bool signed_weight, int activation, float activation_param, bool invertible, *, Tensor(a!) z) -> ()");
+  m.def(
+      "local_forward(Tensor(a!) x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor(b!)? running_mean, "
+      "Tensor(c!)? running_var, float momentum, Tensor? momentum_tensor, float eps, bool signed_weight, "
+      "int activation, float activation_param, bool invertible, bool per_instance=False) "
+      "-> (Tensor mean, Tensor var)");
+  m.def(
+      "local_forward.out(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor(b!)? running_mean, "
+      "Tensor(c!)? running_var, float momentum, Tensor? momentum_tensor, float eps, bool signed_weight, "
+      "int activation, float activation_param, bool invertible, bool per_instance=False, *, Tensor(a!) z) "
+      "-> (Tensor mean, Tensor var)");
+  m.def(
+      "backward_reduce(Tensor(a!) y_act, Tensor(b!) dy_act, Tensor? weight, Tensor? bias, Tensor? residual, float eps, "
+      "bool signed_weight, int activation, float activation_param) -> (Tensor sum_dy, Tensor sum_xhat_dy)");
+  m.def(
+      "backward_reduce.out(Tensor y_act, Tensor dy_act, Tensor? weight, Tensor? bias, Tensor? residual, float eps, "
+      "bool signed_weight, int activation, float activation_param, *, Tensor(a!) xhat, Tensor(b!) dy) "
+      "-> (Tensor sum_dy, Tensor sum_xhat_dy)");
+  m.def(
+      "backward(Tensor xhat, Tensor(a!) dy, Tensor var, Tensor? weight, float eps, bool signed_weight, "
+      "Tensor? mean_dy, Tensor? mean_xhat_dy) -> ()");
+  m.def(
+      "backward.out(Tensor xhat, Tensor dy, Tensor var, Tensor? weight, float eps, bool signed_weight, "
+      "Tensor? mean_dy, Tensor? mean_xhat_dy, *, Tensor(a!) dx) -> ()");
+  m.def(
+      "local_backward(Tensor y_act, Tensor dy_act, Tensor var, Tensor? weight, Tensor? bias, Tensor? residual, "
+      "float eps, bool signed_weight, int activation, float activation_param, bool training, bool per_instance=False, "
+      "*, Tensor(a!)? dx=None, Tensor(b!)? dweight=None, Tensor(c!)? dbias=None, Tensor(d!)? dresidual=None, "
+      "Tensor(e!)? xhat=None) -> ()");
+  m.def("inverse(Tensor z, int activation, float activation_param) -> Tensor y");
+}
