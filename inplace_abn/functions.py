@@ -260,7 +260,7 @@ def _forward(
         # A tensor of any level that backward needs has to be an input of the node.
         x, keep_input = x.clone(), False
     if compiling and requires_grad and settings.group is None and not settings.per_instance and x.numel() > 0:
-        # A backend that runs the ops as they are keeps the clone; all others have none.
+        # Of compilers, only one that runs the ops as they are keeps the clone.
         given = x if keep_input else x.clone()
         z: Tensor = _compiled(given, operands, settings)
         return z if keep_input else x.copy_(z)

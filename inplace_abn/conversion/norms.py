@@ -246,7 +246,7 @@ KINDS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 """Classes of the norms that are looked at."""
 
 
-def is_fused_batch_norm(module: nn.Module) -> bool:
+def has_own_activation(module: nn.Module) -> bool:
     """Whether it is timm's BatchNorm with activation, which timm need not be imported for."""
     return (
         isinstance(module, nn.modules.batchnorm._BatchNorm)
@@ -258,7 +258,7 @@ def is_fused_batch_norm(module: nn.Module) -> bool:
 def converted_class(module: nn.Module) -> type[nn.Module] | None:
     """The class that a norm gets by conversion; None if it is none that can be."""
     kind = type(module)
-    if is_fused_batch_norm(module) and not isinstance(module, InPlaceNorm):
+    if has_own_activation(module) and not isinstance(module, InPlaceNorm):
         return _with_activation(kind)
     return _CLASSES.get(kind)
 
