@@ -122,27 +122,27 @@ def kinds_of_wrappers(t: Tensor) -> set[str]:
 
 
 def is_batched(t: Tensor) -> bool:
-    """Whether the tensor is many, by vmap or by ``torch.autograd.grad(is_grads_batched=True)``."""
+    """Whether the tensor stands for a batch of them, by vmap or ``torch.autograd.grad(is_grads_batched=True)``."""
     keys = torch._C._dispatch_keys(t)
     return any(keys.has(key) for key in _BATCHED)
 
 
 def use_count(t: Tensor) -> int:
-    """References to the tensor from C++, of which Python's object is one or none, depending on torch's release."""
+    """The number of references to the tensor from C++. Torch's release decides whether the Python object is one of them."""
     count: int = t._use_count()  # type: ignore[attr-defined]
     return count
 
 
 def storage_use_count(t: Tensor) -> int:
-    """References to the tensor's memory: from tensors, and from handles in Python, that which is made to ask included.
-    Handles are one object or several, depending on torch's release."""
+    """The number of references to the tensor's memory, by tensors and by Python's handles. The handle that is made here
+    counts. Torch's release decides whether handles are one object or several."""
     storage = t.untyped_storage()
     count: int = torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]
     return count + getrefcount(storage)
 
 
 def is_exporting() -> bool:
-    """Whether torch.export is tracing. Its public question is answered with yes by the compiler of torch 2.11, too."""
+    """Whether torch.export is tracing. ``torch.compiler.is_exporting`` is true under the compiler of torch 2.11, too."""
     return torch.compiler._is_exporting_flag
 
 

@@ -231,7 +231,7 @@ def is_relu(activation: str, param: float) -> bool:
 
 
 def can_be_taken_back(activation: str, param: float, dtype: torch.dtype) -> bool:
-    """Whether y is known within a rounding once it was activated for backward. In float16 negative values lose bits."""
+    """Whether z gives y back within a rounding. In float16 it does not, because negative values lose bits."""
     if dtype == torch.float16:
         return False
     return is_relu(activation, param) or (activation == "leaky_relu" and param >= 2.0**-12)

@@ -29,7 +29,7 @@ class _Watch:
     """Tells whether a tensor was written to, without holding its memory."""
 
     def __init__(self, t: Tensor) -> None:
-        # What shares a version counter goes on sharing it when it gets other memory.
+        # A detached tensor shares the version counter, and goes on sharing it when its memory is replaced.
         self._counter = t.detach()
         self._counter.data = t.new_empty(0)
         self.version = 0
@@ -79,11 +79,11 @@ class InPlaceABNFunction(torch.autograd.Function):
             raise RuntimeError("inplace_abn: gradients in batches are not supported. Use ABN, which works out of place")
         settings: Settings = ctx.settings
         need = Needed(*ctx.needs_input_grad[:4])
-        # Compiled code is functional: nothing is reused, the compiler does that.
+        # Compiled code is functional. The compiler reuses memory.
         if torch.compiler.is_compiling():
             return *gradients.gradients(need, Saved(*ctx.saved_tensors), dz, False, False, settings), *(None,) * 6
-        # Called by anybody else than the engine, backward is given what its caller holds, and will be called again.
-        # For the node of a view, autograd's own node of the base stands in.
+        # Only the engine gives gradients that nobody else holds; other callers hold theirs, and may call again. Where x
+        # is a view, the engine runs autograd's node of the base, and that node calls this one.
         node = _torch.current_node()
         by_engine = node is ctx or (ctx.of_view and node is not None and node.name().endswith("CopySlices"))
         own_dz = by_engine and of_stand_in is None and ownership.owns_gradient(dz, sys.getrefcount(dz))
@@ -94,13 +94,13 @@ class InPlaceABNFunction(torch.autograd.Function):
         z = saved.z
         own_dz = own_dz and z.stride() == dz.stride()
         own_z = by_engine and not _is_hooked(ctx) and ownership.owns_output(z)
-        # z itself is part of the graph, its memory as a gradient must not be.
+        # The tensor z is part of the graph. A gradient that takes its memory must be another tensor.
         saved = saved._replace(z=z.detach())
         return *gradients.gradients(need, saved, dz, own_z, own_dz, settings), *(None,) * 6
 
 
-# What `torch.autograd.Function.apply` comes to where no transform is active, without the binding of default arguments
-# that takes longer than all the rest.
+# `torch.autograd.Function.apply` without the binding of default arguments, which takes longer than all the rest. It is
+# the same where no transform is active.
 _apply = super(torch.autograd.Function, InPlaceABNFunction).apply
 
 
@@ -110,8 +110,11 @@ def _is_hooked(ctx: Any) -> bool:
 
 
 def _unpacked(ctx: Any) -> Saved:
-    """What was saved. Raises RuntimeError if the output was written to, also where saved-tensor hooks keep autograd
-    from noticing; what they hand out may be a copy made in time, though, or the output itself."""
+    """What was saved. Raises RuntimeError if the output was modified in place.
+
+    Autograd does not notice that under saved-tensor hooks; the watch does. It is no error where the hooks hand out a
+    copy that was made before.
+    """
     modified = (
         "inplace_abn: the output of an in-place ABN has been modified in place, but its backward needs it. "
         "Replace that operation by one out of place (z = z + y for z += y), use ABN, or leave the norm out of the "
@@ -130,8 +133,8 @@ def _unpacked(ctx: Any) -> Saved:
 
 
 class TracedABNFunction(torch.autograd.Function):
-    """For compilers: out of place. What `InPlaceABNFunction` does is beyond them: what is written under no_grad loses
-    its gradient if x comes from outside of the compiled region, and later writes to z change what was saved."""
+    """The node for compilers, out of place. They do not trace `InPlaceABNFunction` right: an x from outside of the
+    compiled region would lose its gradient, and later writes to z would change what was saved."""
 
     @staticmethod
     def forward(
@@ -167,10 +170,10 @@ def overwritten(
     settings: Settings,
     edge: Tensor | None,
 ) -> Tensor:
-    """x, whose content is z by now, with its place in the graph."""
+    """Makes a node for x, whose content is z by now. Returns x."""
     apply = InPlaceABNFunction.apply if _torch.transforms_active() else _apply
     watch = _watch(x)
-    # Transforms wrap it at each of their levels, so they have to see it.
+    # Transforms wrap the edge at each of their levels, so they have to see it.
     hidden = edge if edge is None or _torch.transforms_active() else _Hidden(edge)
     z: Tensor = apply(x, weight, bias, residual, var, settings, hidden, watch, None, None)
     if watch is not None:
@@ -189,8 +192,8 @@ def attached(
     edge: Tensor | None,
     stand_in: Tensor | None,
 ) -> Tensor:
-    """z, which was written elsewhere, with the place in the graph that it has as a function of x. Of x that place is
-    all that matters here. ``stand_in`` gets that place, too."""
+    """Makes a node for z, which was written elsewhere, as a function of x. Only x's place in the graph is read.
+    ``stand_in`` becomes a second output of the node."""
     watch = _watch(z)
     hidden = None if edge is None else _Hidden(edge)
     if stand_in is None:
@@ -208,7 +211,7 @@ def _watch(z: Tensor) -> _Watch | None:
 
 
 def as_identity(x: Tensor) -> Tensor:
-    """x with the place in the graph that an identity has, of which ownership is calibrated."""
+    """Makes the node of an identity for x, with which ownership is calibrated."""
     settings = Settings("identity", 0.0, 1e-5, False, False, None)
     return overwritten(x, None, None, None, x.new_ones(x.shape[1]), settings, None)
 

@@ -50,7 +50,7 @@ def check_tensors(x: Tensor, operands: Operands) -> None:
 
 
 def check_saved(operands: Operands, training: bool) -> None:
-    """Raises if autograd does not let be kept what backward needs, the running variance among it in evaluation."""
+    """Raises if autograd does not let a tensor be kept that backward needs. In evaluation the running variance is one."""
     for name in ("weight", "bias", "residual", *(() if training else ("running_var",))):
         t = getattr(operands, name)
         if t is not None and t.is_inference():
@@ -97,8 +97,8 @@ def check_overwritable(x: Tensor, requires_grad: bool) -> None:
 
 
 def check_instances(x: Tensor, **vectors: Tensor | None) -> None:
-    """Raises for samples without statistics of their own: of no space, or of one value per channel; and for vectors
-    that have not one value per channel."""
+    """Raises where a sample has no statistics of its own, because it has no space or one value per channel; and for
+    vectors of another size than the number of channels."""
     if x.dim() < 3:
         raise ValueError(f"inplace_abn: expected x of shape (batch, channel, space, *), got {tuple(x.shape)}")
     if math.prod(x.shape[2:]) == 1:

@@ -186,8 +186,7 @@ def kept(
     residual: Tensor | None = None,
     keep_input: bool = False,
 ) -> Tensor:
-    """`plain.kept` of what `inplace_abn` takes, and of nothing else: a module that keeps x for a while must not fail
-    once it does not."""
+    """`plain.kept` with the errors of `inplace_abn`: what a module takes while it keeps x, it must take afterwards."""
     check_kept(x, Operands(weight, bias, residual, running_mean, running_var), training, keep_input)
     tensors = (x, weight, bias, running_mean, running_var)
     return plain.kept(*tensors, training, *settings, signed_weight=signed_weight, residual=residual)
@@ -230,8 +229,8 @@ def is_disabled() -> bool:
 
 
 def is_plain() -> bool:
-    """Whether the call has to be torch's own ops out of place: tracers record what runs, and would record ops without
-    gradients; selective checkpointing skips ops whose results it kept, and with them what they write."""
+    """Whether the call has to be torch's own ops, out of place. Tracers would record ops that have no gradient.
+    Selective checkpointing skips an op whose result it kept, and with it what the op writes."""
     if _DISABLED or _torch.is_exporting():
         return True
     if torch.compiler.is_compiling():
@@ -257,7 +256,7 @@ def _forward(
     if settings.training and settings.group is None and not settings.per_instance:
         checks.check_count(x)
     if keep_input and _torch.transforms_active():
-        # A tensor of any level that backward needs has to be an input of the node.
+        # Under transforms, tensors that backward needs have to be inputs of the node.
         x, keep_input = x.clone(), False
     if compiling and requires_grad and settings.group is None and not settings.per_instance and x.numel() > 0:
         # Of compilers, only one that runs the ops as they are keeps the clone.
@@ -275,7 +274,7 @@ def _forward(
         writing.written(x, z, operands, settings, False, statistics)
         return z
     if compiling:
-        # The compiler makes one buffer of x, its clone and the copy below.
+        # The compiler makes one buffer of three: x, its clone, and the target of the copy below.
         with torch.no_grad():
             data = x.clone()
             var = writing.written(data, data, operands, settings, True, statistics)
@@ -292,7 +291,7 @@ def _forward(
 
 
 def _compiled(x: Tensor, operands: Operands, settings: Settings) -> Tensor:
-    """What compilers are given: they find norm and activation to be one (`compiling.joint`)."""
+    """The call for compilers: a norm and an activation, which `compiling.joint` makes one."""
     weight, bias, residual, running_mean, running_var, momentum = operands
     param, eps = batch_norm.constant(settings.activation_param), batch_norm.constant(settings.eps)
     scale = None if weight is None else reference.gamma(weight, eps, settings.signed_weight)
@@ -308,7 +307,7 @@ def _input_edge(x: Tensor, settings: Settings) -> Tensor | None:
 
 
 def calibrate() -> None:
-    """Before the first graph is built: observes what leaves backward alone with memory."""
+    """Calibrates `ownership`, once. It has to be done before the first graph is built."""
     if not ownership.is_calibrated():
         ownership.calibrate(_observe_sole_holders)
 
@@ -332,7 +331,7 @@ def attached(
     settings: Settings,
     stand_in: Tensor | None = None,
 ) -> Tensor:
-    """z, which `writing.written` wrote with these settings, with the place in the graph that it has as a function of x.
+    """Makes a node for z, which `writing.written` wrote with these settings, as a function of x. Returns z.
 
     Args:
         x: of z's shape; its content may be another by now.

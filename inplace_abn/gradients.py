@@ -45,14 +45,14 @@ def values_per_channel(x: Tensor) -> int:
 
 
 def gradients(need: Needed, saved: Saved, dz: Tensor, own_z: bool, own_dz: bool, settings: Settings) -> Gradients:
-    """``own_z`` and ``own_dz``: whether z and dz may be overwritten, which results then are."""
+    """The gradients that are needed. ``own_z`` and ``own_dz`` say whether they may be written over z and dz."""
     compute = _local if settings.group is None else _synchronised
     return compute(need, saved, dz, own_z, own_dz, settings)
 
 
 def _local(need: Needed, saved: Saved, dz: Tensor, own_z: bool, own_dz: bool, settings: Settings) -> Gradients:
-    """The residual's gradient is written over dz or z, and dx over what of the two is left; xhat over z where both are
-    backward's own and the activation's inverse takes longer than storing what it gave."""
+    """Without a collective. The residual's gradient is written over dz or z, and dx over the other one. Where both may
+    be overwritten and the activation is costly to invert, xhat is written over z, so that z is inverted once."""
     z, weight, bias, residual, var = saved
     reusable = [t for t, own in ((z, own_z), (dz, own_dz)) if own]
 
@@ -138,8 +138,8 @@ class _WithEdge(torch.autograd.Function):
 
 
 def input_edge(x: Tensor) -> Tensor:
-    """A tensor without memory that has x's place in the graph, also when x has another one."""
-    # No view, so autograd does not renew its edge when x is overwritten.
+    """A tensor without memory that has x's place in the graph, and keeps it when x gets another one."""
+    # The tensor is no view of x. Of views, autograd renews the edge when x is overwritten.
     (edge,) = torch.unsafe_split(x, max(1, x.shape[0]))
     if not _torch.transforms_active():
         edge.data = x.new_empty(0)

@@ -49,13 +49,13 @@ _stand_in = _StandIn()
 
 
 def references_of_frames() -> int:
-    """The references that an object has which is handed to a backward and held by nobody else. The call comes from
-    compiled code, as the engine's does."""
+    """The number of references to an object that is handed to a backward and that nobody else holds. ``map`` makes the
+    call from C, as autograd's engine does."""
     return next(map(_stand_in.apply, (object(),)))
 
 
 _frames = references_of_frames()
-"""What the frames of this interpreter hold while nothing watches them."""
+"""That number, of this interpreter, without a debugger or tracer that holds frames."""
 
 
 def _has_one_owner(t: Tensor) -> bool:
@@ -173,7 +173,7 @@ def sole_holders(
         return observed()
 
     held: list[Tensor] = []
-    # Whoever looks on can only add to a count.
+    # A debugger or tracer can only add to a count, so the least is right.
     looks = [look(hook=(lambda gradient: None) if seen_by_python else None) for _ in range(3)]
     gradient, output = (
         min((seen for seen in axis if seen is not None), default=None) for axis in zip(*looks, strict=True)

@@ -61,7 +61,7 @@ def instance_norm(
     # With several dimensions of space, torch's gradient of one channels-last sample is wrong on the CPU.
     flat = x.flatten(2) if x.dim() > 3 else x
     y = F.instance_norm(flat, running_mean, running_var, weight, bias, training, momentum, eps).view(x.shape)
-    # Compilers make better code of what writes to nothing.
+    # Compilers make better code of ops that write to new memory.
     return _added_and_activated(y, residual, activation, activation_param, not torch.compiler.is_compiling())
 
 
@@ -99,15 +99,15 @@ def kept(
     signed_weight: bool = False,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """What an in-place module is while z would not tell xhat: `abn`, which keeps x, with the module's scale: a signed
-    weight as it is, also within eps of zero.
+    """What an in-place module computes while z would not tell xhat: `abn`, which keeps x. A signed weight scales as it
+    is, also within eps of zero.
 
     Arguments and errors are those of `inplace_abn.functions.inplace_abn`; the result is a new tensor.
     """
     scale = weight if weight is None or signed_weight else reference.gamma(weight, eps)
     scale, bias = _of_one_dtype(scale, bias, running_mean)
     what = (scale, bias, running_mean, running_var, training, momentum, eps, activation, activation_param, residual)
-    # Compilers make better code of what writes to nothing.
+    # Compilers make better code of ops that write to new memory.
     return abn(x, *what, inplace=not torch.compiler.is_compiling())
 
 

@@ -37,10 +37,10 @@ _REACH = 4.7
 has. Errors of a saturated activation grow faster than the density falls, so that a wider view would tell of values that
 no batch has."""
 _DENSITY = 1e4
-"""How much denser than far away the values of a prediction lie where errors come from few values."""
+"""Values of a prediction lie so much denser next to minima and jumps, where few values make most of the error."""
 _MEAN, _VAR = 0.37, 1.7
-"""Of the input that predictions are made with. Without them y would be a number that a 16-bit dtype can hold, and have
-no rounding."""
+"""Mean and variance of the input that predictions are made with. With 0 and 1, y would often be a number that a 16-bit
+dtype holds exactly, and its rounding would not be seen."""
 
 
 class Errors(NamedTuple):
