@@ -128,7 +128,7 @@ def is_batched(t: Tensor) -> bool:
 
 
 def use_count(t: Tensor) -> int:
-    """The number of references to the tensor from C++. Torch's release decides whether the Python object is one of them."""
+    """The number of references to the tensor from C++. Torch's release decides whether Python's object is one."""
     count: int = t._use_count()  # type: ignore[attr-defined]
     return count
 

@@ -50,7 +50,7 @@ def check_tensors(x: Tensor, operands: Operands) -> None:
 
 
 def check_saved(operands: Operands, training: bool) -> None:
-    """Raises if autograd does not let a tensor be kept that backward needs. In evaluation the running variance is one."""
+    """Raises if autograd does not let a tensor be kept that backward needs, as in evaluation the running variance."""
     for name in ("weight", "bias", "residual", *(() if training else ("running_var",))):
         t = getattr(operands, name)
         if t is not None and t.is_inference():

@@ -78,7 +78,7 @@ def packed(errors: Errors, weight: Tensor | None, settings: Settings) -> Tensor:
 
 
 def no_figures(device: torch.device) -> Tensor:
-    """Packed figures of a rank that has not measured. No other rank's are better, and they are of no channel."""
+    """Packed figures of a rank that has not measured. They are never the worst, and of no channel."""
     return torch.tensor([0.0, 0.0, -1.0, math.inf], dtype=torch.float64, device=device)
 
 

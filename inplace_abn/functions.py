@@ -186,7 +186,7 @@ def kept(
     residual: Tensor | None = None,
     keep_input: bool = False,
 ) -> Tensor:
-    """`plain.kept` with the errors of `inplace_abn`: what a module takes while it keeps x, it must take afterwards."""
+    """`plain.kept` with the errors of `inplace_abn`: a module that keeps x for a while must not fail afterwards."""
     check_kept(x, Operands(weight, bias, residual, running_mean, running_var), training, keep_input)
     tensors = (x, weight, bias, running_mean, running_var)
     return plain.kept(*tensors, training, *settings, signed_weight=signed_weight, residual=residual)
