@@ -142,7 +142,7 @@ def storage_use_count(t: Tensor) -> int:
 
 
 def is_exporting() -> bool:
-    """Whether torch.export is tracing. ``torch.compiler.is_exporting`` is true under the compiler of torch 2.11, too."""
+    """Whether torch.export is tracing. torch.compiler.is_exporting() is true in the compiler of torch 2.11, too."""
     return torch.compiler._is_exporting_flag
 
 
