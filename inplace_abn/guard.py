@@ -64,7 +64,7 @@ _paused = 0
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """As between two measurements: modes stay as they are, and nothing is measured."""
+    """Pauses the guard: modes stay as they are, and nothing is measured."""
     global _paused
     _paused += 1
     try:
@@ -133,7 +133,7 @@ def _has_passed(since: int, interval: int) -> bool:
 
 
 class Guarded:
-    """What a module has that the guard watches. The guard leaves its marks in the instance's dictionary."""
+    """The part of a module that the guard needs. The guard keeps its state in the instance's dictionary."""
 
     guard_interval: int = 100
     guard_threshold: float | None = None
@@ -197,8 +197,8 @@ def look(module: Any, x: Tensor, residual: Tensor | None, empty: bool = False) -
 
 
 def take(module: Any, figures: Tensor, first: bool, dtype: torch.dtype) -> bool:
-    """Keeps what was measured for the next generation; the first time it is waited for and decides at once. A batch
-    with infinities or NaN tells nothing, and the next call is the first."""
+    """Keeps what was measured for the next generation. The first measurement of a layer is waited for and decides at
+    once. A batch with infinities or NaN tells nothing: the next call's measurement is the first then."""
     state: State = module._guard
     state.keep(figures, dtype, waited=first)
     if first:
@@ -358,7 +358,7 @@ _SETTINGS = ("guard_interval", "guard_threshold", "on_untrusted", "_guard_name")
 
 
 def forget(module: Any) -> None:
-    """Has the module measure again before it is trusted or not: its weights are others."""
+    """Has the module measure anew before its mode is decided, because its weights were replaced."""
     for name in _STATE:
         module.__dict__.pop(name, None)
     renew(module)

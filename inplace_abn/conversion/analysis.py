@@ -128,7 +128,7 @@ class _Decision:
         identity = "identity", 0.0
         activations = {None if f.activation is None else (f.activation.name, f.activation.param) for f in found}
         if len(activations) > 1:
-            # Each call may have another one, which is seen when it comes.
+            # Each call may have another activation, which the norm sees when it comes.
             return *identity, [reason for f in found for reason in f.fused_reasons or f.identity_reasons]
         known = next(iter(activations), None)
         if known is None:
@@ -228,7 +228,7 @@ class _Decision:
         return sum(gains[name] - before.get(name, 0) for name in names)
 
     def _charge(self, more: dict[str, int], losses: dict[str, int]) -> None:
-        """Has residual blocks answer for what a norm does not save any more because they keep its input."""
+        """Charges residual blocks with what another norm saves no more, because they keep its input."""
         for findings in self.findings:
             keepers = {
                 finding.residual.activation.result: name
@@ -263,7 +263,7 @@ class _Decision:
         return {name: most.get(name, 0) for name in modes}
 
     def _with_chains(self, layers: dict[str, Layer]) -> dict[str, Layer]:
-        """What is in place keeps its output, which therefore cannot be overwritten by the next one."""
+        """A norm in place keeps its output, so the norm that reads this output cannot overwrite it."""
         for findings in self.findings:
             results: dict[int, str] = {}
             for name, found in findings.items():

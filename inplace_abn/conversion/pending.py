@@ -78,12 +78,13 @@ class Pending(Tensor):
 
         args, kwargs = tree_map_only(Pending, made_plain, (args, kwargs))
         result = func(*args, **kwargs)
-        # Whoever has saved a pending tensor learns that it was written to.
+        # The pending tensor's version follows the plain one's, so that autograd sees that it was modified.
         increment_version([t for t, values, version in given if values._version != version])
         for t, values, version in given:
             if writes or values._version != version:
                 t._follow()
-        # What an op returns of its arguments is one tensor with them, also where a custom function writes to it later.
+        # An op that returns an argument returns the pending tensor, not the plain one: they must stay one tensor if a
+        # custom function writes to it later.
         return next((t for t, values, _ in given if values is result), result)
 
     @classmethod
@@ -107,11 +108,11 @@ class Pending(Tensor):
         args, kwargs = tree_map_only(Pending, values_of, (args, kwargs or {}))
         result = func(*args, **kwargs)
         increment_version([t._values() for t in written])
-        # What an op in place returns is what it was given.
+        # An in-place op returns the tensor that it was given.
         return tree_map_only(Tensor, lambda t: shown.get(id(t), t), result)
 
     def _values(self) -> Tensor:
-        """What an op below autograd is given."""
+        """The values that stand for this tensor in ops below autograd."""
         if self._plain is not None and not self._leads:
             if self._is_left_behind() and not self._has_moved():
                 raise RuntimeError(_LEFT_BEHIND)
@@ -134,11 +135,11 @@ class Pending(Tensor):
             self._node = self.grad_fn
 
     def _is_left_behind(self) -> bool:
-        """Whether the plain tensor was written to through a view, and has another place in the graph."""
+        """Whether the plain tensor was written to through a view, and got another place in the graph by it."""
         return not self._leads and self._plain is not None and self._plain._version != self._version_of_plain
 
     def _follow(self) -> None:
-        """Takes its place in the graph again where the plain tensor may have got another one."""
+        """Moves to the plain tensor's place in the graph, which may be another one by now."""
         values = self._plain
         if values is None or self._has_moved():
             return
@@ -159,7 +160,7 @@ _LEFT_BEHIND = (
 
 
 class Overwritten(Tensor):
-    """What becomes of a norm's input whose memory was given to the output: whoever reads it after all gets an error."""
+    """The class of a norm's input whose memory became the output's. Reading it is an error."""
 
     @classmethod
     def __torch_function__(
@@ -194,18 +195,18 @@ def _placed(t: Any, state: State) -> Pending:
 def plain(t: Any, to_write: bool = False) -> Tensor:
     """The plain tensor that a pending one stands for, made once.
 
-    Who asks under no_grad may be a custom function, whose node has this one before it.
+    A caller under no_grad may be a custom function, whose node already leads to the pending tensor's.
     """
     if type(t) is not Pending:
         return t  # type: ignore[no-any-return]
     if _torch.transforms_active() and (t._plain is None or t._has_moved()):
-        # It was made outside of them.
+        # The pending tensor was made outside of the transforms.
         with _torch.outside_of_transforms():
             return plain(t, to_write)
     moved = t._has_moved()
     if t._plain is not None and not moved:
         if t._is_left_behind():
-            # Without gradients it may be a custom function, whose place in the graph is chosen already.
+            # Under no_grad the caller may be a custom function, whose edges in the graph are chosen already.
             if not torch.is_grad_enabled():
                 raise RuntimeError(_LEFT_BEHIND)
             t._follow()
@@ -224,7 +225,7 @@ def plain(t: Any, to_write: bool = False) -> Tensor:
     ):
         return _unfused(t, state, to_write)
     else:
-        # Also under no_grad, where the tensor still has its place in the graph.
+        # Under no_grad, too: the pending tensor has its place in the graph there.
         with torch.inference_mode(False), torch.enable_grad():
             t._plain = stand(t, (t._values(),))
         t._leads = True
@@ -233,14 +234,15 @@ def plain(t: Any, to_write: bool = False) -> Tensor:
 
 
 def _unfused(t: Pending, state: State, to_write: bool) -> Tensor:
-    """The norm's output as torch makes it; or where x is no more, or the layer is to be in place anyway, in place."""
+    """The norm's output as torch makes it. It is made in place where x was overwritten, and in layers whose output
+    somebody keeps for backward anyway."""
     norm = state.norm
     keeps_output = norm.module._keeps_output and not to_write
     if state.memory is not None and (norm.overwritten or keeps_output):
         y = _attached(state, IDENTITY, None)
         if y is not None:
             norm.saw("kept" if keeps_output else "plain")
-            # Whoever writes to it must not write to what backward needs.
+            # The caller may write to what it gets, but not to what backward needs.
             return _settled(t, y if keeps_output else y.clone())
     y = norm.native()
     if state.residual is not None:
@@ -258,7 +260,7 @@ def _settled(t: Pending, result: Tensor) -> Tensor:
 
 
 def _attached(state: State, activation: tuple[str, float], stand_in: Tensor | None) -> Tensor | None:
-    """The memory, activated, with its node; None if the guard does not trust it."""
+    """The memory, activated, with a node of its own; None if the guard does not trust the layer."""
     norm, residual = state.norm, state.residual
     if not norm.is_trusted(activation, residual):
         return None
@@ -269,13 +271,13 @@ def _attached(state: State, activation: tuple[str, float], stand_in: Tensor | No
         z = functions.attached(norm.x, memory, Operands(norm.weight, norm.bias, residual), norm.var, settings, stand_in)
     state.memory = None
     if norm.overwritten:
-        # It is the same memory, which is to be the result's alone.
+        # x is the same memory, and the result has to be its only holder.
         norm.x = None
     return z
 
 
 def _asked_of_graph(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A hook, or a gradient, of pending tensors. It is that of all that was computed with them."""
+    """A hook, or a gradient, of pending tensors. It counts all that was computed with them."""
 
     def in_graph(t: Pending) -> Tensor:
         if t._taken_from is not None:
@@ -288,7 +290,7 @@ def _asked_of_graph(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return t if t._leads else values
 
     given = [*args]
-    # Of these alone the place in the graph matters.
+    # Only of this argument the place in the graph matters; of the others the values do.
     at = 1 if func is torch.autograd.grad else 0
     given[at] = tree_map_only(Pending, in_graph, given[at])
     given, kwargs = (
@@ -300,7 +302,7 @@ def _asked_of_graph(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _is_plain_surroundings() -> bool:
-    """Whether nothing watches the ops that run. A node made here would go unnoticed, or be no node of a tracer's."""
+    """Whether nothing watches the ops that run. A mode or tracer that did would miss a node that is made here."""
     return not _torch.is_watched()
 
 
@@ -357,7 +359,7 @@ def _as_residual(other: Any, state: State) -> Tensor | None:
         return None
     if type(other) is Pending:
         if _is_fusible(other) and other._state is not None and other._state.residual is None:
-            # Saved once, as the other's output and this one's residual.
+            # Both nodes save the same tensor: it is the other's output and this one's residual.
             other._state.norm.saw("residual")
             y = _attached(other._state, IDENTITY, other)
             if y is not None:

@@ -1,4 +1,4 @@
-"""What a model is while it is run on trial, and that it is afterwards what it was."""
+"""Trial runs of a model that leave it as it was."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def preserved(model: nn.Module) -> Iterator[None]:
 
 
 class _LocalStatistics(nn.modules.batchnorm._BatchNorm):
-    """What a SyncBatchNorm is during the recording: on one rank alone a collective would wait for ever."""
+    """The class of a SyncBatchNorm during the recording, which has no collectives: one rank alone would wait for ever."""
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:

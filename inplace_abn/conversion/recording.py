@@ -1,4 +1,4 @@
-"""One forward pass of a model, observed: which storages each op reads and writes, and which autograd keeps.
+"""One forward pass of a model, recorded: which storages each op reads and writes, and which autograd keeps.
 
 Everything is told by storages, because views, reshapes and splits hide who really owns memory. A storage's number is
 never given twice: the recorder holds a weak reference, which keeps the address taken but not the memory.
@@ -110,7 +110,7 @@ class Watch:
 
 @dataclass
 class Recording:
-    """What was observed in one forward pass."""
+    """What happened in one forward pass."""
 
     training: bool = True
     ops: list[Op] = field(default_factory=list)
@@ -234,7 +234,8 @@ class _Recorder(TorchDispatchMode):
             )
 
     def pack(self, t: Tensor) -> _Ticket:
-        """Autograd gets a ticket instead of the tensor, so what is alive afterwards is held by somebody else."""
+        """The saved-tensor hook. Autograd keeps a ticket instead of the tensor, so that tensors which live on after the
+        pass are held by somebody else."""
         ticket = _Ticket()
         with _torch.NoTorchFunctionModes():
             self.recording.saves.append(Save(self.storage(t), len(self.recording.ops), tuple(self._modules)))
@@ -284,7 +285,7 @@ class _Recorder(TorchDispatchMode):
         self.recording.outputs = {self.storage(t) for t in tensors_in(result)}
         known = self.recording.outputs | self.recording.inputs | self.recording.state
         if self._alive() - known:
-            # Cycles hold what nobody can reach.
+            # Reference cycles would keep alive what nobody can reach.
             gc.collect()
         self.recording.alive = self._alive()
         saves = zip(self.recording.saves, self._tickets, strict=True)
@@ -295,7 +296,7 @@ class _Recorder(TorchDispatchMode):
 
 
 class _Watcher(TorchFunctionMode):
-    """Tells the recorder of what is done with tensors above autograd, and is no op."""
+    """Tells the recorder what is done with tensors above autograd, without an op."""
 
     def __init__(self, recorder: _Recorder) -> None:
         super().__init__()
