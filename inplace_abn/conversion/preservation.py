@@ -58,7 +58,7 @@ def preserved(model: nn.Module) -> Iterator[None]:
 
 
 class _LocalStatistics(nn.modules.batchnorm._BatchNorm):
-    """The class of a SyncBatchNorm during the recording, which has no collectives: one rank alone would wait for ever."""
+    """A SyncBatchNorm during the recording, without collectives: one rank alone would wait for ever."""
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
