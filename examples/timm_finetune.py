@@ -39,7 +39,9 @@ def digits(size: int) -> tuple[Tensor, Tensor]:
 
     data = load_digits()
     images = torch.from_numpy(data.images).float()[:, None] / 16
-    return F.interpolate(images, size=(size, size), mode="bilinear").expand(-1, 3, -1, -1), torch.from_numpy(data.target)
+    return F.interpolate(images, size=(size, size), mode="bilinear").expand(-1, 3, -1, -1), torch.from_numpy(
+        data.target
+    )
 
 
 def train(model: nn.Module, images: Tensor, labels: Tensor, steps: int, batch: int, seed: int) -> list[float]:
