@@ -7,8 +7,8 @@ of `inplace_abn.ops` allow: `statistics` of each, what you like in between, `for
 `backward_reduce` of each, what you like in between, `backward` of each. What is in between here is a sum over the
 list; a sum over some ranks of a process group goes into the same two places.
 
-It needs no other package. ``python examples/low_level_ops.py`` compares with torch's BatchNorm of the concatenated list,
-in float64, and prints after 5 seconds:
+It needs no other package. ``python examples/low_level_ops.py`` compares with torch's BatchNorm of the concatenated
+list, in float64, and prints in 10 seconds:
 
 @
 """
