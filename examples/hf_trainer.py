@@ -8,9 +8,12 @@ The model is a small ResNet made from its configuration; ``from_pretrained`` and
 same with loaded weights. It is converted before ``Trainer`` gets it (with ``sync=True`` where several processes are to
 share statistics). What ``Trainer`` saves are the checkpoints of an unconverted model, which one loads at the end.
 
-It prints in 20 seconds:
+It prints:
 
-@
+    13 of 15 norms in place
+    held for backward: 6.4 MiB native, 3.7 MiB converted
+    40 steps: evaluation loss 4.1353 before, 0.0014 after
+    loaded into a model with 0 converted norms: logits differ by 0.0e+00 at most
 """
 
 from __future__ import annotations

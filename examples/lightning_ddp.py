@@ -8,9 +8,11 @@ The net is converted with ``sync=True`` before the trainer gets it, and ``Traine
 Lightning makes torch's SyncBatchNorm of all BatchNorms then, converted ones included. They save no memory any more, and
 torch's needs a GPU. What `torch.nn.SyncBatchNorm.convert_sync_batchnorm` does to a converted net is the last line.
 
-It prints in 30 seconds, in float64, how far the two processes' training is from that of one with the whole batch:
+It prints, in float64, how far the two processes' training is from that of one with the whole batch:
 
-@
+    20 steps on 2 processes
+    largest relative difference: weights 6.3e-15, running statistics 6.2e-15
+    norms: InPlaceBatchNorm2d; with sync_batchnorm=True they would be SyncBatchNorm
 """
 
 from __future__ import annotations

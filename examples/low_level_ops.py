@@ -8,14 +8,17 @@ of `inplace_abn.ops` allow: `statistics` of each, what you like in between, `for
 list; a sum over some ranks of a process group goes into the same two places.
 
 It needs no other package. ``python examples/low_level_ops.py`` compares with torch's BatchNorm of the concatenated
-list, in float64, and prints in 10 seconds:
+list, in float64, and prints:
 
-@
+    loss 1.088015, torch's 1.088015; 1.007851 if each tensor were normalised by itself
+    largest relative difference: outputs 1.8e-15, gradients 8.4e-15, running statistics 1.8e-16
+    held for backward: 1.36 MiB, torch's 3.63 MiB with the concatenated lists
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 from typing import Any
 
 import torch
@@ -94,13 +97,6 @@ class Concatenated(nn.BatchNorm1d):
         return [z.view(x.movedim(1, -1).shape).movedim(-1, 1) for z, x in zip(zs, xs, strict=True)]
 
 
-class Separate(nn.BatchNorm2d):
-    """What one gets without: each tensor by its own mean and variance."""
-
-    def forward(self, xs: list[Tensor]) -> list[Tensor]:
-        return [F.leaky_relu(super(Separate, self).forward(x), SLOPE) for x in xs]
-
-
 class Net(nn.Module):
     def __init__(self, norm: type[nn.Module], width: int) -> None:
         super().__init__()
@@ -113,15 +109,19 @@ class Net(nn.Module):
         return xs
 
 
-def step(net: Net, xs: list[Tensor]) -> tuple[float, Tensor, Tensor, Tensor]:
-    """The loss of one step, and all outputs, gradients and running statistics."""
+def loss_of(zs: list[Tensor], xs: list[Tensor]) -> Tensor:
+    losses = [(z * x.mean(1, keepdim=True) + z.square()).sum() for z, x in zip(zs, xs, strict=True)]
+    return torch.stack(losses).sum() / sum(z.numel() for z in zs)
+
+
+def step(net: Net, xs: list[Tensor]) -> tuple[float, list[Tensor]]:
+    """The loss of one step, with all outputs, gradients and running statistics."""
     zs = net(xs)
-    loss = torch.stack([(z * x.mean(1, keepdim=True) + z.square()).sum() for z, x in zip(zs, xs, strict=True)]).sum()
-    loss = loss / sum(z.numel() for z in zs)
+    loss = loss_of(zs, xs)
     loss.backward()
-    gradients = torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None])
-    buffers = torch.cat([b.flatten().double() for b in net.buffers()])
-    return loss.item(), torch.cat([z.flatten() for z in zs]), gradients, buffers
+    gradients = [p.grad for p in net.parameters() if p.grad is not None]
+    parts = (zs, gradients, list(net.buffers()))
+    return loss.item(), [torch.cat([t.detach().double().flatten() for t in part]) for part in parts]
 
 
 def main() -> None:
@@ -131,15 +131,15 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(0)
     xs = [(i + 1) * torch.randn(2, 3, s, s, dtype=torch.float64) + i for i, s in enumerate(args.sizes)]
-    nets = [Net(kind, args.width).double() for kind in (MicroBatchNorm, Concatenated, Separate)]
-    for net in nets[1:]:
-        net.load_state_dict(nets[0].state_dict())
-    held = [measure(net, xs).held / 2**20 for net in nets[:2]]
-    (loss, *ours), (torchs_loss, *torchs), (separate, *_) = (step(net, xs) for net in nets)
+    net, reference = Net(MicroBatchNorm, args.width).double(), Net(Concatenated, args.width).double()
+    reference.load_state_dict(net.state_dict())
+    separate = loss_of([copy.deepcopy(net)([x])[0] for x in xs], xs).item()
+    held = [measure(copy.deepcopy(n), xs).held / 2**20 for n in (net, reference)]
+    (loss, ours), (torchs_loss, torchs) = step(net, xs), step(reference, xs)
     print(f"loss {loss:.6f}, torch's {torchs_loss:.6f}; {separate:.6f} if each tensor were normalised by itself")
     errors = [((a - b).norm() / b.norm()).item() for a, b in zip(ours, torchs, strict=True)]
     print("largest relative difference: outputs {:.1e}, gradients {:.1e}, running statistics {:.1e}".format(*errors))
-    print("held for backward: {:.2f} MiB, torch's {:.2f} MiB".format(*held))
+    print("held for backward: {:.2f} MiB, torch's {:.2f} MiB with the concatenated lists".format(*held))
 
 
 if __name__ == "__main__":

@@ -7,9 +7,13 @@
 Nothing is downloaded, so the encoder's weights are random. With ``encoder_weights="imagenet"`` in `network` they are
 loaded before the net is converted, which keeps them. Any encoder whose norms are BatchNorms will do.
 
-It prints in 60 seconds:
+It prints:
 
-@
+    27 of 30 norms in place
+    native: 39.6 MiB held, 86.1 MiB at the peak of a step
+      loss 2.471 at first, 0.224 at last; mean IoU 0.882
+    converted: 26.1 MiB held, 80.5 MiB at the peak of a step
+      loss 2.471 at first, 0.226 at last; mean IoU 0.883
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ def network(encoder: str) -> nn.Module:
 
 
 def shapes(batch: int, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Images (batch, 3, size, size) of a disc and a square in noise, and labels (batch, size, size): 1 and 2 in them."""
+    """A disc and a square in noise, (batch, 3, size, size), and labels (batch, size, size) that are 1 and 2 in them."""
     rows, columns = torch.meshgrid(*[torch.linspace(-1, 1, size)] * 2, indexing="ij")
     centres = 1.2 * torch.rand(batch, 4, 1, 1, generator=generator) - 0.6
     disc = (rows - centres[:, 0]).square() + (columns - centres[:, 1]).square() < 0.1

@@ -4,13 +4,18 @@
     pip install timm scikit-learn matplotlib
     python examples/timm_finetune.py --png losses.png
 
-Nothing is downloaded, so the weights are random; ``pretrained=True`` in `network` makes it fine-tuning. Conversion keeps
-all parameters, so weights may be loaded before or after it. Native and converted nets see the same batches. Their
+Nothing is downloaded, so the weights are random; ``pretrained=True`` in `network` makes it fine-tuning. Conversion
+keeps all parameters, so weights may be loaded before or after it. Native and converted nets see the same batches. Their
 losses part slowly, because they round differently: compare the difference with that between seeds.
 
-It prints in 60 seconds:
+It prints:
 
-@
+    resnet10t: 11 of 14 norms in place
+    native: 13.5 MiB held, 32.0 MiB at the peak of a step
+    converted: 8.8 MiB held, 27.3 MiB at the peak of a step
+    seed 0: first loss 2.341; mean of the last five: native 0.133, converted 0.129
+    seed 1: first loss 2.430; mean of the last five: native 0.166, converted 0.166
+    seed 2: first loss 2.302; mean of the last five: native 0.102, converted 0.102
 """
 
 from __future__ import annotations
@@ -99,7 +104,9 @@ def main() -> None:
         for name, model in (("native", native), ("converted", converted)):
             curves[name].append(train(model, images, labels, args.steps, args.batch, seed))
         first, last = curves["native"][seed][0], [sum(runs[seed][-5:]) / 5 for runs in curves.values()]
-        print(f"seed {seed}: first loss {first:.3f}; mean of the last five: native {last[0]:.3f}, converted {last[1]:.3f}")
+        print(
+            f"seed {seed}: first loss {first:.3f}; mean of the last five: native {last[0]:.3f}, converted {last[1]:.3f}"
+        )
     if args.png:
         draw(curves, args.png)
 

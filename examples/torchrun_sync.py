@@ -9,9 +9,14 @@ BatchNorms that is converted with ``sync=True``. Both are made before Distribute
 ``torch.nn.SyncBatchNorm.convert_sync_batchnorm``, which would make torch's own norms of converted ones. Ranks may have
 batches of different sizes, as these have; each loss is divided by the size of the whole batch.
 
-It prints in 10 seconds, in float64, the losses of the first and last step beside those of one process:
+It prints, in float64, the losses of the first and last step beside those of one process:
 
-@
+    InPlaceABNSync: losses 1.340137, 0.926270; of one process 1.340137, 0.926270
+      largest relative difference: losses 2.3e-16, running statistics 1.7e-15
+    convert(sync=True): losses 1.340137, 0.926270; of one process 1.340137, 0.926270
+      largest relative difference: losses 2.3e-16, running statistics 2.7e-15
+    not synchronised: losses 1.330567, 0.495440; of one process 1.340137, 0.926270
+      largest relative difference: losses 4.7e-01, running statistics 5.8e-01
 """
 
 from __future__ import annotations

@@ -1,17 +1,21 @@
 #!/usr/bin/env python
 """YOLO11n of ultralytics, converted by a callback of its trainer, on a small data set that is made for it.
 
-    pip install ultralytics
+    pip install ultralytics pillow
     python examples/ultralytics_yolo.py
 
-The model is made from its yaml file; nothing is downloaded. The callback runs when the trainer has made its averaged copy
-of the model (EMA), which stays as it was. Validation and checkpoints take that copy, so they know nothing of this
+The model is made from its yaml file; nothing is downloaded. The callback runs when the trainer has made its averaged
+copy of the model (EMA), which stays as it was. Validation and checkpoints take that copy, so they know nothing of this
 package. It is for one device: of several, DistributedDataParallel has wrapped the model by then. ultralytics has a
 license of its own, AGPL-3.0.
 
-It prints in 60 seconds, with the losses of both runs from the same weights on the same batches:
+It prints, with the losses of both runs from the same weights on the same batches:
 
-@
+    native: 37.3 MiB held, 38.8 MiB at the peak of a step
+    converted: 16.5 MiB held, 19.1 MiB at the peak of a step
+    loss of native: 118.870 at first, 109.476 at last
+    loss of converted: 118.870 at first, 109.829 at last
+    norms while training: 3 BatchNorm2d, 78 InPlaceBatchNorm2d; of the checkpoint: 81 BatchNorm2d
 """
 
 from __future__ import annotations
@@ -57,7 +61,9 @@ def convert_model(trainer: Any) -> None:
     inplace_abn.convert(trainer.model, torch.empty(2, 3, size, size, device=trainer.device))
 
 
-def train(data: Path, folder: Path, converted: bool, args: argparse.Namespace) -> tuple[nn.Module, nn.Module, list[float]]:
+def train(
+    data: Path, folder: Path, converted: bool, args: argparse.Namespace
+) -> tuple[nn.Module, nn.Module, list[float]]:
     """The model as it was trained, the model of the checkpoint, and the losses."""
     from ultralytics import YOLO
 

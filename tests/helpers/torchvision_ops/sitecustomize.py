@@ -1,5 +1,5 @@
-"""torchvision's ops in plain torch, for processes that have this folder on their path, where its binary cannot be loaded
-under this torch. Only as much as the examples call."""
+"""torchvision's ops in plain torch, where its binary cannot be loaded, for all processes that have this folder on their
+path. Only what the examples call."""
 
 import importlib
 
