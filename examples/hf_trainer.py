@@ -36,7 +36,8 @@ def network() -> nn.Module:
     config = ResNetConfig(
         embedding_size=16, hidden_sizes=[16, 32, 64], depths=[2, 2, 2], layer_type="basic", num_labels=4
     )
-    return ResNetForImageClassification(config)
+    model: nn.Module = ResNetForImageClassification(config)
+    return model
 
 
 class Stripes(Dataset[dict[str, Tensor]]):
@@ -59,7 +60,7 @@ class Stripes(Dataset[dict[str, Tensor]]):
 
 
 def main() -> None:
-    from transformers import Trainer, TrainingArguments
+    from transformers import ResNetForImageClassification, Trainer, TrainingArguments
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--steps", type=int, default=40)
@@ -91,7 +92,7 @@ def main() -> None:
         before, result, after = trainer.evaluate()["eval_loss"], trainer.train(), trainer.evaluate()["eval_loss"]
         print(f"{result.global_step} steps: evaluation loss {before:.4f} before, {after:.4f} after")
         trainer.save_model(folder)
-        loaded = type(native).from_pretrained(folder)
+        loaded = ResNetForImageClassification.from_pretrained(folder)
     converted_norms = [name for name, module in loaded.named_modules() if type(module).__name__.startswith("InPlace")]
     with torch.no_grad():
         ours = model.cpu().eval()(eval_set.images).logits

@@ -60,7 +60,7 @@ def network(width: int) -> nn.Module:
     """As nnU-Net plans one for 3-D patches, but for its width and depth."""
     from dynamic_network_architectures.architectures.unet import PlainConvUNet
 
-    model = PlainConvUNet(
+    model: nn.Module = PlainConvUNet(
         input_channels=1,
         n_stages=4,
         features_per_stage=[width, 2 * width, 4 * width, 8 * width],
@@ -77,7 +77,7 @@ def network(width: int) -> nn.Module:
         nonlin_kwargs={"inplace": True},
         deep_supervision=True,
     )
-    return model.apply(model.initialize)
+    return model.apply(PlainConvUNet.initialize)
 
 
 def patches(batch: int, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

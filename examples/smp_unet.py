@@ -74,7 +74,7 @@ def intersection_over_union(model: nn.Module, size: int) -> float:
     found = []
     for label in range(3):
         intersection, union = ((predicted == label) & (labels == label)), ((predicted == label) | (labels == label))
-        found.append((intersection.sum() / union.sum()).item())
+        found.append(int(intersection.sum()) / int(union.sum()))
     return sum(found) / len(found)
 
 

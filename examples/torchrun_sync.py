@@ -102,12 +102,14 @@ def work(args: argparse.Namespace) -> None:
         error = max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
         print(f"{name}: losses {losses[0]:.6f}, {losses[-1]:.6f}; of one process {expected[0]:.6f}, {expected[-1]:.6f}")
         print(f"  largest relative difference: losses {error:.1e}, running statistics {max(errors):.1e}")
+    # No rank leaves before all are done.
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def start(rank: int, args: argparse.Namespace, store: str) -> None:
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=args.processes)
     work(args)
-    dist.destroy_process_group()
 
 
 def main() -> None:
@@ -119,7 +121,6 @@ def main() -> None:
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
         work(args)
-        dist.destroy_process_group()
     else:
         with tempfile.TemporaryDirectory() as folder:
             multiprocessing.spawn(start, (args, f"file://{folder}/store"), nprocs=args.processes)
