@@ -8,6 +8,9 @@ Nothing is downloaded, so the weights are random; ``pretrained=True`` in `networ
 keeps all parameters, so weights may be loaded before or after it. Native and converted nets see the same batches. Their
 losses part slowly, because they round differently: compare the difference with that between seeds.
 
+The last norms of blocks of a fresh ResNet of timm's have weights of zero. These norms keep their inputs, as torch's do,
+until the weights have grown, so a pretrained ResNet holds less than this one.
+
 It prints:
 
     resnet10t: 11 of 14 norms in place
