@@ -1,11 +1,19 @@
 #!/usr/bin/env python
-"""MONAI's UNet with instance norm in place, trained on a synthetic volume, as it is and converted.
+"""MONAI's UNet, whose norms are instance norms, trained on synthetic volumes, native and converted.
 
-Its activation is PReLU unless another one is asked for, of which a step holds input and output, since its slopes are
-learned: two tensors of what were three. With ``--act leakyrelu``, as in MONAI's BasicUNet and DynUNet, one is left of
-two.
-
+    pip install monai
     python examples/monai_unet.py --act leakyrelu
+
+MONAI's own choice of activation is PReLU. It has no inverse where its slope becomes zero, so its input is kept. With
+``--act leakyrelu``, as in MONAI's BasicUNet and DynUNet, the result alone is kept.
+
+It prints:
+
+    13 of 13 norms in place
+    native: 5.9 MiB held, 14.4 MiB at the peak of a step
+      loss 1.4400 at first, 0.9072 at last
+    converted: 2.8 MiB held, 11.4 MiB at the peak of a step
+      loss 1.4400 at first, 0.9072 at last
 """
 
 from __future__ import annotations
@@ -14,20 +22,26 @@ import argparse
 import copy
 
 import torch
-from nnunet import patches
-from torch import nn
+from torch import Tensor, nn
 
-from inplace_abn import analyze, convert
-from inplace_abn.conversion.plan import readable
+import inplace_abn
 from inplace_abn.memory import measure
-
-# nnU-Net imports everything in this folder when it looks for a trainer, so MONAI is imported where it is needed.
 
 
 def network(activation: str) -> nn.Module:
     from monai.networks.nets import UNet
 
-    return UNet(3, 1, 2, channels=(8, 16, 32, 64), strides=(2, 2, 2), num_res_units=2, act=activation)
+    model: nn.Module = UNet(3, 1, 2, channels=(8, 16, 32, 64), strides=(2, 2, 2), num_res_units=2, act=activation)
+    return model
+
+
+def patches(batch: int, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """A ball in noise, (batch, 1, size, size, size), and where it is, (batch, size, size, size)."""
+    places = torch.stack(torch.meshgrid(*[torch.linspace(-1, 1, size)] * 3, indexing="ij"))
+    centres = torch.rand(batch, 3, 1, 1, 1, generator=generator) - 0.5
+    inside = (places - centres).square().sum(dim=1) < 0.16
+    noise = torch.randn(batch, size, size, size, generator=generator)
+    return (noise + 1.5 * inside)[:, None], inside.long()
 
 
 def train(model: nn.Module, steps: int, size: int) -> list[float]:
@@ -56,13 +70,14 @@ def main() -> None:
     torch.manual_seed(0)
     native = network(args.act)
     x, _ = patches(2, args.size, torch.Generator().manual_seed(0))
-    plan = analyze(native, x)
-    converted = convert(copy.deepcopy(native), plan)
-    print(f"{len(plan.convertible)} of {len(plan.layers)} norms in place")
-    for name, model in (("native", native), ("in place", converted)):
-        held = measure(model, x).held
+    plan = inplace_abn.analyze(native, x)
+    converted = inplace_abn.convert(copy.deepcopy(native), plan)
+    print(f"{len(plan.convertible) + len(plan.residuals)} of {len(plan.layers)} norms in place")
+    for name, model in (("native", native), ("converted", converted)):
+        usage = measure(model, x)
+        print(f"{name}: {usage.held / 2**20:.1f} MiB held, {usage.peak / 2**20:.1f} MiB at the peak of a step")
         losses = train(model, args.steps, args.size)
-        print(f"{name}: a step holds {readable(held)}; loss {losses[0]:.4f} at first, {losses[-1]:.4f} at last")
+        print(f"  loss {losses[0]:.4f} at first, {losses[-1]:.4f} at last")
 
 
 if __name__ == "__main__":

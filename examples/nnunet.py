@@ -1,13 +1,22 @@
 #!/usr/bin/env python
-"""nnU-Net's network with instance norm in place.
+"""A trainer for nnU-Net whose network has instance norm in place, and that network, trained native and converted.
 
-Where nnunetv2 is installed, this folder has a trainer for it, which takes the same data and plans, and loads the
-checkpoints of nnUNetTrainer:
-
+    pip install nnunetv2
     nnUNet_extTrainer=examples nnUNetv2_train DATASET 3d_fullres 0 -tr nnUNetTrainerInPlace
 
-Without it, ``python examples/nnunet.py`` trains nnU-Net's 3-D network (package dynamic-network-architectures) on a
-synthetic volume, as it is and converted, and tells what a training step holds.
+The trainer takes the data and plans of nnUNetTrainer and loads its checkpoints. nnU-Net imports all files of the folder
+to find it, or of another one with a copy of this file.
+
+    pip install dynamic-network-architectures
+    python examples/nnunet.py
+
+trains nnU-Net's 3-D network on synthetic volumes, without nnunetv2. It prints:
+
+    14 of 14 norms in place
+    native: 26.4 MiB held, 34.4 MiB at the peak of a step
+      loss 1.2085 at first, 0.2110 at last
+    converted: 15.8 MiB held, 25.9 MiB at the peak of a step
+      loss 1.2085 at first, 0.2110 at last
 """
 
 from __future__ import annotations
@@ -20,8 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from inplace_abn import analyze, convert
-from inplace_abn.conversion.plan import readable
+import inplace_abn
 from inplace_abn.memory import measure
 
 if importlib.util.find_spec("nnunetv2") is not None:
@@ -41,7 +49,7 @@ if importlib.util.find_spec("nnunetv2") is not None:
                 plans_manager, configuration_manager, num_input_channels, num_output_channels, enable_deep_supervision
             )
             # Two samples of a patch, which analysis looks at without computing anything.
-            return convert(network, torch.empty(2, num_input_channels, *configuration_manager.patch_size))
+            return inplace_abn.convert(network, torch.empty(2, num_input_channels, *configuration_manager.patch_size))
 
         def _do_i_compile(self) -> bool:
             """Under torch.compile converted norms are torch's, and save nothing."""
@@ -52,7 +60,7 @@ def network(width: int) -> nn.Module:
     """As nnU-Net plans one for 3-D patches, but for its width and depth."""
     from dynamic_network_architectures.architectures.unet import PlainConvUNet
 
-    model = PlainConvUNet(
+    model: nn.Module = PlainConvUNet(
         input_channels=1,
         n_stages=4,
         features_per_stage=[width, 2 * width, 4 * width, 8 * width],
@@ -69,11 +77,11 @@ def network(width: int) -> nn.Module:
         nonlin_kwargs={"inplace": True},
         deep_supervision=True,
     )
-    return model.apply(model.initialize)
+    return model.apply(PlainConvUNet.initialize)
 
 
 def patches(batch: int, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """A ball in noise, and where it is: (batch, 1, size, size, size) and (batch, size, size, size)."""
+    """A ball in noise, (batch, 1, size, size, size), and where it is, (batch, size, size, size)."""
     places = torch.stack(torch.meshgrid(*[torch.linspace(-1, 1, size)] * 3, indexing="ij"))
     centres = torch.rand(batch, 3, 1, 1, 1, generator=generator) - 0.5
     inside = (places - centres).square().sum(dim=1) < 0.16
@@ -114,13 +122,14 @@ def main() -> None:
     torch.manual_seed(0)
     native = network(args.width)
     x, _ = patches(2, args.size, torch.Generator().manual_seed(0))
-    plan = analyze(native, x)
-    converted = convert(copy.deepcopy(native), plan)
-    print(f"{len(plan.convertible)} of {len(plan.layers)} norms in place")
-    for name, model in (("native", native), ("in place", converted)):
-        held = measure(model, x).held
+    plan = inplace_abn.analyze(native, x)
+    converted = inplace_abn.convert(copy.deepcopy(native), plan)
+    print(f"{len(plan.convertible) + len(plan.residuals)} of {len(plan.layers)} norms in place")
+    for name, model in (("native", native), ("converted", converted)):
+        usage = measure(model, x)
+        print(f"{name}: {usage.held / 2**20:.1f} MiB held, {usage.peak / 2**20:.1f} MiB at the peak of a step")
         losses = train(model, args.steps, args.size)
-        print(f"{name}: a step holds {readable(held)}; loss {losses[0]:.4f} at first, {losses[-1]:.4f} at last")
+        print(f"  loss {losses[0]:.4f} at first, {losses[-1]:.4f} at last")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from inplace_abn import _torch, checks, distributed, functions, guard, measuring
 from inplace_abn.activations import can_be_taken_back
 from inplace_abn.compiling import batch_norm, trust
 from inplace_abn.conversion.pending import Pending, pending, plain
-from inplace_abn.conversion.waiting import IDENTITY, Norm
+from inplace_abn.conversion.waiting import IDENTITY, Norm, is_known
 from inplace_abn.instance_norm import repeated, take_means
 from inplace_abn.settings import Operands, Settings
 
@@ -77,7 +77,8 @@ class InPlaceNorm(guard.Guarded):
         if observation is not None and decisive and self._scales_otherwise():
             guard.take(self, observation.figures(*IDENTITY, None), True, x.dtype)
             return None
-        overwritten = self._overwrites and not decisive and _is_overwritable(x)
+        # Where nothing was measured, which may be while the guard is paused, y may have to be computed again.
+        overwritten = self._overwrites and not decisive and is_known(self, IDENTITY, False) and _is_overwritable(x)
         applied = IDENTITY
         if expected is not None and can_be_taken_back(*expected, x.dtype):
             applied = expected

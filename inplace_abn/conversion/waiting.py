@@ -76,7 +76,7 @@ class Norm:
         module = self.module
         if not module._fuses_residual or (self.overwritten and module._keeps_output):
             return False
-        if self.overwritten and not self.knows(IDENTITY, True):
+        if self.overwritten and not is_known(module, IDENTITY, True):
             # Without x there would be no way back.
             module._guard.stranger = guard.generation
             return False
@@ -146,20 +146,11 @@ class Norm:
             trusted = guard.take(self.module, figures, self.decisive, observation.x.dtype)
             self.trusted = trusted or not self.decisive
             self.module._guard.learn((*activation, residual is not None), self.decisive)
-        if not self.trusted or self.knows(activation, residual is not None):
+        if not self.trusted or is_known(self.module, activation, residual is not None):
             return self.trusted
         if observation is None and state is not None:
             state.stranger = guard.generation
         return False
-
-    def knows(self, activation: tuple[str, float], with_residual: bool) -> bool:
-        """Whether that what follows was measured, or something that tells less of y."""
-        state: guard.State | None = self.module._guard
-        if state is None or self.module.guard_interval == 0:
-            return True
-        if activation == IDENTITY:
-            return any(state.knows(what) for what in state.met if what[2] or not with_residual)
-        return state.knows((*activation, with_residual))
 
     def saw(self, *what: Any) -> None:
         """Tells the layer what followed."""
@@ -168,6 +159,16 @@ class Norm:
             # Nothing was measured: the next call has to.
             self.observation = None
             self.module.__dict__["_guard_generation"] = -1
+
+
+def is_known(module: Any, activation: tuple[str, float], with_residual: bool) -> bool:
+    """Whether what follows the norm was measured, or something that tells less of y."""
+    state: guard.State | None = module._guard
+    if state is None or module.guard_interval == 0:
+        return True
+    if activation == IDENTITY:
+        return any(state.knows(what) for what in state.met if what[2] or not with_residual)
+    return state.knows((*activation, with_residual))
 
 
 def _versions(*tensors: Tensor | None) -> list[tuple[int, int, bool]]:

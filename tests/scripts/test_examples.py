@@ -1,14 +1,20 @@
-"""The examples run: on a synthetic volume where their packages are there, and as a trainer of nnU-Net's."""
+"""The examples run as they are, print what their docstrings show, and what they claim holds. And nnU-Net finds its
+trainer among them."""
 
+import ast
 import importlib
+import os
 import re
+import subprocess
 import sys
 import types
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+import zoo
 from torch import nn
 
 from inplace_abn.conversion.norms import InPlaceInstanceNorm3d
@@ -16,42 +22,209 @@ from inplace_abn.conversion.norms import InPlaceInstanceNorm3d
 FOLDER = Path(__file__).parents[2] / "examples"
 pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason="needs the examples")
 
+NEEDS = {
+    "hf_trainer": ["transformers", "accelerate"],
+    "lightning_ddp": ["lightning"],
+    "low_level_ops": [],
+    "monai_unet": ["monai"],
+    "nnunet": ["dynamic_network_architectures"],
+    "smp_unet": ["segmentation_models_pytorch"],
+    "timm_finetune": ["timm", "sklearn", "matplotlib"],
+    "torchrun_sync": [],
+    "ultralytics_yolo": ["ultralytics", "PIL"],
+}
+"""What each example imports besides torch and this package."""
+DISTRIBUTIONS = {"sklearn": "scikit-learn", "PIL": "pillow"}
+"""Those that are called otherwise than what is imported, but for underscores."""
+
+
+def source(name):
+    return ast.parse((FOLDER / f"{name}.py").read_text())
+
+
+def masked(line):
+    return re.sub(r"\d[\d.]*(e[-+]\d+)?", "#", line.rstrip())
+
+
+def numbers(line):
+    return [float(found) for found in re.findall(r"(?<![\w.])\d[\d.]*(?:e[-+]\d+)?", line)]
+
+
+def lines_with(word, output):
+    return [line for line in output.splitlines() if word in line]
+
+
+def check_saved(output):
+    """Whether converted holds less than native, and takes no more at the peak."""
+    (native, converted) = [numbers(line) for line in lines_with("MiB held", output)]
+    assert converted[0] < 0.75 * native[0]
+    assert converted[1] < native[1]
+
+
+def check_same_losses(output, tolerance):
+    native, converted = (numbers(line)[:2] for line in lines_with("at first", output))
+    assert converted == pytest.approx(native, abs=tolerance)
+
 
 @pytest.fixture
-def example(monkeypatch):
-    """Imports one of that name."""
-    monkeypatch.syspath_prepend(str(FOLDER))
+def run(tmp_path):
+    """Runs an example and returns what it prints, which has all lines that its docstring shows, but for numbers."""
 
-    def load(name):
-        for loaded in ("nnunet", "monai_unet"):
-            sys.modules.pop(loaded, None)
-        return importlib.import_module(name)
+    def run(name, *options, launcher=()):
+        for package in NEEDS[name]:
+            if find_spec(package) is None:
+                pytest.skip(f"needs {package}")
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "YOLO_OFFLINE": "true", "YOLO_CONFIG_DIR": str(tmp_path)}
+        if zoo.import_torchvision() is not None:
+            # Every process that the example starts is to find the ops.
+            tests = Path(__file__).parents[1]
+            folders = [tests / "helpers" / "torchvision_ops", Path(zoo.__file__).parent]
+            paths = [*map(str, folders), os.environ.get("PYTHONPATH", "")]
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        command = [sys.executable, *launcher, str(FOLDER / f"{name}.py"), *options]
+        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        shown = ast.get_docstring(source(name)).rpartition(":\n\n")[2]
+        assert shown.startswith("    ")
+        missing = {masked(line.removeprefix("    ")) for line in shown.splitlines()}
+        missing -= {masked(line) for line in done.stdout.splitlines()}
+        assert not missing, done.stdout
+        return done.stdout
 
-    return load
+    return run
+
+
+@pytest.mark.slow
+def test_low_level_ops_agree_with_torch_and_hold_less(run):
+    loss, errors, held = map(numbers, run("low_level_ops", "--width", "8").splitlines())
+    assert loss[0] == loss[1] != loss[2]
+    assert max(errors) < 1e-12
+    assert held[0] < held[1]
 
 
 @pytest.mark.parametrize(
-    ("name", "package", "options", "most"),
-    [
-        ("nnunet", "dynamic_network_architectures", ["--width", "4"], 0.65),
-        ("monai_unet", "monai", [], 0.75),
-        ("monai_unet", "monai", ["--act", "leakyrelu"], 0.6),
-    ],
+    "launcher",
+    [(), ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")],
+    ids=["alone", "torchrun"],
 )
-def test_an_example_trains_to_the_same_loss_in_less_memory(name, package, options, most, example, monkeypatch, capsys):
-    pytest.importorskip(package)
-    monkeypatch.setattr(sys, "argv", [name, "--steps", "3", "--size", "16", *options])
-    example(name).main()
-    _, native, ours = capsys.readouterr().out.splitlines()
-    losses = [[float(found) for found in re.findall(r"([\d.]+) at", line)] for line in (native, ours)]
-    assert len(losses[0]) == 2
-    assert losses[1] == pytest.approx(losses[0], abs=1e-3)
-    unit = {"KiB": 1, "MiB": 1024}
-    held = [float(words[-2]) * unit[words[-1]] for line in (native, ours) for words in [line.split(";")[0].split()]]
-    assert held[1] < most * held[0]
+@pytest.mark.slow
+def test_torchrun_sync_trains_as_one_process_with_the_whole_batch(launcher, run):
+    output = run("torchrun_sync", "--steps", "4", launcher=launcher)
+    *synchronised, separate = [max(numbers(line)) for line in lines_with("largest relative", output)]
+    assert len(synchronised) == 2
+    assert max(synchronised) < 1e-12
+    assert separate > 1e-3
 
 
-def test_nnunets_trainer_gets_its_network_with_norms_in_place(example, monkeypatch):
+@pytest.mark.slow
+def test_timm_finetune_trains_to_the_same_losses_in_less_memory(run, tmp_path):
+    options = ["--model", "resnet10t", "--steps", "5", "--seeds", "2", "--batch", "16"]
+    output = run("timm_finetune", *options, "--png", "losses.png")
+    check_saved(output)
+    runs = [numbers(line) for line in lines_with("seed", output)]
+    assert [seed for seed, *_ in runs] == [0, 1]
+    for _, first, native, converted in runs:
+        assert converted == pytest.approx(native, abs=0.01)
+        assert 0 < native < first
+    assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_smp_unet_trains_to_the_same_loss_in_less_memory(run):
+    output = run("smp_unet", "--steps", "3", "--batch", "4")
+    check_saved(output)
+    check_same_losses(output, 0.01)
+
+
+@pytest.mark.slow
+def test_hf_trainer_saves_what_an_unconverted_model_loads(run):
+    output = run("hf_trainer", "--steps", "8")
+    (held,) = lines_with("held for backward", output)
+    native, converted = numbers(held)
+    assert converted < 0.75 * native
+    (trained,) = lines_with("evaluation loss", output)
+    steps, before, after = numbers(trained)
+    assert steps == 8
+    assert after < before
+    (loaded,) = lines_with("loaded into", output)
+    assert numbers(loaded) == [0, 0]
+
+
+@pytest.mark.slow
+def test_lightning_ddp_trains_as_one_process_with_the_whole_batch(run):
+    output = run("lightning_ddp", "--steps", "4")
+    steps, errors, norms = output.splitlines()
+    assert numbers(steps) == [4, 2]
+    assert max(numbers(errors)) < 1e-12
+    assert norms.split("norms: ")[1].startswith("InPlaceBatchNorm2d;")
+    assert norms.endswith(" SyncBatchNorm")
+
+
+@pytest.mark.slow
+def test_ultralytics_yolo_is_converted_while_it_trains_and_not_in_its_checkpoint(run):
+    output = run("ultralytics_yolo", "--epochs", "1", "--images", "16", "--size", "64")
+    check_saved(output)
+    check_same_losses(output, 0.1)
+    (norms,) = lines_with("norms while training", output)
+    training, checkpoint = norms.split(";")
+    assert " InPlaceBatchNorm2d" in training
+    assert "InPlace" not in checkpoint
+
+
+@pytest.mark.parametrize("options", [[], ["--act", "leakyrelu"]])
+@pytest.mark.slow
+def test_monai_unet_trains_to_the_same_loss_in_less_memory(options, run):
+    output = run("monai_unet", "--steps", "3", "--size", "16", *options)
+    check_saved(output)
+    check_same_losses(output, 1e-3)
+
+
+@pytest.mark.slow
+def test_nnunet_trains_to_the_same_loss_in_less_memory(run):
+    output = run("nnunet", "--steps", "3", "--size", "16", "--width", "4")
+    check_saved(output)
+    check_same_losses(output, 1e-3)
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_an_example_is_tested_and_tells_what_it_needs(name):
+    assert any(test.startswith(f"test_{name}_") for test in globals())
+    tree, packages = source(name), set(NEEDS[name])
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    imports = [node for function in functions for node in ast.walk(function) if isinstance(node, ast.ImportFrom)]
+    imported = {(node.module or "").split(".")[0] for node in imports}
+    imported |= {alias.name for f in functions for n in ast.walk(f) if isinstance(n, ast.Import) for alias in n.names}
+    assert imported <= packages
+    words = " ".join(re.findall("pip install (.*)", ast.get_docstring(tree))).split()
+    row = next(line for line in (FOLDER / "README.md").read_text().splitlines() if f"({name}.py)" in line)
+    for package in packages:
+        distribution = DISTRIBUTIONS.get(package, package.replace("_", "-"))
+        assert distribution in words
+        assert distribution in row
+
+
+def test_there_is_no_other_example():
+    assert {path.stem for path in FOLDER.glob("*.py")} == NEEDS.keys()
+
+
+@pytest.fixture
+def imported(monkeypatch):
+    """All examples, imported where none of their packages is there, as nnU-Net's search for a trainer does."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    for package in {package for packages in NEEDS.values() for package in packages}:
+        monkeypatch.setitem(sys.modules, package, None)
+
+    def load():
+        for name in NEEDS:
+            monkeypatch.delitem(sys.modules, name, raising=False)
+        return {path.stem: importlib.import_module(path.stem) for path in sorted(FOLDER.glob("*.py"))}
+
+    yield load
+    for name in NEEDS:
+        sys.modules.pop(name, None)
+
+
+def test_nnunets_trainer_gets_its_network_with_norms_in_place(imported, monkeypatch):
     def network(channels):
         layers = [nn.Conv3d(channels, 4, 3, padding=1), nn.InstanceNorm3d(4, affine=True), nn.LeakyReLU(inplace=True)]
         return nn.Sequential(*layers, nn.Conv3d(4, 2, 1))
@@ -71,15 +244,13 @@ def test_nnunets_trainer_gets_its_network_with_norms_in_place(example, monkeypat
         vars(module).update(members)
         monkeypatch.setitem(sys.modules, name, module)
 
-    # Its search for trainers imports all that is in the folder.
-    for name in ("monai", "dynamic_network_architectures"):
-        monkeypatch.setitem(sys.modules, name, None)
     for name in ("", ".training", ".training.nnUNetTrainer", ".utilities", ".utilities.plans_handling"):
         package("nnunetv2" + name)
     package("nnunetv2.training.nnUNetTrainer.nnUNetTrainer", nnUNetTrainer=Trainer)
     package("nnunetv2.utilities.plans_handling.plans_handler", PlansManager=object, ConfigurationManager=object)
-    assert not hasattr(example("monai_unet"), "nnUNetTrainerInPlace")
-    trainer = example("nnunet").nnUNetTrainerInPlace()
+    found = [module for module in imported().values() if hasattr(module, "nnUNetTrainerInPlace")]
+    assert [module.__name__ for module in found] == ["nnunet"]
+    trainer = found[0].nnUNetTrainerInPlace()
     configuration = types.SimpleNamespace(patch_size=(8, 8, 8))
     built = trainer.build_network_architecture("plans", configuration, 1, 2, False)
     assert type(built[1]) is InPlaceInstanceNorm3d

@@ -206,6 +206,27 @@ def test_a_report_of_residual_blocks_tells_what_was_done():
     assert sum(isinstance(m, InPlaceNorm) for m in converted.modules()) == 10
 
 
+class BeginsAtZero(nn.Module):
+    """A residual block as public models initialise it, whose last norm has a weight of zero and is torch's at first."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = conv(3, 8), conv(3, 8)
+        self.last, self.shortcut = nn.BatchNorm2d(8), nn.BatchNorm2d(8)
+        nn.init.zeros_(self.last.weight)
+
+    def forward(self, x):
+        h = self.last(self.a(x))
+        h += self.shortcut(self.b(x))
+        return h.relu()
+
+
+def test_a_step_is_measured_of_a_block_that_begins_as_its_shortcut():
+    """The shortcut's norm had nothing to measure in the first step, and overwrote its input in the second one."""
+    report = memory_report(BeginsAtZero(), torch.randn(2, 3, 8, 8))
+    assert report.after.held <= report.before.held
+
+
 def test_the_bar_does_not_go_beyond_its_end(monkeypatch):
     """A module that is called twice counted twice: 119 of 104 calls."""
     seen = []

@@ -1,0 +1,118 @@
+#!/usr/bin/env python
+"""Fine-tunes a timm net on handwritten digits, native and converted, from the same initial weights, over a few seeds.
+
+    pip install timm scikit-learn matplotlib
+    python examples/timm_finetune.py --png losses.png
+
+Nothing is downloaded, so the weights are random; ``pretrained=True`` in `network` makes it fine-tuning. Conversion
+keeps all parameters, so weights may be loaded before or after it. Native and converted nets see the same batches. Their
+losses part slowly, because they round differently: compare the difference with that between seeds.
+
+The last norms of blocks of a fresh ResNet of timm's have weights of zero. These norms keep their inputs, as torch's do,
+until the weights have grown, so a pretrained ResNet holds less than this one.
+
+It prints:
+
+    resnet10t: 11 of 14 norms in place
+    native: 13.5 MiB held, 32.0 MiB at the peak of a step
+    converted: 8.8 MiB held, 27.3 MiB at the peak of a step
+    seed 0: first loss 2.341; mean of the last five: native 0.133, converted 0.129
+    seed 1: first loss 2.430; mean of the last five: native 0.166, converted 0.166
+    seed 2: first loss 2.302; mean of the last five: native 0.102, converted 0.102
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import inplace_abn
+from inplace_abn.memory import measure
+
+
+def network(name: str) -> nn.Module:
+    import timm
+
+    model: nn.Module = timm.create_model(name, pretrained=False, num_classes=10)
+    return model
+
+
+def digits(size: int) -> tuple[Tensor, Tensor]:
+    """1,797 images (3, size, size) of scikit-learn's digits in 0 … 1, and their labels."""
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    images = torch.from_numpy(data.images).float()[:, None] / 16
+    return F.interpolate(images, size=(size, size), mode="bilinear").expand(-1, 3, -1, -1), torch.from_numpy(
+        data.target
+    )
+
+
+def train(model: nn.Module, images: Tensor, labels: Tensor, steps: int, batch: int, seed: int) -> list[float]:
+    torch.manual_seed(seed)
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(steps):
+        chosen = torch.randint(len(images), (batch,))
+        loss = F.cross_entropy(model(images[chosen]), labels[chosen])
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def draw(curves: dict[str, list[list[float]]], path: str) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    for color, (name, runs) in zip(("C0", "C1"), curves.items(), strict=True):
+        for seed, losses in enumerate(runs):
+            axes.plot(losses, color=color, alpha=0.7, label=name if seed == 0 else None)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss")
+    axes.legend()
+    figure.savefig(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--model", default="resnet10t", help="any of timm's with BatchNorms")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--size", type=int, default=32, help="height and width of the images")
+    parser.add_argument("--png", help="where to draw the losses")
+    args = parser.parse_args()
+    images, labels = digits(args.size)
+    curves: dict[str, list[list[float]]] = {"native": [], "converted": []}
+    for seed in range(args.seeds):
+        torch.manual_seed(seed)
+        native = network(args.model)
+        plan = inplace_abn.analyze(native, images[: args.batch])
+        converted = inplace_abn.convert(copy.deepcopy(native), plan)
+        if seed == 0:
+            in_place = len(plan.convertible) + len(plan.residuals)
+            print(f"{args.model}: {in_place} of {len(plan.layers)} norms in place")
+            for name, model in (("native", native), ("converted", converted)):
+                # Of copies, because a step changes the running statistics.
+                usage = measure(copy.deepcopy(model), images[: args.batch])
+                print(f"{name}: {usage.held / 2**20:.1f} MiB held, {usage.peak / 2**20:.1f} MiB at the peak of a step")
+        for name, model in (("native", native), ("converted", converted)):
+            curves[name].append(train(model, images, labels, args.steps, args.batch, seed))
+        first, last = curves["native"][seed][0], [sum(runs[seed][-5:]) / 5 for runs in curves.values()]
+        print(
+            f"seed {seed}: first loss {first:.3f}; mean of the last five: native {last[0]:.3f}, converted {last[1]:.3f}"
+        )
+    if args.png:
+        draw(curves, args.png)
+
+
+if __name__ == "__main__":
+    main()
