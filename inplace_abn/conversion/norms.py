@@ -77,7 +77,7 @@ class InPlaceNorm(guard.Guarded):
         if observation is not None and decisive and self._scales_otherwise():
             guard.take(self, observation.figures(*IDENTITY, None), True, x.dtype)
             return None
-        overwritten = self._overwrites and not decisive and _is_overwritable(x)
+        overwritten = self._overwrites and not decisive and self._knows_a_way_back() and _is_overwritable(x)
         applied = IDENTITY
         if expected is not None and can_be_taken_back(*expected, x.dtype):
             applied = expected
@@ -188,6 +188,12 @@ class InPlaceNorm(guard.Guarded):
     def activations(self) -> set[str]:
         """Names of those that followed in this generation of the guard."""
         return {what[0] for what in self._seen if len(what) > 1}
+
+    def _knows_a_way_back(self) -> bool:
+        """Whether the guard would let y be kept instead of x, whatever follows. Of a layer that torch ran when it was
+        to be measured nothing is known, and the guard may pause before there is."""
+        state = self._guard
+        return state is None or self.guard_interval == 0 or any(state.knows(what) for what in state.met)
 
     def _expectation(self) -> tuple[str, float] | None:
         """What follows, as far as the generations before tell."""
