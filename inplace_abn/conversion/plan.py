@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import shutil
 import textwrap
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from inplace_abn.conversion import table
 
 
 @dataclass(frozen=True)
@@ -117,28 +118,43 @@ class Plan:
         }
 
     def __str__(self) -> str:
-        """The table, as wide as the terminal (80 columns where there is none)."""
-        return self.table(shutil.get_terminal_size().columns)
+        """The table, as wide as the terminal (100 columns where there is none)."""
+        return self.table(shutil.get_terminal_size((100, 24)).columns)
 
     def table(self, width: int) -> str:
-        """A row for each norm, its reasons below it, and the totals.
+        """A row for each norm, or for several that are equal but for numbers in their names, reasons and bytes; the
+        reasons below it; and the totals.
 
         Args:
-            width: of the lines. Reasons are wrapped, and where the input comes from is shortened or left out; names
-                never are, so that long ones make longer lines.
+            width: of the lines, at least 60. Names and reasons are wrapped, and where the input comes from is left out
+                if there is no room.
         """
-        rows = [("name", "activation", "verdict", "saves", "input from")]
-        rows += [self._row(layer) for layer in self.layers]
-        widths = [max(len(row[i]) for row in rows) for i in range(5)]
-        widths[4] = max(0, min(widths[4], width - sum(widths[:4]) - 4 * len(" | ")))
-        shown = 5 if widths[4] >= len(rows[0][4]) else 4
-        lines = [_line(row[:shown], widths) for row in rows]
-        lines[0] += "\n" + "-|-".join("-" * width for width in widths[:shown])
-        for i, layer in enumerate(self.layers):
-            for note in self._notes(layer):
-                lines[i + 1] += "\n" + textwrap.fill(
-                    note, max(width, 40), initial_indent="    ", subsequent_indent="      ", break_on_hyphens=False
+        width = max(width, 60)
+        groups: dict[tuple[str, ...], list[Layer]] = {}
+        for layer in self.layers:
+            activation, verdict = self._verdict(layer)
+            same = (table.numberless(text) for text in (layer.producer, *self._notes(layer)))
+            groups.setdefault((table.shape_of(layer.name), activation, verdict, *same), []).append(layer)
+        rows = [("name", "norms", "activation", "verdict", "saves", "input from")]
+        for (_, activation, verdict, *_), layers in groups.items():
+            names, producers = (
+                table.joined(texts) for texts in zip(*((x.name, x.producer) for x in layers), strict=True)
+            )
+            saved = sum(map(self._saved, layers))
+            saves = "-" if verdict == "refused" or not saved else readable(saved)
+            rows.append((names, str(len(layers)), activation, verdict, saves, producers))
+        rows.append(("total", str(len(self.layers)), "", "", readable(sum(map(self._saved, self.layers))), ""))
+        header, *body, total, rule = table.lay_out(rows, (1, 4), width)
+        for i, layers in enumerate(groups.values()):
+            for notes in zip(*map(self._notes, layers), strict=True):
+                body[i] += "\n" + textwrap.fill(
+                    table.joined(notes),
+                    width,
+                    initial_indent="    ",
+                    subsequent_indent="      ",
+                    break_on_hyphens=False,
                 )
+        lines = [header, rule, *body, rule, total, ""]
         totals = [
             f"{len(self.convertible)} of {len(self.layers)} norms go in place and save "
             f"{readable(self.bytes_saved)} per training step"
@@ -158,23 +174,31 @@ class Plan:
             f"The model failed in evaluation, so what it reads only there is not known: {error}"
             for error in self.evaluation_errors
         ]
-        lines += [textwrap.fill(total, max(width, 40), break_on_hyphens=False) for total in totals]
+        lines += [textwrap.fill(text, width, break_on_hyphens=False) for text in totals]
         return "\n".join(lines)
 
     def _partners(self) -> dict[str, str]:
         """Norms that go in place with a residual block's own, by name, and whose they are."""
         return {layer.residual.partner: layer.name for layer in self.residuals if layer.residual is not None}
 
-    def _row(self, layer: Layer) -> tuple[str, str, str, str, str]:
-        activation = layer.activation
-        in_place = "beside input" if layer.kept else "in place"
-        verdict, saves = (in_place, readable(layer.bytes_saved)) if layer.convertible else ("refused", "-")
-        if self.residual and layer in self.residuals and layer.residual is not None:
-            activation, verdict = layer.residual.activation, "residual"
-            saves = readable(layer.residual.bytes_saved + layer.bytes_saved * layer.convertible)
-        elif self.residual and layer.name in self._partners() and not layer.convertible:
-            activation, verdict = "identity", "residual"
-        return layer.name, activation, verdict, saves, layer.producer
+    @property
+    def converted(self) -> tuple[Layer, ...]:
+        """The layers of which `inplace_abn.convert` makes an in-place norm, those of residual blocks included."""
+        return tuple(layer for layer in self.layers if self._verdict(layer)[1] != "refused")
+
+    def _verdict(self, layer: Layer) -> tuple[str, str]:
+        """The activation that is one with the norm, and what becomes of it."""
+        if self._has_residual(layer) and layer.residual is not None:
+            return layer.residual.activation, "residual"
+        if layer.convertible:
+            return layer.activation, "beside input" if layer.kept else "in place"
+        if self.residual and layer.name in self._partners():
+            return "identity", "residual"
+        return layer.activation, "refused"
+
+    def _saved(self, layer: Layer) -> int:
+        saved = layer.bytes_saved * layer.convertible
+        return saved + layer.residual.bytes_saved if layer.residual and self._has_residual(layer) else saved
 
     def _notes(self, layer: Layer) -> list[str]:
         residual = layer.residual
@@ -193,15 +217,6 @@ class Plan:
             if layer.note and not residual.reasons and not layer.convertible:
                 notes.append(layer.note)
         return notes
-
-
-def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    """Cells side by side; what is too long loses its middle, since names differ at their ends."""
-    short = [
-        cell if len(cell) <= width else cell[: (width - 1) // 2] + "…" + cell[len(cell) - width // 2 :]
-        for cell, width in zip(cells, widths, strict=False)
-    ]
-    return " | ".join(cell.ljust(width) for cell, width in zip(short, widths, strict=False)).rstrip()
 
 
 def readable(size: float) -> str:

@@ -7,7 +7,7 @@ its arguments.
 """
 
 from inplace_abn.memory.command import load_model, main, parse_shape
-from inplace_abn.memory.plot import check_plot, save_plot
+from inplace_abn.memory.plot import check_plot, draw_timeline, save_plot
 from inplace_abn.memory.report import MemoryReport, memory_report
 from inplace_abn.memory.step import Usage, measure
 
@@ -15,6 +15,7 @@ __all__ = [
     "MemoryReport",
     "Usage",
     "check_plot",
+    "draw_timeline",
     "load_model",
     "main",
     "measure",

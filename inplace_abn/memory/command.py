@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from inplace_abn.conversion.plan import Plan
 from inplace_abn.memory.plot import check_plot, save_plot
 from inplace_abn.memory.report import memory_report
 
@@ -44,14 +45,7 @@ def load_model(text: str, kwargs: Mapping[str, Any] | None = None) -> nn.Module:
         ValueError: the text or what it names is something else, or calling it fails.
         ImportError: there is no such Python module.
     """
-    module, colon, name = text.partition(":")
-    if not colon or not module or not name:
-        raise ValueError(f"expected MODULE:FACTORY, such as torchvision.models:resnet50, got {text!r}")
-    found: Any = importlib.import_module(module)
-    for part in name.split("."):
-        if not hasattr(found, part):
-            raise ValueError(f"{module} has no {name}")
-        found = getattr(found, part)
+    found = _named(text)
     if isinstance(found, nn.Module):
         if kwargs:
             raise ValueError(f"{text} is a module, which takes no arguments {sorted(kwargs)}")
@@ -66,6 +60,18 @@ def load_model(text: str, kwargs: Mapping[str, Any] | None = None) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise ValueError(f"expected {text} to give a torch.nn.Module, got {type(model).__name__}")
     return model
+
+
+def _named(text: str) -> Any:
+    module, colon, name = text.partition(":")
+    if not colon or not module or not name:
+        raise ValueError(f"expected MODULE:FACTORY, such as torchvision.models:resnet50, got {text!r}")
+    found: Any = importlib.import_module(module)
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise ValueError(f"{module} has no {name}")
+        found = getattr(found, part)
+    return found
 
 
 def _keywords(text: str) -> dict[str, Any]:
@@ -119,8 +125,49 @@ def main(arguments: Sequence[str] | None = None) -> None:
     progress = not args.no_progress and sys.stderr.isatty()
     report = memory_report(model, *example, converted=args.convert, residual=not args.no_residual, progress=progress)
     if report.plan is not None:
-        print(report.plan, end="\n\n")
+        _show(str(report.plan))
+        print()
     print(report)
     if args.png:
         save_plot(report, args.png, args.model)
         print(f"\nThe timeline is in {args.png}")
+    if report.plan is not None:
+        print("", _told(report.plan), "", "The same in code:", "", *code(args, model), sep="\n")
+
+
+def code(args: argparse.Namespace, model: nn.Module) -> list[str]:
+    """Two lines of Python that make the model and convert it as the command did."""
+    module, _, name = args.model.partition(":")
+    arguments = ", ".join(f"{key}={value!r}" for key, value in args.kwargs.items())
+    made = args.model.replace(":", ".") if _named(args.model) is model else f"{module}.{name}({arguments})"
+    on = "" if args.device == "cpu" else f", device={args.device!r}"
+    moved = f".to({args.device!r})" if on else ""
+    inputs = ", ".join(f"torch.randn({', '.join(map(str, shape))}{on})" for shape in args.input)
+    example = inputs if len(args.input) == 1 else f"inplace_abn.Example({inputs})"
+    residual = ", residual=False" if args.no_residual else ""
+    return [
+        f"import {', '.join(dict.fromkeys((module, 'inplace_abn', 'torch')))}",
+        f"model = inplace_abn.convert({made}{moved}, {example}{residual})",
+    ]
+
+
+def _told(plan: Plan) -> str:
+    """What was converted, in a sentence."""
+    blocks = f", with {len(plan.residuals)} residual blocks" if plan.residual and plan.residuals else ""
+    left = len(plan.layers) - len(plan.converted)
+    rest = f" {left} stay as they are, for the reasons above." if left else ""
+    return f"{len(plan.converted)} of {len(plan.layers)} norms were converted{blocks}.{rest}"
+
+
+def _show(text: str) -> None:
+    """Prints a plan, with colours where rich is installed and the output a terminal."""
+    try:
+        from rich.console import Console
+        from rich.text import Text
+    except ImportError:
+        print(text)
+        return
+    styled = Text(text)
+    styled.highlight_words(["  refused"], "red")
+    styled.highlight_words(["  in place", "  residual", "  beside input"], "green")
+    Console(soft_wrap=True).print(styled, highlight=False)

@@ -49,19 +49,25 @@ def save_plot(report: MemoryReport, path: str, title: str = "") -> None:
     """
     figure = _figure()
     axes = figure.add_subplot()
-    for name, usage, colour in (("native", report.before, "tab:red"), ("in place", report.after, "tab:blue")):
+    draw_timeline(axes, report)
+    axes.set_title(title)
+    figure.savefig(path, dpi=150)
+
+
+def draw_timeline(axes: Any, report: MemoryReport) -> None:
+    """Draws the timeline of the report into axes of matplotlib."""
+    for name, usage, colour in (("native", report.before, "tab:red"), ("converted", report.after, "tab:blue")):
         if usage is not None:
             # Time as a share of the step, so that both are comparable.
             end = usage.timeline[-1][0] if usage.timeline else 1.0
-            axes.step(
-                [time / end for time, _ in usage.timeline],
-                [size / 2**20 for _, size in usage.timeline],
-                where="post",
-                color=colour,
-                label=f"{name}: {readable(usage.held)} held, {readable(usage.peak)} peak",
-            )
+            times = [time / end for time, _ in usage.timeline]
+            sizes = [size / 2**20 for _, size in usage.timeline]
+            label = f"{name}: {readable(usage.held)} held, {readable(usage.peak)} peak"
+            axes.step(times, sizes, where="post", color=colour, label=label)
+            axes.fill_between(times, sizes, step="post", color=colour, alpha=0.15, linewidth=0)
             axes.axvline(usage.backward_start / end, color=colour, linestyle=":", linewidth=1)
-    axes.set(xlabel="share of a training step (dotted: backward starts)", ylabel="MiB allocated", title=title)
+    axes.set(xlabel="share of a training step (dotted: backward starts)", ylabel="MiB allocated")
     axes.set_ylim(bottom=0)
-    axes.legend()
-    figure.savefig(path, dpi=150)
+    # Above the curves, which rise and fall.
+    axes.margins(y=0.25)
+    axes.legend(loc="upper center")

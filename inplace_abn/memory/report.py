@@ -29,16 +29,19 @@ class MemoryReport:
         rows = [("", "held for backward", "peak of a step")]
         rows.append(("native", readable(self.before.held), readable(self.before.peak)))
         if self.after is not None:
-            rows.append(("in place", readable(self.after.held), readable(self.after.peak)))
+            rows.append(("converted", readable(self.after.held), readable(self.after.peak)))
             rows.append(("saved", _less(self.after.held, self.before.held), _less(self.after.peak, self.before.peak)))
         widths = [max(len(row[i]) for row in rows) for i in range(3)]
         return "\n".join(
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+            "  ".join(
+                [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+            )
+            for row in rows
         )
 
 
 def _less(after: int, before: int) -> str:
-    return f"{readable(before - after)} ({(before - after) / before:.0%})" if before else "-"
+    return f"({(before - after) / before:.0%}) {readable(before - after)}" if before else "-"
 
 
 def memory_report(

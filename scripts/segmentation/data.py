@@ -1,7 +1,8 @@
 """Training data of the segmentation demo: handwritten digits on photographs, or a folder of the user's own.
 
-Both give batches of normalised fp32 images [N, 3, H, W] and int64 labels [N, H, W], with `IGNORE` where there is no
-label; H and W are multiples of `STRIDE`. Their `class_weights`, fp32 [classes], are for the loss.
+Both give batches of normalised fp32 images [N, 3, H, W] and int64 labels [N, H / 2, W / 2], of every second pixel, with
+`IGNORE` where there is no label; H and W are multiples of `STRIDE`. Their `class_weights`, fp32 [classes], are for the
+loss.
 """
 
 import math
@@ -38,11 +39,6 @@ def seeded_generator(*key: int) -> torch.Generator:
 def normalise(images: Tensor) -> Tensor:
     """Maps [0, 1] to the network's input range; same shape and dtype."""
     return (images - MEAN) / STD
-
-
-def denormalise(images: Tensor) -> Tensor:
-    """The inverse of `normalise`, clamped to [0, 1]."""
-    return (images * STD + MEAN).clamp(0, 1)
 
 
 class DigitScenes:
@@ -88,7 +84,7 @@ class DigitScenes:
             colour = base[:, None] + 0.3 * torch.rand(count, 3, generator=gen)
             image = torch.lerp(image, colour[:, :, None, None].expand_as(image), alpha.expand_as(image))
             label = torch.where(alpha[:, 0] > INK_THRESHOLD, self._labels[picks][:, None, None], label)
-        return normalise(image), label
+        return normalise(image), label[:, ::2, ::2]
 
     def _crop(self, gen: torch.Generator) -> Tensor:
         photo = self._photos[int(torch.randint(len(self._photos), (), generator=gen))]
@@ -132,13 +128,13 @@ class FolderData:
         picks = torch.randint(len(self._train), (count,), generator=generator).tolist()
         crops = [self._random_crop(*read_pair(*self._train[i], self._classes), generator) for i in picks]
         images, labels = zip(*crops, strict=True)
-        return torch.stack(images), torch.stack(labels)
+        return torch.stack(images), torch.stack(labels)[:, ::2, ::2]
 
     def val_batch(self, index: int) -> tuple[Tensor, Tensor]:
         image, label = read_pair(*self._val[index], self._classes)
         height, width = (math.ceil(n / STRIDE) * STRIDE for n in label.shape)
         image, label = pad_to(image, label, height, width)
-        return image[None], label[None]
+        return image[None], label[None, ::2, ::2]
 
     def _random_crop(self, image: Tensor, label: Tensor, gen: torch.Generator) -> tuple[Tensor, Tensor]:
         size = self._size

@@ -1,86 +1,56 @@
-"""A small residual U-Net whose every normalisation is one norm + activation unit on a fresh convolution output."""
+"""A small residual U-Net of torch's own layers, in which activations take far more memory than weights."""
 
 from collections.abc import Callable
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import inplace_abn
-from inplace_abn.activations import TYPICAL, native
-
-NORMS = ("native", "inplace", "inplace-sync")
-ACTIVATION_PARAMS = dict(TYPICAL)
-"""The activations to choose from, with the default of `--activation-param` for each."""
-
-NormFactory = Callable[[int], nn.Module]
+ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
+    "leaky_relu": lambda: nn.LeakyReLU(0.01, inplace=True),
+    "relu": lambda: nn.ReLU(inplace=True),
+    "silu": lambda: nn.SiLU(inplace=True),
+}
+WIDTHS = (16, 32, 64, 96)
 
 
-class NativeABN(nn.BatchNorm2d):
-    """`nn.BatchNorm2d` and an activation, with the state dict names of one in-place unit."""
-
-    def __init__(self, channels: int, activation: str, param: float) -> None:
-        super().__init__(channels)
-        self.activation = native(activation, param, inplace=True)
-
-    def forward(self, input: Tensor) -> Tensor:
-        return self.activation(super().forward(input))
-
-
-def make_norm(kind: str, channels: int, activation: str, param: float) -> nn.Module:
-    """Norm + activation on [N, channels, H, W]. The in-place kinds overwrite their input: nothing else may hold it."""
-    if kind == "native":
-        return NativeABN(channels, activation, param)
-    unit = inplace_abn.InPlaceABNSync if kind == "inplace-sync" else inplace_abn.InPlaceABN
-    return unit(channels, activation=activation, activation_param=param)
-
-
-def conv_abn(inputs: int, outputs: int, norm: NormFactory, stride: int = 1) -> nn.Sequential:
-    """3x3 convolution, norm and activation: [N, inputs, H, W] to [N, outputs, H / stride, W / stride]."""
-    return nn.Sequential(nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False), norm(outputs))
+def conv_norm(inputs: int, outputs: int, kernel: int = 3, stride: int = 1) -> list[nn.Module]:
+    """[N, inputs, H, W] to [N, outputs, H / stride, W / stride]."""
+    return [nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, bias=False), nn.BatchNorm2d(outputs)]
 
 
 class Residual(nn.Module):
-    """`x + conv(abn(conv(x)))`, [N, channels, H, W] in and out. The unit overwrites a convolution's output, not `x`."""
+    """Two convolutions and what goes round them, [N, channels, H, W] in and out."""
 
-    def __init__(self, channels: int, norm: NormFactory) -> None:
+    def __init__(self, channels: int, activation: Callable[[], nn.Module]) -> None:
         super().__init__()
-        self.inner = conv_abn(channels, channels, norm)
-        self.outer = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.body = nn.Sequential(*conv_norm(channels, channels), activation(), *conv_norm(channels, channels))
+        self.activation = activation()
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.outer(self.inner(x))
+        return self.activation(self.body(x) + x)
 
 
 class UNet(nn.Module):
-    """Images [N, 3, H, W] to logits [N, classes, H, W]; H and W are multiples of 16."""
+    """Images [N, 3, H, W] to logits [N, classes, H / 2, W / 2]; H and W are multiples of 16."""
 
-    def __init__(self, classes: int, norm: NormFactory, widths: tuple[int, ...] = (24, 48, 96, 128)) -> None:
+    def __init__(self, classes: int, activation: str) -> None:
         super().__init__()
-        inputs = (3, *widths[:-1])
+        act = ACTIVATIONS[activation]
+        inputs = (3, *WIDTHS[:-1])
         self.encoder = nn.ModuleList(
-            nn.Sequential(conv_abn(i, o, norm, stride=2), Residual(o, norm))
-            for i, o in zip(inputs, widths, strict=True)
+            nn.Sequential(*conv_norm(i, o, stride=2), act(), Residual(o, act), Residual(o, act))
+            for i, o in zip(inputs, WIDTHS, strict=True)
         )
-        self.decoder = nn.ModuleList(
-            nn.Sequential(conv_abn(deep + skip, skip, norm), conv_abn(skip, skip, norm))
-            for deep, skip in zip(widths[:0:-1], widths[-2::-1], strict=True)
-        )
-        self.head = nn.Conv2d(widths[0], classes, 3, padding=1)
+        pairs = list(zip(WIDTHS[:0:-1], WIDTHS[-2::-1], strict=True))
+        self.reduce = nn.ModuleList(nn.Sequential(*conv_norm(deep, skip, kernel=1), act()) for deep, skip in pairs)
+        self.decoder = nn.ModuleList(Residual(skip, act) for _, skip in pairs)
+        self.head = nn.Conv2d(WIDTHS[0], classes, 3, padding=1)
 
     def forward(self, images: Tensor) -> Tensor:
         x, skips = images, []
         for stage in self.encoder:
             x = stage(x)
             skips.append(x)
-        for stage, skip in zip(self.decoder, skips[-2::-1], strict=True):
-            x = stage(torch.cat([upsample(x), skip], dim=1))
-        return upsample(self.head(x))
-
-
-def upsample(x: Tensor) -> Tensor:
-    return F.interpolate(x, scale_factor=2, mode="bilinear", align_corners=False)
-
-
-def build_net(classes: int, norm: str, activation: str, param: float) -> UNet:
-    return UNet(classes, lambda channels: make_norm(norm, channels, activation, param))
+        for reduce, stage, skip in zip(self.reduce, self.decoder, skips[-2::-1], strict=True):
+            x = stage(F.interpolate(reduce(x), scale_factor=2) + skip)
+        return self.head(x)

@@ -1,85 +1,121 @@
-"""The demo's results: a picture of predictions, and tables of one run and of several."""
+"""The demo's results: a table, and a picture of memory and losses."""
 
+import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
 from torch import Tensor
 
-from .data import denormalise
+from inplace_abn.conversion.plan import readable
+from inplace_abn.memory import MemoryReport, draw_timeline
 
-# Before pyplot, which would look for a display.
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
-
-def save_predictions(path: Path, samples: Sequence[tuple[Tensor, Tensor, Tensor]], class_names: Sequence[str]) -> None:
-    """Writes a PNG with one row (input, label, prediction) per sample.
-
-    A sample is a normalised fp32 image [3, H, W] with its int64 label and prediction, both [H, W]. Pixels without a
-    label are white.
-    """
-    colours = plt.get_cmap("tab20", len(class_names)).with_extremes(over="white")
-    figure, axes = plt.subplots(len(samples), 3, figsize=(7.5, 1.9 * len(samples)), squeeze=False, layout="constrained")
-    for row, (image, label, prediction) in zip(axes, samples, strict=True):
-        row[0].imshow(denormalise(image.float()).permute(1, 2, 0).numpy())
-        for axis, classes in zip(row[1:], (label, prediction), strict=True):
-            drawn = axis.imshow(
-                classes.numpy(), cmap=colours, vmin=-0.5, vmax=len(class_names) - 0.5, interpolation="nearest"
-            )
-    for axis, title in zip(axes[0], ("input", "label", "prediction"), strict=True):
-        axis.set_title(title)
-    for axis in axes.flat:
-        axis.set_axis_off()
-    bar = figure.colorbar(drawn, ax=axes, shrink=0.6, ticks=range(len(class_names)))
-    bar.ax.set_yticklabels(class_names)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+WARM_UP_STEPS = 5
+COLOURS = {"native": "tab:red", "converted": "tab:blue"}
 
 
-def number(value: float | None, digits: int, suffix: str = "") -> str:
-    return "-" if value is None else f"{value:.{digits}f}{suffix}"
+@dataclass(frozen=True)
+class Run:
+    """One net, trained from one seed."""
+
+    seed: int
+    norm: str
+    miou: float
+    losses: list[float]
+    seconds: list[float]
+    """Of each step."""
 
 
-def run_summary(result: dict[str, Any]) -> str:
-    """The lines printed at the end of a run, from the contents of its result.json."""
-    rows = [f"  {name:>12}  {number(iou, 3)}" for name, iou in result["iou"].items()]
-    return "\n".join(
-        [
-            "IoU of the validation images:",
-            *rows,
-            f"  {'mean':>12}  {number(result['miou'], 3)}",
-            f"peak memory of one step: {number(result['peak_mb'], 1)} MB",
-            f"time per step: {number(result['step_ms'], 1)} ms ({number(result['images_per_s'], 1)} images/s)",
-        ]
-    )
+def mean_iou(confusion: Tensor) -> float:
+    """Mean intersection over union from pixel counts [classes, classes] by (label, prediction), of the classes that are
+    in either; NaN if none is."""
+    hits = confusion.diagonal()
+    union = confusion.sum(0) + confusion.sum(1) - hits
+    return (hits[union > 0] / union[union > 0]).mean().item()
 
 
-def comparison_table(results: Sequence[dict[str, Any]]) -> str:
-    """A Markdown table of several result.json files; memory and time are also given relative to the first."""
-    lines = [
-        "| norm | activation | AMP | layout | ranks | mIoU | peak MB | vs first | ms / step | vs first | images/s |",
-        "|---|---|---|---|--:|--:|--:|--:|--:|--:|--:|",
+def table(runs: Sequence[Run], memory: MemoryReport) -> str:
+    """A Markdown table of both nets, and how the converted one compares."""
+    native, converted = ([run for run in runs if run.norm == norm] for norm in COLOURS)
+    before, after = memory.before, memory.after
+    assert after is not None
+    times = [
+        1e3 * statistics.median(t for run in of for t in run.seconds[WARM_UP_STEPS:] or run.seconds)
+        for of in (native, converted)
     ]
-    for result in results:
-        args = result["args"]
-        cells = [
-            args["norm"],
-            args["activation"],
-            args["amp"] or "off",
-            "channels last" if args["channels_last"] else "contiguous",
-            str(result["world_size"]),
-            number(result["miou"], 3),
-            number(result["peak_mb"], 1),
-            relative(result["peak_mb"], results[0]["peak_mb"]),
-            number(result["step_ms"], 1),
-            relative(result["step_ms"], results[0]["step_ms"]),
-            number(result["images_per_s"], 1),
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    rows = [
+        (
+            "",
+            f"mIoU, {len(native)} seed{'s'[: len(native) > 1]}",
+            "held for backward",
+            "peak of a step",
+            "time of a step",
+        ),
+        (
+            "native",
+            spread([r.miou for r in native]),
+            readable(before.held),
+            readable(before.peak),
+            f"{times[0]:.0f} ms",
+        ),
+        (
+            "converted",
+            spread([r.miou for r in converted]),
+            readable(after.held),
+            readable(after.peak),
+            f"{times[1]:.0f} ms",
+        ),
+        (
+            "difference",
+            spread([c.miou - n.miou for n, c in zip(native, converted, strict=True)], "+"),
+            *(
+                f"{new / old - 1:+.0%}"
+                for new, old in ((after.held, before.held), (after.peak, before.peak), times[::-1])
+            ),
+        ),
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "| "
+        + " | ".join(
+            cell.rjust(width) if i else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        + " |"
+        for row in rows
+    ]
+    rule = "|".join("-" * (width + 1) + ("-:"[i > 0]) for i, width in enumerate(widths))
+    return "\n".join([lines[0], f"|{rule}|", *lines[1:]])
 
 
-def relative(value: float | None, base: float | None) -> str:
-    return f"{100 * (value / base - 1):+.0f}%" if value is not None and base else "-"
+def spread(values: Sequence[float], sign: str = "") -> str:
+    """Mean and standard deviation."""
+    mean = f"{statistics.mean(values):{sign}.3f}"
+    return f"{mean} ± {statistics.stdev(values):.3f}" if len(values) > 1 else mean
+
+
+def save_picture(path: Path, runs: Sequence[Run], memory: MemoryReport) -> None:
+    """Writes a PNG: memory over a step of both nets, and the losses of all runs, smoothed."""
+    figure = Figure(figsize=(12, 4.5), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    draw_timeline(left, memory)
+    left.set_title("memory over one training step")
+    window = max(1, len(runs[0].losses) // 40)
+    for run in runs:
+        # The converted net's are drawn thin, over the native one's.
+        converted = run.norm == "converted"
+        label = f"{run.norm}, {len(runs) // 2} seeds" if run.seed == 0 else None
+        losses = np.convolve(run.losses, np.ones(window) / window, mode="valid")
+        right.plot(
+            np.arange(len(losses)) + window,
+            losses,
+            color=COLOURS[run.norm],
+            linewidth=1 if converted else 3,
+            alpha=1 if converted else 0.4,
+            label=label,
+        )
+    right.set(title=f"losses, means of {window} steps", xlabel="step", ylabel="cross entropy", yscale="log")
+    right.legend()
+    figure.savefig(path, dpi=120)

@@ -438,7 +438,7 @@ def test_a_plan_prints_a_table_and_totals_and_is_json():
     plan = analyze(ResNet(), torch.randn(2, 3, 32, 32))
     text = str(plan)
     assert text.splitlines()[0].split()[0] == "name"
-    assert "layer1.0.bn1" in text
+    assert "layer[1-2].[0-1].bn1" in text
     assert "residual=True converts 4 residual blocks" in text
     assert "5 of 10 norms go in place" in text
     found = json.loads(json.dumps(plan.to_dict()))

@@ -105,3 +105,20 @@ def test_the_plan_tells_what_waits_and_what_that_costs():
 def ones(module):
     if isinstance(module, nn.BatchNorm2d):
         nn.init.ones_(module.weight)
+
+
+def test_a_layer_that_was_never_measured_is_not_overwritten_while_the_guard_pauses():
+    """Measuring the memory of timm's ResNet-50 ended in an error: the norm of its shortcut, added in place to what the
+    guard does not trust, had been overwritten."""
+
+    class AddingInPlace(Block):
+        def forward(self, x):
+            y = self.body(x)
+            y += self.skip(x)
+            return self.last(y)
+
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), AddingInPlace(16, 16, 4, 2), nn.Conv2d(64, 4, 1))
+    x = torch.randn(2, 3, 64, 64)
+    convert(model, analyze(model, x))
+    assert held(model, x) > 0
+    assert model[1].skip[1]._guard.measured_at < 0

@@ -1,6 +1,8 @@
-"""The segmentation demo: its measurements, its errors, short runs, and continuing from a checkpoint."""
+"""The segmentation demo: its net, its data, its errors, short runs, and what it prints."""
 
+import copy
 import json
+import math
 import os
 import subprocess
 import sys
@@ -13,18 +15,20 @@ pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 pytest.importorskip("tqdm")
 
-import compare_runs
-import train_segmentation
+import demo
 from PIL import Image
 from segmentation.data import IGNORE, DigitScenes, FolderData, seeded_generator
-from segmentation.measure import class_iou, confusion_matrix, mean_iou, peak_memory
-from segmentation.net import ACTIVATION_PARAMS, NORMS, build_net
+from segmentation.net import ACTIVATIONS, UNet
+from segmentation.report import mean_iou, spread
 
-TINY = ["--device", "cpu", "--steps", "4", "--batch-size", "2", "--size", "48", "--checkpoint-every", "2"]
+import inplace_abn
+from inplace_abn.conversion.norms import InPlaceNorm
+
+TINY = ["--device", "cpu", "--steps", "3", "--seeds", "1", "--batch-size", "2", "--size", "48"]
 
 
 def run(out, *options):
-    train_segmentation.main([*TINY, "--out", str(out), *options])
+    demo.main([*TINY, "--out", str(out), *options])
     return json.loads((out / "result.json").read_text())
 
 
@@ -50,23 +54,27 @@ def folder(tmp_path):
     return root
 
 
-def test_iou_counts_labelled_pixels_only():
-    label = torch.tensor([[0, 0, 1, 1], [2, 2, IGNORE, IGNORE]])
-    prediction = torch.tensor([[0, 1, 1, 1], [2, 0, 3, 0]])
-    iou = class_iou(confusion_matrix(prediction, label, 4))
-    assert iou == [1 / 3, 2 / 3, 1 / 2, None]
-    assert mean_iou(iou) == pytest.approx(0.5)
-    assert mean_iou([None]) is None
+def test_iou_is_averaged_over_the_classes_that_there_are():
+    # Pixels by (label, prediction); the last class is in neither.
+    confusion = torch.tensor([[1, 1, 0, 0], [0, 2, 0, 0], [1, 0, 1, 0], [0, 0, 0, 0]])
+    assert mean_iou(confusion) == pytest.approx((1 / 3 + 2 / 3 + 1 / 2) / 3)
 
 
-def test_peak_memory_is_the_most_held_at_once():
-    def step():
-        first = torch.zeros(1000)
-        second = torch.zeros(500)
-        del first, second
-        return torch.zeros(250)
-
-    assert peak_memory(step, torch.device("cpu")) == 6000
+def test_ignored_pixels_count_neither_for_the_loss_nor_for_the_iou(few_val_batches):
+    args = demo.parse_args(TINY)
+    data = DigitScenes(48)
+    torch.manual_seed(0)
+    net = demo.Trainee(args, UNet(11, "relu"), data.class_weights)
+    images, labels = data.train_batch(2, seeded_generator(0))
+    half = labels.clone()
+    half[1] = IGNORE
+    net.eval()
+    assert net(images, half).item() == pytest.approx(net(images[:1], labels[:1]).item(), rel=1e-5)
+    assert net(images, torch.full_like(labels, IGNORE)).item() == 0
+    whole = net.miou(data)
+    data.val_batch = lambda index: (DigitScenes.val_batch(data, index)[0], torch.full((16, 24, 24), IGNORE))
+    assert math.isnan(net.miou(data))
+    assert 0 <= whole <= 1
 
 
 def test_digit_scenes():
@@ -75,7 +83,7 @@ def test_digit_scenes():
     assert (images.shape, images.dtype, labels.shape, labels.dtype) == (
         (3, 3, 64, 64),
         torch.float32,
-        (3, 64, 64),
+        (3, 32, 32),
         torch.int64,
     )
     assert labels.min() == 0
@@ -89,11 +97,11 @@ def test_folder_pads_with_ignored_pixels(folder):
     data = FolderData(folder, 64, 3)
     assert data.val_batches == 1
     image, label = data.val_batch(0)
-    assert (image.shape, label.shape) == ((1, 3, 48, 64), (1, 48, 64))
-    assert (label[:, 40:] == IGNORE).all()
-    assert (label[:, :, 50:] == IGNORE).all()
+    assert (image.shape, label.shape) == ((1, 3, 48, 64), (1, 24, 32))
+    assert (label[:, 20:] == IGNORE).all()
+    assert (label[:, :, 25:] == IGNORE).all()
     images, labels = data.train_batch(5, seeded_generator(0))
-    assert (images.shape, labels.shape) == ((5, 3, 64, 64), (5, 64, 64))
+    assert (images.shape, labels.shape) == ((5, 3, 64, 64), (5, 32, 32))
 
 
 def spoil_missing_mask(root):
@@ -152,7 +160,7 @@ def spoil_folder(root):
 def test_bad_data_is_an_error_that_names_the_file(folder, tmp_path, spoil):
     message = spoil(folder)
     with pytest.raises(SystemExit) as caught:
-        run(tmp_path / "run", "--norm", "native", "--data", str(folder), "--classes", "3")
+        run(tmp_path / "run", "--data", str(folder), "--classes", "3")
     assert message in str(caught.value)
     assert str(folder) in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -165,8 +173,8 @@ def test_bad_data_is_an_error_that_names_the_file(folder, tmp_path, spoil):
         ["--data", "somewhere"],
         ["--classes", "3"],
         ["--steps", "0"],
-        ["--norm", "other"],
-        ["--activation-param", "-1"],
+        ["--seeds", "0"],
+        ["--activation", "other"],
     ],
 )
 def test_bad_options(options, tmp_path, capsys):
@@ -176,90 +184,59 @@ def test_bad_options(options, tmp_path, capsys):
 
 
 def test_train_on_a_folder(folder, tmp_path):
-    result = run(tmp_path / "run", "--norm", "native", "--data", str(folder), "--classes", "3")
-    assert list(result["iou"]) == ["0", "1", "2"]
-    assert (tmp_path / "run/predictions.png").stat().st_size > 0
+    result = run(tmp_path / "run", "--data", str(folder), "--classes", "3")
+    assert all(len(one["losses"]) == 3 for one in result["runs"])
+    UNet(3, "silu").load_state_dict(torch.load(tmp_path / "run/weights.pt"))
 
 
-def test_compared_runs(tmp_path, few_val_batches, capsys):
-    runs = [tmp_path / norm for norm in ("native", "inplace")]
-    options = ["--amp", "bf16", "--channels-last", "--activation", "elu", "--size", "96", "--batch-size", "8"]
-    native = run(runs[0], "--norm", "native", *options)
-    inplace = run(runs[1], "--norm", "inplace", *options)
-    assert inplace["peak_mb"] < native["peak_mb"]
-    assert native["losses"] == pytest.approx(inplace["losses"], rel=0.1)
-    capsys.readouterr()
-    compare_runs.main([str(runs[0]), str(runs[1] / "result.json")])
-    header, rule, *rows = capsys.readouterr().out.splitlines()
-    assert len(rows) == 2
-    assert len({line.count("|") for line in (header, rule, *rows)}) == 1
-    assert rows[1].startswith("| inplace | elu | bf16 | channels last | 1 |")
-    with pytest.raises(SystemExit, match="nowhere"):
-        compare_runs.main([str(tmp_path / "nowhere")])
+@pytest.mark.parametrize("options", [[], ["--activation", "relu", "--amp", "bf16"]])
+def test_both_nets_learn_the_same_and_the_converted_one_takes_less_memory(options, tmp_path, few_val_batches, capfd):
+    result = run(tmp_path, "--seeds", "2", "--size", "64", "--batch-size", "8", *options)
+    native, converted = ([one for one in result["runs"] if one["norm"] == norm] for norm in ("native", "converted"))
+    assert [one["seed"] for one in native] == [one["seed"] for one in converted] == [0, 1]
+    for one, other in zip(native, converted, strict=True):
+        assert one["losses"] == pytest.approx(other["losses"], rel=0.1 if options else 1e-3)
+        assert one["losses"][0] == pytest.approx(other["losses"][0], rel=1e-2 if options else 1e-5)
+    assert native[0]["losses"] != native[1]["losses"]
+    before, after = (result["memory"][norm] for norm in ("native", "converted"))
+    assert after["held"] < 0.6 * before["held"]
+    assert after["peak"] < 0.65 * before["peak"]
+    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+    out, err = capfd.readouterr()
+    rows = [line for line in out.splitlines() if line.startswith("|")]
+    assert [row.split("|")[1].strip() for row in (rows[0], *rows[2:])] == ["", "native", "converted", "difference"]
+    assert len({len(row) for row in rows}) == 1
+    # Neither a line per step nor the profiler's.
+    assert out.count("seed ") == 2
+    assert "step" not in err
+    assert "USDT" not in err
 
 
-@pytest.mark.parametrize("norm", ["native", "inplace"])
-def test_resume_continues_exactly(tmp_path, few_val_batches, monkeypatch, norm):
-    whole = run(tmp_path / "whole", "--norm", norm)
-    batch = DigitScenes.train_batch
-    calls = []
-
-    def failing_batch(*args):
-        calls.append(args)
-        if len(calls) == 4:
-            raise RuntimeError("interrupted")
-        return batch(*args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(DigitScenes, "train_batch", failing_batch)
-        with pytest.raises(RuntimeError, match="interrupted"):
-            run(tmp_path / "parts", "--norm", norm)
-    checkpoint = str(tmp_path / "parts/checkpoint.pt")
-    resumed = run(tmp_path / "parts", "--norm", norm, "--resume", checkpoint)
-    assert resumed["losses"] == whole["losses"]
-    assert resumed["iou"] == whole["iou"]
-    with pytest.raises(SystemExit, match=r"checkpoint\.pt: was made with seed 0, not 1"):
-        run(tmp_path / "parts", "--norm", norm, "--resume", checkpoint, "--seed", "1")
+def test_spread_is_of_several_values():
+    assert spread([0.5]) == "0.500"
+    assert spread([0.5, 0.7]) == "0.600 ± 0.141"
+    assert spread([-0.5, -0.7], "+") == "-0.600 ± 0.141"
 
 
-@pytest.mark.parametrize("content", [None, b"", b"text", "tensor"])
-def test_bad_checkpoint(tmp_path, content):
-    path = tmp_path / "bad.pt"
-    if content == "tensor":
-        torch.save(torch.zeros(3), path)
-    elif content is not None:
-        path.write_bytes(content)
-    with pytest.raises(SystemExit, match=r"bad\.pt: not a checkpoint"):
-        run(tmp_path / "run", "--norm", "native", "--resume", str(path))
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_every_norm_of_the_net_converts_and_gradients_are_the_same(activation):
+    torch.manual_seed(0)
+    native = UNet(11, activation)
+    images, _ = DigitScenes(64).train_batch(2, seeded_generator(0))
+    converted = inplace_abn.convert(copy.deepcopy(native), images)
+    norms = [m for m in native.modules() if isinstance(m, torch.nn.BatchNorm2d)]
+    assert sum(isinstance(m, InPlaceNorm) for m in converted.modules()) == len(norms)
+    assert inplace_abn.verify(native, converted, images)
 
 
-@pytest.mark.filterwarnings("ignore:inplace_abn_sync")
-@pytest.mark.parametrize("activation", ACTIVATION_PARAMS)
-@pytest.mark.parametrize("norm", NORMS[1:])
-def test_net_computes_the_same_with_every_norm(norm, activation):
-    param = ACTIVATION_PARAMS[activation]
-    images, labels = DigitScenes(64).train_batch(4, seeded_generator(0))
-    native = build_net(11, "native", activation, param)
-    other = build_net(11, norm, activation, param)
-    other.load_state_dict(native.state_dict())
-    gradients = []
-    for net in (native, other):
-        torch.nn.functional.cross_entropy(net(images), labels).backward()
-        gradients.append([p.grad for p in net.parameters()])
-    for name, expected, actual in zip(dict(native.named_parameters()), *gradients, strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
-    with torch.no_grad():
-        torch.testing.assert_close(other.eval()(images), native.eval()(images), rtol=1e-4, atol=1e-4)
-
-
-def test_two_ranks(tmp_path):
+def test_two_processes_train_with_synchronised_statistics(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [train_segmentation.__file__, *TINY, "--norm", "inplace-sync", "--out", str(tmp_path)]
+    command += [demo.__file__, *TINY, "--out", str(tmp_path)]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=240, env=os.environ | {"OMP_NUM_THREADS": "1"}
     )
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "result.json").read_text())
-    assert result["world_size"] == 2
-    assert len(result["losses"]) == 4
+    assert result["settings"]["processes"] == 2
+    assert [len(one["losses"]) for one in result["runs"]] == [3, 3]
     assert done.stdout.count("written to") == 1

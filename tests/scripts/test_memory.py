@@ -3,6 +3,7 @@
 import builtins
 import copy
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -15,8 +16,9 @@ from foreign_nets import ResNet, conv, spread
 from torch import nn
 
 import inplace_abn
-from inplace_abn import Example, analyze, convert, verify
+from inplace_abn import Example, Plan, analyze, convert, verify
 from inplace_abn.conversion.norms import InPlaceNorm
+from inplace_abn.conversion.plan import Layer
 from inplace_abn.memory import load_model, main, measure, memory_report, parse_shape, save_plot
 
 
@@ -54,7 +56,7 @@ def test_a_report_compares_and_predicts():
     assert 0.95 * predicted <= saved <= 1.05 * predicted
     assert report.after.peak < report.before.peak
     lines = str(report).splitlines()
-    assert [line.split()[0] for line in lines] == ["held", "native", "in", "saved"]
+    assert [line.split()[0] for line in lines] == ["held", "native", "converted", "saved"]
     assert not model.training
     assert not any(isinstance(m, InPlaceNorm) for m in model.modules())
     assert all(p.grad is None for p in model.parameters())
@@ -196,9 +198,9 @@ def test_a_report_of_residual_blocks_tells_what_was_done():
     """The table called "refused" what had been converted."""
     x = torch.randn(2, 3, 32, 32)
     plan = memory_report(ResNet(), x).plan
-    rows = {line.split(" | ")[0].strip(): line.split(" | ")[1:3] for line in str(plan).splitlines() if " | " in line}
-    assert [cell.strip() for cell in rows["layer1.0.bn2"]] == ["relu", "residual"]
-    assert [cell.strip() for cell in rows["layer2.0.downsample.1"]] == ["identity", "residual"]
+    rows = {line.split()[0]: line.split()[1:4] for line in str(plan).splitlines() if line.strip()}
+    assert rows["layer[1-2].[0-1].bn2"] == ["4", "relu", "residual"]
+    assert rows["layer2.0.downsample.1"] == ["1", "identity", "residual"]
     assert "refused" not in str(plan)
     assert "residual=True converts 4 residual blocks and saves" in str(plan)
     assert "refused" in str(memory_report(ResNet(), x, residual=False).plan)
@@ -256,18 +258,123 @@ def test_the_bar_does_not_go_beyond_its_end(monkeypatch):
     assert bar.total * 0.9 < bar.n <= bar.total
 
 
+def layer(name, saved=1024, **options):
+    return Layer(name, "BatchNorm2d", f"convolution in {name}", "relu", 0.01, (), bytes_saved=saved, **options)
+
+
+def rows_of(plan, width=200):
+    """The cells of the rows between the table's rules."""
+    lines = plan.table(width).splitlines()
+    first, last = (i for i, line in enumerate(lines) if line.startswith("---"))
+    return [line.split() for line in lines[first + 1 : last] if not line.startswith("    ")]
+
+
 @pytest.mark.parametrize("width", [60, 80, 200])
-def test_a_table_is_as_wide_as_the_terminal(width, monkeypatch):
-    """Reasons made lines of 300 characters."""
+def test_no_line_of_a_table_is_longer_than_the_terminal_and_nothing_is_cut(width, monkeypatch):
+    """Reasons made lines of 300 characters, and long names lines of any length."""
     monkeypatch.setenv("COLUMNS", str(width))
     plan = replace(analyze(ResNet(), torch.randn(2, 3, 32, 32)), residual=False)
+    named = [replace(x, name=f"{'encoder.' * 9}{x.name}") for x in plan.layers]
+    plan = replace(plan, layers=tuple(named))
     lines = str(plan).splitlines()
-    # Of names, activations, verdicts and bytes nothing is left out.
-    assert max(map(len, lines)) <= max(width, 57)
-    words = " ".join(str(plan).split())
-    for layer in plan.layers:
-        assert layer.name in words
-        assert all(reason in words for reason in layer.reasons)
+    assert max(map(len, lines)) <= width
+    everything = "".join(str(plan).split())
+    assert "encoder." * 3 in everything
+    for one in plan.layers:
+        assert all("".join(re.split(r"[\d\s]+", reason)[0]) in everything for reason in one.reasons)
+
+
+def test_a_table_is_a_hundred_columns_wide_where_there_is_no_terminal():
+    plan = Plan((layer("stem.bn", kept=("it is read again " * 20,)),))
+    code = f"import pickle; print(pickle.loads({pickle.dumps(plan)!r}))"
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert 90 < max(map(len, done.stdout.splitlines())) <= 100
+
+
+def test_rows_that_differ_in_indices_only_are_one_row_with_their_number_and_sum():
+    names = ("layer1.0.bn1", "layer1.0.bn2", "layer1.1.bn1", "layer1.1.bn2", "layer2.10.bn1", "head.1", "head.4")
+    rows = rows_of(Plan(tuple(layer(name) for name in names)))
+    assert [row[:6] for row in rows] == [
+        ["layer[1-2].[0-10].bn1", "3", "relu", "in", "place", "3.0"],
+        ["layer1.[0-1].bn2", "2", "relu", "in", "place", "2.0"],
+        ["head.[1-4]", "2", "relu", "in", "place", "2.0"],
+    ]
+
+
+def test_rows_with_another_activation_verdict_or_reason_are_rows_of_their_own():
+    same = layer("a.0.bn", kept=("3 others read its input",))
+    others = (
+        layer("a.1.bn", kept=("somebody reads its input",)),
+        layer("a.2.bn"),
+        replace(layer("a.3.bn"), activation="silu"),
+        replace(layer("a.4.bn"), reasons=("nothing would be gained",)),
+        layer("a.5.bn", kept=("4 others read its input",)),
+    )
+    plan = Plan((same, *others))
+    assert [row[:2] for row in rows_of(plan)] == [
+        ["a.[0-5].bn", "2"],
+        *([f"a.{i}.bn", "1"] for i in range(1, 5)),
+    ]
+    assert "[3-4] others read its input" in plan.table(100)
+    assert plan.table(100).count("others read") == 1
+
+
+def test_bytes_end_in_one_column_and_add_up():
+    sizes = (512, 20 * 1024, 3 * 2**20)
+    text = Plan(tuple(layer(name, size) for name, size in zip("abc", sizes, strict=True))).table(100)
+    lines = [line for line in text.splitlines() if re.search(r"\d (B|KiB|MiB)\b", line)][:4]
+    assert len({re.search(r"\d (B|KiB|MiB)\b", line).end() for line in lines}) == 1
+    assert lines[3].split()[:4] == ["total", "3", "3.0", "MiB"]
+    report = str(memory_report(chain(2), torch.randn(2, 4, 16, 16))).splitlines()
+    assert len({len(line) for line in report}) == 1
+
+
+def test_a_model_without_norms_has_a_table_of_none():
+    assert rows_of(Plan(())) == []
+    assert "0 of 0 norms go in place" in str(Plan(()))
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        ("foreign_nets:ResNet", ["--kwargs", '{"width": 4}']),
+        ("foreign_nets:ResNet", ["--no-residual"]),
+        ("two_inputs:net", ["2x3x16x16"]),
+    ],
+)
+def test_the_command_says_what_was_converted_and_ends_with_two_lines_that_do_the_same(
+    model, options, capsys, tmp_path, monkeypatch
+):
+    (tmp_path / "two_inputs.py").write_text(
+        "from torch import nn\n"
+        "class Net(nn.Sequential):\n"
+        "    def forward(self, x, y):\n"
+        "        return super().forward(x + y)\n"
+        "net = Net(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.SiLU(), nn.Conv2d(4, 4, 1))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    main([model, "--input", "2x3x16x16", *options, "--convert"])
+    out = capsys.readouterr().out
+    *_, first, second = out.splitlines()
+    done = {}
+    exec(f"{first}\n{second}", done)
+    count = sum(isinstance(m, InPlaceNorm) for m in done["model"].modules())
+    assert count > 0
+    assert re.search(rf"^{count} of \d+ norms were converted", out, re.MULTILINE)
+    if "--kwargs" in options:
+        assert done["model"].fc.in_features == 8
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_the_command_prints_the_same_with_and_without_rich(installed, capsys, monkeypatch):
+    if installed:
+        pytest.importorskip("rich")
+    else:
+        monkeypatch.setitem(sys.modules, "rich.console", None)
+    main(["foreign_nets:ResNet", "--input", "2x3x32x32", "--convert"])
+    plan = analyze(ResNet(), torch.randn(2, 3, 32, 32))
+    assert capsys.readouterr().out.startswith(f"{plan}\n\n")
 
 
 @pytest.mark.parametrize(
@@ -298,7 +405,7 @@ def test_the_command_refuses_before_it_measures(arguments, message, capsys, monk
 
 def test_the_command_gives_the_factory_its_arguments(capsys):
     main(["foreign_nets:ResNet", "--kwargs", '{"width": 4}', "--input", "2x3x32x32", "--convert"])
-    assert "layer2.1.bn2" in capsys.readouterr().out
+    assert "layer[1-2].[0-1].bn2" in capsys.readouterr().out
     assert load_model("foreign_nets:ResNet", {"width": 4}).fc.in_features == 8
     for text in ("torch.nn:init.math.pi", "foreign_nets:BasicBlock"):
         with pytest.raises(ValueError, match=r"failed: TypeError|to be a module or to make one, got float"):

@@ -1,0 +1,72 @@
+"""Tables that fit a terminal, and names and sentences that differ in their numbers only, told as one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+_NUMBER = re.compile(r"\d+")
+_GAP = "  "
+
+
+def shape_of(name: str) -> str:
+    """A module's name without its indices. The last part keeps what is a name, such as ``bn1``."""
+    path, dot, last = name.rpartition(".")
+    return _NUMBER.sub("\0", path) + dot + ("\0" if last.isdigit() else last)
+
+
+def numberless(text: str) -> str:
+    """A text without its numbers; those that have the same are one text in `joined`."""
+    return _NUMBER.sub("\0", text)
+
+
+def joined(texts: Sequence[str]) -> str:
+    """Texts that are equal but for numbers, as one: ``layer[1-4].0.bn1``. A range has its ends, and maybe gaps."""
+    between = _NUMBER.split(texts[0])
+    columns = zip(*(_NUMBER.findall(text) for text in texts), strict=True)
+    numbers = [
+        column[0] if len(set(column)) == 1 else f"[{min(column, key=int)}-{max(column, key=int)}]" for column in columns
+    ]
+    return "".join(a + b for a, b in zip(between, [*numbers, ""], strict=True))
+
+
+def broken(text: str, width: int) -> list[str]:
+    """The text in lines of that width, which end at a dot or space where they can."""
+    lines = [""]
+    for piece in re.findall(r"[^. ]*[. ]|[^. ]+", text):
+        if lines[-1] and len(lines[-1]) + len(piece.rstrip()) > width:
+            lines.append("")
+        piece = lines.pop() + piece
+        lines += [piece[i : i + width] for i in range(0, len(piece.rstrip()), width)] or [""]
+    return [line.rstrip() for line in lines]
+
+
+def lay_out(rows: Sequence[Sequence[str]], right: Sequence[int], width: int) -> list[str]:
+    """Each row as lines below one another, none longer than ``width``.
+
+    Args:
+        rows: of equally many cells; the first is the header.
+        right: the columns whose cells are aligned at their ends.
+        width: of a line. The first cell of a row is broken into lines that leave room for the others. The last column
+            takes what is left, and is left out where its header would not fit.
+    """
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    others = sum(widths[1:-1]) + len(_GAP) * (len(widths) - 2)
+    widths[0] = max(min(widths[0], width - others), 8)
+    widths[-1] = min(widths[-1], width - others - widths[0] - len(_GAP))
+    shown = len(widths) if widths[-1] >= max(len(rows[0][-1]), 16) else len(widths) - 1
+    return ["\n".join(_lines(row[:shown], right, widths)) for row in rows] + [
+        _GAP.join("-" * w for w in widths[:shown])
+    ]
+
+
+def _lines(row: Sequence[str], right: Sequence[int], widths: Sequence[int]) -> list[str]:
+    cells = [broken(cell, width) for cell, width in zip(row, widths, strict=False)]
+    height = max(map(len, cells))
+    padded = [cell + [""] * (height - len(cell)) for cell in cells]
+    return [
+        _GAP.join(
+            part.rjust(widths[i]) if i in right else part.ljust(widths[i]) for i, part in enumerate(line)
+        ).rstrip()
+        for line in zip(*padded, strict=True)
+    ]

@@ -1,0 +1,195 @@
+#!/usr/bin/env python
+"""Trains a small segmentation net as it is and converted by `inplace_abn.convert`, and compares the two.
+
+Both start from the same weights and see the same batches, in turns. They learn to read handwritten digits that are
+pasted over photographs, both bundled with scikit-learn, or --data. Written to --out: result.json, demo.png, and the
+weights of the last converted net, which the native one loads as they are.
+
+Several processes train with synchronised statistics: torchrun --nproc-per-node 2 scripts/demo.py
+"""
+
+import argparse
+import copy
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from segmentation.data import IGNORE, STRIDE, DataError, DigitScenes, FolderData, SegmentationData, seeded_generator
+from segmentation.net import ACTIVATIONS, UNet
+from segmentation.report import Run, mean_iou, save_picture, table
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from tqdm import tqdm
+
+import inplace_abn
+from inplace_abn.memory import MemoryReport, measure
+
+# As torchrun sets them.
+RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    def count(text: str) -> int:
+        if (value := int(text)) < 1:
+            raise argparse.ArgumentTypeError("must be at least 1")
+        return value
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--activation", choices=ACTIVATIONS, default="silu")
+    add("--steps", type=count, default=500, help="of each net and seed (default %(default)s)")
+    add("--seeds", type=count, default=3, help="how many times both are trained (default %(default)s)")
+    add("--batch-size", type=count, default=16, help="images per step, over all processes (default %(default)s)")
+    add("--size", type=count, default=64, help=f"side of the images, a multiple of {STRIDE} (default %(default)s)")
+    add("--lr", type=float, default=5e-3, help="highest learning rate of the one-cycle schedule (default %(default)s)")
+    add("--amp", choices=["bf16"], help="autocast to bfloat16")
+    add("--device", type=torch.device, help="default: cuda if there is one, else cpu")
+    add("--data", type=Path, metavar="DIR", help="a folder with images/ and masks/ of equal stems")
+    add("--classes", type=count, help=f"number of classes in --data, background included ({IGNORE} is ignored)")
+    add("--out", type=Path, metavar="DIR", default=Path("runs/demo"), help="default %(default)s")
+    args = parser.parse_args(argv)
+    if args.size % STRIDE:
+        parser.error(f"--size {args.size} is not a multiple of {STRIDE}")
+    if (args.data is None) != (args.classes is None):
+        parser.error("--data and --classes go together")
+    if args.classes is not None and args.classes > IGNORE:
+        parser.error(f"--classes {args.classes} exceeds {IGNORE}")
+    if args.batch_size % WORLD:
+        parser.error(f"--batch-size {args.batch_size} does not divide among {WORLD} processes")
+    args.device = args.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return args
+
+
+class Trainee(nn.Module):
+    """A net with its loss, which a call computes, its optimiser and schedule, and what became of it."""
+
+    def __init__(self, args: argparse.Namespace, net: nn.Module, class_weights: Tensor) -> None:
+        super().__init__()
+        self.net, self.amp = net, args.amp == "bf16"
+        self.register_buffer("class_weights", class_weights, persistent=False)
+        self.optimizer = torch.optim.AdamW(self.parameters(), lr=args.lr)
+        self.schedule = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, args.lr, total_steps=args.steps)
+        self.losses: list[float] = []
+        self.seconds: list[float] = []
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        with torch.autocast(images.device.type, torch.bfloat16, enabled=self.amp):
+            logits = self.net(images)
+        total = F.cross_entropy(logits.float(), labels, self.class_weights, ignore_index=IGNORE, reduction="sum")
+        # Not reduction="mean": that is NaN for a batch without a single labelled pixel.
+        return total / self.class_weights[labels[labels != IGNORE]].sum().clamp(min=1)
+
+    def update(self, parallel: nn.Module, images: Tensor, labels: Tensor) -> None:
+        """One step; ``parallel`` is this module, or what distributes it."""
+        began = time.perf_counter()
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = parallel(images, labels)
+        loss.backward()
+        self.optimizer.step()
+        self.losses.append(loss.item())
+        self.seconds.append(time.perf_counter() - began)
+        self.schedule.step()
+
+    @torch.no_grad()
+    def miou(self, data: SegmentationData) -> float:
+        """Mean intersection over union of the classes that the validation images or their predictions have."""
+        classes = len(data.class_names)
+        confusion = torch.zeros(classes, classes, dtype=torch.long)
+        self.eval()
+        for index in range(data.val_batches):
+            images, labels = data.val_batch(index)
+            prediction = self.net(images.to(self.class_weights.device)).argmax(dim=1).cpu()
+            known = labels != IGNORE
+            pairs = labels[known] * classes + prediction[known]
+            confusion += torch.bincount(pairs, minlength=classes**2).view(classes, classes)
+        self.train()
+        return mean_iou(confusion)
+
+
+def batch(args: argparse.Namespace, data: SegmentationData, seed: int, step: int) -> tuple[Tensor, Tensor]:
+    """This process's share of a step's images and labels, drawn from (seed, step, rank)."""
+    images, labels = data.train_batch(args.batch_size // WORLD, seeded_generator(seed, step, RANK))
+    return images.to(args.device), labels.to(args.device)
+
+
+def train(args: argparse.Namespace, data: SegmentationData, seed: int, bar: tqdm) -> dict[str, Trainee]:
+    """Trains a native net and its converted copy in turns, with the same batches."""
+    torch.manual_seed(seed)
+    native = UNet(len(data.class_names), args.activation).to(args.device)
+    images, _ = batch(args, data, seed, 0)
+    converted = inplace_abn.convert(copy.deepcopy(native), images, sync=WORLD > 1)
+    weights = data.class_weights.to(args.device)
+    nets = {name: Trainee(args, net, weights) for name, net in (("native", native), ("converted", converted))}
+    pairs = [(net, DistributedDataParallel(net) if WORLD > 1 else net) for net in nets.values()]
+    for step in range(args.steps):
+        images, labels = batch(args, data, seed, step)
+        # Whoever is second finds the batch in the processor's caches.
+        for net, parallel in pairs[:: 1 if step % 2 else -1]:
+            net.update(parallel, images, labels)
+        bar.set_postfix({"seed": seed} | {name: f"{net.losses[-1]:.3f}" for name, net in nets.items()})
+        bar.update()
+    return nets
+
+
+def run(args: argparse.Namespace) -> None:
+    if WORLD > 1:
+        if args.device.type == "cuda":
+            args.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(args.device)
+        dist.init_process_group("nccl" if args.device.type == "cuda" else "gloo")
+    data = FolderData(args.data, args.size, args.classes) if args.data else DigitScenes(args.size)
+    args.out.mkdir(parents=True, exist_ok=True)
+    began = time.perf_counter()
+    runs: list[Run] = []
+    with tqdm(total=args.seeds * args.steps, unit="step", disable=RANK > 0 or not sys.stderr.isatty()) as bar:
+        for seed in range(args.seeds):
+            nets = train(args, data, seed, bar)
+            if RANK == 0:
+                runs += [Run(seed, name, net.miou(data), net.losses, net.seconds) for name, net in nets.items()]
+                bar.write(f"seed {seed}: mIoU {runs[-2].miou:.3f} native, {runs[-1].miou:.3f} converted")
+    # One more step of both, with the weights that they have now.
+    memory = MemoryReport(*(measure(net, *batch(args, data, seed, args.steps)) for net in nets.values()))
+    if RANK > 0:
+        return
+    settings = {
+        name: value if isinstance(value, int | float | None) else str(value) for name, value in vars(args).items()
+    }
+    result = {
+        "settings": settings | {"processes": WORLD, "threads": torch.get_num_threads()},
+        "torch": torch.__version__,
+        "platform": platform.platform(),
+        "seconds": time.perf_counter() - began,
+        "runs": [asdict(run) for run in runs],
+        "memory": {name: asdict(usage) for name, usage in zip(nets, (memory.before, memory.after), strict=True)},
+    }
+    (args.out / "result.json").write_text(json.dumps(result) + "\n")
+    torch.save(nets["converted"].net.state_dict(), args.out / "weights.pt")
+    save_picture(args.out / "demo.png", runs, memory)
+    print(
+        table(runs, memory),
+        f"{result['seconds']:.0f} s; written to {args.out}: demo.png, result.json, weights.pt",
+        sep="\n\n",
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse_args(argv)
+    try:
+        run(args)
+    except DataError as error:
+        raise SystemExit(str(error)) from error
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
