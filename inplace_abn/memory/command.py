@@ -122,5 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(report.plan, end="\n\n")
     print(report)
     if args.png:
-        save_plot(report, args.png, args.model)
+        given = ", ".join(f"{key}={value!r}" for key, value in args.kwargs.items())
+        shapes = ", ".join("x".join(map(str, shape)) for shape in args.input)
+        save_plot(report, args.png, f"{args.model}({given}), {shapes}")
         print(f"\nThe timeline is in {args.png}")
