@@ -28,7 +28,7 @@ from inplace_abn.conversion.plan import readable
 
 README = Path(__file__).parents[1] / "README.md"
 MARKERS = ("<!-- models -->\n", "<!-- /models -->")
-COLUMNS = ("model", "input", "held: native", "in place", "", "peak: native", "in place", "", "time of a step")
+COLUMNS = ("model", "input", "held: native → in place", "peak: native → in place", "time of a step")
 NETS = {
     "timm resnet50": (8, 3, 224, 224),
     "timm efficientnet_b0": (8, 3, 224, 224),
@@ -66,7 +66,7 @@ def row(name: str, result: dict[str, Any]) -> str:
     cells = [name, "x".join(map(str, NETS[name]))]
     for key in ("held", "peak"):
         before, after = (result[label][key] for label in (NATIVE, CONVERTED))
-        cells += [readable(before), readable(after), f"**-{1 - after / before:.0%}**"]
+        cells.append(f"{readable(before)} → {readable(after)}, **-{1 - after / before:.0%}**")
     return zoo.line([*cells, f"{result['time']:.2f} of native" if "time" in result else "-"])
 
 
