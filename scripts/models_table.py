@@ -84,7 +84,9 @@ def written(text: str, table: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("names", nargs="*", help=f"of models, all without any: {', '.join(NETS)}")
+    parser.add_argument(
+        "names", nargs="*", help=f"of models, which are printed only; all without any: {', '.join(NETS)}"
+    )
     parser.add_argument("--steps", type=int, default=12, help="that are timed; 0 for memory only")
     parser.add_argument("--no-write", action="store_true", help="leave README.md as it is")
     parser.add_argument("--json", action="store_true", help="measure in this process, and print numbers")
@@ -104,7 +106,7 @@ def main() -> None:
         print(lines[-1], flush=True)
     lines += ["", f"float32, CPU, {zoo.versions(zoo.ZOO[name] for name in names)}."]
     print(*lines[-2:], sep="\n")
-    if not args.no_write:
+    if not (args.no_write or args.names):
         README.write_text(written(README.read_text(encoding="utf-8"), "\n".join(lines) + "\n"), encoding="utf-8")
 
 
