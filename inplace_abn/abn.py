@@ -157,6 +157,7 @@ class ABN(ActivatedNorm):
         return z
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """``act(norm(x) + residual)`` in a new tensor of x's shape and dtype."""
         return self._call(plain.abn, x, residual=residual)
 
 
@@ -164,15 +165,15 @@ class InPlaceABN(guard.Guarded, ABN):
     """`ABN` that writes its result over its input and keeps nothing else for backward (arXiv 1712.02616).
 
     The scale is ``|weight| + eps``, or with ``signed_weight`` the weight itself, kept ``eps`` away from zero, which is
-    what a standard BatchNorm's weights need. See `inplace_abn.functions.inplace_abn` for inputs and errors.
+    what a standard BatchNorm's weights need. Dtypes and errors of a call are those of `inplace_abn.inplace_abn`.
 
     While its output would not tell what the input was, the layer keeps its input, as torch does, and returns a new
-    tensor: `inplace_abn.set_guard` says how that is watched, `inplace_abn.guard` how it is decided.
+    tensor: `inplace_abn.set_guard` says how that is watched.
 
     Args:
         signed_weight: keep the weight's sign.
         keep_input: write the result to new memory, and leave the input as it is; it is not kept for backward.
-        guard_interval: optimizer steps between two looks at that; 0 for none at all.
+        guard_interval: optimizer steps between two measurements of whether the output tells the input; 0 for none.
 
     The other arguments are those of `ABN`.
     """
@@ -212,6 +213,7 @@ class InPlaceABN(guard.Guarded, ABN):
         )
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """``act(norm(x) + residual)``, written over x of shape (batch, channel, \\*) unless ``keep_input``."""
         options: dict[str, Any] = {"signed_weight": self.signed_weight, "residual": residual}
         if not guard.lets(self, x, residual):
             return self._call(functions.kept, x, keep_input=self.keep_input, **options)
@@ -222,7 +224,10 @@ class InPlaceABN(guard.Guarded, ABN):
 
 
 class InPlaceABNSync(InPlaceABN):
-    """`InPlaceABN` with the statistics of all ranks of a process group; see `inplace_abn.functions.inplace_abn_sync`.
+    """`InPlaceABN` with the statistics of all ranks of a process group.
+
+    Dtypes and errors of a call are those of `inplace_abn.inplace_abn_sync`. Every rank of the group has to take part in
+    forward and backward.
 
     Args:
         group: the ranks to synchronise with; None for the default group.
@@ -266,9 +271,11 @@ class InPlaceABNSync(InPlaceABN):
         )
 
     def set_group(self, group: ProcessGroup | None) -> None:
+        """Makes this module synchronise with ``group``; None for the default group."""
         self.group = group
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """``act(norm(x) + residual)`` with all ranks' statistics in training, written over x unless ``keep_input``."""
         options: dict[str, Any] = {"signed_weight": self.signed_weight, "residual": residual}
         if not self._is_synchronised():
             # Warns where torch.distributed is not initialised, and is local.

@@ -119,7 +119,7 @@ class InPlaceInstanceNorm(guard.Guarded, ActivatedNorm):
     weight scales as it is, running statistics are those of the mean over the batch, batches are not counted.
 
     While its output would not tell what the input was, the layer keeps its input, as torch does, and returns a new
-    tensor: `inplace_abn.set_guard` says how that is watched, `inplace_abn.guard` how it is decided.
+    tensor: `inplace_abn.set_guard` says how that is watched.
 
     Args:
         num_features: number of channels.
@@ -132,7 +132,7 @@ class InPlaceInstanceNorm(guard.Guarded, ActivatedNorm):
             "gelu", "gelu_tanh", "mish".
         activation_param: slope of leaky_relu (>= 0; zero means relu), alpha of elu (> 0).
         keep_input: write the result to new memory, and leave the input as it is; it is not kept for backward.
-        guard_interval: optimizer steps between two looks at whether the output tells the input; 0 for none at all.
+        guard_interval: optimizer steps between two measurements of whether the output tells the input; 0 for none.
         device, dtype: of parameters and running statistics.
 
     Raises:
@@ -176,6 +176,7 @@ class InPlaceInstanceNorm(guard.Guarded, ActivatedNorm):
         self.guard_interval = guard_interval
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """``act(norm(x) + residual)``, written over x of shape (batch, channel, space, \\*) unless ``keep_input``."""
         weight, bias, running_mean, running_var = self.weight, self.bias, self.running_mean, self.running_var
         if x.dim() > 1 and x.shape[1] != self.num_features and weight is bias is running_mean is None:
             warnings.warn(

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Installs one wheel on several releases of torch and of Python, without a compiler on the path and away from the source
-# tree, runs the suite on each, and prints the table of README.md. Fails if a test does, or if there was nothing to run.
+# tree, runs the suite on each, and prints the table of docs/install.md. Fails if a test does, or if there was nothing to
+# run.
 #
 #   scripts/test_wheel.sh [WHEEL [PYTEST ARGUMENTS...]]      WHEEL is the newest one in dist/ unless given, or empty
 #

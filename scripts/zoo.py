@@ -55,7 +55,8 @@ between 0.5 and 1.5, others have normal noise of deviation 0.1 added. As initial
 as those of timm's ResNet-50, would keep their input until the weights have grown. And one gradient would differ, that
 of the bias in the first affine layer of HGNetV2, a single number. It is exactly zero then and added to the zeros of a
 ReLU, which makes them equal to the zeros that are padded before a pooling, and there the gradient depends on which of
-two equal values the pooling takes ("Subgradients at ties" in the README). It is equal as soon as the bias has moved.
+two equal values the pooling takes ([subgradients at ties](differences.md#who-notices)). It is equal as soon as the bias
+has moved.
 
 """
 

@@ -129,7 +129,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print()
     print(report)
     if args.png:
-        save_plot(report, args.png, args.model)
+        given = ", ".join(f"{key}={value!r}" for key, value in args.kwargs.items())
+        shapes = ", ".join("x".join(map(str, shape)) for shape in args.input)
+        save_plot(report, args.png, f"{args.model}({given}), {shapes}")
         print(f"\nThe timeline is in {args.png}")
     if report.plan is not None:
         print("", _told(report.plan), "", "The same in code:", "", *code(args, model), sep="\n")

@@ -9,6 +9,10 @@ from inplace_abn.conversion.plan import readable
 
 if TYPE_CHECKING:
     from inplace_abn.memory.report import MemoryReport
+    from inplace_abn.memory.step import Usage
+
+_NATIVE, _IN_PLACE = (0.84, 0.37, 0.0), (0.0, 0.45, 0.70)
+"""Colours that are told apart without red and green."""
 
 
 def check_plot(path: str) -> None:
@@ -56,18 +60,31 @@ def save_plot(report: MemoryReport, path: str, title: str = "") -> None:
 
 def draw_timeline(axes: Any, report: MemoryReport) -> None:
     """Draws the timeline of the report into axes of matplotlib."""
-    for name, usage, colour in (("native", report.before, "tab:red"), ("converted", report.after, "tab:blue")):
+    for name, usage, colour in (("native", report.before, _NATIVE), ("in place", report.after, _IN_PLACE)):
         if usage is not None:
-            # Time as a share of the step, so that both are comparable.
-            end = usage.timeline[-1][0] if usage.timeline else 1.0
-            times = [time / end for time, _ in usage.timeline]
-            sizes = [size / 2**20 for _, size in usage.timeline]
-            label = f"{name}: {readable(usage.held)} held, {readable(usage.peak)} peak"
-            axes.step(times, sizes, where="post", color=colour, label=label)
-            axes.fill_between(times, sizes, step="post", color=colour, alpha=0.15, linewidth=0)
-            axes.axvline(usage.backward_start / end, color=colour, linestyle=":", linewidth=1)
-    axes.set(xlabel="share of a training step (dotted: backward starts)", ylabel="MiB allocated")
-    axes.set_ylim(bottom=0)
-    # Above the curves, which rise and fall.
-    axes.margins(y=0.25)
-    axes.legend(loc="upper center")
+            axes.fill_between(
+                _places(usage),
+                [size / 2**20 for _, size in usage.timeline],
+                step="post",
+                facecolor=(*colour, 0.2),
+                edgecolor=colour,
+                linewidth=1.5,
+                label=f"{name}: {readable(usage.held)} held for backward, peak {readable(usage.peak)}",
+            )
+    axes.axvline(1, ymax=0.8, color="black", linestyle="--", linewidth=1)
+    axes.set(xlabel="allocations, in their order", ylabel="MiB allocated")
+    axes.set_xticks([0.5, 1.5], ["forward", "backward"])
+    axes.tick_params(axis="x", length=0)
+    axes.set_xlim(0, 2)
+    # Room for the legend above the curves.
+    axes.set_ylim(0, 1.3 * max(usage.peak for usage in (report.before, report.after) if usage is not None) / 2**20)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="upper left", frameon=False)
+
+
+def _places(usage: Usage) -> list[float]:
+    """Of the timeline's events: those of forward between 0 and 1, those of backward between 1 and 2, evenly. So
+    pictures of native and converted models are comparable, and what else the machine was doing does not show."""
+    forward = sum(time <= usage.backward_start for time, _ in usage.timeline)
+    backward = len(usage.timeline) - forward
+    return [i / forward for i in range(forward)] + [1 + i / backward for i in range(backward)]

@@ -1,0 +1,41 @@
+"""What mkdocs does to pages before it renders them. The home page is README.md, and one page is CONTRIBUTING.md, so
+that each text stands in one place. Links to files that are no pages become the files' names."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+TAKEN = {"index.md": "README.md", "contributing.md": "CONTRIBUTING.md"}
+"""Pages that are files outside of docs."""
+LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^]]*)]\((?P<target>[^)#\s]*)(?P<anchor>#[^)\s]*)?\)")
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """mkdocs calls this with each page's text."""
+    name = page.file.src_path
+    taken = TAKEN.get(name)
+    text = (ROOT / taken).read_text(encoding="utf-8") if taken else markdown
+    return relinked(text, ROOT if taken else (ROOT / "docs" / name).parent)
+
+
+def relinked(text: str, folder: Path) -> str:
+    """The text with links as they are from docs, of a page whose links are from ``folder``."""
+    pages = {(ROOT / source).resolve(): name for name, source in TAKEN.items()}
+
+    def replaced(link: re.Match[str]) -> str:
+        target, anchor = link["target"], link["anchor"] or ""
+        if not target or "://" in target:
+            return link[0]
+        path = (folder / target).resolve()
+        if path in pages:
+            return f"{link['image']}[{link['text']}]({pages[path]}{anchor})"
+        if path.is_relative_to(ROOT / "docs"):
+            return f"{link['image']}[{link['text']}]({path.relative_to(ROOT / 'docs').as_posix()}{anchor})"
+        shown = os.path.relpath(path, ROOT)
+        return f"`{shown}`" if link["text"].strip("`") in (shown, path.name) else f"{link['text']} (`{shown}`)"
+
+    return LINK.sub(replaced, text)

@@ -1,0 +1,114 @@
+#!/usr/bin/env python
+"""Memory and time of a training step of public models, as they are and converted: the table of README.md.
+
+    python scripts/models_table.py --steps 12                 # measures, prints, and writes it into README.md
+    python scripts/models_table.py --steps 0 --no-write       # memory only, printed only
+
+Models are those of `scripts/zoo.py`, which says what to install, with random weights, in float32, on the CPU. Each is
+measured in a process of its own, in which the two take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import zoo
+from benchmark import steps as course
+
+from inplace_abn import convert
+from inplace_abn.conversion.plan import readable
+
+README = Path(__file__).parents[1] / "README.md"
+MARKERS = ("<!-- models -->\n", "<!-- /models -->")
+COLUMNS = ("model", "input", "held: native → in place", "peak: native → in place", "time of a step")
+NETS = {
+    "timm resnet50": (8, 3, 224, 224),
+    "timm efficientnet_b0": (8, 3, 224, 224),
+    "ultralytics yolo11n": (8, 3, 320, 320),
+    "smp Unet": (8, 3, 256, 256),
+    "smp DeepLabV3Plus": (8, 3, 256, 256),
+    "nnU-Net PlainConvUNet 3d": (2, 1, 64, 64, 64),
+    "HF UperNet": (8, 3, 256, 256),
+}
+"""Names in `zoo.ZOO`, and shapes in which activations take more than parameters do."""
+NATIVE, CONVERTED = "native", "converted"
+
+
+def measured(name: str, steps: int) -> dict[str, Any]:
+    """Bytes held and at peak of both, and with ``steps`` the median of their ratios of time, round by round."""
+    torch.manual_seed(0)
+    net, x = zoo.ZOO[name].build().train(), torch.randn(NETS[name])
+    trainings = {
+        label: course.Training(model, model, torch.optim.SGD(model.parameters(), lr=1e-4), x, torch.float32)
+        for label, model in ((NATIVE, net), (CONVERTED, convert(copy.deepcopy(net), x)))
+    }
+    result: dict[str, Any] = {label: course.memory(training) for label, training in trainings.items()}
+    if steps:
+        notes: dict[str, str] = {}
+        course.time_steps(trainings, course.WARM_UP, notes)
+        times = course.time_steps(trainings, steps, notes)
+        if notes:
+            raise RuntimeError(f"{name}: {notes}")
+        result["time"] = statistics.median(b / a for a, b in zip(times[NATIVE], times[CONVERTED], strict=True))
+    return result
+
+
+def row(name: str, result: dict[str, Any]) -> str:
+    """Of the table."""
+    cells = [name, "x".join(map(str, NETS[name]))]
+    for key in ("held", "peak"):
+        before, after = (result[label][key] for label in (NATIVE, CONVERTED))
+        cells.append(f"{readable(before)} → {readable(after)}, **-{1 - after / before:.0%}**")
+    return zoo.line([*cells, f"{result['time']:.2f} of native" if "time" in result else "-"])
+
+
+def written(text: str, table: str) -> str:
+    """``text`` with the table between the markers.
+
+    Raises:
+        ValueError: there is not one of each.
+    """
+    if any(text.count(marker) != 1 for marker in MARKERS):
+        raise ValueError(f"expected one {MARKERS[0].strip()} and one {MARKERS[1]} in {README.name}")
+    before, rest = text.split(MARKERS[0])
+    return before + MARKERS[0] + table + MARKERS[1] + rest.split(MARKERS[1])[1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument(
+        "names", nargs="*", help=f"of models, which are printed only; all without any: {', '.join(NETS)}"
+    )
+    parser.add_argument("--steps", type=int, default=12, help="that are timed; 0 for memory only")
+    parser.add_argument("--no-write", action="store_true", help="leave README.md as it is")
+    parser.add_argument("--json", action="store_true", help="measure in this process, and print numbers")
+    args = parser.parse_args()
+    if unknown := [name for name in args.names if name not in NETS]:
+        parser.error(f"expected one of {', '.join(NETS)}, got {unknown[0]!r}")
+    names = args.names or list(NETS)
+    if args.json:
+        print(json.dumps({name: measured(name, args.steps) for name in names}))
+        return
+    lines = [zoo.line(COLUMNS), zoo.line(["---"] * len(COLUMNS))]
+    print(*lines, sep="\n", flush=True)
+    for name in names:
+        command = [sys.executable, __file__, name, "--steps", str(args.steps), "--json"]
+        out = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+        lines.append(row(name, json.loads(out.splitlines()[-1])[name]))
+        print(lines[-1], flush=True)
+    lines += ["", f"float32, CPU, {zoo.versions(zoo.ZOO[name] for name in names)}."]
+    print(*lines[-2:], sep="\n")
+    if not (args.no_write or args.names):
+        README.write_text(written(README.read_text(encoding="utf-8"), "\n".join(lines) + "\n"), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

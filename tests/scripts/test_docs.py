@@ -1,0 +1,245 @@
+"""README.md and the pages of docs say what is so: their Python runs and prints what they show, links lead somewhere,
+and commands name files and options that there are."""
+
+import contextlib
+import importlib.util
+import io
+import re
+import shlex
+import sys
+from itertools import zip_longest
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md")] + sorted((ROOT / "docs").glob("*.md"))
+IDS = [page.name for page in PAGES]
+pytestmark = pytest.mark.skipif(not (ROOT / "docs").is_dir(), reason="needs the documentation")
+
+BLOCK = re.compile(
+    r"^(?:```(?P<language>\w*)\n(?P<text>.*?)^```$|<!-- setup\n(?P<setup>.*?)^-->$)", re.MULTILINE | re.DOTALL
+)
+LINK = re.compile(r"!?\[[^]]*]\((?P<target>[^)\s]+)\)")
+NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?:e-?\d+)?(?![\w.]*\w)")
+MEMORY_TOLERANCE = 0.03
+"""Another torch may keep a little more or less beside activations."""
+OPTIONAL = ("transformers", "timm")
+
+
+class Block(NamedTuple):
+    language: str
+    text: str
+    line: int
+
+
+def blocks(page):
+    text = page.read_text(encoding="utf-8")
+    return [
+        Block(
+            "setup" if found["setup"] else found["language"],
+            found["setup"] or found["text"],
+            text[: found.start()].count("\n") + 1,
+        )
+        for found in BLOCK.finditer(text)
+    ]
+
+
+def programs(page):
+    """The blocks that are Python, each with the output that the page shows of it, or None."""
+    found = blocks(page)
+    return [
+        (block, after.text if after is not None and block.language == "python" and after.language == "text" else None)
+        for block, after in zip_longest(found, found[1:])
+        if block.language in ("python", "setup")
+    ]
+
+
+def same(shown, printed):
+    """Whether the texts agree but for spaces and the tolerance of numbers."""
+    words = [re.split(r"\s+", NUMBER.sub("#", text).strip()) for text in (shown, printed)]
+    numbers = [[float(n) for n in NUMBER.findall(text)] for text in (shown, printed)]
+    # Of percentages and numbers of one digit a rounding may be more.
+    return words[0] == words[1] and all(
+        a == pytest.approx(b, rel=MEMORY_TOLERANCE, abs=1 if b > 10 else 1e-9) for a, b in zip(*numbers, strict=True)
+    )
+
+
+def slug(heading):
+    """The anchor of a heading, as GitHub and mkdocs make it of letters, digits and spaces."""
+    text = re.sub(r"[`*]|\]\([^)]*\)|\[", "", heading.strip().lower())
+    return re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", text))
+
+
+def anchors(page):
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    headings = {slug(heading) for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE)}
+    return headings | set(re.findall(r"^::: (\S+)$", text, re.MULTILINE))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_python_on_a_page_runs_and_prints_what_the_page_shows(page, monkeypatch):
+    found = programs(page)
+    if not found:
+        pytest.skip("has no Python")
+    monkeypatch.chdir(ROOT)
+    # Tables are as wide as the terminal.
+    monkeypatch.setenv("COLUMNS", "80")
+    # Classes that a page defines belong to a module.
+    namespace = {"__name__": "__main__"}
+    skipped = []
+    for block, shown in found:
+        missing = [
+            p for p in OPTIONAL if re.search(rf"import .*\b{p}\b", block.text) and not importlib.util.find_spec(p)
+        ]
+        if missing:
+            skipped.append(f"line {block.line} needs {missing[0]}")
+            continue
+        out = io.StringIO()
+        # As many lines above as the page has, so that errors tell the page's line.
+        code = compile("\n" * block.line + block.text, str(page), "exec")
+        with contextlib.redirect_stdout(out):
+            exec(code, namespace)
+        if shown is None:
+            assert block.language == "setup" or not out.getvalue(), (
+                f"line {block.line} prints what the page does not show"
+            )
+        else:
+            assert same(shown, out.getvalue()), f"line {block.line} prints\n{out.getvalue()}"
+    if len(skipped) == len(found):
+        pytest.skip("; ".join(skipped))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_relative_links_lead_to_files_and_anchors_that_there_are(page):
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    wrong = []
+    for link in LINK.finditer(text):
+        target, _, anchor = link["target"].partition("#")
+        if "://" in target:
+            continue
+        file = page if not target else (page.parent / target).resolve()
+        if not file.exists() or (anchor and anchor not in anchors(file)):
+            wrong.append(link["target"])
+    assert not wrong
+
+
+def commands(text):
+    """Words of each command: lines without comments, continued ones joined, at && divided."""
+    for line in text.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        command = []
+        for word in [*words, "&&"]:
+            if word == "&&":
+                if command:
+                    yield command
+                command = []
+            elif command or not re.fullmatch(r"[A-Z_]+=.*", word):
+                command.append(word)
+
+
+def program_of(command):
+    """The file of ours that a command runs, or None for other programs, and its arguments."""
+    first, *rest = command
+    if first.startswith("scripts/"):
+        return ROOT / first, rest
+    if first == "python" and rest[0] == "-m":
+        name = rest[1].replace(".", "/")
+        if rest[1].startswith("inplace_abn"):
+            return ROOT / name / "command.py", rest[2:]
+        return None, rest[2:]
+    if first == "python":
+        return ROOT / rest[0], rest[1:]
+    return None, rest
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_commands_name_files_and_options_that_there_are(page):
+    wrong = []
+    for block in blocks(page):
+        for command in commands(block.text) if block.language == "bash" else ():
+            program, arguments = program_of(command)
+            if program is None:
+                continue
+            if not program.exists():
+                wrong.append(str(program.relative_to(ROOT)))
+                continue
+            source = program.read_text(encoding="utf-8")
+            for argument in arguments:
+                if argument.startswith("--") and f'"{argument.partition("=")[0]}"' not in source:
+                    # Shell scripts compare without quotes, or hand on.
+                    if program.suffix == ".py" or argument not in source:
+                        wrong.append(f"{program.name} {argument}")
+                elif argument.startswith(("scripts/", "docs/", "examples/")) and not (ROOT / argument).exists():
+                    wrong.append(argument)
+    assert not wrong
+
+
+def test_every_page_is_in_the_navigation():
+    config = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    named = set(re.findall(r"^  - .+: (\S+\.md)$", config, re.MULTILINE))
+    assert named == {page.name for page in (ROOT / "docs").glob("*.md")}
+
+
+def test_every_public_name_is_in_the_reference():
+    import inplace_abn
+    import inplace_abn.memory
+
+    text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    documented = set(re.findall(r"^::: inplace_abn\.(\S+)$", text, re.MULTILINE))
+    assert set(inplace_abn.__all__) <= documented
+    assert {"memory.measure", "memory.memory_report"} <= documented
+
+
+def test_the_hook_gives_links_that_are_right_inside_docs():
+    from docs_hooks import relinked
+
+    for link, there in {
+        "[a](docs/how.md#x)": "[a](how.md#x)",
+        "![p](docs/pictures/speed.png)": "![p](pictures/speed.png)",
+        "[c](CONTRIBUTING.md)": "[c](contributing.md)",
+        "[w](https://x.y/z)": "[w](https://x.y/z)",
+        "[here](#x)": "[here](#x)",
+        "[LICENSE](LICENSE)": "`LICENSE`",
+        "[e](examples)": "e (`examples`)",
+    }.items():
+        assert relinked(link, ROOT) == there
+    assert relinked("[b](../CONTRIBUTING.md#test)", ROOT / "docs") == "[b](contributing.md#test)"
+
+
+def test_the_models_table_is_written_between_its_markers():
+    import models_table
+
+    text = models_table.written("a\n<!-- models -->\nold\n<!-- /models -->\nb", "new\n")
+    assert text == "a\n<!-- models -->\nnew\n<!-- /models -->\nb"
+    with pytest.raises(ValueError, match="expected one"):
+        models_table.written("a", "new\n")
+    usage = {"native": {"held": 4 << 20, "peak": 8 << 20}, "converted": {"held": 1 << 20, "peak": 6 << 20}}
+    name = "timm resnet50"
+    assert models_table.row(name, usage | {"time": 0.98}) == (
+        "| timm resnet50 | 8x3x224x224 | 4.0 MiB → 1.0 MiB, **-75%** | 8.0 MiB → 6.0 MiB, **-25%** | 0.98 of native |"
+    )
+    assert models_table.row(name, usage).endswith("| - |")
+
+
+def test_the_speed_picture_has_the_ratios_of_the_report(monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib")
+    import plot_speed
+
+    header = "| group | dtype | layout | activation | eager / in-place | compile / in-place | checkpoint / in-place |"
+    rows = [
+        f"| core | {dtype} | contiguous | {activation} | 4 | 8 | 2 |"
+        for dtype in ("fp32", "bf16")
+        for activation in ("leaky_relu", "silu")
+    ]
+    report = tmp_path / "bench.md"
+    report.write_text("\n".join(["## malloc warmed", header, "|".join(["", *["---"] * 7, ""]), *rows]))
+    table = plot_speed.means(report.read_text(), "warmed")
+    assert plot_speed.relative(table["silu", "bf16"], "compile / in-place") == pytest.approx(2)
+    assert plot_speed.relative(table["silu", "bf16"], "") == pytest.approx(0.25)
+    monkeypatch.setattr(sys, "argv", ["plot_speed.py", str(report), str(tmp_path / "speed.png")])
+    plot_speed.main()
+    assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="expected a table"):
+        plot_speed.means(report.read_text(), "default")
