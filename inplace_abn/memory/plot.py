@@ -67,7 +67,8 @@ def draw_timeline(axes: Any, report: MemoryReport) -> None:
             axes.fill_between(times, sizes, step="post", color=colour, alpha=0.15, linewidth=0)
             axes.axvline(usage.backward_start / end, color=colour, linestyle=":", linewidth=1)
     axes.set(xlabel="share of a training step (dotted: backward starts)", ylabel="MiB allocated")
-    axes.set_ylim(bottom=0)
-    # Above the curves, which rise and fall.
-    axes.margins(y=0.25)
+    # The legend stands above the curves.
+    axes.set_ylim(
+        0, 1.25 * max(usage.peak for usage in (report.before, report.after) if usage is not None) / 2**20 or 1
+    )
     axes.legend(loc="upper center")
