@@ -170,6 +170,7 @@ def _show(text: str) -> None:
         print(text)
         return
     styled = Text(text)
-    styled.highlight_words(["  refused"], "red")
-    styled.highlight_words(["  in place", "  residual", "  beside input"], "green")
+    # In its column, which a gap follows.
+    styled.highlight_regex(r"refused(?=  )", "red")
+    styled.highlight_regex(r"(in place|beside input|residual)(?=  )", "green")
     Console(soft_wrap=True).print(styled, highlight=False)

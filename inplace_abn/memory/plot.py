@@ -77,7 +77,7 @@ def draw_timeline(axes: Any, report: MemoryReport) -> None:
     axes.tick_params(axis="x", length=0)
     axes.set_xlim(0, 2)
     # Room for the legend above the curves.
-    axes.set_ylim(0, 1.3 * max(usage.peak for usage in (report.before, report.after) if usage is not None) / 2**20)
+    axes.set_ylim(0, 1.3 * max(usage.peak for usage in (report.before, report.after) if usage is not None) / 2**20 or 1)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(loc="upper left", frameon=False)
 

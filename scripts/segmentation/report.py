@@ -38,56 +38,26 @@ def mean_iou(confusion: Tensor) -> float:
 
 def table(runs: Sequence[Run], memory: MemoryReport) -> str:
     """A Markdown table of both nets, and how the converted one compares."""
-    native, converted = ([run for run in runs if run.norm == norm] for norm in COLOURS)
-    before, after = memory.before, memory.after
-    assert after is not None
-    times = [
-        1e3 * statistics.median(t for run in of for t in run.seconds[WARM_UP_STEPS:] or run.seconds)
-        for of in (native, converted)
-    ]
-    rows = [
-        (
-            "",
-            f"mIoU, {len(native)} seed{'s'[: len(native) > 1]}",
-            "held for backward",
-            "peak of a step",
-            "time of a step",
-        ),
-        (
-            "native",
-            spread([r.miou for r in native]),
-            readable(before.held),
-            readable(before.peak),
-            f"{times[0]:.0f} ms",
-        ),
-        (
-            "converted",
-            spread([r.miou for r in converted]),
-            readable(after.held),
-            readable(after.peak),
-            f"{times[1]:.0f} ms",
-        ),
-        (
-            "difference",
-            spread([c.miou - n.miou for n, c in zip(native, converted, strict=True)], "+"),
-            *(
-                f"{new / old - 1:+.0%}"
-                for new, old in ((after.held, before.held), (after.peak, before.peak), times[::-1])
-            ),
-        ),
-    ]
+    assert memory.after is not None
+    rows = [("", f"mIoU, {seeds(len(runs) // 2)}", "held for backward", "peak of a step", "time of a step")]
+    figures = []
+    for norm, usage in zip(COLOURS, (memory.before, memory.after), strict=True):
+        of = [run for run in runs if run.norm == norm]
+        mious = [run.miou for run in of]
+        ms = 1e3 * statistics.median(t for run in of for t in run.seconds[WARM_UP_STEPS:] or run.seconds)
+        rows.append((norm, spread(mious), readable(usage.held), readable(usage.peak), f"{ms:.0f} ms"))
+        figures.append((mious, usage.held, usage.peak, ms))
+    (mious, *native), (others, *converted) = figures
+    ratios = [f"{new / old - 1:+.0%}" for old, new in zip(native, converted, strict=True)]
+    rows.append(("difference", spread([b - a for a, b in zip(mious, others, strict=True)], "+"), *ratios))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "| "
-        + " | ".join(
-            cell.rjust(width) if i else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        + " |"
-        for row in rows
-    ]
+    lines = [f"| {row[0]:<{widths[0]}} | {' | '.join(map(str.rjust, row[1:], widths[1:]))} |" for row in rows]
     rule = "|".join("-" * (width + 1) + ("-:"[i > 0]) for i, width in enumerate(widths))
     return "\n".join([lines[0], f"|{rule}|", *lines[1:]])
+
+
+def seeds(count: int) -> str:
+    return f"{count} seed" if count == 1 else f"{count} seeds"
 
 
 def spread(values: Sequence[float], sign: str = "") -> str:
@@ -106,7 +76,7 @@ def save_picture(path: Path, runs: Sequence[Run], memory: MemoryReport) -> None:
     for run in runs:
         # The converted net's are drawn thin, over the native one's.
         converted = run.norm == "converted"
-        label = f"{run.norm}, {len(runs) // 2} seeds" if run.seed == 0 else None
+        label = f"{run.norm}, {seeds(len(runs) // 2)}" if run.seed == 0 else None
         losses = np.convolve(run.losses, np.ones(window) / window, mode="valid")
         right.plot(
             np.arange(len(losses)) + window,
@@ -116,6 +86,9 @@ def save_picture(path: Path, runs: Sequence[Run], memory: MemoryReport) -> None:
             alpha=1 if converted else 0.4,
             label=label,
         )
-    right.set(title=f"losses, means of {window} steps", xlabel="step", ylabel="cross entropy", yscale="log")
+    right.set(
+        title="losses" if window == 1 else f"losses, means of {window} steps", xlabel="step", ylabel="cross entropy"
+    )
+    right.set_ylim(bottom=0)
     right.legend()
     figure.savefig(path, dpi=120)

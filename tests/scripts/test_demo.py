@@ -189,18 +189,24 @@ def test_train_on_a_folder(folder, tmp_path):
     UNet(3, "silu").load_state_dict(torch.load(tmp_path / "run/weights.pt"))
 
 
-@pytest.mark.parametrize("options", [[], ["--activation", "relu", "--amp", "bf16"]])
-def test_both_nets_learn_the_same_and_the_converted_one_takes_less_memory(options, tmp_path, few_val_batches, capfd):
+# Autocast's copies of the weights are held by both nets.
+@pytest.mark.parametrize(
+    ("options", "held"),
+    [([], 0.4), (["--activation", "relu"], 0.56), (["--activation", "relu", "--amp", "bf16"], 0.65)],
+)
+def test_both_nets_learn_the_same_and_the_converted_one_takes_less_memory(
+    options, held, tmp_path, few_val_batches, capfd
+):
     result = run(tmp_path, "--seeds", "2", "--size", "64", "--batch-size", "8", *options)
     native, converted = ([one for one in result["runs"] if one["norm"] == norm] for norm in ("native", "converted"))
     assert [one["seed"] for one in native] == [one["seed"] for one in converted] == [0, 1]
     for one, other in zip(native, converted, strict=True):
-        assert one["losses"] == pytest.approx(other["losses"], rel=0.1 if options else 1e-3)
-        assert one["losses"][0] == pytest.approx(other["losses"][0], rel=1e-2 if options else 1e-5)
+        assert one["losses"] == pytest.approx(other["losses"], rel=0.1 if "--amp" in options else 1e-3)
+        assert one["losses"][0] == pytest.approx(other["losses"][0], rel=1e-2 if "--amp" in options else 1e-5)
     assert native[0]["losses"] != native[1]["losses"]
     before, after = (result["memory"][norm] for norm in ("native", "converted"))
-    assert after["held"] < 0.6 * before["held"]
-    assert after["peak"] < 0.65 * before["peak"]
+    assert after["held"] < held * before["held"]
+    assert after["peak"] < (held + 0.15) * before["peak"]
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
     out, err = capfd.readouterr()
     rows = [line for line in out.splitlines() if line.startswith("|")]
@@ -208,8 +214,7 @@ def test_both_nets_learn_the_same_and_the_converted_one_takes_less_memory(option
     assert len({len(row) for row in rows}) == 1
     # Neither a line per step nor the profiler's.
     assert out.count("seed ") == 2
-    assert "step" not in err
-    assert "USDT" not in err
+    assert err == ""
 
 
 def test_spread_is_of_several_values():
