@@ -19,7 +19,8 @@ import inplace_abn
 from inplace_abn import Example, Plan, analyze, convert, verify
 from inplace_abn.conversion.norms import InPlaceNorm
 from inplace_abn.conversion.plan import Layer
-from inplace_abn.memory import load_model, main, measure, memory_report, parse_shape, save_plot
+from inplace_abn.memory import Usage, load_model, main, measure, memory_report, parse_shape, save_plot
+from inplace_abn.memory.plot import _places
 
 
 def chain(blocks):
@@ -82,6 +83,12 @@ def test_a_plot_shows_both_timelines(tmp_path):
     report = memory_report(chain(2), torch.randn(2, 4, 16, 16))
     save_plot(report, str(tmp_path / "out.png"), "chain")
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_forward_and_backward_take_half_of_a_plot_each_whatever_their_times():
+    times = [(0.0, 1), (1.0, 2), (90.0, 3), (91.0, 2), (91.5, 1), (99.0, 0)]
+    assert _places(Usage(3, 3, tuple(times), 90.0)) == pytest.approx([0, 1 / 3, 2 / 3, 1, 4 / 3, 5 / 3])
+    assert _places(Usage(0, 0, (), 0.0)) == []
 
 
 @pytest.mark.parametrize("package", ["matplotlib", "tqdm"])
