@@ -65,12 +65,22 @@ class Layer(NamedTuple):
         return torch.autograd.grad(z, (leaf, weight), dz.to(dtype))
 
 
-def worst(layer: Layer, of_channels: Callable[[Tensor], Tensor] = torch.max) -> tuple[Pair, Pair]:
-    """The largest errors of dx and dweight that gradients cause which follow xhat, in place and of torch.
+class Errors(NamedTuple):
+    """The relative errors that several gradients cause: of dx, and of each channel's dweight."""
+
+    x: list[float]
+    weight: list[Tensor]
+
+    def worst(self, of_channels: Callable[[Tensor], Tensor] = torch.max) -> Pair:
+        """The largest. ``of_channels`` makes one figure of those of all channels."""
+        return Pair(max(self.x), max(of_channels(each).item() for each in self.weight))
+
+
+def errors(layer: Layer) -> tuple[Errors, Errors]:
+    """The errors of dx and dweight that gradients cause which follow xhat, in place and of torch.
 
     dx is relative to gamma / sqrt(var + eps) * dy over the layer, dweight to the size of xhat * dy of its channel. For
-    dweight dz may follow the recovery's own error, which is the worst that can happen. ``of_channels`` makes one figure
-    of those of all channels.
+    dweight dz may follow the recovery's own error, which is the worst that can happen.
     """
     x, (weight, bias) = layer.x, layer.parameters
     mean, var = ops.statistics(x.double())
@@ -86,12 +96,12 @@ def worst(layer: Layer, of_channels: Callable[[Tensor], Tensor] = torch.max) -> 
     ops.forward(z, *statistics, weight, bias, layer.residual, *arithmetic, True)
     ops.backward_reduce_out(z, recovered, weight, bias, layer.residual, *arithmetic, xhat=z, dy=recovered)
     # What rounding makes of the terms that dweight sums, in place and of torch.
-    errors = [z.double() * recovered.double() - xhat * slope, xhat * (rounded - slope)]
+    ours, torchs = z.double() * recovered.double() - xhat * slope, xhat * (rounded - slope)
     least = torch.finfo(x.dtype).smallest_normal
     noise = torch.randn_like(xhat) + 2 * x.double()
     of_dx = [(xhat, (False, True)), (xhat * slope, (False, True)), (noise, (False, True))]
-    of_dweight = [(errors[False], (False,)), (errors[True], (True,)), (xhat, (False, True))]
-    found = ([0.0, 0.0], [0.0, 0.0])
+    of_dweight = [(ours, (False,)), (torchs, (True,)), (xhat, (False, True))]
+    found = Errors([], []), Errors([], [])
     for i, directions in enumerate((of_dx, of_dweight)):
         for direction, contenders in directions:
             sizes = reference.channel_mean(direction.square()).clamp_min(1e-300).sqrt()
@@ -107,9 +117,14 @@ def worst(layer: Layer, of_channels: Callable[[Tensor], Tensor] = torch.max) -> 
                 size = counts * reference.channel_mean(dz.double().square()).sqrt() * spread
             for native in contenders:
                 off = layer.gradients(dz, native, x.dtype)[i].double() - exact
-                value = (off.norm() / size) if i == 0 else of_channels(off.abs() / size)
-                found[native][i] = max(found[native][i], value.item())
-    return Pair(*found[0]), Pair(*found[1])
+                # Where nothing is off, nothing may be there to be off from.
+                off = off.norm() if i == 0 else off.abs()
+                relative = torch.where(off == 0, 0.0, off / size)
+                if i == 0:
+                    found[native].x.append(relative.item())
+                else:
+                    found[native].weight.append(relative)
+    return found
 
 
 def measured(layer: Layer) -> Pair:
@@ -170,7 +185,7 @@ def main() -> None:
                         x = inputs(dtype, tails, args.device)
                         residual = (size * torch.randn(SHAPE)).to(args.device, dtype) if size else None
                         layer = Layer(x, gamma, ratio * gamma, activation, residual)
-                        figures = (*worst(layer), measured(layer), predicted(layer))
+                        figures = (*(found.worst() for found in errors(layer)), measured(layer), predicted(layer))
                         unit = torch.finfo(dtype).eps / 2
                         cells = (f"{pair.x / unit:.2g}, {pair.weight / unit:.2g}" for pair in figures)
                         verdict = "keeps x" if THRESHOLDS[dtype].exceeded(*figures[2]) else "in place"
