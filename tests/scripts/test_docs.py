@@ -13,6 +13,9 @@ from typing import NamedTuple
 
 import pytest
 
+from inplace_abn.memory import Usage
+from inplace_abn.memory.plot import _places
+
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md")] + sorted((ROOT / "docs").glob("*.md"))
 IDS = [page.name for page in PAGES]
@@ -259,3 +262,9 @@ def test_the_speed_picture_has_the_ratios_of_the_report(monkeypatch, tmp_path):
     assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="expected a table"):
         plot_speed.means(report.read_text(), "default")
+
+
+def test_forward_and_backward_take_half_of_the_memory_picture_each_whatever_their_times():
+    times = [(0.0, 1), (1.0, 2), (90.0, 3), (91.0, 2), (91.5, 1), (99.0, 0)]
+    assert _places(Usage(3, 3, tuple(times), 90.0)) == pytest.approx([0, 1 / 3, 2 / 3, 1, 4 / 3, 5 / 3])
+    assert _places(Usage(0, 0, (), 0.0)) == []
