@@ -104,7 +104,9 @@ def main() -> None:
         out = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
         lines.append(row(name, json.loads(out.splitlines()[-1])[name]))
         print(lines[-1], flush=True)
-    lines += ["", f"float32, CPU, {zoo.versions(zoo.ZOO[name] for name in names)}."]
+    threads = torch.get_num_threads()
+    given = f"float32, CPU, {threads} thread{'s' if threads > 1 else ''}"
+    lines += ["", f"{given}, {zoo.versions(zoo.ZOO[name] for name in names)}."]
     print(*lines[-2:], sep="\n")
     if not (args.no_write or args.names):
         README.write_text(written(README.read_text(encoding="utf-8"), "\n".join(lines) + "\n"), encoding="utf-8")
