@@ -45,7 +45,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--activation", choices=ACTIVATIONS, default="silu")
-    add("--steps", type=count, default=500, help="of each net and seed (default %(default)s)")
+    add("--steps", type=count, default=650, help="of each net and seed (default %(default)s)")
     add("--seeds", type=count, default=3, help="how many times both are trained (default %(default)s)")
     add("--batch-size", type=count, default=16, help="images per step, over all processes (default %(default)s)")
     add("--size", type=count, default=64, help=f"side of the images, a multiple of {STRIDE} (default %(default)s)")

@@ -47,14 +47,13 @@ def lay_out(rows: Sequence[Sequence[str]], right: Sequence[int], width: int) -> 
     Args:
         rows: of equally many cells; the first is the header.
         right: the columns whose cells are aligned at their ends.
-        width: of a line. The first cell of a row is broken into lines that leave room for the others. The last column
-            takes what is left, and is left out where its header would not fit.
+        width: of a line. The last column is left out where it has no room, and then the first cell of a row is broken
+            into lines that leave room for the others.
     """
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     others = sum(widths[1:-1]) + len(_GAP) * (len(widths) - 2)
     widths[0] = max(min(widths[0], width - others), 8)
-    widths[-1] = min(widths[-1], width - others - widths[0] - len(_GAP))
-    shown = len(widths) if widths[-1] >= max(len(rows[0][-1]), 16) else len(widths) - 1
+    shown = len(widths) - (widths[0] + others + len(_GAP) + widths[-1] > width)
     return ["\n".join(_lines(row[:shown], right, widths)) for row in rows] + [
         _GAP.join("-" * w for w in widths[:shown])
     ]
