@@ -1,5 +1,6 @@
 #include <vector>
 
+#include "blocks.h"
 #include "inplace_abn/kernels.h"
 #include "inverses.h"
 #include "moments.h"
@@ -26,10 +27,13 @@ Transform<opmath_type<scalar_t>> make_transform(const Affine<scalar_t>& affine, 
 template <typename scalar_t, typename opmath_t, typename Res, typename Act>
 INPLACE_ABN_INLINE void transform_vector(const scalar_t* x, scalar_t* z, const Transform<opmath_t>& t, Res residual,
                                          Act act) {
+  constexpr int64_t lanes = vector_lanes<scalar_t>;
+  const Loaded<scalar_t, lanes> from(x);
+  const typename Res::template Block<lanes> added(residual);
+  Activated<scalar_t, Act, lanes> to(z);
   INPLACE_ABN_ONE_VECTOR
-  for (int64_t l = 0; l < vector_lanes<scalar_t>; ++l) {
-    z[l] = act.forward(residual.add((static_cast<opmath_t>(x[l]) - t.mean) * t.scale + t.beta, l));
-  }
+  for (int64_t l = 0; l < lanes; ++l) to.set(act, l, added.add((from[l] - t.mean) * t.scale + t.beta, l));
+  to.finish(act);
 }
 
 template <typename scalar_t, typename opmath_t, typename Res, typename Act>
@@ -66,10 +70,17 @@ INPLACE_ABN_CLONES void transform_rows(const scalar_t* x, int64_t x_stride, scal
     const scalar_t* from = x + r * x_stride;
     scalar_t* to = z + r * z_stride;
     const Res row = residual.at(0, r, 0);
-    const auto step = [&](int64_t c) __attribute__((always_inline)) {
-      to[c] = act.forward(row.add((static_cast<opmath_t>(from[c]) - mean[c]) * scale[c] + beta[c], c));
+    const auto walk = [&](int64_t c, int64_t count) __attribute__((always_inline)) {
+      const Loaded<scalar_t, most_channels> block(from + c, count);
+      const typename Res::template Block<most_channels> added(row.at(0, 0, c), count);
+      Activated<scalar_t, Act, most_channels> result(to + c);
+      INPLACE_ABN_INDEPENDENT
+      for (int64_t i = 0; i < count; ++i) {
+        result.set(act, i, added.add((block[i] - mean[c + i]) * scale[c + i] + beta[c + i], i));
+      }
+      result.finish(act, count);
     };
-    for_each_channel(channels, step, RowsAhead<scalar_t, 1>{from + ahead, x_stride});
+    for_each_channel(channels, walk, RowsAhead<scalar_t, 1>{from + ahead, x_stride});
   }
 }
 
