@@ -66,24 +66,27 @@ INPLACE_ABN_CLONES void combine_rows(const scalar_t* xhat, int64_t xhat_stride, 
   }
 }
 
+// `count` elements of a run, which make vectors.
 template <typename scalar_t, typename opmath_t, typename Res, typename Act>
-INPLACE_ABN_INLINE void invert_and_combine_vector(const scalar_t* z, const scalar_t* dz, scalar_t* dx,
-                                                  const Combination<opmath_t>& k, Res residual, Act act) {
-  constexpr int64_t lanes = vector_lanes<scalar_t>;
-  const Inverted<scalar_t, Act, lanes> inverted(act, z);
-  const Loaded<scalar_t, lanes> gradient(dz);
-  typename Res::template Block<lanes> added(residual);
-  Stored<scalar_t, lanes> to(dx);
-  INPLACE_ABN_ONE_VECTOR
-  for (int64_t l = 0; l < lanes; ++l) {
-    opmath_t y, dy;
-    inverted.get(act, l, gradient[l], y, dy);
-    y = added.subtract(y, l);
-    added.store_gradient(dy, l);
-    to.set(l, k.from_dy * dy + k.from_xhat * y + k.constant);
+INPLACE_ABN_INLINE void invert_and_combine_block(const scalar_t* z, const scalar_t* dz, scalar_t* dx, int64_t count,
+                                                 const Combination<opmath_t>& k, Res residual, Act act) {
+  constexpr int64_t lanes = vector_lanes<scalar_t>, most = block_size<scalar_t, lanes, Act>;
+  const Inverted<scalar_t, Act, most> inverted(act, z, count);
+  const Loaded<scalar_t, most> gradient(dz, count);
+  typename Res::template Block<most> added(residual, count);
+  Stored<scalar_t, most> to(dx);
+  for (int64_t first = 0; first < count; first += lanes) {
+    INPLACE_ABN_ONE_VECTOR
+    for (int64_t l = first; l < first + lanes; ++l) {
+      opmath_t y, dy;
+      inverted.get(act, l, gradient[l], y, dy);
+      y = added.subtract(y, l);
+      added.store_gradient(dy, l);
+      to.set(l, k.from_dy * dy + k.from_xhat * y + k.constant);
+    }
   }
-  added.finish();
-  to.finish();
+  added.finish(count);
+  to.finish(count);
 }
 
 // The same from z and dz, inverted once more: cheaper than writing xhat and dy out and reading them back.
@@ -105,10 +108,11 @@ INPLACE_ABN_CLONES void invert_and_combine_panel(View<const scalar_t> z, View<co
         z_end.take(z_run, length, z_run[0]);
         end.take(dz_run, length, scalar_t(0));
         residual_end.take(residual.at(c, r, 0), length);
-        invert_and_combine_vector(z_end.data(), end.data(), end.data(), k, residual_end.get(), act);
+        invert_and_combine_block(z_end.data(), end.data(), end.data(), width, k, residual_end.get(), act);
       }
-      for (int64_t i = 0; i + width <= length; i += width) {
-        invert_and_combine_vector(z_run + i, dz_run + i, dx_run + i, k, residual.at(c, r, i), act);
+      for (int64_t i = 0, count; i + width <= length; i += count) {
+        count = next_block<block_size<scalar_t, width, Act>, width>(length - i);
+        invert_and_combine_block(z_run + i, dz_run + i, dx_run + i, count, k, residual.at(c, r, i), act);
       }
       if (ragged) {
         residual_end.store_gradient(residual.at(c, r, 0), length);

@@ -3,6 +3,7 @@
 // the whole block before or after the loop over it.
 #pragma once
 
+#include <algorithm>
 #include <type_traits>
 
 #include "inverses.h"
@@ -13,6 +14,19 @@ namespace inplace_abn::cpu {
 // The hardware's conversions where there are any.
 void widen(const c10::Half* from, float* to, int64_t count);
 void narrow(const float* from, c10::Half* to, int64_t count);
+
+// How runs are divided into blocks: into units, whose number of elements is a constant, or as many of these together as
+// are worth a call and a way through memory. `Act` is what is inverted, if anything.
+template <typename scalar_t, int64_t unit, typename Act = void>
+constexpr int64_t block_size =
+    std::is_same_v<scalar_t, c10::Half> || std::is_same_v<Act, Lookup<scalar_t>> ? std::max<int64_t>(256, unit) : unit;
+
+// Elements of the next block, if there is a unit left.
+template <int64_t size, int64_t unit>
+INPLACE_ABN_INLINE int64_t next_block(int64_t left) {
+  if constexpr (size == unit) return unit;
+  return std::min(size, left / unit * unit);
+}
 
 // Up to `most` elements to read.
 template <typename scalar_t, int64_t most>

@@ -25,6 +25,7 @@ constexpr int64_t lanes = 8;
 
 INPLACE_ABN_F16C void widen_by_hardware(const c10::Half* from, float* to, int64_t count) {
   int64_t i = 0;
+#pragma GCC unroll 4
   for (; i + lanes <= count; i += lanes) {
     _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i))));
   }
@@ -33,6 +34,7 @@ INPLACE_ABN_F16C void widen_by_hardware(const c10::Half* from, float* to, int64_
 
 INPLACE_ABN_F16C void narrow_by_hardware(const float* from, c10::Half* to, int64_t count) {
   int64_t i = 0;
+#pragma GCC unroll 4
   for (; i + lanes <= count; i += lanes) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i),
                      _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));

@@ -24,16 +24,21 @@ Transform<opmath_type<scalar_t>> make_transform(const Affine<scalar_t>& affine, 
   return {mean, affine.gamma(c) * affine.inv_std(var), affine.beta(c)};
 }
 
+// `count` elements of a run, which make vectors.
 template <typename scalar_t, typename opmath_t, typename Res, typename Act>
-INPLACE_ABN_INLINE void transform_vector(const scalar_t* x, scalar_t* z, const Transform<opmath_t>& t, Res residual,
-                                         Act act) {
-  constexpr int64_t lanes = vector_lanes<scalar_t>;
-  const Loaded<scalar_t, lanes> from(x);
-  const typename Res::template Block<lanes> added(residual);
-  Activated<scalar_t, Act, lanes> to(z);
-  INPLACE_ABN_ONE_VECTOR
-  for (int64_t l = 0; l < lanes; ++l) to.set(act, l, added.add((from[l] - t.mean) * t.scale + t.beta, l));
-  to.finish(act);
+INPLACE_ABN_INLINE void transform_block(const scalar_t* x, scalar_t* z, int64_t count, const Transform<opmath_t>& t,
+                                        Res residual, Act act) {
+  constexpr int64_t lanes = vector_lanes<scalar_t>, most = block_size<scalar_t, lanes>;
+  const Loaded<scalar_t, most> from(x, count);
+  const typename Res::template Block<most> added(residual, count);
+  Activated<scalar_t, Act, most> to(z);
+  for (int64_t first = 0; first < count; first += lanes) {
+    INPLACE_ABN_ONE_VECTOR
+    for (int64_t l = first; l < first + lanes; ++l) {
+      to.set(act, l, added.add((from[l] - t.mean) * t.scale + t.beta, l));
+    }
+  }
+  to.finish(act, count);
 }
 
 template <typename scalar_t, typename opmath_t, typename Res, typename Act>
@@ -51,10 +56,11 @@ INPLACE_ABN_CLONES void transform_panel(View<const scalar_t> x, View<scalar_t> z
       if (ragged) {
         end.take(from, length, from[0]);
         residual_end.take(residual.at(c, r, 0), length);
-        transform_vector(end.data(), end.data(), t, residual_end.get(), act);
+        transform_block(end.data(), end.data(), width, t, residual_end.get(), act);
       }
-      for (int64_t i = 0; i + width <= length; i += width) {
-        transform_vector(from + i, to + i, t, residual.at(c, r, i), act);
+      for (int64_t i = 0, count; i + width <= length; i += count) {
+        count = next_block<block_size<scalar_t, width>, width>(length - i);
+        transform_block(from + i, to + i, count, t, residual.at(c, r, i), act);
       }
       if (ragged) end.store(to, length);
     }

@@ -91,6 +91,32 @@ struct ChannelValues {
   opmath_t beta, inverse_gamma;
 };
 
+// Adds `count` elements to lanes, `unit` at a time, but for the first `repeated`, which were added before. The residual
+// and the store are at their start.
+template <int64_t unit, typename scalar_t, typename opmath_t, typename Res, typename Act, typename Store>
+INPLACE_ABN_INLINE void reduce_block(const scalar_t* z, const scalar_t* dz, int64_t count,
+                                     ChannelValues<opmath_t> values, Res residual, Act act, Store store,
+                                     int32_t repeated, opmath_t* __restrict__ sum_dy,
+                                     opmath_t* __restrict__ sum_dy_centred) {
+  constexpr int64_t most = block_size<scalar_t, unit, Act>;
+  const Inverted<scalar_t, Act, most> inverted(act, z, count);
+  const Loaded<scalar_t, most> gradient(dz, count);
+  const typename Res::template Block<most> added(residual, count);
+  typename Store::template Block<most> stored(store);
+  for (int64_t first = 0; first < count; first += unit) {
+    INPLACE_ABN_ONE_VECTOR
+    for (int32_t l = 0; l < static_cast<int32_t>(unit); ++l) {
+      opmath_t y, dy;
+      inverted.get(act, first + l, gradient[first + l], y, dy);
+      const opmath_t centred = added.subtract(y, first + l) - values.beta;
+      sum_dy[l] += l < repeated ? opmath_t(0) : dy;
+      sum_dy_centred[l] += l < repeated ? opmath_t(0) : dy * centred;
+      stored.set(first + l, centred * values.inverse_gamma, dy);
+    }
+  }
+  stored.finish(count);
+}
+
 // Adds a run to lanes, which no activations share memory with. The residual and the store are at its start.
 template <typename scalar_t, typename opmath_t, typename Res, typename Act, typename Store>
 INPLACE_ABN_CLONES void reduce_run(const scalar_t* z, const scalar_t* z_ahead, const scalar_t* dz,
@@ -98,26 +124,6 @@ INPLACE_ABN_CLONES void reduce_run(const scalar_t* z, const scalar_t* z_ahead, c
                                    Res residual, Act act, Store store, opmath_t* __restrict__ sum_dy,
                                    opmath_t* __restrict__ sum_dy_centred) {
   constexpr int64_t wide = sum_lanes<opmath_t>, narrow = vector_lanes<scalar_t>;
-  // As many elements as `lanes` says, of what the pointers, the residual and the store are at, added to the lanes from
-  // `lane` on, but for the first `repeated`, which were added before.
-  const auto add = [&]<int32_t lanes>(const scalar_t* z_at, const scalar_t* dz_at, const Res& residual_at,
-                                      const Store& store_at, int64_t lane, int32_t repeated)
-                       __attribute__((always_inline)) {
-                         const Inverted<scalar_t, Act, lanes> inverted(act, z_at);
-                         const Loaded<scalar_t, lanes> gradient(dz_at);
-                         const typename Res::template Block<lanes> added(residual_at);
-                         typename Store::template Block<lanes> stored(store_at);
-                         INPLACE_ABN_ONE_VECTOR
-                         for (int32_t l = 0; l < lanes; ++l) {
-                           opmath_t y, dy;
-                           inverted.get(act, l, gradient[l], y, dy);
-                           const opmath_t centred = added.subtract(y, l) - values.beta;
-                           sum_dy[lane + l] += l < repeated ? opmath_t(0) : dy;
-                           sum_dy_centred[lane + l] += l < repeated ? opmath_t(0) : dy * centred;
-                           stored.set(l, centred * values.inverse_gamma, dy);
-                         }
-                         stored.finish();
-                       };
   const bool ragged = length % narrow != 0;
   RunEnd<scalar_t> z_end, dz_end;
   typename Res::End residual_end;
@@ -126,20 +132,24 @@ INPLACE_ABN_CLONES void reduce_run(const scalar_t* z, const scalar_t* z_ahead, c
     z_end.take(z, length, z[0]);
     dz_end.take(dz, length, scalar_t(0));  // spare lanes have no gradient, so they add nothing
     residual_end.take(residual, length);
-    add.template operator()<narrow>(z_end.data(), dz_end.data(), residual_end.get(), store_end.get(), 0,
-                                    z_end.repeated(length));
+    reduce_block<narrow>(z_end.data(), dz_end.data(), narrow, values, residual_end.get(), act, store_end.get(),
+                         z_end.repeated(length), sum_dy, sum_dy_centred);
   }
   int64_t i = 0;
-  for (; i + wide <= length; i += wide) {
-    prefetch(z_ahead + i, wide);
-    prefetch(dz_ahead + i, wide);
-    add.template operator()<wide>(z + i, dz + i, residual.at(0, 0, i), store.at(0, 0, i), 0, 0);
+  while (i + wide <= length) {
+    const int64_t count = next_block<block_size<scalar_t, wide, Act>, wide>(length - i);
+    prefetch(z_ahead + i, count);
+    prefetch(dz_ahead + i, count);
+    reduce_block<wide>(z + i, dz + i, count, values, residual.at(0, 0, i), act, store.at(0, 0, i), 0, sum_dy,
+                       sum_dy_centred);
+    i += count;
   }
   for (; i < length; i += narrow) {
     prefetch(z_ahead + i, narrow);
     prefetch(dz_ahead + i, narrow);
     if (i + narrow <= length) {
-      add.template operator()<narrow>(z + i, dz + i, residual.at(0, 0, i), store.at(0, 0, i), i % wide, 0);
+      reduce_block<narrow>(z + i, dz + i, narrow, values, residual.at(0, 0, i), act, store.at(0, 0, i), 0,
+                           sum_dy + i % wide, sum_dy_centred + i % wide);
     }
   }
   if (ragged) store_end.store(store, length);
