@@ -1,11 +1,14 @@
 // The only place with activation maths: forward, inverse and derivative, for both backends.
 //
 // Every activation is a small functor templated on the storage type of x, with
-//   scalar_t forward(opmath_t y)                                     z = act(y), rounded to storage
+//   opmath_t value(opmath_t y)                                       act(y)
+//   Tag tag(opmath_t value, opmath_t y)                              what z has to say by its lowest bit, if anything
+//   scalar_t forward(opmath_t y)                                     z: the value, rounded to storage, and its tag
 //   void inverse(scalar_t z, opmath_t dz, opmath_t& y, opmath_t& dy) y with act(y) = z, and dy = dz * act'(y)
-// `inverse` sees nothing but z, so `forward` has to leave in z whatever the inverse needs. Both branches of a piecewise
-// activation are told apart by the sign bit, not by `z < 0`: a small negative value may have been rounded to -0.
-// y = 0 belongs to the negative branch, as in torch's own derivatives.
+// An inverse that reads no tag takes z as opmath_t. `inverse` sees nothing but z, so `forward` has to leave in z
+// whatever the inverse needs. Both branches of a piecewise activation are told apart by the sign bit, not by `z < 0`: a
+// small negative value may have been rounded to -0. y = 0 belongs to the negative branch, as in torch's own
+// derivatives.
 #pragma once
 
 #include <cmath>
@@ -39,9 +42,10 @@ template <typename scalar_t>
 struct Identity {
   using opmath_t = opmath_type<scalar_t>;
 
-  INPLACE_ABN_INLINE scalar_t forward(opmath_t y) const { return static_cast<scalar_t>(y); }
-  INPLACE_ABN_INLINE void inverse(scalar_t z, opmath_t dz, opmath_t& y, opmath_t& dy) const {
-    y = static_cast<opmath_t>(z);
+  INPLACE_ABN_INLINE opmath_t value(opmath_t y) const { return y; }
+  INPLACE_ABN_INLINE scalar_t forward(opmath_t y) const { return static_cast<scalar_t>(value(y)); }
+  INPLACE_ABN_INLINE void inverse(opmath_t z, opmath_t dz, opmath_t& y, opmath_t& dy) const {
+    y = z;
     dy = dz;
   }
 };
@@ -55,13 +59,11 @@ struct LeakyRelu {
   explicit LeakyRelu(double slope_)
       : slope(static_cast<opmath_t>(slope_)), inverse_slope(static_cast<opmath_t>(1 / slope_)) {}
 
-  INPLACE_ABN_INLINE scalar_t forward(opmath_t y) const {
-    return static_cast<scalar_t>(y > 0 ? y : -std::abs(y * slope));
-  }
-  INPLACE_ABN_INLINE void inverse(scalar_t z, opmath_t dz, opmath_t& y, opmath_t& dy) const {
-    const auto value = static_cast<opmath_t>(z);
-    const bool negative = sign_bit(value);
-    y = negative ? value * inverse_slope : value;
+  INPLACE_ABN_INLINE opmath_t value(opmath_t y) const { return y > 0 ? y : -std::abs(y * slope); }
+  INPLACE_ABN_INLINE scalar_t forward(opmath_t y) const { return static_cast<scalar_t>(value(y)); }
+  INPLACE_ABN_INLINE void inverse(opmath_t z, opmath_t dz, opmath_t& y, opmath_t& dy) const {
+    const bool negative = sign_bit(z);
+    y = negative ? z * inverse_slope : z;
     dy = negative ? dz * slope : dz;
   }
 };
@@ -71,7 +73,8 @@ template <typename scalar_t>
 struct PlainRelu {
   using opmath_t = opmath_type<scalar_t>;
 
-  INPLACE_ABN_INLINE scalar_t forward(opmath_t y) const { return static_cast<scalar_t>(y <= 0 ? opmath_t(0) : y); }
+  INPLACE_ABN_INLINE opmath_t value(opmath_t y) const { return y <= 0 ? opmath_t(0) : y; }
+  INPLACE_ABN_INLINE scalar_t forward(opmath_t y) const { return static_cast<scalar_t>(value(y)); }
 };
 
 // dy is selected, not multiplied: it is zero on the negative branch whatever dz is, NaN and infinity included. A y
@@ -81,15 +84,15 @@ struct Relu {
   using opmath_t = opmath_type<scalar_t>;
   static constexpr opmath_t slope = static_cast<opmath_t>(relu_slope<scalar_t>()), inverse_slope = 1 / slope;
 
-  INPLACE_ABN_INLINE scalar_t forward(opmath_t y) const {
+  INPLACE_ABN_INLINE opmath_t value(opmath_t y) const {
     constexpr opmath_t least = -largest();
     const opmath_t trace = y < least ? opmath_t(0) : y * slope;
-    return static_cast<scalar_t>(y > 0 ? y : -std::abs(trace));
+    return y > 0 ? y : -std::abs(trace);
   }
-  INPLACE_ABN_INLINE void inverse(scalar_t z, opmath_t dz, opmath_t& y, opmath_t& dy) const {
-    const auto value = static_cast<opmath_t>(z);
-    const bool negative = sign_bit(value);
-    y = negative ? value * inverse_slope : value;
+  INPLACE_ABN_INLINE scalar_t forward(opmath_t y) const { return static_cast<scalar_t>(value(y)); }
+  INPLACE_ABN_INLINE void inverse(opmath_t z, opmath_t dz, opmath_t& y, opmath_t& dy) const {
+    const bool negative = sign_bit(z);
+    y = negative ? z * inverse_slope : z;
     dy = negative ? opmath_t(0) : dz;
   }
 
@@ -115,18 +118,18 @@ struct Elu {
         inverse_alpha(static_cast<opmath_t>(1 / alpha_)),
         saturated(static_cast<opmath_t>(std::log(half_spacing(alpha_) / alpha_) - 0.5)) {}
 
-  INPLACE_ABN_INLINE scalar_t forward(opmath_t y) const {
-    return static_cast<scalar_t>(y > 0 ? y : -std::abs(alpha * expm1_nonpositive(y > 0 ? opmath_t(0) : y)));
+  INPLACE_ABN_INLINE opmath_t value(opmath_t y) const {
+    return y > 0 ? y : -std::abs(alpha * expm1_nonpositive(y > 0 ? opmath_t(0) : y));
   }
-  INPLACE_ABN_INLINE void inverse(scalar_t z, opmath_t dz, opmath_t& y, opmath_t& dy) const {
+  INPLACE_ABN_INLINE scalar_t forward(opmath_t y) const { return static_cast<scalar_t>(value(y)); }
+  INPLACE_ABN_INLINE void inverse(opmath_t z, opmath_t dz, opmath_t& y, opmath_t& dy) const {
     // Where z is -alpha, log1p is infinite and the derivative zero.
     constexpr opmath_t floor = -1 + std::numeric_limits<opmath_t>::epsilon() / 2;
-    const auto value = static_cast<opmath_t>(z);
-    const bool negative = sign_bit(value);
-    const opmath_t ratio = negative ? value * inverse_alpha : opmath_t(0);
+    const bool negative = sign_bit(z);
+    const opmath_t ratio = negative ? z * inverse_alpha : opmath_t(0);
     const opmath_t log = log1p_nonpositive(ratio < floor ? floor : ratio);
-    y = negative ? (ratio < floor ? saturated : log) : value;
-    const opmath_t slope = value + alpha;
+    y = negative ? (ratio < floor ? saturated : log) : z;
+    const opmath_t slope = z + alpha;
     dy = negative ? dz * (slope < 0 ? opmath_t(0) : slope) : dz;
   }
 
@@ -149,9 +152,16 @@ template <typename scalar_t>
 struct Hardswish {
   using opmath_t = opmath_type<scalar_t>;
 
-  INPLACE_ABN_INLINE scalar_t forward(opmath_t y) const {
+  INPLACE_ABN_INLINE opmath_t value(opmath_t y) const {
     const opmath_t curved = y * (y < 3 ? (y + 3) / 6 : opmath_t(1));
-    return Flat<scalar_t>::store(y <= -3 ? Flat<scalar_t>::value(y) : curved, y, opmath_t(-1.5));
+    return y <= -3 ? Flat<scalar_t>::value(y) : curved;
+  }
+  INPLACE_ABN_INLINE Tag<opmath_t> tag(opmath_t value, opmath_t y) const {
+    return Flat<scalar_t>::tag(value, y, opmath_t(-1.5));
+  }
+  INPLACE_ABN_INLINE scalar_t forward(opmath_t y) const {
+    const opmath_t exact = value(y);
+    return with_tag(static_cast<scalar_t>(exact), tag(exact, y));
   }
 
   INPLACE_ABN_INLINE void inverse(scalar_t stored, opmath_t dz, opmath_t& y, opmath_t& dy) const {

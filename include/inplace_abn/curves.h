@@ -26,17 +26,23 @@ constexpr double relu_slope() {
 }
 
 // A bit that says on which side of its minimum a z was, stolen from the lowest bit of the mantissa: cleared where the
-// value is `tagged`, set where the mask `bit` is, which is only where it is tagged. Masks, because compilers do not
+// mask `tagged` is set, set where the mask `bit` is, which is only where it is tagged. Masks, because compilers do not
 // vectorise conditions of values of two widths.
-INPLACE_ABN_INLINE double with_low_bit(double v, int64_t tagged, int64_t bit) {
-  return bits_to<double>((bits_to<int64_t>(v) & ~(tagged & 1)) | (bit & 1));
+template <typename opmath_t>
+struct Tag {
+  using mask_t = std::conditional_t<std::is_same_v<opmath_t, double>, int64_t, int32_t>;
+  mask_t tagged, bit;
+};
+
+INPLACE_ABN_INLINE double with_tag(double v, Tag<double> tag) {
+  return bits_to<double>((bits_to<int64_t>(v) & ~(tag.tagged & 1)) | (tag.bit & 1));
 }
-INPLACE_ABN_INLINE float with_low_bit(float v, int32_t tagged, int32_t bit) {
-  return bits_to<float>((bits_to<int32_t>(v) & ~(tagged & 1)) | (bit & 1));
+INPLACE_ABN_INLINE float with_tag(float v, Tag<float> tag) {
+  return bits_to<float>((bits_to<int32_t>(v) & ~(tag.tagged & 1)) | (tag.bit & 1));
 }
 template <typename scalar_t>
-INPLACE_ABN_INLINE scalar_t with_low_bit(scalar_t v, int32_t tagged, int32_t bit) {
-  return bits_to<scalar_t>(static_cast<uint16_t>((bits_to<uint16_t>(v) & ~(tagged & 1)) | (bit & 1)));
+INPLACE_ABN_INLINE scalar_t with_tag(scalar_t v, Tag<float> tag) {
+  return bits_to<scalar_t>(static_cast<uint16_t>((bits_to<uint16_t>(v) & ~(tag.tagged & 1)) | (tag.bit & 1)));
 }
 INPLACE_ABN_INLINE bool low_bit(double v) {
   return (bits_to<uint64_t>(v) & 1) != 0;
@@ -65,9 +71,9 @@ struct Flat {
     const opmath_t magnitude = -y * scale, largest = tagged / 2;
     return magnitude < largest ? magnitude : largest;
   }
-  // With the bit of negative values, too: set where `left` is.
-  INPLACE_ABN_INLINE static scalar_t store(opmath_t value, opmath_t y, opmath_t y_min) {
-    return with_low_bit(static_cast<scalar_t>(value), sign_mask(y) | sign_mask(value - tagged), sign_mask(y - y_min));
+  // Of negative values, too: the bit is set on the left of `y_min`.
+  INPLACE_ABN_INLINE static Tag<opmath_t> tag(opmath_t value, opmath_t y, opmath_t y_min) {
+    return {sign_mask(y) | sign_mask(value - tagged), sign_mask(y - y_min)};
   }
   INPLACE_ABN_INLINE static opmath_t y(opmath_t z) { return z * (-1 / scale); }
 };
@@ -174,17 +180,27 @@ struct WithMinimum {
   static constexpr opmath_t y_min = static_cast<opmath_t>(Curve::y_min), z_min = static_cast<opmath_t>(Curve::z_min);
   static constexpr opmath_t linear = static_cast<opmath_t>(Fit::linear);
 
-  INPLACE_ABN_INLINE scalar_t forward(opmath_t y) const {
+  INPLACE_ABN_INLINE opmath_t value(opmath_t y) const {
     if constexpr (Curve::has_flat) {
       constexpr opmath_t flat_below = Curve::template flat_below<scalar_t>();
       const auto gate = Curve::gate(y < flat_below ? flat_below : y);
-      const opmath_t value = y * gate.numerator / gate.denominator;
-      return Flat<scalar_t>::store(y < flat_below ? Flat<scalar_t>::value(y) : value, y, y_min);
+      const opmath_t curved = y * gate.numerator / gate.denominator;
+      return y < flat_below ? Flat<scalar_t>::value(y) : curved;
     } else {
       const auto gate = Curve::gate(y);
-      const auto z = static_cast<scalar_t>(y * gate.numerator / gate.denominator);
-      return with_low_bit(z, sign_mask(y), sign_mask(y - y_min));
+      return y * gate.numerator / gate.denominator;
     }
+  }
+  INPLACE_ABN_INLINE Tag<opmath_t> tag(opmath_t value, opmath_t y) const {
+    if constexpr (Curve::has_flat) {
+      return Flat<scalar_t>::tag(value, y, y_min);
+    } else {
+      return {sign_mask(y), sign_mask(y - y_min)};
+    }
+  }
+  INPLACE_ABN_INLINE scalar_t forward(opmath_t y) const {
+    const opmath_t exact = value(y);
+    return with_tag(static_cast<scalar_t>(exact), tag(exact, y));
   }
 
   INPLACE_ABN_INLINE void inverse(scalar_t stored, opmath_t dz, opmath_t& y, opmath_t& dy) const {

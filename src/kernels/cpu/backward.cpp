@@ -1,5 +1,6 @@
 #include <vector>
 
+#include "blocks.h"
 #include "inplace_abn/kernels.h"
 #include "inverses.h"
 #include "parallel.h"
@@ -17,6 +18,9 @@ struct Combination {
   opmath_t from_dy, from_xhat, constant;
 };
 
+// Elements of a run that are combined at a time.
+constexpr int64_t most_of_run = 512;
+
 template <typename scalar_t, typename opmath_t>
 INPLACE_ABN_CLONES void combine_panel(View<const scalar_t> xhat, View<const scalar_t> dy, View<scalar_t> dx,
                                       int64_t channels, int64_t runs, int64_t length,
@@ -27,10 +31,15 @@ INPLACE_ABN_CLONES void combine_panel(View<const scalar_t> xhat, View<const scal
       const scalar_t* dy_run = dy.data + c * dy.channel_stride + r * dy.batch_stride;
       scalar_t* dx_run = dx.data + c * dx.channel_stride + r * dx.batch_stride;
       const Combination<opmath_t> k = combinations[c];
-      INPLACE_ABN_INDEPENDENT
-      for (int64_t i = 0; i < length; ++i) {
-        dx_run[i] = static_cast<scalar_t>(k.from_dy * static_cast<opmath_t>(dy_run[i]) +
-                                          k.from_xhat * static_cast<opmath_t>(xhat_run[i]) + k.constant);
+      for (int64_t done = 0; done < length; done += most_of_run) {
+        const int64_t count = std::min(most_of_run, length - done);
+        const Loaded<scalar_t, most_of_run> xhat_block(xhat_run + done, count), dy_block(dy_run + done, count);
+        Stored<scalar_t, most_of_run> dx_block(dx_run + done);
+        INPLACE_ABN_INDEPENDENT
+        for (int64_t i = 0; i < count; ++i) {
+          dx_block.set(i, k.from_dy * dy_block[i] + k.from_xhat * xhat_block[i] + k.constant);
+        }
+        dx_block.finish(count);
       }
     }
   }
@@ -42,27 +51,42 @@ INPLACE_ABN_CLONES void combine_rows(const scalar_t* xhat, int64_t xhat_stride, 
                                      const opmath_t* from_dy, const opmath_t* from_xhat, const opmath_t* constant) {
   const int64_t xhat_ahead = rows_ahead<scalar_t>(xhat_stride, 2), dy_ahead = rows_ahead<scalar_t>(dy_stride, 2);
   for (int64_t r = 0; r < rows; ++r) {
-    const auto step = [&](int64_t c) __attribute__((always_inline)) {
-      dx[r * dx_stride + c] =
-          static_cast<scalar_t>(from_dy[c] * static_cast<opmath_t>(dy[r * dy_stride + c]) +
-                                from_xhat[c] * static_cast<opmath_t>(xhat[r * xhat_stride + c]) + constant[c]);
+    const auto walk = [&](int64_t c, int64_t count) __attribute__((always_inline)) {
+      const Loaded<scalar_t, most_channels> xhat_block(xhat + r * xhat_stride + c, count);
+      const Loaded<scalar_t, most_channels> dy_block(dy + r * dy_stride + c, count);
+      Stored<scalar_t, most_channels> dx_block(dx + r * dx_stride + c);
+      INPLACE_ABN_INDEPENDENT
+      for (int64_t i = 0; i < count; ++i) {
+        dx_block.set(i, from_dy[c + i] * dy_block[i] + from_xhat[c + i] * xhat_block[i] + constant[c + i]);
+      }
+      dx_block.finish(count);
     };
-    for_each_channel(channels, step, RowsAhead<scalar_t, 1>{xhat + r * xhat_stride + xhat_ahead, xhat_stride},
+    for_each_channel(channels, walk, RowsAhead<scalar_t, 1>{xhat + r * xhat_stride + xhat_ahead, xhat_stride},
                      RowsAhead<scalar_t, 1>{dy + r * dy_stride + dy_ahead, dy_stride});
   }
 }
 
+// `count` elements of a run, which make vectors.
 template <typename scalar_t, typename opmath_t, typename Res, typename Act>
-INPLACE_ABN_INLINE void invert_and_combine_vector(const scalar_t* z, const scalar_t* dz, scalar_t* dx,
-                                                  const Combination<opmath_t>& k, Res residual, Act act) {
-  INPLACE_ABN_ONE_VECTOR
-  for (int64_t l = 0; l < vector_lanes<scalar_t>; ++l) {
-    opmath_t y, dy;
-    act.inverse(z[l], static_cast<opmath_t>(dz[l]), y, dy);
-    y = residual.subtract(y, l);
-    residual.store_gradient(dy, l);
-    dx[l] = static_cast<scalar_t>(k.from_dy * dy + k.from_xhat * y + k.constant);
+INPLACE_ABN_INLINE void invert_and_combine_block(const scalar_t* z, const scalar_t* dz, scalar_t* dx, int64_t count,
+                                                 const Combination<opmath_t>& k, Res residual, Act act) {
+  constexpr int64_t lanes = vector_lanes<scalar_t>, most = block_size<scalar_t, lanes, Act>;
+  const Inverted<scalar_t, Act, most> inverted(act, z, count);
+  const Loaded<scalar_t, most> gradient(dz, count);
+  typename Res::template Block<most> added(residual, count);
+  Stored<scalar_t, most> to(dx);
+  for (int64_t first = 0; first < count; first += lanes) {
+    INPLACE_ABN_ONE_VECTOR
+    for (int64_t l = first; l < first + lanes; ++l) {
+      opmath_t y, dy;
+      inverted.get(act, l, gradient[l], y, dy);
+      y = added.subtract(y, l);
+      added.store_gradient(dy, l);
+      to.set(l, k.from_dy * dy + k.from_xhat * y + k.constant);
+    }
   }
+  added.finish(count);
+  to.finish(count);
 }
 
 // The same from z and dz, inverted once more: cheaper than writing xhat and dy out and reading them back.
@@ -84,10 +108,11 @@ INPLACE_ABN_CLONES void invert_and_combine_panel(View<const scalar_t> z, View<co
         z_end.take(z_run, length, z_run[0]);
         end.take(dz_run, length, scalar_t(0));
         residual_end.take(residual.at(c, r, 0), length);
-        invert_and_combine_vector(z_end.data(), end.data(), end.data(), k, residual_end.get(), act);
+        invert_and_combine_block(z_end.data(), end.data(), end.data(), width, k, residual_end.get(), act);
       }
-      for (int64_t i = 0; i + width <= length; i += width) {
-        invert_and_combine_vector(z_run + i, dz_run + i, dx_run + i, k, residual.at(c, r, i), act);
+      for (int64_t i = 0, count; i + width <= length; i += count) {
+        count = next_block<block_size<scalar_t, width, Act>, width>(length - i);
+        invert_and_combine_block(z_run + i, dz_run + i, dx_run + i, count, k, residual.at(c, r, i), act);
       }
       if (ragged) {
         residual_end.store_gradient(residual.at(c, r, 0), length);
@@ -105,14 +130,23 @@ INPLACE_ABN_CLONES void invert_and_combine_rows(const scalar_t* z, int64_t z_str
   const int64_t z_ahead = rows_ahead<scalar_t>(z_stride, 2), dz_ahead = rows_ahead<scalar_t>(dz_stride, 2);
   for (int64_t r = 0; r < rows; ++r) {
     const Res row = residual.at(0, r, 0);
-    const auto step = [&](int64_t c) __attribute__((always_inline)) {
-      opmath_t y, dy;
-      act.inverse(z[r * z_stride + c], static_cast<opmath_t>(dz[r * dz_stride + c]), y, dy);
-      y = row.subtract(y, c);
-      row.store_gradient(dy, c);
-      dx[r * dx_stride + c] = static_cast<scalar_t>(from_dy[c] * dy + from_xhat[c] * y + constant[c]);
+    const auto walk = [&](int64_t c, int64_t count) __attribute__((always_inline)) {
+      const Inverted<scalar_t, Act, most_channels> inverted(act, z + r * z_stride + c, count);
+      const Loaded<scalar_t, most_channels> gradient(dz + r * dz_stride + c, count);
+      typename Res::template Block<most_channels> added(row.at(0, 0, c), count);
+      Stored<scalar_t, most_channels> to(dx + r * dx_stride + c);
+      INPLACE_ABN_INDEPENDENT
+      for (int64_t i = 0; i < count; ++i) {
+        opmath_t y, dy;
+        inverted.get(act, i, gradient[i], y, dy);
+        y = added.subtract(y, i);
+        added.store_gradient(dy, i);
+        to.set(i, from_dy[c + i] * dy + from_xhat[c + i] * y + constant[c + i]);
+      }
+      added.finish(count);
+      to.finish(count);
     };
-    for_each_channel(channels, step, RowsAhead<scalar_t, 1>{z + r * z_stride + z_ahead, z_stride},
+    for_each_channel(channels, walk, RowsAhead<scalar_t, 1>{z + r * z_stride + z_ahead, z_stride},
                      RowsAhead<scalar_t, 1>{dz + r * dz_stride + dz_ahead, dz_stride});
   }
 }

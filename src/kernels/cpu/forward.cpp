@@ -1,5 +1,6 @@
 #include <vector>
 
+#include "blocks.h"
 #include "inplace_abn/kernels.h"
 #include "inverses.h"
 #include "moments.h"
@@ -23,13 +24,21 @@ Transform<opmath_type<scalar_t>> make_transform(const Affine<scalar_t>& affine, 
   return {mean, affine.gamma(c) * affine.inv_std(var), affine.beta(c)};
 }
 
+// `count` elements of a run, which make vectors.
 template <typename scalar_t, typename opmath_t, typename Res, typename Act>
-INPLACE_ABN_INLINE void transform_vector(const scalar_t* x, scalar_t* z, const Transform<opmath_t>& t, Res residual,
-                                         Act act) {
-  INPLACE_ABN_ONE_VECTOR
-  for (int64_t l = 0; l < vector_lanes<scalar_t>; ++l) {
-    z[l] = act.forward(residual.add((static_cast<opmath_t>(x[l]) - t.mean) * t.scale + t.beta, l));
+INPLACE_ABN_INLINE void transform_block(const scalar_t* x, scalar_t* z, int64_t count, const Transform<opmath_t>& t,
+                                        Res residual, Act act) {
+  constexpr int64_t lanes = vector_lanes<scalar_t>, most = block_size<scalar_t, lanes>;
+  const Loaded<scalar_t, most> from(x, count);
+  const typename Res::template Block<most> added(residual, count);
+  Activated<scalar_t, Act, most> to(z);
+  for (int64_t first = 0; first < count; first += lanes) {
+    INPLACE_ABN_ONE_VECTOR
+    for (int64_t l = first; l < first + lanes; ++l) {
+      to.set(act, l, added.add((from[l] - t.mean) * t.scale + t.beta, l));
+    }
   }
+  to.finish(act, count);
 }
 
 template <typename scalar_t, typename opmath_t, typename Res, typename Act>
@@ -47,10 +56,11 @@ INPLACE_ABN_CLONES void transform_panel(View<const scalar_t> x, View<scalar_t> z
       if (ragged) {
         end.take(from, length, from[0]);
         residual_end.take(residual.at(c, r, 0), length);
-        transform_vector(end.data(), end.data(), t, residual_end.get(), act);
+        transform_block(end.data(), end.data(), width, t, residual_end.get(), act);
       }
-      for (int64_t i = 0; i + width <= length; i += width) {
-        transform_vector(from + i, to + i, t, residual.at(c, r, i), act);
+      for (int64_t i = 0, count; i + width <= length; i += count) {
+        count = next_block<block_size<scalar_t, width>, width>(length - i);
+        transform_block(from + i, to + i, count, t, residual.at(c, r, i), act);
       }
       if (ragged) end.store(to, length);
     }
@@ -66,10 +76,17 @@ INPLACE_ABN_CLONES void transform_rows(const scalar_t* x, int64_t x_stride, scal
     const scalar_t* from = x + r * x_stride;
     scalar_t* to = z + r * z_stride;
     const Res row = residual.at(0, r, 0);
-    const auto step = [&](int64_t c) __attribute__((always_inline)) {
-      to[c] = act.forward(row.add((static_cast<opmath_t>(from[c]) - mean[c]) * scale[c] + beta[c], c));
+    const auto walk = [&](int64_t c, int64_t count) __attribute__((always_inline)) {
+      const Loaded<scalar_t, most_channels> block(from + c, count);
+      const typename Res::template Block<most_channels> added(row.at(0, 0, c), count);
+      Activated<scalar_t, Act, most_channels> result(to + c);
+      INPLACE_ABN_INDEPENDENT
+      for (int64_t i = 0; i < count; ++i) {
+        result.set(act, i, added.add((block[i] - mean[c + i]) * scale[c + i] + beta[c + i], i));
+      }
+      result.finish(act, count);
     };
-    for_each_channel(channels, step, RowsAhead<scalar_t, 1>{from + ahead, x_stride});
+    for_each_channel(channels, walk, RowsAhead<scalar_t, 1>{from + ahead, x_stride});
   }
 }
 

@@ -1,5 +1,6 @@
 #include <torch/csrc/stable/ops.h>
 
+#include "blocks.h"
 #include "inplace_abn/kernels.h"
 #include "inverses.h"
 #include "parallel.h"
@@ -9,10 +10,15 @@ namespace {
 
 template <typename scalar_t, typename opmath_t, typename Act>
 INPLACE_ABN_CLONES void invert_run(const scalar_t* z, opmath_t* y, int64_t count, Act act) {
-  INPLACE_ABN_INDEPENDENT
-  for (int64_t i = 0; i < count; ++i) {
-    opmath_t dy;
-    act.inverse(z[i], opmath_t(0), y[i], dy);
+  constexpr int64_t most = 512;
+  for (int64_t done = 0; done < count; done += most) {
+    const int64_t block = std::min(most, count - done);
+    const Inverted<scalar_t, Act, most> inverted(act, z + done, block);
+    INPLACE_ABN_INDEPENDENT
+    for (int64_t i = 0; i < block; ++i) {
+      opmath_t dy;
+      inverted.get(act, i, opmath_t(0), y[done + i], dy);
+    }
   }
 }
 

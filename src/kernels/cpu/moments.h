@@ -7,6 +7,7 @@
 
 #include <algorithm>
 
+#include "blocks.h"
 #include "parallel.h"
 #include "vectors.h"
 
@@ -36,8 +37,9 @@ INPLACE_ABN_CLONES scalar_t sample_mean(const scalar_t* run, int64_t length) {
   using opmath_t = opmath_type<scalar_t>;
   constexpr int64_t wide = sum_lanes<opmath_t>;
   const int64_t sampled = std::min(length, wide);
+  const Loaded<scalar_t, wide> values(run, sampled);
   opmath_t sample[wide] = {};
-  for (int64_t i = 0; i < sampled; ++i) sample[i] = static_cast<opmath_t>(run[i]);
+  for (int64_t i = 0; i < sampled; ++i) sample[i] = values[i];
   return static_cast<scalar_t>(static_cast<opmath_t>(total(sample) / static_cast<double>(sampled)));
 }
 
@@ -45,23 +47,29 @@ INPLACE_ABN_CLONES scalar_t sample_mean(const scalar_t* run, int64_t length) {
 template <typename scalar_t, typename opmath_t>
 INPLACE_ABN_CLONES void add_run(const scalar_t* run, const scalar_t* ahead, int64_t length, scalar_t first_shift,
                                 opmath_t* __restrict__ deviation, opmath_t* __restrict__ square) {
-  constexpr int64_t wide = sum_lanes<opmath_t>, narrow = vector_lanes<scalar_t>;
+  constexpr int64_t wide = sum_lanes<opmath_t>, narrow = vector_lanes<scalar_t>, most = block_size<scalar_t, wide>;
   const auto shift = static_cast<opmath_t>(first_shift);
   int64_t i = 0;
-  for (; i + wide <= length; i += wide) {
-    prefetch(ahead + i, wide);
-    INPLACE_ABN_INDEPENDENT
-    for (int64_t l = 0; l < wide; ++l) {
-      const opmath_t d = static_cast<opmath_t>(run[i + l]) - shift;
-      deviation[l] += d;
-      square[l] += d * d;
+  while (i + wide <= length) {
+    const int64_t count = next_block<most, wide>(length - i);
+    prefetch(ahead + i, count);
+    const Loaded<scalar_t, most> values(run + i, count);
+    for (int64_t first = 0; first < count; first += wide) {
+      INPLACE_ABN_INDEPENDENT
+      for (int64_t l = 0; l < wide; ++l) {
+        const opmath_t d = values[first + l] - shift;
+        deviation[l] += d;
+        square[l] += d * d;
+      }
     }
+    i += count;
   }
   // All but the first `repeated` elements of a vector.
   const auto add_vector = [&](const scalar_t* from, int64_t lane, int32_t repeated) __attribute__((always_inline)) {
+    const Loaded<scalar_t, narrow> values(from);
     INPLACE_ABN_ONE_VECTOR
     for (int32_t l = 0; l < narrow; ++l) {
-      const opmath_t d = l < repeated ? opmath_t(0) : static_cast<opmath_t>(from[l]) - shift;
+      const opmath_t d = l < repeated ? opmath_t(0) : values[l] - shift;
       deviation[lane + l] += d;
       square[lane + l] += d * d;
     }

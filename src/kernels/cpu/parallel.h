@@ -25,10 +25,12 @@
 // vector must not be unrolled before it is vectorised, lest this be forgotten.
 #if defined(__clang__)
 #define INPLACE_ABN_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
+#define INPLACE_ABN_NOT_UNROLLED _Pragma("clang loop unroll(disable)")
 #define INPLACE_ABN_ONE_VECTOR _Pragma("clang loop vectorize(assume_safety) unroll(disable)")
 #else
 #define INPLACE_ABN_INDEPENDENT _Pragma("GCC ivdep")
-#define INPLACE_ABN_ONE_VECTOR _Pragma("GCC ivdep") _Pragma("GCC unroll 1")
+#define INPLACE_ABN_NOT_UNROLLED _Pragma("GCC unroll 1")
+#define INPLACE_ABN_ONE_VECTOR INPLACE_ABN_INDEPENDENT INPLACE_ABN_NOT_UNROLLED
 #endif
 
 namespace inplace_abn::cpu {

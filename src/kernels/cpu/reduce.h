@@ -1,6 +1,7 @@
 // The first pass of backward: z inverted, and summed up per channel.
 #pragma once
 
+#include "blocks.h"
 #include "inplace_abn/kernels.h"
 #include "residual.h"
 #include "rows.h"
@@ -19,20 +20,24 @@ struct Sums {
 };
 
 // What happens to an element once z is inverted, beside the sums: nothing, or storing xhat and dy. Reads come before
-// writes, so xhat may lie over z and dy over dz. Methods and `End` are as in residual.h.
+// writes, so xhat may lie over z and dy over dz. Methods, `End` and `Block` are as in residual.h.
 template <typename scalar_t>
 struct DoNotStore {
   struct End {
     INPLACE_ABN_INLINE DoNotStore get() { return {}; }
     INPLACE_ABN_INLINE void store(DoNotStore, int64_t) const {}
   };
+  template <int64_t most>
+  struct Block {
+    INPLACE_ABN_INLINE explicit Block(DoNotStore) {}
+    INPLACE_ABN_INLINE void set(int64_t, opmath_type<scalar_t>, opmath_type<scalar_t>) {}
+    INPLACE_ABN_INLINE void finish(int64_t = most) {}
+  };
 
   DoNotStore panel(const Panel&, int64_t) const { return {}; }
   DoNotStore rows(int64_t, int64_t) const { return {}; }
 
   INPLACE_ABN_INLINE DoNotStore at(int64_t, int64_t, int64_t) const { return {}; }
-  INPLACE_ABN_INLINE void operator()(int64_t, opmath_type<scalar_t>, opmath_type<scalar_t>,
-                                     opmath_type<scalar_t>) const {}
 };
 
 template <typename scalar_t>
@@ -50,6 +55,22 @@ struct StoreXhatAndDy {
    private:
     RunEnd<scalar_t> xhat_, dy_;
   };
+  template <int64_t most>
+  class Block {
+   public:
+    INPLACE_ABN_INLINE explicit Block(const StoreXhatAndDy& to) : xhat_(to.xhat.data), dy_(to.dy.data) {}
+    INPLACE_ABN_INLINE void set(int64_t i, opmath_type<scalar_t> xhat, opmath_type<scalar_t> dy) {
+      xhat_.set(i, xhat);
+      dy_.set(i, dy);
+    }
+    INPLACE_ABN_INLINE void finish(int64_t count = most) {
+      xhat_.finish(count);
+      dy_.finish(count);
+    }
+
+   private:
+    Stored<scalar_t, most> xhat_, dy_;
+  };
 
   StoreXhatAndDy panel(const Panel& panel, int64_t channel) const {
     return {panel.view(xhat, channel), panel.view(dy, channel)};
@@ -63,17 +84,38 @@ struct StoreXhatAndDy {
     return {{xhat.data + channel * xhat.channel_stride + run * xhat.batch_stride + i, 0, 0},
             {dy.data + channel * dy.channel_stride + run * dy.batch_stride + i, 0, 0}};
   }
-  INPLACE_ABN_INLINE void operator()(int64_t i, opmath_type<scalar_t> centred, opmath_type<scalar_t> gradient,
-                                     opmath_type<scalar_t> inverse_gamma) const {
-    xhat.data[i] = static_cast<scalar_t>(centred * inverse_gamma);
-    dy.data[i] = static_cast<scalar_t>(gradient);
-  }
 };
 
 template <typename opmath_t>
 struct ChannelValues {
   opmath_t beta, inverse_gamma;
 };
+
+// Adds `count` elements to lanes, `unit` at a time, but for the first `repeated`, which were added before. The residual
+// and the store are at their start.
+template <int64_t unit, typename scalar_t, typename opmath_t, typename Res, typename Act, typename Store>
+INPLACE_ABN_INLINE void reduce_block(const scalar_t* z, const scalar_t* dz, int64_t count,
+                                     ChannelValues<opmath_t> values, Res residual, Act act, Store store,
+                                     int32_t repeated, opmath_t* __restrict__ sum_dy,
+                                     opmath_t* __restrict__ sum_dy_centred) {
+  constexpr int64_t most = block_size<scalar_t, unit, Act>;
+  const Inverted<scalar_t, Act, most> inverted(act, z, count);
+  const Loaded<scalar_t, most> gradient(dz, count);
+  const typename Res::template Block<most> added(residual, count);
+  typename Store::template Block<most> stored(store);
+  for (int64_t first = 0; first < count; first += unit) {
+    INPLACE_ABN_ONE_VECTOR
+    for (int32_t l = 0; l < static_cast<int32_t>(unit); ++l) {
+      opmath_t y, dy;
+      inverted.get(act, first + l, gradient[first + l], y, dy);
+      const opmath_t centred = added.subtract(y, first + l) - values.beta;
+      sum_dy[l] += l < repeated ? opmath_t(0) : dy;
+      sum_dy_centred[l] += l < repeated ? opmath_t(0) : dy * centred;
+      stored.set(first + l, centred * values.inverse_gamma, dy);
+    }
+  }
+  stored.finish(count);
+}
 
 // Adds a run to lanes, which no activations share memory with. The residual and the store are at its start.
 template <typename scalar_t, typename opmath_t, typename Res, typename Act, typename Store>
@@ -82,21 +124,6 @@ INPLACE_ABN_CLONES void reduce_run(const scalar_t* z, const scalar_t* z_ahead, c
                                    Res residual, Act act, Store store, opmath_t* __restrict__ sum_dy,
                                    opmath_t* __restrict__ sum_dy_centred) {
   constexpr int64_t wide = sum_lanes<opmath_t>, narrow = vector_lanes<scalar_t>;
-  // Element `l` of what the pointers, the residual and the store are at, added to a lane unless it was before.
-  const auto step = [&](const scalar_t* z_at, const scalar_t* dz_at, const auto& residual_at, const auto& store_at,
-                        int32_t l, int64_t lane, bool repeated) __attribute__((always_inline)) {
-    opmath_t y, dy;
-    act.inverse(z_at[l], static_cast<opmath_t>(dz_at[l]), y, dy);
-    const opmath_t centred = residual_at.subtract(y, l) - values.beta;
-    sum_dy[lane] += repeated ? opmath_t(0) : dy;
-    sum_dy_centred[lane] += repeated ? opmath_t(0) : dy * centred;
-    store_at(l, centred, dy, values.inverse_gamma);
-  };
-  const auto add_vector = [&](const scalar_t* z_at, const scalar_t* dz_at, const Res& residual_at,
-                              const Store& store_at, int64_t lane, int32_t repeated) __attribute__((always_inline)) {
-    INPLACE_ABN_ONE_VECTOR
-    for (int32_t l = 0; l < narrow; ++l) step(z_at, dz_at, residual_at, store_at, l, lane + l, l < repeated);
-  };
   const bool ragged = length % narrow != 0;
   RunEnd<scalar_t> z_end, dz_end;
   typename Res::End residual_end;
@@ -105,21 +132,25 @@ INPLACE_ABN_CLONES void reduce_run(const scalar_t* z, const scalar_t* z_ahead, c
     z_end.take(z, length, z[0]);
     dz_end.take(dz, length, scalar_t(0));  // spare lanes have no gradient, so they add nothing
     residual_end.take(residual, length);
-    add_vector(z_end.data(), dz_end.data(), residual_end.get(), store_end.get(), 0, z_end.repeated(length));
+    reduce_block<narrow>(z_end.data(), dz_end.data(), narrow, values, residual_end.get(), act, store_end.get(),
+                         z_end.repeated(length), sum_dy, sum_dy_centred);
   }
   int64_t i = 0;
-  for (; i + wide <= length; i += wide) {
-    prefetch(z_ahead + i, wide);
-    prefetch(dz_ahead + i, wide);
-    const Res residual_at = residual.at(0, 0, i);
-    const Store store_at = store.at(0, 0, i);
-    INPLACE_ABN_INDEPENDENT
-    for (int32_t l = 0; l < wide; ++l) step(z + i, dz + i, residual_at, store_at, l, l, false);
+  while (i + wide <= length) {
+    const int64_t count = next_block<block_size<scalar_t, wide, Act>, wide>(length - i);
+    prefetch(z_ahead + i, count);
+    prefetch(dz_ahead + i, count);
+    reduce_block<wide>(z + i, dz + i, count, values, residual.at(0, 0, i), act, store.at(0, 0, i), 0, sum_dy,
+                       sum_dy_centred);
+    i += count;
   }
   for (; i < length; i += narrow) {
     prefetch(z_ahead + i, narrow);
     prefetch(dz_ahead + i, narrow);
-    if (i + narrow <= length) add_vector(z + i, dz + i, residual.at(0, 0, i), store.at(0, 0, i), i % wide, 0);
+    if (i + narrow <= length) {
+      reduce_block<narrow>(z + i, dz + i, narrow, values, residual.at(0, 0, i), act, store.at(0, 0, i), 0,
+                           sum_dy + i % wide, sum_dy_centred + i % wide);
+    }
   }
   if (ragged) store_end.store(store, length);
 }
@@ -155,15 +186,23 @@ INPLACE_ABN_CLONES void reduce_row_chunk(const scalar_t* z, int64_t z_stride, co
   for (int64_t r = 0; r < rows; ++r) {
     const Res residual_row = residual.at(0, r, 0);
     const Store store_row = store.at(0, r, 0);
-    const auto step = [&](int64_t c) __attribute__((always_inline)) {
-      opmath_t y, dy;
-      act.inverse(z[r * z_stride + c], static_cast<opmath_t>(dz[r * dz_stride + c]), y, dy);
-      const opmath_t centred = residual_row.subtract(y, c) - beta[c];
-      sum_dy[c] += dy;
-      sum_dy_centred[c] += dy * centred;
-      store_row(c, centred, dy, inverse_gamma[c]);
+    const auto walk = [&](int64_t c, int64_t count) __attribute__((always_inline)) {
+      const Inverted<scalar_t, Act, most_channels> inverted(act, z + r * z_stride + c, count);
+      const Loaded<scalar_t, most_channels> gradient(dz + r * dz_stride + c, count);
+      const typename Res::template Block<most_channels> added(residual_row.at(0, 0, c), count);
+      typename Store::template Block<most_channels> stored(store_row.at(0, 0, c));
+      INPLACE_ABN_INDEPENDENT
+      for (int64_t i = 0; i < count; ++i) {
+        opmath_t y, dy;
+        inverted.get(act, i, gradient[i], y, dy);
+        const opmath_t centred = added.subtract(y, i) - beta[c + i];
+        sum_dy[c + i] += dy;
+        sum_dy_centred[c + i] += dy * centred;
+        stored.set(i, centred * inverse_gamma[c + i], dy);
+      }
+      stored.finish(count);
     };
-    for_each_channel(channels, step, RowsAhead<scalar_t, 1>{z + r * z_stride + z_ahead, z_stride},
+    for_each_channel(channels, walk, RowsAhead<scalar_t, 1>{z + r * z_stride + z_ahead, z_stride},
                      RowsAhead<scalar_t, 1>{dz + r * dz_stride + dz_ahead, dz_stride});
   }
 }

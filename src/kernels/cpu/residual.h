@@ -2,14 +2,15 @@
 // also takes dy as its gradient.
 #pragma once
 
-#include "inplace_abn/activation.h"
+#include "blocks.h"
 #include "parallel.h"
 #include "vectors.h"
 
 namespace inplace_abn::cpu {
 
 // `panel` and `rows` go to a part of the tensor, `at` to an element of it, from where on elements are counted: of run
-// `run` of the panel's channel `channel`, or of row `run`. `End` is the end of a run (vectors.h).
+// `run` of the panel's channel `channel`, or of row `run`. `End` is the end of a run (vectors.h), `Block` up to `most`
+// elements from there on (blocks.h), to be finished where it takes a gradient.
 template <typename scalar_t>
 struct NoResidual {
   using opmath_t = opmath_type<scalar_t>;
@@ -18,15 +19,20 @@ struct NoResidual {
     INPLACE_ABN_INLINE NoResidual get() { return {}; }
     INPLACE_ABN_INLINE void store_gradient(NoResidual, int64_t) const {}
   };
+  template <int64_t most>
+  struct Block {
+    INPLACE_ABN_INLINE explicit Block(NoResidual, int64_t = most) {}
+    INPLACE_ABN_INLINE opmath_t add(opmath_t y, int64_t) const { return y; }
+    INPLACE_ABN_INLINE opmath_t subtract(opmath_t y, int64_t) const { return y; }
+    INPLACE_ABN_INLINE void store_gradient(opmath_t, int64_t) {}
+    INPLACE_ABN_INLINE void finish(int64_t = most) {}
+  };
 
   NoResidual panel(const Panel&, int64_t) const { return {}; }
   NoResidual rows(int64_t, int64_t) const { return {}; }
   int64_t row_stride(const View<const scalar_t>& like) const { return like.batch_stride; }
 
   INPLACE_ABN_INLINE NoResidual at(int64_t, int64_t, int64_t) const { return {}; }
-  INPLACE_ABN_INLINE opmath_t add(opmath_t y, int64_t) const { return y; }
-  INPLACE_ABN_INLINE opmath_t subtract(opmath_t y, int64_t) const { return y; }
-  INPLACE_ABN_INLINE void store_gradient(opmath_t, int64_t) const {}
 };
 
 template <typename scalar_t>
@@ -48,6 +54,20 @@ struct Residual {
    private:
     RunEnd<scalar_t> value_, gradient_;
   };
+  template <int64_t most>
+  class Block {
+   public:
+    INPLACE_ABN_INLINE explicit Block(const Residual& from, int64_t count = most)
+        : value_(from.value.data, count), gradient_(from.gradient.data) {}
+    INPLACE_ABN_INLINE opmath_t add(opmath_t y, int64_t i) const { return y + value_[i]; }
+    INPLACE_ABN_INLINE opmath_t subtract(opmath_t y, int64_t i) const { return y - value_[i]; }
+    INPLACE_ABN_INLINE void store_gradient(opmath_t dy, int64_t i) { gradient_.set(i, dy); }
+    INPLACE_ABN_INLINE void finish(int64_t count = most) { gradient_.finish(count); }
+
+   private:
+    Loaded<scalar_t, most> value_;
+    Stored<scalar_t, most> gradient_;
+  };
 
   Residual panel(const Panel& panel, int64_t channel) const {
     return {{panel.of(value, channel), value.batch_stride, value.channel_stride},
@@ -67,9 +87,6 @@ struct Residual {
     return {{value.data + channel * value.channel_stride + run * value.batch_stride + i, 0, 0},
             {gradient.data + channel * gradient.channel_stride + run * gradient.batch_stride + i, 0, 0}};
   }
-  INPLACE_ABN_INLINE opmath_t add(opmath_t y, int64_t i) const { return y + static_cast<opmath_t>(value.data[i]); }
-  INPLACE_ABN_INLINE opmath_t subtract(opmath_t y, int64_t i) const { return y - static_cast<opmath_t>(value.data[i]); }
-  INPLACE_ABN_INLINE void store_gradient(opmath_t dy, int64_t i) const { gradient.data[i] = static_cast<scalar_t>(dy); }
 };
 
 // Calls f with the one or the other. `gradient` is written by passes that call store_gradient, and may be left out

@@ -9,6 +9,7 @@
 #include <numeric>
 #include <vector>
 
+#include "blocks.h"
 #include "moments.h"
 #include "parallel.h"
 
@@ -175,28 +176,33 @@ struct RowsAhead {
   }
 };
 
-// Calls step(channel) for all channels of rows, and fetches those ahead of them meanwhile, no more at a time than can
-// be on their way together.
-template <typename Step, typename... Ahead>
-INPLACE_ABN_INLINE void for_each_channel(int64_t channels, const Step& step, const Ahead&... ahead) {
-  constexpr int64_t portion = 1024 / (Ahead::bytes_per_channel + ...);
+// Channels that are walked together at most.
+constexpr int64_t most_channels = 512;
+
+// Calls walk(first_channel, count) for all channels of rows, and fetches those ahead of them meanwhile, no more at a
+// time than can be on their way together. Where the count is a constant, compilers see it.
+template <typename Walk, typename... Ahead>
+INPLACE_ABN_INLINE void for_each_channel(int64_t channels, const Walk& walk, const Ahead&... ahead) {
+  constexpr int64_t portion = 1024 / std::max<int64_t>(1024 / most_channels, (Ahead::bytes_per_channel + ... + 0));
   int64_t c = 0;
   for (; c + portion <= channels; c += portion) {
     (ahead.fetch(c, c + portion), ...);
-    INPLACE_ABN_INDEPENDENT
-    for (int64_t i = c; i < c + portion; ++i) step(i);
+    walk(c, std::integral_constant<int64_t, portion>{});
   }
   if (c == channels) return;
   (ahead.fetch(c, channels), ...);
-  INPLACE_ABN_INDEPENDENT
-  for (; c < channels; ++c) step(c);
+  walk(c, channels - c);
 }
 
 template <typename scalar_t, typename opmath_t>
 INPLACE_ABN_CLONES void row_sums(const scalar_t* x, int64_t stride, int64_t rows, int64_t channels, opmath_t* sum) {
   for (int64_t r = 0; r < rows; ++r) {
-    INPLACE_ABN_INDEPENDENT
-    for (int64_t c = 0; c < channels; ++c) sum[c] += static_cast<opmath_t>(x[r * stride + c]);
+    const auto walk = [&](int64_t c, int64_t count) __attribute__((always_inline)) {
+      const Loaded<scalar_t, most_channels> row(x + r * stride + c, count);
+      INPLACE_ABN_INDEPENDENT
+      for (int64_t i = 0; i < count; ++i) sum[c + i] += row[i];
+    };
+    for_each_channel(channels, walk);
   }
 }
 
@@ -207,21 +213,30 @@ INPLACE_ABN_CLONES void row_deviations(const scalar_t* x, int64_t stride, int64_
   int64_t r = 0;
   for (; r + rows_at_once <= rows; r += rows_at_once) {
     const scalar_t *x0 = x + r * stride, *x1 = x0 + stride, *x2 = x1 + stride, *x3 = x2 + stride;
-    const auto step = [&](int64_t c) __attribute__((always_inline)) {
-      const opmath_t d0 = static_cast<opmath_t>(x0[c]) - shift[c], d1 = static_cast<opmath_t>(x1[c]) - shift[c];
-      const opmath_t d2 = static_cast<opmath_t>(x2[c]) - shift[c], d3 = static_cast<opmath_t>(x3[c]) - shift[c];
-      deviation[c] += (d0 + d1) + (d2 + d3);
-      square[c] += (d0 * d0 + d1 * d1) + (d2 * d2 + d3 * d3);
+    const auto walk = [&](int64_t c, int64_t count) __attribute__((always_inline)) {
+      const Loaded<scalar_t, most_channels> row0(x0 + c, count), row1(x1 + c, count), row2(x2 + c, count),
+          row3(x3 + c, count);
+      INPLACE_ABN_INDEPENDENT
+      for (int64_t i = 0; i < count; ++i) {
+        const opmath_t d0 = row0[i] - shift[c + i], d1 = row1[i] - shift[c + i];
+        const opmath_t d2 = row2[i] - shift[c + i], d3 = row3[i] - shift[c + i];
+        deviation[c + i] += (d0 + d1) + (d2 + d3);
+        square[c + i] += (d0 * d0 + d1 * d1) + (d2 * d2 + d3 * d3);
+      }
     };
-    for_each_channel(channels, step, RowsAhead<scalar_t, rows_at_once>{x0 + ahead, stride});
+    for_each_channel(channels, walk, RowsAhead<scalar_t, rows_at_once>{x0 + ahead, stride});
   }
   for (; r < rows; ++r) {
-    INPLACE_ABN_INDEPENDENT
-    for (int64_t c = 0; c < channels; ++c) {
-      const opmath_t d = static_cast<opmath_t>(x[r * stride + c]) - shift[c];
-      deviation[c] += d;
-      square[c] += d * d;
-    }
+    const auto walk = [&](int64_t c, int64_t count) __attribute__((always_inline)) {
+      const Loaded<scalar_t, most_channels> row(x + r * stride + c, count);
+      INPLACE_ABN_INDEPENDENT
+      for (int64_t i = 0; i < count; ++i) {
+        const opmath_t d = row[i] - shift[c + i];
+        deviation[c + i] += d;
+        square[c + i] += d * d;
+      }
+    };
+    for_each_channel(channels, walk);
   }
 }
 

@@ -1,0 +1,148 @@
+// Where elements become numbers that are computed with, and numbers elements: a block of a run or row at a time. What
+// compilers cannot do in the middle of a loop, converting float16 by hardware and looking up in a table, is done for
+// the whole block before or after the loop over it.
+#pragma once
+
+#include <algorithm>
+#include <type_traits>
+
+#include "inverses.h"
+#include "parallel.h"
+
+namespace inplace_abn::cpu {
+
+// The hardware's conversions where there are any.
+void widen(const c10::Half* from, float* to, int64_t count);
+void narrow(const float* from, c10::Half* to, int64_t count);
+
+// How runs are divided into blocks: into units, whose number of elements is a constant, or as many of these together as
+// are worth a call and a way through memory. `Act` is what is inverted, if anything.
+template <typename scalar_t, int64_t unit, typename Act = void>
+constexpr int64_t block_size =
+    std::is_same_v<scalar_t, c10::Half> || std::is_same_v<Act, Lookup<scalar_t>> ? std::max<int64_t>(256, unit) : unit;
+
+// Elements of the next block, if there is a unit left.
+template <int64_t size, int64_t unit>
+INPLACE_ABN_INLINE int64_t next_block(int64_t left) {
+  if constexpr (size == unit) return unit;
+  return std::min(size, left / unit * unit);
+}
+
+// Up to `most` elements to read.
+template <typename scalar_t, int64_t most>
+class Loaded {
+ public:
+  using opmath_t = opmath_type<scalar_t>;
+
+  INPLACE_ABN_INLINE explicit Loaded(const scalar_t* from, int64_t = most) : from_(from) {}
+  INPLACE_ABN_INLINE opmath_t operator[](int64_t i) const { return static_cast<opmath_t>(from_[i]); }
+
+ private:
+  const scalar_t* from_;
+};
+
+template <int64_t most>
+class Loaded<c10::Half, most> {
+ public:
+  INPLACE_ABN_INLINE explicit Loaded(const c10::Half* from, int64_t count = most) { widen(from, values_, count); }
+  INPLACE_ABN_INLINE float operator[](int64_t i) const { return values_[i]; }
+
+ private:
+  alignas(64) float values_[most];
+};
+
+// Up to `most` elements to write, each once. They may be in memory only after `finish`.
+template <typename scalar_t, int64_t most>
+class Stored {
+ public:
+  INPLACE_ABN_INLINE explicit Stored(scalar_t* to) : to_(to) {}
+  INPLACE_ABN_INLINE void set(int64_t i, opmath_type<scalar_t> value) { to_[i] = static_cast<scalar_t>(value); }
+  INPLACE_ABN_INLINE void finish(int64_t = most) {}
+
+ private:
+  scalar_t* to_;
+};
+
+template <int64_t most>
+class Stored<c10::Half, most> {
+ public:
+  INPLACE_ABN_INLINE explicit Stored(c10::Half* to) : to_(to) {}
+  INPLACE_ABN_INLINE void set(int64_t i, float value) { values_[i] = value; }
+  INPLACE_ABN_INLINE void finish(int64_t count = most) { narrow(values_, to_, count); }
+
+ private:
+  c10::Half* to_;
+  alignas(64) float values_[most];
+};
+
+// The same of z, made of y by an activation. It is not kept here: what is kept beside a buffer is read again from
+// memory after each write, and such loops are not vectorised.
+template <typename scalar_t, typename Act, int64_t most>
+class Activated {
+ public:
+  INPLACE_ABN_INLINE explicit Activated(scalar_t* to) : to_(to) {}
+  INPLACE_ABN_INLINE void set(const Act& act, int64_t i, opmath_type<scalar_t> y) { to_[i] = act.forward(y); }
+  INPLACE_ABN_INLINE void finish(const Act&, int64_t = most) {}
+
+ private:
+  scalar_t* to_;
+};
+
+template <typename Act, int64_t most>
+class Activated<c10::Half, Act, most> {
+ public:
+  INPLACE_ABN_INLINE explicit Activated(c10::Half* to) : to_(to) {}
+  INPLACE_ABN_INLINE void set(const Act& act, int64_t i, float y) {
+    if constexpr (tagged) y_[i] = y;
+    values_[i] = act.value(y);
+  }
+  INPLACE_ABN_INLINE void finish(const Act& act, int64_t count = most) {
+    narrow(values_, to_, count);
+    if constexpr (tagged) {
+      INPLACE_ABN_ONE_VECTOR
+      for (int64_t i = 0; i < count; ++i) to_[i] = with_tag(to_[i], act.tag(values_[i], y_[i]));
+    }
+  }
+
+ private:
+  static constexpr bool tagged = requires(const Act& act) { act.tag(0.0f, 0.0f); };
+
+  c10::Half* to_;
+  alignas(64) float values_[most];
+  alignas(64) float y_[tagged ? most : 1];
+};
+
+// Up to `most` z, inverted.
+template <typename scalar_t, typename Act, int64_t most>
+class Inverted {
+ public:
+  using opmath_t = opmath_type<scalar_t>;
+
+  INPLACE_ABN_INLINE Inverted(const Act&, const scalar_t* z, int64_t count = most) : z_(z, count) {}
+  INPLACE_ABN_INLINE void get(const Act& act, int64_t i, opmath_t dz, opmath_t& y, opmath_t& dy) const {
+    act.inverse(z_[i], dz, y, dy);
+  }
+
+ private:
+  Loaded<scalar_t, most> z_;
+};
+
+template <typename scalar_t, int64_t most>
+class Inverted<scalar_t, Lookup<scalar_t>, most> {
+ public:
+  INPLACE_ABN_INLINE Inverted(const Lookup<scalar_t>& table, const scalar_t* z, int64_t count = most) {
+    table.read(z, count, y_, slope_);
+  }
+  INPLACE_ABN_INLINE void get(const Lookup<scalar_t>&, int64_t i, float dz, float& y, float& dy) const {
+    y = y_[i];
+    // Where the activation is flat it is zero whatever dz is, NaN and infinity included.
+    const float product = dz * slope_[i];
+    dy = slope_[i] == 0 ? 0 : product;
+  }
+
+ private:
+  alignas(64) float y_[most];
+  alignas(64) float slope_[most];
+};
+
+}  // namespace inplace_abn::cpu
