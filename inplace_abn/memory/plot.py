@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from inplace_abn.memory.report import MemoryReport
     from inplace_abn.memory.step import Usage
 
-_NATIVE, _IN_PLACE = (0.84, 0.37, 0.0), (0.0, 0.45, 0.70)
+NATIVE, CONVERTED = (0.84, 0.37, 0.0), (0.0, 0.45, 0.70)
 """Colours that are told apart without red and green."""
 
 
@@ -60,7 +60,7 @@ def save_plot(report: MemoryReport, path: str, title: str = "") -> None:
 
 def draw_timeline(axes: Any, report: MemoryReport) -> None:
     """Draws the timeline of the report into axes of matplotlib."""
-    for name, usage, colour in (("native", report.before, _NATIVE), ("in place", report.after, _IN_PLACE)):
+    for name, usage, colour in (("native", report.before, NATIVE), ("converted", report.after, CONVERTED)):
         if usage is not None:
             axes.fill_between(
                 _places(usage),

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from inplace_abn.conversion.plan import readable
 from inplace_abn.memory import MemoryReport, draw_timeline
+from inplace_abn.memory.plot import CONVERTED, NATIVE
 
 WARM_UP_STEPS = 5
-COLOURS = {"native": "tab:red", "converted": "tab:blue"}
+COLOURS = {"native": NATIVE, "converted": CONVERTED}
 
 
 @dataclass(frozen=True)
