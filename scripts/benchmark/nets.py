@@ -24,11 +24,17 @@ SILU = nn.SiLU
 
 
 def conv_norm(
-    inputs: int, outputs: int, activation: Activation | None, kernel: int = 3, stride: int = 1, **options: int
+    inputs: int,
+    outputs: int,
+    activation: Activation | None,
+    kernel: int = 3,
+    stride: int = 1,
+    groups: int = 1,
+    dilation: int = 1,
 ) -> nn.Sequential:
-    """Convolution, norm, and activation if there is one; ``options`` are the convolution's."""
-    padding = options.get("dilation", 1) * (kernel // 2)
-    conv = nn.Conv2d(inputs, outputs, kernel, stride, padding, bias=False, **options)
+    """Convolution, norm, and activation if there is one."""
+    padding = dilation * (kernel // 2)
+    conv = nn.Conv2d(inputs, outputs, kernel, stride, padding, groups=groups, dilation=dilation, bias=False)
     return nn.Sequential(conv, nn.BatchNorm2d(outputs), *([activation()] if activation else []))
 
 

@@ -45,7 +45,7 @@ def number(value: float | None, suffix: str = "") -> str:
 def spread(quartiles: Sequence[float] | None, suffix: str = "") -> str:
     """The median, and the quartiles around it if they are known."""
     if quartiles is None or len(quartiles) == 1:
-        return number(quartiles and quartiles[0], suffix)
+        return number(quartiles[0] if quartiles else None, suffix)
     return f"{number(quartiles[1], suffix)} ({number(quartiles[0])}-{number(quartiles[2])})"
 
 
@@ -127,11 +127,13 @@ def means_table(run: Record) -> str:
     names = [name for name in RIVALS if times_faster(run["ops"], name)]
     keys = ("group", "dtype", "layout", "activation")
     header = [*keys, "shapes", *(f"{phase} / floor" for phase in PHASES)]
-    header += [f"{LABELS.get(name, name)} / in-place" for name in names]
+    header += [f"{LABELS.get(name, name)} / in-place" for name in names] + [f"least {EAGER} / in-place"]
     rows = []
     for setting, records in grouped(run["ops"], *keys).items():
         floors = [mean(of_floor(records, OURS, phase)) for phase in PHASES]
-        rows.append([*setting, str(len(records)), *floors, *(mean(times_faster(records, name)) for name in names)])
+        means = [mean(times_faster(records, name)) for name in names]
+        least = number(min(times_faster(records, EAGER), default=None))
+        rows.append([*setting, str(len(records)), *floors, *means, least])
     return table(header, rows)
 
 
@@ -153,18 +155,16 @@ def overhead_table(run: Record) -> str:
     if "overhead" not in run:
         return ""
     calls = run["overhead"]["calls"]
+    counts = {name: (middle(call["us"]), call.get("instructions")) for name, call in calls.items()}
+
+    def net(name: str, column: int) -> str:
+        """Of what surrounds a call, over the same of eager's."""
+        mine, eager, neither = (counts[n][column] for n in (name, EAGER, "neither"))
+        return number(None if mine is None or name == "neither" else (mine - neither) / (eager - neither))
+
     header = [f"forward and backward on {dimensions(run['overhead']['shape'])}", "µs", "instructions"]
     header += ["µs net of neither / eager's", "instructions net of neither / eager's"]
-    rows = []
-    for name, call in calls.items():
-        net = []
-        for of in (
-            {n: middle(c["us"]) for n, c in calls.items()},
-            {n: c.get("instructions") for n, c in calls.items()},
-        ):
-            counted = of[name] is not None and name != "neither"
-            net.append(number((of[name] - of["neither"]) / (of[EAGER] - of["neither"]) if counted else None))
-        rows.append([name, spread(call["us"]), number(call.get("instructions")), *net])
+    rows = [[n, spread(calls[n]["us"]), number(counts[n][1]), net(n, 0), net(n, 1)] for n in calls]
     return table(header, rows)
 
 
@@ -178,8 +178,8 @@ def nets_tables(run: Record) -> str:
     names = [name for name in NET_CONTENDERS if any(name in (*net["contenders"], *net["notes"]) for net in nets)]
 
     def memory(got: Record, eager: Record) -> str:
-        shares = (f" ({got[key] / eager[key]:.0%})" if eager.get(key) else "" for key in ("held", "peak"))
-        return " / ".join(f"{got[key] / 2**20:.1f}{share}" for key, share in zip(("held", "peak"), shares, strict=True))
+        cells = {key: f"{got[key] / 2**20:.1f}" for key in ("held", "peak")}
+        return " / ".join(f"{cell} ({got[key] / eager[key]:.0%})" if eager else cell for key, cell in cells.items())
 
     def time(got: Record, eager: Record) -> str:
         ratio = f", {spread(got['ratio'], 'x')}" if "ratio" in got and got is not eager else ""

@@ -155,7 +155,9 @@ def turn(iteration: Iteration, x: Tensor, dz: Tensor, lead_ms: float = 0.0) -> l
     """Milliseconds of forward and of backward in a contender's turn: one pair on the CPU, on CUDA as many as make the
     cache cold. ``lead_ms`` is for how long the device is kept busy first.
     """
-    size, make_x, make_dz = 1, x.clone, dz.clone
+    size = 1
+    make_x: Make = x.clone
+    make_dz: Make = dz.clone
     if x.device.type == "cuda":
         size = pool_size(x.nbytes, torch.cuda.get_device_properties(x.device).L2_cache_size)
         make_x, make_dz = (deque([tensor.clone() for _ in range(size)]).popleft for tensor in (x, dz))

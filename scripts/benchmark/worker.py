@@ -63,7 +63,7 @@ class Worker:
         # As nearly all steps are; those of nets are as they come.
         with guard.paused():
             result["ops"] = [self.time_op(case) for case in cases if self.has_time(" ".join(map(str, case)))]
-            if args.peer_python and self.has_time(f"the same by {args.peer_python}"):
+            if args.peer_python and PEER in args.contenders and self.has_time(f"the same by {args.peer_python}"):
                 self.add_peer(result)
             result["scaling"] = list(self.time_scaling(cases)) if args.scaling else []
         result["nets"] = list(self.measure_nets())
@@ -84,14 +84,14 @@ class Worker:
         # On CUDA the floor follows from the bandwidth.
         left_out = [PEER, NO_CUDNN if self.bandwidth is None else FLOOR]
         notes = []
-        if self.args.quick and case.activation in self.compiled:
+        if self.args.quick and COMPILE in self.args.contenders and case.activation in self.compiled:
             left_out.append(COMPILE)
             notes.append(f"{COMPILE} left out: a quick run compiles once per activation")
         self.compiled.add(case.activation)
         names = [name for name in self.args.contenders if name not in left_out]
         iterations, failed = make_iterations(names, case, self.device)
         collected = self.interleaved(iterations, case)
-        if self.bandwidth is not None:
+        if self.bandwidth is not None and FLOOR in self.args.contenders:
             floor = 1e3 * case.nbytes / self.bandwidth * torch.tensor(FLOOR_TRANSFERS, dtype=torch.float64)
             collected[FLOOR] = floor.expand_as(next(iter(collected.values())))
         return case.record() | {"timings": compare(collected), "notes": notes + failed}

@@ -214,7 +214,7 @@ def test_tables_tell_means_net_overhead_and_scaling():
     case = TINY.record() | {"timings": timings, "notes": []}
     other = case | {"timings": timings | {OURS: timings[OURS] | {"of_floor": {p: [8.0] for p in timing.PHASES}}}}
     text = report.means_table({"ops": [case, other]})
-    assert text.endswith("| core | fp32 | contiguous | relu | 2 | 4.00 | 4.00 | 4.00 | 4.00 |")
+    assert text.endswith("| core | fp32 | contiguous | relu | 2 | 4.00 | 4.00 | 4.00 | 4.00 | 4.00 |")
     calls = {OURS: 70, EAGER: 50, "neither": 10}
     calls = {name: {"us": [us - 1, us, us + 1], "instructions": 100 * us} for name, us in calls.items()}
     text = report.overhead_table({"overhead": {"shape": [2, 8, 4, 4], "calls": calls}})
