@@ -241,6 +241,7 @@ def save_chart(path: Path, runs: Sequence[Record]) -> None:
     for row, (run, settings) in zip(axes, drawn, strict=True):
         names = [name for name in COLOURS if any(name in contenders for contenders in settings.values())]
         width = 0.8 / len(names)
+        top = max(ratio for contenders in settings.values() for ratios in contenders.values() for ratio in ratios)
         for at, (axis, phase) in enumerate(zip(row, PHASES, strict=True)):
             for i, name in enumerate(names):
                 bar = {j: got[name][at] for j, got in enumerate(settings.values()) if name in got}
@@ -250,8 +251,7 @@ def save_chart(path: Path, runs: Sequence[Record]) -> None:
             axis.axhline(1, color="black", linewidth=1.2, label="floor")
             axis.set_xticks(range(len(settings)), list(settings), fontsize=8)
             axis.set(title="forward + backward" if phase == "both" else phase, yscale="log")
-            axis.margins(y=0.1)
-            axis.set_ylim(bottom=0.5)
+            axis.set_ylim(0.5, 1.5 * top)
         where = "CUDA" if "gpu" in run["machine"] else f"malloc {run['malloc']['mode']}"
         row[0].set_ylabel(f"{where}\ntime / floor")
     axes[0][0].legend(fontsize=8, ncols=3)

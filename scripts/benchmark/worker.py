@@ -125,8 +125,11 @@ class Worker:
     def time_scaling(self, cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
         """Ours and the floor on one thread and on all, for the first activation of each tensor."""
         threads = (1, self.args.threads)
-        tensors = {(case.shape, case.dtype, case.layout): case for case in reversed(cases) if case.group == CORE}
-        for case in reversed(tensors.values()):
+        tensors: dict[tuple[Any, ...], Case] = {}
+        for case in cases:
+            if case.group == CORE:
+                tensors.setdefault((case.shape, case.dtype, case.layout), case)
+        for case in tensors.values():
             if not self.has_time(f"scaling {' '.join(map(str, case))}"):
                 continue
             iterations, _ = make_iterations((OURS, FLOOR), case, self.device)
