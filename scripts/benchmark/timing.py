@@ -110,13 +110,14 @@ def _one(device: torch.device, dtype: torch.dtype, requires_grad: bool) -> Tenso
 
 def module_iteration(module: nn.Module, call: Callable[[Tensor], Tensor] | None = None) -> Iteration:
     """One forward and backward of ``call``, by default the module itself, whose parameters are ``module``'s."""
+    call = module if call is None else call
     parameters = list(module.parameters())
     device = parameters[0].device
 
     def iterate(make_x: Make, make_dz: Make, clock: Clock) -> Iterator[None]:
         x = _Source.apply(_one(device, torch.float32, True), make_x, clock)
         clock.mark()
-        z = (call or module)(x)
+        z = call(x)
         clock.mark()
         loss = _Sink.apply(z, make_dz, clock)
         dtype = z.dtype
