@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmark.cases import Case
-from benchmark.notes import reason
-from benchmark.timing import Iteration, floor_iteration, module_iteration, with_threads
+from benchmark.timing import Clock, Iteration, Make, floor_iteration, module_iteration, reason
 from inplace_abn import InPlaceABN
 from inplace_abn.activations import TYPICAL, native
 
@@ -28,13 +26,12 @@ CONTENDERS = {
 }
 
 ACTIVATIONS = dict(TYPICAL)
-Apply = Callable[[Tensor], Tensor]
 
 
 class NativeNorm(nn.BatchNorm2d):
     """torch's BatchNorm2d and activation; with ``inplace`` in place where that saves memory."""
 
-    def __init__(self, channels: int, activation: str, inplace: bool = True) -> None:
+    def __init__(self, channels: int, activation: str, inplace: bool) -> None:
         super().__init__(channels)
         self.activate = native(activation, ACTIVATIONS[activation], inplace)
 
@@ -42,32 +39,26 @@ class NativeNorm(nn.BatchNorm2d):
         return self.activate(super().forward(x))
 
 
-def in_place_norm(channels: int, activation: str) -> nn.Module:
-    """With the weights of torch's BatchNorm."""
-    param = ACTIVATIONS[activation]
-    return InPlaceABN(channels, activation=activation, activation_param=param, signed_weight=True)
-
-
 def make_contender(
     name: str, channels: int, activation: str, device: torch.device, backend: str = "inductor"
-) -> tuple[nn.Module, Apply]:
+) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
     """The module that has the parameters, and what is called; ``backend`` is torch.compile's."""
-    make = in_place_norm if name == OURS else partial(NativeNorm, inplace=name != COMPILE)
-    module = make(channels, activation).to(device)
-    if name in (OURS, EAGER):
-        return module, module
-    if name == NO_CUDNN:
-
-        def without_cudnn(x: Tensor) -> Tensor:
-            with torch.backends.cudnn.flags(enabled=False):
-                return module(x)
-
-        return module, without_cudnn
+    if name == OURS:
+        # With the weights of torch's BatchNorm.
+        param = ACTIVATIONS[activation]
+        ours = InPlaceABN(channels, activation=activation, activation_param=param, signed_weight=True, device=device)
+        return ours, ours
+    module = NativeNorm(channels, activation, inplace=name != COMPILE).to(device)
     if name == COMPILE:
         return module, torch.compile(module, dynamic=False, backend=backend)
     if name == CHECKPOINT:
         return module, lambda x: checkpoint(module, x, use_reentrant=False, preserve_rng_state=False)
-    raise ValueError(f"unknown contender {name!r}")
+
+    def without_cudnn(x: Tensor) -> Tensor:
+        with torch.backends.cudnn.flags(enabled=False):
+            return module(x)
+
+    return module, without_cudnn if name == NO_CUDNN else module
 
 
 def make_iterations(names: Sequence[str], case: Case, device: torch.device) -> tuple[dict[str, Iteration], list[str]]:
@@ -78,7 +69,7 @@ def make_iterations(names: Sequence[str], case: Case, device: torch.device) -> t
         if name == FLOOR:
             iterations[name] = floor_iteration
             continue
-        module, call = make_contender(name, case.channels, case.activation, device)
+        module, call = make_contender(name, case.shape[1], case.activation, device)
         if name == COMPILE:
             # Otherwise the modules of other cases count towards the limit of recompilations.
             torch._dynamo.reset()
@@ -91,12 +82,15 @@ def make_iterations(names: Sequence[str], case: Case, device: torch.device) -> t
     return iterations, notes
 
 
-def scaling_iterations(case: Case, device: torch.device, threads: Sequence[int]) -> dict[str, Iteration]:
-    """Ours and the floor on each number of threads."""
-    module, call = make_contender(OURS, case.channels, case.activation, device)
-    iteration = module_iteration(module, call)
-    return {
-        f"{name} @{count}": with_threads(body, count)
-        for name, body in ((OURS, iteration), (FLOOR, floor_iteration))
-        for count in threads
-    }
+def with_threads(iteration: Iteration, threads: int) -> Iteration:
+    """``iteration`` on so many threads."""
+
+    def iterate(make_x: Make, make_dz: Make, clock: Clock) -> Iterator[None]:
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            yield from iteration(make_x, make_dz, clock)
+        finally:
+            torch.set_num_threads(before)
+
+    return iterate

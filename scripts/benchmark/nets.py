@@ -6,8 +6,8 @@ Images are [N, 3, H, W], with H and W multiples of 32.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from benchmark.contenders import ACTIVATIONS
 
+Activation = Callable[[], nn.Module]
 RELU = partial(nn.ReLU, inplace=True)
 LEAKY_RELU = partial(nn.LeakyReLU, ACTIVATIONS["leaky_relu"], inplace=True)
 # In place, torch's SiLU keeps a copy of what it overwrites.
 SILU = nn.SiLU
-Activation = Callable[[], nn.Module]
 
 
 def conv_norm(
@@ -38,58 +38,51 @@ def conv_norm(
     return nn.Sequential(conv, nn.BatchNorm2d(outputs), *([activation()] if activation else []))
 
 
+def resize(x: Tensor, like: Tensor) -> Tensor:
+    """To ``like``'s height and width."""
+    return F.interpolate(x, size=like.shape[2:], mode="bilinear", align_corners=False)
+
+
+def classifier(features: nn.Module, channels: int) -> nn.Module:
+    """Logits [N, 1000]."""
+    return nn.Sequential(features, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 1000))
+
+
 class Bottleneck(nn.Module):
     """ResNet's block of three convolutions; the skip is added before the last activation."""
 
     def __init__(self, inputs: int, width: int, activation: Activation, stride: int, dilation: int) -> None:
         super().__init__()
         outputs = 4 * width
-        self.reduce = conv_norm(inputs, width, activation, kernel=1)
-        self.spatial = conv_norm(width, width, activation, stride=stride, dilation=dilation)
-        self.expand = conv_norm(width, outputs, None, kernel=1)
+        self.body = nn.Sequential(
+            conv_norm(inputs, width, activation, kernel=1),
+            conv_norm(width, width, activation, stride=stride, dilation=dilation),
+            conv_norm(width, outputs, None, kernel=1),
+        )
         fits = stride == 1 and inputs == outputs
         self.skip = nn.Identity() if fits else conv_norm(inputs, outputs, None, kernel=1, stride=stride)
         self.activation = activation()
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.expand(self.spatial(self.reduce(x)))
+        h = self.body(x)
         h += self.skip(x)
         return self.activation(h)
 
 
-class ResNetStages(nn.Module):
-    """ResNet-50 without its classifier: the outputs of the first and of the last stage."""
-
-    def __init__(self, activation: Activation, dilate_last: bool = False) -> None:
-        super().__init__()
-        self.stem = nn.Sequential(conv_norm(3, 64, activation, kernel=7, stride=2), nn.MaxPool2d(3, 2, 1))
-        self.stages = nn.ModuleList()
-        inputs = 64
-        for i, (width, blocks) in enumerate([(64, 3), (128, 4), (256, 6), (512, 3)]):
-            dilation = 2 if dilate_last and i == 3 else 1
-            stride = 1 if i == 0 or dilation > 1 else 2
-            stage = [Bottleneck(inputs, width, activation, stride, dilation)]
+def resnet_stages(activation: Activation, dilate_last: bool = False) -> nn.Sequential:
+    """ResNet-50 without its classifier: the stem and the first stage, and each of the others."""
+    stages: list[nn.Module] = []
+    layers: list[nn.Module] = [conv_norm(3, 64, activation, kernel=7, stride=2), nn.MaxPool2d(3, 2, 1)]
+    inputs = 64
+    for i, (width, blocks) in enumerate([(64, 3), (128, 4), (256, 6), (512, 3)]):
+        dilation = 2 if dilate_last and i == 3 else 1
+        for j in range(blocks):
+            stride = 2 if i > 0 and j == 0 and dilation == 1 else 1
+            layers.append(Bottleneck(inputs, width, activation, stride, dilation))
             inputs = 4 * width
-            stage += [Bottleneck(inputs, width, activation, 1, dilation) for _ in range(blocks - 1)]
-            self.stages.append(nn.Sequential(*stage))
-
-    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        x = low = self.stages[0](self.stem(images))
-        for stage in self.stages[1:]:
-            x = stage(x)
-        return low, x
-
-
-class ResNet50(nn.Module):
-    """Logits [N, classes]."""
-
-    def __init__(self, classes: int) -> None:
-        super().__init__()
-        self.features = ResNetStages(RELU)
-        self.classifier = nn.Linear(2048, classes)
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.classifier(self.features(images)[1].mean((2, 3)))
+        stages.append(nn.Sequential(*layers))
+        layers = []
+    return nn.Sequential(*stages)
 
 
 class PyramidPooling(nn.Module):
@@ -97,9 +90,8 @@ class PyramidPooling(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, activation: Activation) -> None:
         super().__init__()
-        self.branches = nn.ModuleList([conv_norm(inputs, outputs, activation, kernel=1)])
-        for dilation in (6, 12, 18):
-            self.branches.append(conv_norm(inputs, outputs, activation, dilation=dilation))
+        kernels = [{"kernel": 1}, *({"dilation": dilation} for dilation in (6, 12, 18))]
+        self.branches = nn.ModuleList(conv_norm(inputs, outputs, activation, **kernel) for kernel in kernels)
         self.whole = conv_norm(inputs, outputs, activation, kernel=1)
         self.project = conv_norm(5 * outputs, outputs, activation, kernel=1)
 
@@ -109,22 +101,20 @@ class PyramidPooling(nn.Module):
 
 
 class DeepLab(nn.Module):
-    """DeepLabV3+ on a ResNet-50 of stride 16; logits [N, classes, H, W]. N is at least 2."""
+    """DeepLabV3+ on a ResNet-50 of stride 16; logits [N, 21, H, W]. N is at least 2."""
 
-    def __init__(self, classes: int, activation: Activation = LEAKY_RELU) -> None:
+    def __init__(self, activation: Activation = LEAKY_RELU) -> None:
         super().__init__()
-        self.features = ResNetStages(activation, dilate_last=True)
-        self.pyramid = PyramidPooling(2048, 256, activation)
+        self.first, *stages = resnet_stages(activation, dilate_last=True)
+        self.pyramid = nn.Sequential(*stages, PyramidPooling(2048, 256, activation))
         self.low = conv_norm(256, 48, activation, kernel=1)
         self.decoder = nn.Sequential(
-            conv_norm(304, 256, activation),
-            conv_norm(256, 256, activation),
-            nn.Conv2d(256, classes, 1),
+            conv_norm(304, 256, activation), conv_norm(256, 256, activation), nn.Conv2d(256, 21, 1)
         )
 
     def forward(self, images: Tensor) -> Tensor:
-        low, high = self.features(images)
-        high = resize(self.pyramid(high), low)
+        low = self.first(images)
+        high = resize(self.pyramid(low), low)
         return resize(self.decoder(torch.cat([self.low(low), high], dim=1)), images)
 
 
@@ -148,47 +138,38 @@ class InvertedResidual(nn.Module):
         return h + x if self.skips else h
 
 
-class EfficientNet(nn.Module):
-    """EfficientNet-B0 without its dropout and stochastic depth; logits [N, classes]."""
+STAGES = (
+    *((1, 16, 1, 1, 3), (6, 24, 2, 2, 3), (6, 40, 2, 2, 5), (6, 80, 3, 2, 3)),
+    *((6, 112, 3, 1, 5), (6, 192, 4, 2, 5), (6, 320, 1, 1, 3)),
+)
+"""EfficientNet-B0's: expansion, output channels, blocks, stride of the first one, kernel."""
 
-    def __init__(self, classes: int) -> None:
-        super().__init__()
-        layers: list[nn.Module] = [conv_norm(3, 32, SILU, stride=2)]
-        inputs = 32
-        for expansion, outputs, repeats, stride, kernel in (
-            (1, 16, 1, 1, 3),
-            (6, 24, 2, 2, 3),
-            (6, 40, 2, 2, 5),
-            (6, 80, 3, 2, 3),
-            (6, 112, 3, 1, 5),
-            (6, 192, 4, 2, 5),
-            (6, 320, 1, 1, 3),
-        ):
-            for i in range(repeats):
-                layers.append(InvertedResidual(inputs, outputs, expansion, stride if i == 0 else 1, kernel))
-                inputs = outputs
-        layers.append(conv_norm(inputs, 1280, SILU, kernel=1))
-        self.features = nn.Sequential(*layers)
-        self.classifier = nn.Linear(1280, classes)
 
-    def forward(self, images: Tensor) -> Tensor:
-        return self.classifier(self.features(images).mean((2, 3)))
+def efficientnet() -> nn.Module:
+    """EfficientNet-B0 without its dropout and stochastic depth."""
+    layers: list[nn.Module] = [conv_norm(3, 32, SILU, stride=2)]
+    inputs = 32
+    for expansion, outputs, blocks, stride, kernel in STAGES:
+        for i in range(blocks):
+            layers.append(InvertedResidual(inputs, outputs, expansion, stride if i == 0 else 1, kernel))
+            inputs = outputs
+    return classifier(nn.Sequential(*layers, conv_norm(inputs, 1280, SILU, kernel=1)), 1280)
 
 
 class UNet(nn.Module):
-    """Pairs of convolutions, down by pooling and up by interpolation; logits [N, classes, H, W]."""
+    """Pairs of convolutions, down by pooling and up by interpolation; logits [N, 2, H, W]."""
 
-    def __init__(self, classes: int, widths: tuple[int, ...] = (64, 128, 256, 512, 1024)) -> None:
+    def __init__(self, widths: tuple[int, ...] = (64, 128, 256, 512, 1024)) -> None:
         super().__init__()
 
         def pair(inputs: int, outputs: int) -> nn.Sequential:
             return nn.Sequential(conv_norm(inputs, outputs, RELU), conv_norm(outputs, outputs, RELU))
 
-        self.encoder = nn.ModuleList(pair(i, o) for i, o in zip((3, *widths[:-1]), widths, strict=True))
+        self.encoder = nn.ModuleList(map(pair, (3, *widths), widths))
         self.decoder = nn.ModuleList(
             pair(deep + skip, skip) for deep, skip in zip(widths[:0:-1], widths[-2::-1], strict=True)
         )
-        self.head = nn.Conv2d(widths[0], classes, 1)
+        self.head = nn.Conv2d(widths[0], 2, 1)
 
     def forward(self, images: Tensor) -> Tensor:
         x = self.encoder[0](images)
@@ -202,13 +183,7 @@ class UNet(nn.Module):
         return self.head(x)
 
 
-def resize(x: Tensor, like: Tensor) -> Tensor:
-    """To ``like``'s height and width."""
-    return F.interpolate(x, size=like.shape[2:], mode="bilinear", align_corners=False)
-
-
-@dataclass(frozen=True)
-class Recipe:
+class Recipe(NamedTuple):
     """What makes a net, and (batch size, image size) that fit a machine with a CPU, a short run there, and a GPU."""
 
     make: Callable[[], nn.Module]
@@ -218,10 +193,10 @@ class Recipe:
 
 
 NETS = {
-    "resnet50": Recipe(partial(ResNet50, 1000), cpu=(16, 128), quick=(4, 64), cuda=(128, 224)),
-    "deeplab": Recipe(partial(DeepLab, 21), cpu=(2, 192), cuda=(16, 512)),
-    "efficientnet": Recipe(partial(EfficientNet, 1000), cpu=(16, 128), quick=(4, 64), cuda=(128, 224)),
-    "unet": Recipe(partial(UNet, 2), cpu=(2, 192), cuda=(16, 256)),
+    "resnet50": Recipe(lambda: classifier(resnet_stages(RELU), 2048), cpu=(16, 128), quick=(4, 64), cuda=(128, 224)),
+    "deeplab": Recipe(DeepLab, cpu=(2, 192), cuda=(16, 512)),
+    "efficientnet": Recipe(efficientnet, cpu=(16, 128), quick=(4, 64), cuda=(128, 224)),
+    "unet": Recipe(UNet, cpu=(2, 192), cuda=(16, 256)),
 }
 
 

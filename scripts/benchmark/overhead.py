@@ -48,17 +48,13 @@ def call_overhead(device: str, threads: int, rounds: int, callgrind: bool) -> di
     """Quartiles of the microseconds per call, in turns, and with ``callgrind`` instructions per call."""
     setup = SETUP.format(shape=SHAPE, channels=SHAPE[1], device=device)
     timers = {name: Timer(stmt, setup, num_threads=threads) for name, stmt in STATEMENTS.items()}
-    microseconds: dict[str, list[float]] = {name: [] for name in timers}
     with no_garbage_collection():
-        for i in range(-1, rounds):
-            for name, timer in timers.items():
-                measured = 1e6 * timer.timeit(200).median
-                if i >= 0:
-                    microseconds[name].append(measured)
-    result: dict[str, Any] = {name: {"us": quartiles(values)} for name, values in microseconds.items()}
+        # The first round warms up.
+        turns = [{name: 1e6 * timer.timeit(200).median for name, timer in timers.items()} for _ in range(rounds + 1)]
+    calls: dict[str, Any] = {name: {"us": quartiles([turn[name] for turn in turns[1:]])} for name in timers}
     if callgrind:
         # torch starts "python", whichever that is.
         os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
         for name, timer in timers.items():
-            result[name]["instructions"] = timer.collect_callgrind(number=100).counts(denoise=True) / 100
-    return {"shape": list(SHAPE), "calls": result}
+            calls[name]["instructions"] = timer.collect_callgrind(number=100).counts(denoise=True) / 100
+    return {"shape": list(SHAPE), "calls": calls}

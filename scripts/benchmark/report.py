@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
+from matplotlib.figure import Figure
 
+from benchmark.cases import SMALL
 from benchmark.contenders import CHECKPOINT, COMPILE, EAGER, FLOOR, NO_CUDNN, OURS, PEER
 from benchmark.steps import CONTENDERS as NET_CONTENDERS
 from benchmark.steps import EAGER_NATIVE
-from benchmark.summary import SPEEDUP_ROWS, bars, geometric_mean, grouped, middle, pick, times_faster
 from benchmark.timing import PHASES
 
-# Before pyplot, which would look for a display.
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
+RIVALS = (EAGER, COMPILE, CHECKPOINT, PEER, NO_CUDNN)
 LABELS = {PEER: "peer (separate process)"}
 COLOURS = {
     OURS: "tab:blue",
@@ -27,36 +25,64 @@ COLOURS = {
     CHECKPOINT: "tab:purple",
     PEER: "tab:gray",
 }
-HEADROOM = 1.25
-"""Of the highest bar in this process; bars of other processes are cut off there."""
+Record = dict[str, Any]
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Markdown."""
+    """Markdown; empty without rows."""
     lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) if len(lines) > 2 else ""
 
 
 def number(value: float | None, suffix: str = "") -> str:
     """Three significant digits, never in exponents."""
     if value is None:
         return "-"
-    digits = 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0
-    return f"{value:.{3 if abs(value) < 1 else digits}f}{suffix}"
+    digits = 3 if abs(value) < 1 else 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0
+    return f"{value:.{digits}f}{suffix}"
 
 
-def spread(quartiles: Sequence[float], suffix: str = "") -> str:
+def spread(quartiles: Sequence[float] | None, suffix: str = "") -> str:
     """The median, and the quartiles around it if they are known."""
-    if len(quartiles) == 1:
-        return number(quartiles[0], suffix)
+    if quartiles is None or len(quartiles) == 1:
+        return number(quartiles[0] if quartiles else None, suffix)
     return f"{number(quartiles[1], suffix)} ({number(quartiles[0])}-{number(quartiles[2])})"
 
 
+def middle(quartiles: Sequence[float]) -> float:
+    """The median of three quartiles, or the one number there is."""
+    return quartiles[len(quartiles) // 2]
+
+
+def of_floor(records: Iterable[Record], contender: str, phase: str) -> list[float]:
+    """The medians of a contender's time over the floor's, in the cases that have it."""
+    timings = [r["timings"].get(contender, {}) for r in records]
+    return [middle(timing["of_floor"][phase]) for timing in timings if "of_floor" in timing]
+
+
+def times_faster(records: Iterable[Record], than: str) -> list[float]:
+    """How many times the time of ours ``than`` takes, forward and backward, by medians."""
+    both = [r["timings"] for r in records if OURS in r["timings"] and than in r["timings"]]
+    return [middle(t[than]["ms"]["both"]) / middle(t[OURS]["ms"]["both"]) for t in both]
+
+
+def grouped(records: Iterable[Record], *keys: str) -> dict[tuple[str, ...], list[Record]]:
+    """By what they have under ``keys``, in the order in which that first occurs."""
+    groups: dict[tuple[str, ...], list[Record]] = {}
+    for r in records:
+        groups.setdefault(tuple(r[key] for key in keys), []).append(r)
+    return groups
+
+
+def mean(values: Sequence[float]) -> str:
+    return number(statistics.geometric_mean(values) if values else None)
+
+
 def dimensions(shape: Sequence[int]) -> str:
-    return "x".join(str(size) for size in shape)
+    return "x".join(map(str, shape))
 
 
-def heading(run: dict[str, Any]) -> str:
+def heading(run: Record) -> str:
     """What was measured on, and with which malloc."""
     machine = run["machine"]
     lines = [
@@ -78,25 +104,17 @@ def heading(run: dict[str, Any]) -> str:
     return "\n".join(f"- {line}" for line in lines)
 
 
-def ops_table(run: dict[str, Any]) -> str:
+def ops_table(run: Record) -> str:
     """Each contender of each case: medians and quartiles of milliseconds, and of the ratios of the sums."""
-    if not run["ops"]:
-        return ""
     rows = []
     noted: dict[str, list[str]] = {}
-    for record in run["ops"]:
-        what = [record["group"], dimensions(record["shape"]), record["dtype"], record["layout"], record["activation"]]
-        for name, timing in record["timings"].items():
+    for r in run["ops"]:
+        what = [r["group"], dimensions(r["shape"]), r["dtype"], r["layout"], r["activation"]]
+        for name, timing in r["timings"].items():
             ratios = [timing.get(ratio, {}).get("both") for ratio in ("speedup", "of_floor")]
-            rows.append(
-                [
-                    *what,
-                    LABELS.get(name, name),
-                    *(spread(timing["ms"][phase]) for phase in PHASES),
-                    *("-" if ratio is None else spread(ratio, "x") for ratio in ratios),
-                ]
-            )
-        for note in record["notes"]:
+            cells = [spread(timing["ms"][phase]) for phase in PHASES] + [spread(ratio, "x") for ratio in ratios]
+            rows.append([*what, LABELS.get(name, name), *cells])
+        for note in r["notes"]:
             noted.setdefault(note, []).append(" ".join(what))
     notes = [f"- {note}: " + (cases[0] if len(cases) == 1 else f"{len(cases)} cases") for note, cases in noted.items()]
     header = ["group", "shape", "dtype", "layout", "activation", "contender"]
@@ -104,92 +122,77 @@ def ops_table(run: dict[str, Any]) -> str:
     return "\n".join([table(header, rows), *([""] if notes else []), *notes])
 
 
-def replays_table(run: dict[str, Any]) -> str:
-    """Forward and backward as a CUDA graph, in microseconds; two copies are in each."""
-    records = [record for record in run["ops"] if "replay_ms" in record]
-    if not records:
-        return ""
-    names = list(dict.fromkeys(name for record in records for name in record["replay_ms"]))
-    rows = []
-    for record in records:
-        cells = [record["replay_ms"].get(name) for name in names]
-        rows.append(
-            [
-                dimensions(record["shape"]),
-                record["dtype"],
-                record["layout"],
-                record["activation"],
-                *("-" if cell is None else spread([1e3 * ms for ms in cell]) for cell in cells),
-            ]
-        )
-    return table(["shape", "dtype", "layout", "activation", *(f"{name} µs" for name in names)], rows)
-
-
-def means_table(run: dict[str, Any]) -> str:
+def means_table(run: Record) -> str:
     """For each group, dtype, layout and activation geometric means over the shapes: of the floor, and speed-ups."""
-    groups = grouped(run["ops"], "group", "dtype", "layout", "activation")
-    if not groups:
-        return ""
-    names = [name for name in (EAGER, *SPEEDUP_ROWS) if times_faster(run["ops"], name)]
-    header = ["group", "dtype", "layout", "activation", "shapes"]
-    header += [f"{phase} / floor" for phase in PHASES] + [f"{LABELS.get(name, name)} / in-place" for name in names]
+    names = [name for name in RIVALS if times_faster(run["ops"], name)]
+    keys = ("group", "dtype", "layout", "activation")
+    header = [*keys, "shapes", *(f"{phase} / floor" for phase in PHASES)]
+    header += [f"{LABELS.get(name, name)} / in-place" for name in names] + [f"least {EAGER} / in-place"]
     rows = []
-    for setting, records in groups.items():
-        means = [geometric_mean(pick(records, OURS, "of_floor", phase)) for phase in PHASES]
-        means += [geometric_mean(times_faster(records, name)) for name in names]
-        rows.append([*setting, str(len(records)), *map(number, means)])
+    for setting, records in grouped(run["ops"], *keys).items():
+        floors = [mean(of_floor(records, OURS, phase)) for phase in PHASES]
+        means = [mean(times_faster(records, name)) for name in names]
+        least = number(min(times_faster(records, EAGER), default=None))
+        rows.append([*setting, str(len(records)), *floors, *means, least])
     return table(header, rows)
 
 
-def scaling_table(run: dict[str, Any]) -> str:
-    if not run["scaling"]:
-        return ""
-    few, many = run["scaling"][0]["threads"]
-    rows = []
-    for record in run["scaling"]:
-        speedups = [spread(record["speedup"][name][phase], "x") for name in (OURS, FLOOR) for phase in PHASES]
-        rows.append([dimensions(record["shape"]), record["dtype"], record["layout"], *speedups])
-    header = ["shape", "dtype", "layout", *(f"{name} {phase}" for name in (OURS, FLOOR) for phase in PHASES)]
-    return f"{few} to {many} threads:\n\n" + table(header, rows)
+def scaling_table(run: Record) -> str:
+    columns = [(name, phase) for name in (OURS, FLOOR) for phase in PHASES]
+    speedups = [[r["speedup"][name][phase] for name, phase in columns] for r in run["scaling"]]
+    rows = [
+        [dimensions(r["shape"]), r["dtype"], r["layout"], *(spread(cell, "x") for cell in cells)]
+        for r, cells in zip(run["scaling"], speedups, strict=True)
+    ]
+    rows.append(
+        ["geometric mean", "", "", *(mean([middle(cell) for cell in column]) for column in zip(*speedups, strict=True))]
+    )
+    header = ["shape", "dtype", "layout", *map(" ".join, columns)]
+    return f"1 to {run['machine']['threads']} threads:\n\n{table(header, rows)}" if speedups else ""
 
 
-def overhead_table(run: dict[str, Any]) -> str:
+def overhead_table(run: Record) -> str:
     if "overhead" not in run:
         return ""
     calls = run["overhead"]["calls"]
-    rows = [[name, spread(call["us"]), number(call.get("instructions"))] for name, call in calls.items()]
-    shape = dimensions(run["overhead"]["shape"])
-    return table([f"forward and backward on {shape}", "µs", "instructions"], rows)
+    counts = {name: (middle(call["us"]), call.get("instructions")) for name, call in calls.items()}
+
+    def net(name: str, column: int) -> str:
+        """Of what surrounds a call, over the same of eager's."""
+        mine, eager, neither = (counts[n][column] for n in (name, EAGER, "neither"))
+        return number(None if mine is None or name == "neither" else (mine - neither) / (eager - neither))
+
+    header = [f"forward and backward on {dimensions(run['overhead']['shape'])}", "µs", "instructions"]
+    header += ["µs net of neither / eager's", "instructions net of neither / eager's"]
+    rows = [[n, spread(calls[n]["us"]), number(counts[n][1]), net(n, 0), net(n, 1)] for n in calls]
+    return table(header, rows)
 
 
-def share(value: float, of: float | None) -> str:
-    return "" if not of else f" ({value / of:.0%})"
+def net_name(net: Record) -> str:
+    return f"{net['net']}, {net['dtype']} {net['layout']}, {net['batch']}x3x{net['size']}x{net['size']}"
 
 
-def nets_tables(run: dict[str, Any]) -> str:
+def nets_tables(run: Record) -> str:
     """Training steps: memory, time and the largest batch with a column for each contender, and why others failed."""
     nets = run["nets"]
     names = [name for name in NET_CONTENDERS if any(name in (*net["contenders"], *net["notes"]) for net in nets)]
-    if not names:
-        return ""
 
-    def memory(got: dict[str, Any], eager: dict[str, Any]) -> str:
-        cells = (f"{got[key] / 2**20:.1f}{share(got[key], eager.get(key))}" for key in ("held", "peak"))
-        return " / ".join(cells)
+    def memory(got: Record, eager: Record) -> str:
+        cells = {key: f"{got[key] / 2**20:.1f}" for key in ("held", "peak")}
+        return " / ".join(f"{cell} ({got[key] / eager[key]:.0%})" if eager else cell for key, cell in cells.items())
 
-    def time(got: dict[str, Any], eager: dict[str, Any]) -> str:
+    def time(got: Record, eager: Record) -> str:
         ratio = f", {spread(got['ratio'], 'x')}" if "ratio" in got and got is not eager else ""
         return number(middle(got["ms"])) + ratio
 
-    def batch(got: dict[str, Any], eager: dict[str, Any]) -> str:
-        return str(got["largest_batch"]) if "largest_batch" in got else "-"
+    def batch(got: Record, _: Record) -> str:
+        return str(got.get("largest_batch", "-"))
 
     parts = {
         "MiB held after forward / at peak, beyond what is held between steps (of eager native's)": memory,
         "ms per step, and in how many times eager native's time (quartiles)": time,
+        **{f"largest batch within {net['budget'] / 2**30:g} GiB": batch for net in nets if net["budget"]},
     }
-    for budget in {net["budget"] for net in nets} - {None}:
-        parts[f"largest batch within {budget / 2**30:g} GiB"] = batch
     texts = []
     for title, cell in parts.items():
         rows = []
@@ -199,63 +202,57 @@ def nets_tables(run: dict[str, Any]) -> str:
             rows.append([net_name(net), *cells])
         texts.append(f"{title}:\n\n{table(['net', *names], rows)}")
     notes = [f"- {net_name(net)}, {name}: {note}" for net in nets for name, note in net["notes"].items()]
-    return "\n\n".join([*texts, *(["\n".join(notes)] if notes else [])])
+    return "\n\n".join([*texts, *(["\n".join(notes)] if notes else [])]) if names else ""
 
 
-def net_name(net: dict[str, Any]) -> str:
-    return f"{net['net']}, {net['dtype']} {net['layout']}, {net['batch']}x3x{net['size']}x{net['size']}"
-
-
-def summary_table(rows: Sequence[dict[str, Any]]) -> str:
-    cells = [[r["name"], r["malloc"], number(r["value"]), str(r["cases"]), r["target"] or "-"] for r in rows]
-    return table(["geometric mean", "malloc", "measured", "cases", "target"], cells)
-
-
-def full_report(result: dict[str, Any]) -> str:
+def full_report(result: Record) -> str:
     """Everything, as printed."""
+    sections = (heading, ops_table, means_table, scaling_table, overhead_table, nets_tables)
     parts = []
     for run in result["runs"]:
         parts.append(f"## malloc {run['malloc']['mode']}" if "gpu" not in run["machine"] else "## CUDA")
-        parts.append(heading(run))
-        sections = (ops_table, means_table, replays_table, scaling_table, overhead_table, nets_tables)
-        parts += [text for text in (section(run) for section in sections) if text]
-    if result["summary"]:
-        parts += ["## Summary", summary_table(result["summary"])]
-    return "\n\n".join(parts)
+        parts += [section(run) for section in sections]
+    return "\n\n".join(filter(None, parts))
 
 
-def save_chart(path: Path, runs: Sequence[dict[str, Any]]) -> bool:
+def bars(run: Record) -> dict[str, dict[str, list[float]]]:
+    """Setting, then contender: by phase the geometric mean of the time over the floor's, over those cases that all the
+    contenders of the setting took part in. Without small tensors, whose time is that of a call."""
+    result: dict[str, dict[str, list[float]]] = {}
+    ops = [r for r in run["ops"] if r["group"] != SMALL and all("of_floor" in t for t in r["timings"].values())]
+    for setting, records in grouped(ops, "activation", "dtype", "layout").items():
+        names = list(dict.fromkeys(name for r in records for name in r["timings"]))
+        cases = [r for r in records if len(r["timings"]) == len(names)]
+        if cases:
+            result["\n".join(setting)] = {
+                name: [statistics.geometric_mean(of_floor(cases, name, phase)) for phase in PHASES] for name in names
+            }
+    return result
+
+
+def save_chart(path: Path, runs: Sequence[Record]) -> None:
     """Writes a PNG: per run and phase a panel of bars, time over the floor's by setting and contender, and the floor
-    as a line; logarithmic. False if no case has a floor."""
+    as a line; logarithmic. Writes nothing if no case has a floor."""
     drawn = [(run, settings) for run in runs if (settings := bars(run))]
     if not drawn:
-        return False
-    figure, axes = plt.subplots(
-        len(drawn), len(PHASES), figsize=(24, 5 * len(drawn)), squeeze=False, layout="constrained", sharey="row"
-    )
+        return
+    figure = Figure(figsize=(24, 5 * len(drawn)), layout="constrained")
+    axes = figure.subplots(len(drawn), len(PHASES), squeeze=False, sharey="row")
     for row, (run, settings) in zip(axes, drawn, strict=True):
         names = [name for name in COLOURS if any(name in contenders for contenders in settings.values())]
-        own = [t[p] for c in settings.values() for name, t in c.items() if name != PEER for p in PHASES]
-        top = HEADROOM * max(own)
         width = 0.8 / len(names)
-        for axis, phase in zip(row, PHASES, strict=True):
+        top = max(ratio for contenders in settings.values() for ratios in contenders.values() for ratio in ratios)
+        for at, (axis, phase) in enumerate(zip(row, PHASES, strict=True)):
             for i, name in enumerate(names):
-                offsets = [j + (i - (len(names) - 1) / 2) * width for j in range(len(settings))]
-                heights = [contenders.get(name, {}).get(phase, 0.0) for contenders in settings.values()]
-                axis.bar(
-                    offsets, [min(h, top) for h in heights], width, label=LABELS.get(name, name), color=COLOURS[name]
-                )
-                for x, height in zip(offsets, heights, strict=True):
-                    if height:
-                        axis.text(x, min(height, top), number(height), ha="center", va="bottom", fontsize=7)
+                bar = {j: got[name][at] for j, got in enumerate(settings.values()) if name in got}
+                places = [j + (i - (len(names) - 1) / 2) * width for j in bar]
+                drawn_bars = axis.bar(places, bar.values(), width, label=LABELS.get(name, name), color=COLOURS[name])
+                axis.bar_label(drawn_bars, map(number, bar.values()), fontsize=7)
             axis.axhline(1, color="black", linewidth=1.2, label="floor")
             axis.set_xticks(range(len(settings)), list(settings), fontsize=8)
-            where = "CUDA" if "gpu" in run["machine"] else f"malloc {run['malloc']['mode']}"
-            axis.set_title("forward + backward" if phase == "both" else phase)
-            axis.set_yscale("log")
-            axis.set_ylim(0.5, 1.2 * top)
+            axis.set(title="forward + backward" if phase == "both" else phase, yscale="log")
+            axis.set_ylim(0.5, 1.5 * top)
+        where = "CUDA" if "gpu" in run["machine"] else f"malloc {run['malloc']['mode']}"
         row[0].set_ylabel(f"{where}\ntime / floor")
     axes[0][0].legend(fontsize=8, ncols=3)
     figure.savefig(path, dpi=80)
-    plt.close(figure)
-    return True

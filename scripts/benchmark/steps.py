@@ -8,21 +8,19 @@ which it is compiled. Compiled contenders have their activation modules out of p
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._functorch import config as functorch
 
 from benchmark.cases import DTYPES, LAYOUTS, Setting
-from benchmark.notes import reason
-from benchmark.timing import DeviceClock, HostClock, no_garbage_collection, quartiles
+from benchmark.timing import Clock, no_garbage_collection, quartiles, reason
 from inplace_abn import Plan, analyze, convert, guard
 from inplace_abn.example import tensors_in
 from inplace_abn.memory import measure
@@ -32,8 +30,7 @@ LIMIT = 1 << 16
 """The largest batch that is tried."""
 
 
-@dataclass(frozen=True)
-class Contender:
+class Contender(NamedTuple):
     """How a net is trained; ``budget`` is torch.compile's ``activation_memory_budget``, of which 1 is the default."""
 
     converted: bool = False
@@ -71,30 +68,21 @@ class Training:
     images: Tensor
     dtype: torch.dtype
 
-    def forward(self) -> Tensor:
-        """The loss."""
+    def loss(self) -> Tensor:
         with autocast(self.images.device, self.dtype):
             outputs = [output for output in tensors_in(self.call(self.images)) if output.requires_grad]
             return torch.stack([output.float().square().mean() for output in outputs]).sum()
 
     def step(self) -> None:
-        self.forget()
-        self.forward().backward()
+        self.optimizer.zero_grad()
+        self.loss().backward()
         self.optimizer.step()
-
-    def forget(self) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
-
-    def gradients(self) -> int:
-        """Bytes."""
-        return sum(parameter.nbytes for parameter in self.net.parameters() if parameter.requires_grad)
 
     def resident(self) -> int:
         """Bytes of parameters, buffers, momenta and the batch."""
-        tensors = [*self.net.parameters(), *self.net.buffers(), self.images]
-        for state in self.optimizer.state.values():
-            tensors += [value for value in state.values() if isinstance(value, Tensor)]
-        return sum(tensor.nbytes for tensor in tensors)
+        state = [value for values in self.optimizer.state.values() for value in values.values()]
+        tensors = [*self.net.parameters(), *self.net.buffers(), self.images, *state]
+        return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
@@ -105,43 +93,43 @@ class Course:
     """What the contenders of one net have in common; ``net`` stays as it is, on the CPU."""
 
     def __init__(self, net: nn.Module, setting: Setting, size: int, device: torch.device) -> None:
-        self.net, self.setting, self.size, self.device = net.train(), setting, size, device
+        self.net, self.size, self.device = net.train(), size, device
+        self.dtype, self.layout = DTYPES[setting.dtype], LAYOUTS[setting.layout]
         # By whether it is compiled, for activations differ.
         self.plan = functools.cache(self._plan)
 
     def images(self, batch: int) -> Tensor:
         images = torch.randn(batch, 3, self.size, self.size, generator=torch.Generator().manual_seed(batch))
-        return images.to(self.device, memory_format=LAYOUTS[self.setting.layout])
+        return images.to(self.device, memory_format=self.layout)
 
     def copy(self, out_of_place: bool) -> nn.Module:
-        net = copy.deepcopy(self.net).to(self.device, memory_format=LAYOUTS[self.setting.layout])
+        net = copy.deepcopy(self.net).to(self.device, memory_format=self.layout)
         for module in net.modules():
             if out_of_place and getattr(module, "inplace", False):
                 module.inplace = False  # type: ignore[assignment]
         return net
 
     def _plan(self, compiled: bool) -> Plan:
-        with autocast(self.device, DTYPES[self.setting.dtype]):
+        with autocast(self.device, self.dtype):
             return analyze(self.copy(compiled), self.images(2))
 
-    def training(self, contender: Contender, batch: int) -> Training:
-        """After its small step, but not warmed up."""
+    def training(self, contender: Contender, batch: int, warm_up: int = 0) -> Training:
+        """After its small step, and so many of ``batch`` images."""
         net = self.copy(contender.compiled)
         if contender.converted:
             convert(net, self.plan(contender.compiled))
-        optimizer = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.9)
-        training = Training(net, net, optimizer, self.images(2), DTYPES[self.setting.dtype])
+        training = Training(net, net, torch.optim.SGD(net.parameters(), 1e-3, 0.9), self.images(2), self.dtype)
         training.step()
-        training.forget()
+        training.optimizer.zero_grad()
         training.call, training.images = contender.compile(net), self.images(batch)
+        for _ in range(warm_up):
+            training.step()
         return training
 
 
 def time_steps(trainings: dict[str, Training], steps: int, notes: dict[str, str]) -> dict[str, list[float]]:
     """Milliseconds of each one's steps, which take turns. One that fails goes from ``trainings`` to ``notes``."""
-    clocks: dict[str, Any] = {}
-    for name, training in trainings.items():
-        clocks[name] = DeviceClock() if training.images.device.type == "cuda" else HostClock()
+    clocks = {name: Clock(training.images.device) for name, training in trainings.items()}
     # The guard measures in one step of a hundred.
     with no_garbage_collection(), guard.paused():
         for i in range(steps):
@@ -161,7 +149,7 @@ def time_steps(trainings: dict[str, Training], steps: int, notes: dict[str, str]
 
 def memory(training: Training) -> dict[str, int]:
     """Bytes above those held between two steps: ``held`` between forward and backward, ``peak`` during the step."""
-    training.forget()
+    training.optimizer.zero_grad()
     with autocast(training.images.device, training.dtype):
         usage = measure(training.call, training.images)
     return {"held": usage.held, "peak": usage.peak}
@@ -170,8 +158,9 @@ def memory(training: Training) -> dict[str, int]:
 def expected_batch(training: Training, held: int, peak: int, budget: int) -> int:
     """How many images ``budget`` bytes suffice for, if what a step takes beyond parameters, momenta and gradients grows
     with their number. In a small batch gradients of parameters may be made where activations were."""
-    fixed = training.resident() - training.images.nbytes + training.gradients()
-    growing = training.images.nbytes + max(held, peak - training.gradients())
+    gradients = sum(parameter.nbytes for parameter in training.net.parameters() if parameter.requires_grad)
+    fixed = training.resident() - training.images.nbytes + gradients
+    growing = training.images.nbytes + max(held, peak - gradients)
     return len(training.images) * (budget - fixed) // growing
 
 
@@ -195,24 +184,6 @@ def largest(fits: Callable[[int], bool], guess: int, least: int, limit: int = LI
     return good if good >= least else 0
 
 
-@contextlib.contextmanager
-def memory_limit(device: torch.device, budget: int) -> Iterator[None]:
-    """Lets the CUDA allocator of this process have ``budget`` bytes."""
-    total = torch.cuda.get_device_properties(device).total_memory
-    release()
-    torch.cuda.set_per_process_memory_fraction(min(1.0, budget / total), device)
-    try:
-        yield
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
-
-
-def release() -> None:
-    """Gives the device's memory back that nobody holds."""
-    gc.collect()
-    torch.cuda.empty_cache()
-
-
 def out_of_memory(error: BaseException | None) -> bool:
     """Also where cuDNN found no algorithm whose workspace could be allocated, and where the compiler ran out of it."""
     return error is not None and (
@@ -230,21 +201,30 @@ def fits_budget(make: Callable[[], Training], device: torch.device, budget: int)
     if device.type != "cuda":
         training = make()
         return training.resident() + memory(training)["peak"] <= budget
-    fits = True
-    with memory_limit(device, budget):
-        try:
-            training = make()
-            with guard.paused():
-                training.step()
-                training.step()
-            torch.cuda.synchronize(device)
-        except RuntimeError as error:
-            if not out_of_memory(error):
-                raise
-            fits = False
+    release()
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, budget / total), device)
+    try:
+        training = make()
+        with guard.paused():
+            training.step()
+            training.step()
+        torch.cuda.synchronize(device)
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        return False
+    finally:
         training = None  # type: ignore[assignment]
         release()
-    return fits
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+    return True
+
+
+def release() -> None:
+    """Gives the device's memory back that nobody holds."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def measure_net(
@@ -259,18 +239,13 @@ def measure_net(
     a budget in bytes, the largest batch; and a note on each that failed."""
     measured: dict[str, dict[str, Any]] = {}
     notes: dict[str, str] = {}
-
-    torch._dynamo.reset()
     trainings: dict[str, Training] = {}
+    torch._dynamo.reset()
     for name in filter(has_time, contenders):
         try:
-            training = course.training(CONTENDERS[name], batch)
-            for _ in range(WARM_UP):
-                training.step()
-            trainings[name] = training
+            trainings[name] = course.training(CONTENDERS[name], batch, WARM_UP)
         except Exception as error:
             notes[name] = reason(error)
-        training = None  # type: ignore[assignment]
     timed = time_steps(trainings, steps, notes)
     guesses: dict[str, int] = {}
     for name, ms in timed.items():

@@ -30,77 +30,52 @@ import functools
 import gc
 import math
 import random
-import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 PHASES = ("forward", "backward", "both")
+FLOOR_TRANSFERS = (3, 5, 8)
+"""How often `floor_iteration` moves the tensor, by phase."""
 WARM_UP_ROUNDS = 2
+MAX_ROUNDS = 100
 MAX_POOL = 32
 COLD_CACHES = 2
 """How many times the L2 cache the x of one turn are, on CUDA."""
 
+
+class Clock:
+    """Marks are points in time, or on CUDA events on the current stream of the thread that leaves the mark."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.on_cuda = device.type == "cuda"
+        self.marks: list[Any] = []
+
+    def mark(self) -> None:
+        if self.on_cuda:
+            self.marks.append(torch.cuda.Event(enable_timing=True))
+            self.marks[-1].record()
+        else:
+            self.marks.append(time.perf_counter())
+
+    def durations(self) -> list[float]:
+        """Milliseconds from each mark with an even index to the next, on CUDA once the device has got there."""
+        pairs = zip(self.marks[::2], self.marks[1::2], strict=True)
+        if self.on_cuda:
+            self.marks[-1].synchronize()
+            return [start.elapsed_time(end) for start, end in pairs]
+        return [1e3 * (end - start) for start, end in pairs]
+
+
 Make = Callable[[], Tensor]
-
-
-class Silent:
-    """A clock that is not read."""
-
-    def mark(self) -> None:
-        pass
-
-
-class HostClock:
-    """Marks are points in time."""
-
-    def __init__(self) -> None:
-        self.marks: list[float] = []
-
-    def mark(self) -> None:
-        self.marks.append(time.perf_counter())
-
-    def durations(self) -> list[float]:
-        """Milliseconds from each mark with an even index to the next."""
-        return [1e3 * (end - start) for start, end in zip(self.marks[::2], self.marks[1::2], strict=True)]
-
-
-class DeviceClock:
-    """Marks are events on the current stream, that of the thread which leaves the mark."""
-
-    def __init__(self) -> None:
-        self.marks: list[torch.cuda.Event] = []
-
-    def mark(self) -> None:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        self.marks.append(event)
-
-    def durations(self) -> list[float]:
-        """Milliseconds from each mark with an even index to the next, once the device has got there."""
-        self.marks[-1].synchronize()
-        return [start.elapsed_time(end) for start, end in zip(self.marks[::2], self.marks[1::2], strict=True)]
-
-
-Clock = Silent | HostClock | DeviceClock
 Iteration = Callable[[Make, Make, Clock], Iterator[None]]
 """Called with what makes x, what makes the gradient, and a clock, on which it leaves two marks in forward and, after it
 has yielded, two in backward."""
-
-
-class Sample(NamedTuple):
-    """Milliseconds of one iteration."""
-
-    forward: float
-    backward: float
-
-    def phase(self, name: str) -> float:
-        return sum(self) if name == "both" else getattr(self, name)
 
 
 class _Source(torch.autograd.Function):
@@ -172,55 +147,36 @@ def floor_iteration(make_x: Make, make_dz: Make, clock: Clock) -> Iterator[None]
     clock.mark()
 
 
-FLOOR_TRANSFERS = Sample(3, 5)
-"""How often `floor_iteration` moves the tensor."""
-
-
-def with_threads(iteration: Iteration, threads: int) -> Iteration:
-    """``iteration`` on so many threads."""
-
-    def iterate(make_x: Make, make_dz: Make, clock: Clock) -> Iterator[None]:
-        before = torch.get_num_threads()
-        torch.set_num_threads(threads)
-        try:
-            yield from iteration(make_x, make_dz, clock)
-        finally:
-            torch.set_num_threads(before)
-
-    return iterate
-
-
 def pool_size(nbytes: int, cache: int) -> int:
     """How many tensors of a turn are prepared together so that the first is out of the cache when its turn comes."""
-    return min(MAX_POOL, math.ceil(COLD_CACHES * cache / max(nbytes, 1)) + 1) if cache else 1
+    return min(MAX_POOL, math.ceil(COLD_CACHES * cache / max(nbytes, 1)) + 1)
 
 
-def turn(iteration: Iteration, x: Tensor, dz: Tensor, lead_ms: float = 0.0) -> list[Sample]:
-    """A contender's turn: one sample on the CPU, on CUDA as many as make the cache cold.
-
-    ``lead_ms`` is for how long the device is kept busy first.
+def turn(iteration: Iteration, x: Tensor, dz: Tensor, lead_ms: float = 0.0) -> list[tuple[float, float]]:
+    """Milliseconds of forward and of backward in a contender's turn: one pair on the CPU, on CUDA as many as make the
+    cache cold. ``lead_ms`` is for how long the device is kept busy first.
     """
-    if x.device.type != "cuda":
-        clock = HostClock()
-        run(iteration(x.clone, dz.clone, clock))
-        return samples(clock)
-    size = pool_size(x.nbytes, torch.cuda.get_device_properties(x.device).L2_cache_size)
-    xs, gradients = deque(x.clone() for _ in range(size)), deque(dz.clone() for _ in range(size))
-    if lead_ms:
-        torch.cuda._sleep(int(lead_ms * _cycles_per_ms(x.device)))
-    device_clock = DeviceClock()
-    iterations = [iteration(xs.popleft, gradients.popleft, device_clock) for _ in range(size)]
+    size = 1
+    make_x: Make = x.clone
+    make_dz: Make = dz.clone
+    if x.device.type == "cuda":
+        size = pool_size(x.nbytes, torch.cuda.get_device_properties(x.device).L2_cache_size)
+        make_x, make_dz = (deque([tensor.clone() for _ in range(size)]).popleft for tensor in (x, dz))
+        if lead_ms:
+            torch.cuda._sleep(int(lead_ms * _cycles_per_ms(x.device)))
+    clock = Clock(x.device)
+    iterations = [iteration(make_x, make_dz, clock) for _ in range(size)]
     for started in iterations:
         next(started)
     for started in iterations:
-        run(started)
-    return samples(device_clock)
+        finish(started)
+    ms = clock.durations()
+    return list(zip(ms[:size], ms[size:], strict=True))
 
 
-def run(iteration: Iterator[None]) -> None:
-    """What is left of it."""
-    for _ in iteration:
-        pass
+def finish(iteration: Iterator[None]) -> None:
+    """Runs what is left of it."""
+    deque(iteration, maxlen=0)
 
 
 @functools.cache
@@ -228,18 +184,11 @@ def _cycles_per_ms(device: torch.device) -> float:
     """Of `torch.cuda._sleep`."""
     cycles = 10**7
     torch.cuda._sleep(cycles)
-    clock = DeviceClock()
+    clock = Clock(device)
     clock.mark()
     torch.cuda._sleep(cycles)
     clock.mark()
     return cycles / clock.durations()[0]
-
-
-def samples(clock: HostClock | DeviceClock) -> list[Sample]:
-    """Of a clock that was marked by all forwards and then by all backwards, in the same order."""
-    durations = clock.durations()
-    half = len(durations) // 2
-    return [Sample(*pair) for pair in zip(durations[:half], durations[half:], strict=True)]
 
 
 @contextmanager
@@ -253,14 +202,15 @@ def no_garbage_collection() -> Iterator[None]:
 
 
 def interleaved(
-    iterations: dict[str, Iteration], x: Tensor, dz: Tensor, seconds: float, min_rounds: int = 5, max_rounds: int = 100
-) -> dict[str, list[Sample]]:
-    """The samples of each contender, the i-th of all of them from the same round.
+    iterations: dict[str, Iteration], x: Tensor, dz: Tensor, seconds: float, min_rounds: int
+) -> dict[str, Tensor]:
+    """Milliseconds of each contender: a row for each sample, the i-th of all of them from the same round, and a column
+    for each phase.
 
     Rounds go on for ``seconds``, but there are at least ``min_rounds``. x and dz are copied, never written.
     """
     order = list(iterations)
-    collected: dict[str, list[Sample]] = {name: [] for name in order}
+    collected: dict[str, list[tuple[float, float]]] = {name: [] for name in order}
     lead_ms = dict.fromkeys(order, 0.0)
     draw = random.Random(0)
     with no_garbage_collection():
@@ -272,27 +222,28 @@ def interleaved(
                 lead_ms[name] = 1.5e3 * (time.perf_counter() - start)
         end = time.perf_counter() + seconds
         rounds = 0
-        while rounds < max_rounds and (rounds < min_rounds or time.perf_counter() < end):
+        while rounds < MAX_ROUNDS and (rounds < min_rounds or time.perf_counter() < end):
             draw.shuffle(order)
             for name in order:
                 collected[name] += turn(iterations[name], x, dz, lead_ms[name])
             rounds += 1
-    return collected
+    return {
+        name: torch.tensor([(f, b, f + b) for f, b in pairs], dtype=torch.float64) for name, pairs in collected.items()
+    }
 
 
-def quartiles(values: Sequence[float]) -> list[float]:
-    """Lower quartile, median, upper quartile."""
-    if len(values) == 1:
-        return [values[0]] * 3
-    return statistics.quantiles(values, n=4, method="inclusive")
+def quartiles(values: Sequence[float] | Tensor) -> list[Any]:
+    """Lower quartile, median, upper quartile; those of each column where there are columns."""
+    at = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
+    return torch.quantile(torch.as_tensor(values, dtype=torch.float64), at, dim=0).movedim(0, -1).tolist()
 
 
-def phase_quartiles(collected: Sequence[Sample]) -> dict[str, list[float]]:
-    """Of the milliseconds, by phase."""
-    return {phase: quartiles([sample.phase(phase) for sample in collected]) for phase in PHASES}
+def by_phase(samples: Tensor) -> dict[str, list[float]]:
+    """Quartiles of what `interleaved` gives, or of a ratio of such."""
+    return dict(zip(PHASES, quartiles(samples), strict=True))
 
 
-def ratio_quartiles(numerator: Sequence[Sample], denominator: Sequence[Sample]) -> dict[str, list[float]]:
-    """Of the ratio of the two samples of each round, by phase."""
-    pairs = list(zip(numerator, denominator, strict=True))
-    return {phase: quartiles([a.phase(phase) / b.phase(phase) for a, b in pairs]) for phase in PHASES}
+def reason(error: BaseException) -> str:
+    """In one line: the error's kind and first line, and the second one if the first only introduces it."""
+    first, *more = str(error).strip().splitlines() or ["no message"]
+    return f"{type(error).__name__}: {first}" + (f" {more[0]}" if first.endswith(":") and more else "")

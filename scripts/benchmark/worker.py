@@ -5,53 +5,22 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import platform
 import sys
 import time
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-import inplace_abn
-from benchmark import cuda, malloc, nets, overhead, peer
+from benchmark import machine, nets, overhead, peer, steps
 from benchmark.cases import CORE, Case, Setting, make_cases
-from benchmark.contenders import COMPILE, EAGER, FLOOR, NO_CUDNN, OURS, PEER, make_iterations, scaling_iterations
-from benchmark.notes import reason
-from benchmark.steps import CONTENDERS as NET_CONTENDERS
-from benchmark.steps import Course, measure_net
-from benchmark.timing import PHASES, Sample, interleaved, phase_quartiles, ratio_quartiles
+from benchmark.contenders import COMPILE, EAGER, FLOOR, NO_CUDNN, OURS, PEER, make_iterations, with_threads
+from benchmark.timing import FLOOR_TRANSFERS, PHASES, Iteration, by_phase, interleaved, reason
 from inplace_abn import guard
 
-GRAPH_BYTES = 8 << 20
-"""Up to which size replays of captured graphs are timed too."""
 BLOCKS_IN_USE = 12
 """More tensors than are alive at any time while an operation is timed."""
-
-
-def describe_machine(device: torch.device, threads: int) -> dict[str, Any]:
-    info = Path("/proc/cpuinfo")
-    models = [line for line in info.read_text().splitlines() if "model name" in line] if info.exists() else []
-    machine = {
-        "cpu": models[0].partition(":")[2].strip() if models else platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "threads": threads,
-        "torch": torch.__version__,
-        "inplace_abn": inplace_abn.__version__,
-        "python": platform.python_version(),
-        "capability": torch.backends.cpu.get_cpu_capability(),
-    }
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        machine |= {
-            "gpu": properties.name,
-            "gpu_memory": properties.total_memory,
-            "l2": properties.L2_cache_size,
-            "cuda": torch.version.cuda,
-            "cudnn": torch.backends.cudnn.version(),
-        }
-    return machine
 
 
 class Worker:
@@ -60,48 +29,45 @@ class Worker:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.device = torch.device(args.device)
+        self.bandwidth: float | None = None
         if self.device.type == "cuda":
             # Some of torch's functions want an index.
             self.device = torch.device("cuda", self.device.index or 0)
             torch.cuda.set_device(self.device)
-        self.settings = [Setting.parse(text) for text in args.settings]
-        self.deadline = time.perf_counter() + args.time_limit if args.time_limit else math.inf
+            self.bandwidth = machine.copy_bandwidth(self.device)
+        self.settings = [Setting(*text.split(":")) for text in args.settings]
+        self.deadline = time.perf_counter() + (args.time_limit or math.inf)
         self.skipped: list[str] = []
-        self.bandwidth: float | None = None
         self.compiled: set[str] = set()
 
     def run(self) -> dict[str, Any]:
-        torch.set_num_threads(self.args.threads)
+        args = self.args
+        torch.set_num_threads(args.threads)
         torch.manual_seed(0)
         on_cuda = self.device.type == "cuda"
-        cases = make_cases(
-            self.args.groups, self.settings, self.args.activations, self.args.shapes, on_cuda, self.args.quick
-        )
-        if self.args.malloc == "warmed" and not on_cuda:
-            malloc.warm(BLOCKS_IN_USE * max((case.nbytes for case in cases), default=0))
-        if on_cuda:
-            self.bandwidth = cuda.copy_bandwidth(self.device)
+        cases = make_cases(args.groups, self.settings, args.activations, args.shapes, on_cuda, args.quick)
+        if args.malloc == "warmed":
+            machine.warm(BLOCKS_IN_USE * max((case.nbytes for case in cases), default=0))
         result: dict[str, Any] = {
             "malloc": {
-                "mode": self.args.malloc,
-                "setting": malloc.describe(self.args.malloc),
-                "page_faults_64MiB": malloc.page_faults(),
+                "mode": args.malloc,
+                "setting": machine.MODES[args.malloc],
+                "page_faults_64MiB": machine.page_faults(),
             },
-            "machine": describe_machine(self.device, self.args.threads),
-            "load_before": _load(),
+            "machine": machine.describe(self.device, args.threads),
+            "load_before": os.getloadavg()[0],
             "copy_bandwidth": self.bandwidth,
         }
-        if self.args.overhead:
-            result["overhead"] = overhead.call_overhead(
-                self.args.device, self.args.threads, self.args.overhead, self.args.callgrind
-            )
+        if args.overhead:
+            result["overhead"] = overhead.call_overhead(str(self.device), args.threads, args.overhead, args.callgrind)
         # As nearly all steps are; those of nets are as they come.
         with guard.paused():
-            result["ops"] = list(self.time_ops(cases))
-            self.add_peer(result)
-            result["scaling"] = list(self.time_scaling(cases)) if self.args.scaling else []
+            result["ops"] = [self.time_op(case) for case in cases if self.has_time(" ".join(map(str, case)))]
+            if args.peer_python and PEER in args.contenders and self.has_time(f"the same by {args.peer_python}"):
+                self.add_peer(result)
+            result["scaling"] = list(self.time_scaling(cases)) if args.scaling else []
         result["nets"] = list(self.measure_nets())
-        return result | {"load_after": _load(), "skipped": self.skipped}
+        return result | {"load_after": os.getloadavg()[0], "skipped": self.skipped}
 
     def has_time(self, what: str) -> bool:
         if time.perf_counter() < self.deadline:
@@ -110,54 +76,34 @@ class Worker:
         self.skipped.append(what)
         return False
 
-    def contenders(self, case: Case) -> tuple[list[str], list[str]]:
-        """Their names, and notes on those that are left out."""
-        names = [name for name in self.args.contenders if name != PEER]
-        if self.device.type == "cuda":
-            # There the floor follows from the bandwidth.
-            names = [name for name in names if name != FLOOR]
-        else:
-            names = [name for name in names if name != NO_CUDNN]
-        if self.args.quick and COMPILE in names and case.activation in self.compiled:
-            names.remove(COMPILE)
-            return names, [f"{COMPILE} left out: a quick run compiles once per activation"]
-        self.compiled.add(case.activation)
-        return names, []
+    def interleaved(self, iterations: dict[str, Iteration], case: Case) -> dict[str, Tensor]:
+        x, dz = case.random(self.device), case.random(self.device)
+        return interleaved(iterations, x, dz, self.args.seconds, self.args.min_rounds)
 
-    def time_ops(self, cases: Sequence[Case]) -> Iterable[dict[str, Any]]:
-        for case in cases:
-            if not self.has_time(f"{case.group} {case.shape} {case.setting} {case.activation}"):
-                continue
-            names, notes = self.contenders(case)
-            iterations, more_notes = make_iterations(names, case, self.device)
-            x, dz = case.random(self.device), case.random(self.device)
-            collected = interleaved(iterations, x, dz, self.args.seconds, self.args.min_rounds)
-            if self.bandwidth is not None and FLOOR in self.args.contenders:
-                count = len(next(iter(collected.values())))
-                collected[FLOOR] = [cuda.floor_ms(case.nbytes, self.bandwidth)] * count
-            record = case.record() | {"timings": compare(collected), "notes": notes + more_notes}
-            if self.device.type == "cuda" and case.nbytes <= GRAPH_BYTES:
-                record["replay_ms"], more_notes = cuda.replays(iterations, x, dz)
-                record["notes"] += more_notes
-            yield record
+    def time_op(self, case: Case) -> dict[str, Any]:
+        # On CUDA the floor follows from the bandwidth.
+        left_out = [PEER, NO_CUDNN if self.bandwidth is None else FLOOR]
+        notes = []
+        if self.args.quick and COMPILE in self.args.contenders and case.activation in self.compiled:
+            left_out.append(COMPILE)
+            notes.append(f"{COMPILE} left out: a quick run compiles once per activation")
+        self.compiled.add(case.activation)
+        names = [name for name in self.args.contenders if name not in left_out]
+        iterations, failed = make_iterations(names, case, self.device)
+        collected = self.interleaved(iterations, case)
+        if self.bandwidth is not None and FLOOR in self.args.contenders:
+            floor = 1e3 * case.nbytes / self.bandwidth * torch.tensor(FLOOR_TRANSFERS, dtype=torch.float64)
+            collected[FLOOR] = floor.expand_as(next(iter(collected.values())))
+        return case.record() | {"timings": compare(collected), "notes": notes + failed}
 
     def add_peer(self, result: dict[str, Any]) -> None:
         """Adds what the interpreter with the public package says of the same cases."""
-        if not (self.args.peer_python and PEER in self.args.contenders):
-            return
         records = result["ops"]
-        if not self.has_time(f"the same by {self.args.peer_python}"):
-            return
-        cases = [Case.from_record(record) for record in records]
+        cases = [Case(*(record[field] for field in Case._fields)) for record in records]
+        settings = {"device": str(self.device), "threads": self.args.threads}
+        settings |= {"seconds": self.args.seconds / 4, "min_rounds": self.args.min_rounds}
         try:
-            answer = peer.ask(
-                self.args.peer_python,
-                cases,
-                self.args.device,
-                self.args.threads,
-                self.args.seconds / 4,
-                self.args.min_rounds,
-            )
+            answer = peer.ask(self.args.peer_python, cases, **settings)
         except (OSError, RuntimeError) as error:
             self.skipped.append(f"peer: {error}")
             return
@@ -168,79 +114,65 @@ class Worker:
                 continue
             if timing["activation"] != record["activation"]:
                 record["notes"].append(f"{PEER} has {timing['activation']} instead")
-            record["timings"][PEER] = {"ms": timing["ms"]} | ratios_of_medians(timing["ms"], record["timings"])
+            # Of another process there are no rounds to pair: ratios of medians, without a spread.
+            timings, mine = record["timings"], {phase: timing["ms"][phase][1] for phase in PHASES}
+            timings[PEER] = {"ms": timing["ms"]}
+            if EAGER in timings:
+                timings[PEER]["speedup"] = {p: [timings[EAGER]["ms"][p][1] / mine[p]] for p in PHASES}
+            if FLOOR in timings:
+                timings[PEER]["of_floor"] = {p: [mine[p] / timings[FLOOR]["ms"][p][1]] for p in PHASES}
 
-    def time_scaling(self, cases: Sequence[Case]) -> Iterable[dict[str, Any]]:
+    def time_scaling(self, cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
         """Ours and the floor on one thread and on all, for the first activation of each tensor."""
-        counts = (1, self.args.threads)
-        seen: set[tuple[object, ...]] = set()
+        threads = (1, self.args.threads)
+        tensors: dict[tuple[Any, ...], Case] = {}
         for case in cases:
-            tensor = (case.shape, case.setting)
-            if case.group != CORE or tensor in seen or not self.has_time(f"scaling {case.shape} {case.setting}"):
+            if case.group == CORE:
+                tensors.setdefault((case.shape, case.dtype, case.layout), case)
+        for case in tensors.values():
+            if not self.has_time(f"scaling {' '.join(map(str, case))}"):
                 continue
-            seen.add(tensor)
-            iterations = scaling_iterations(case, self.device, counts)
-            x, dz = case.random(self.device), case.random(self.device)
-            collected = interleaved(iterations, x, dz, self.args.seconds, self.args.min_rounds)
-            speedups = {
-                name: ratio_quartiles(collected[f"{name} @{counts[0]}"], collected[f"{name} @{counts[1]}"])
-                for name in (OURS, FLOOR)
-            }
-            yield case.record() | {"threads": list(counts), "speedup": speedups}
+            iterations, _ = make_iterations((OURS, FLOOR), case, self.device)
+            counted = {f"{n} @{t}": with_threads(body, t) for n, body in iterations.items() for t in threads}
+            got = self.interleaved(counted, case)
+            speedups = {name: by_phase(got[f"{name} @1"] / got[f"{name} @{threads[1]}"]) for name in iterations}
+            yield case.record() | {"threads": list(threads), "speedup": speedups}
 
-    def measure_nets(self) -> Iterable[dict[str, Any]]:
-        budget = None if self.args.memory_budget is None else int(self.args.memory_budget * 2**30)
-        names = [name for name, how in NET_CONTENDERS.items() if not (how.compiled and self.args.eager_nets)]
-        for net in self.args.nets:
+    def measure_nets(self) -> Iterator[dict[str, Any]]:
+        args = self.args
+        budget = None if args.memory_budget is None else int(args.memory_budget * 2**30)
+        names = [name for name, how in steps.CONTENDERS.items() if not (how.compiled and args.eager_nets)]
+        for net in args.nets:
             recipe = nets.recipe(net)
-            kind = "cuda" if self.device.type == "cuda" else "quick" if self.args.quick else "cpu"
-            batch, size = getattr(recipe, kind)
-            batch, size = self.args.net_batch or batch, self.args.net_size or size
-            for setting in self.settings[:1] if self.args.quick else self.settings:
+            batch, size = recipe.quick if args.quick else getattr(recipe, self.device.type)
+            batch, size = args.net_batch or batch, args.net_size or size
+            for setting in self.settings[:1] if args.quick else self.settings:
                 what = f"net {net} {setting}"
                 if not self.has_time(what):
                     continue
                 try:
                     torch.manual_seed(0)
-                    course = Course(recipe.make(), setting, size, self.device)
+                    course = steps.Course(recipe.make(), setting, size, self.device)
                 except Exception as error:
                     self.skipped.append(f"{what}: {reason(error)}")
                     continue
-                measured = measure_net(
-                    course,
-                    batch,
-                    self.args.steps,
-                    budget,
-                    names,
-                    lambda name, what=what: self.has_time(f"{what}, {name}"),  # type: ignore[misc]
-                )
-                described = {"net": net, "dtype": setting.dtype, "layout": setting.layout}
-                yield described | {"batch": batch, "size": size, "budget": budget} | measured
+
+                def has_time(name: str, what: str = what) -> bool:
+                    return self.has_time(f"{what}, {name}")
+
+                measured = steps.measure_net(course, batch, args.steps, budget, names, has_time)
+                described = {"net": net, **setting._asdict(), "batch": batch, "size": size, "budget": budget}
+                yield described | measured
 
 
-def compare(collected: dict[str, list[Sample]]) -> dict[str, Any]:
+def compare(collected: dict[str, Tensor]) -> dict[str, Any]:
     """For each contender quartiles of its time, of how many times faster than eager it is, and of how many times the
     floor it takes."""
     timings: dict[str, Any] = {}
     for name, mine in collected.items():
-        timings[name] = {"ms": phase_quartiles(mine), "samples": len(mine)}
+        timings[name] = {"ms": by_phase(mine), "samples": len(mine)}
         if EAGER in collected:
-            timings[name]["speedup"] = ratio_quartiles(collected[EAGER], mine)
+            timings[name]["speedup"] = by_phase(collected[EAGER] / mine)
         if FLOOR in collected:
-            timings[name]["of_floor"] = ratio_quartiles(mine, collected[FLOOR])
+            timings[name]["of_floor"] = by_phase(mine / collected[FLOOR])
     return timings
-
-
-def ratios_of_medians(ms: dict[str, list[float]], timings: dict[str, Any]) -> dict[str, Any]:
-    """`compare`'s ratios of what was timed in another process: one number each, without a spread."""
-    ratios: dict[str, Any] = {}
-    if EAGER in timings:
-        ratios["speedup"] = {phase: [timings[EAGER]["ms"][phase][1] / ms[phase][1]] for phase in PHASES}
-    if FLOOR in timings:
-        ratios["of_floor"] = {phase: [ms[phase][1] / timings[FLOOR]["ms"][phase][1]] for phase in PHASES}
-    return ratios
-
-
-def _load() -> float | None:
-    """How many processes wanted a core in the last minute."""
-    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None

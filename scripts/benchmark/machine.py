@@ -1,0 +1,88 @@
+"""What is measured on: the machine, its bandwidth, and how the C library's malloc is set, which is known when a process
+starts.
+
+By default glibc maps large blocks from the kernel each time and gives them back when they are freed, so that whoever
+allocates an activation pays for its pages being zeroed; in place, nothing is allocated. Warmed, freed blocks are kept
+and reused, as allocators other than glibc's do.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import inplace_abn
+from benchmark.timing import Clock
+
+MALLOC = {
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 40),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+    # glibc before 2.35 ignores thresholds above 32 MiB.
+    "MALLOC_MMAP_MAX_": "0",
+}
+MODES = {
+    "default": "default: glibc's settings, large blocks are mapped anew each time",
+    "warmed": "warmed: " + " ".join(f"{name}={value}" for name, value in MALLOC.items()),
+}
+COPY_BYTES = 1 << 30
+
+
+def environment(mode: str) -> dict[str, str]:
+    """This process's environment, with malloc's variables as ``mode`` has them."""
+    inherited = {name: value for name, value in os.environ.items() if name not in MALLOC}
+    return inherited | (MALLOC if mode == "warmed" else {})
+
+
+def warm(nbytes: int) -> None:
+    """Leaves so many bytes, touched, to a malloc that keeps what is freed."""
+    torch.empty(nbytes, dtype=torch.uint8).fill_(1)
+
+
+def page_faults(nbytes: int = 1 << 26) -> float:
+    """How often the kernel typically has to provide a page for a block of this size, blocks like it having been
+    allocated and freed before. Tells whether the settings had their effect."""
+    counts = []
+    for _ in range(16):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        warm(nbytes)
+        counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    return statistics.median(counts[-5:])
+
+
+def describe(device: torch.device, threads: int) -> dict[str, Any]:
+    info = Path("/proc/cpuinfo")
+    models = [line for line in info.read_text().splitlines() if "model name" in line] if info.exists() else []
+    machine = {
+        "cpu": models[0].partition(":")[2].strip() if models else platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": threads,
+        "torch": torch.__version__,
+        "inplace_abn": inplace_abn.__version__,
+        "python": platform.python_version(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        machine |= {"gpu": properties.name, "gpu_memory": properties.total_memory, "l2": properties.L2_cache_size}
+        machine |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+    return machine
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes per second, those read and those written, of a copy on the device that no cache holds; the median."""
+    free, _ = torch.cuda.mem_get_info(device)
+    source = torch.randn(min(COPY_BYTES, free // 4) // 4, device=device)
+    target = torch.empty_like(source)
+    clock = Clock(device)
+    for _ in range(23):
+        clock.mark()
+        target.copy_(source)
+        clock.mark()
+    # The first ones warm up.
+    return 2e3 * source.nbytes / statistics.median(clock.durations()[3:])
