@@ -1,13 +1,13 @@
 #include <vector>
 
+#include "backward_reduce.h"
 #include "blocks.h"
 #include "inplace_abn/kernels.h"
 #include "inverses.h"
-#include "parallel.h"
-#include "reduce.h"
 #include "residual.h"
 #include "rows.h"
 #include "vectors.h"
+#include "walk.h"
 
 namespace inplace_abn::cpu {
 namespace {

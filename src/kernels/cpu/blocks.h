@@ -7,7 +7,7 @@
 #include <type_traits>
 
 #include "inverses.h"
-#include "parallel.h"
+#include "walk.h"
 
 namespace inplace_abn::cpu {
 

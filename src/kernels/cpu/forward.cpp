@@ -4,10 +4,10 @@
 #include "inplace_abn/kernels.h"
 #include "inverses.h"
 #include "moments.h"
-#include "parallel.h"
 #include "residual.h"
 #include "rows.h"
 #include "vectors.h"
+#include "walk.h"
 
 namespace inplace_abn::cpu {
 namespace {

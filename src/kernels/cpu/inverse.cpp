@@ -3,7 +3,7 @@
 #include "blocks.h"
 #include "inplace_abn/kernels.h"
 #include "inverses.h"
-#include "parallel.h"
+#include "walk.h"
 
 namespace inplace_abn::cpu {
 namespace {

@@ -8,7 +8,7 @@
 
 #include "inplace_abn/activation.h"
 #include "inplace_abn/kernels.h"
-#include "parallel.h"
+#include "walk.h"
 
 namespace inplace_abn::cpu {
 

@@ -8,8 +8,8 @@
 #include <algorithm>
 
 #include "blocks.h"
-#include "parallel.h"
 #include "vectors.h"
+#include "walk.h"
 
 namespace inplace_abn::cpu {
 

@@ -3,8 +3,8 @@
 #pragma once
 
 #include "blocks.h"
-#include "parallel.h"
 #include "vectors.h"
+#include "walk.h"
 
 namespace inplace_abn::cpu {
 

@@ -11,7 +11,7 @@
 
 #include "blocks.h"
 #include "moments.h"
-#include "parallel.h"
+#include "walk.h"
 
 namespace inplace_abn::cpu {
 

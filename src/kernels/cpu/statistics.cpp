@@ -1,7 +1,7 @@
 #include "inplace_abn/kernels.h"
 #include "moments.h"
-#include "parallel.h"
 #include "rows.h"
+#include "walk.h"
 
 namespace inplace_abn::cpu {
 

@@ -7,7 +7,7 @@
 #include <cstring>
 #include <type_traits>
 
-#include "parallel.h"
+#include "walk.h"
 
 namespace inplace_abn::cpu {
 
