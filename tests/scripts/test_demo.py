@@ -208,13 +208,20 @@ def test_both_nets_learn_the_same_and_the_converted_one_takes_less_memory(
     assert after["held"] < held * before["held"]
     assert after["peak"] < (held + 0.15) * before["peak"]
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
-    out, err = capfd.readouterr()
+    out, _ = capfd.readouterr()
     rows = [line for line in out.splitlines() if line.startswith("|")]
     assert [row.split("|")[1].strip() for row in (rows[0], *rows[2:])] == ["", "native", "converted", "difference"]
     assert len({len(row) for row in rows}) == 1
-    # Neither a line per step nor the profiler's.
     assert out.count("seed ") == 2
-    assert err == ""
+
+
+def test_where_no_terminal_is_steps_and_torchs_profiler_print_nothing(tmp_path):
+    # Of one process, because the profiler decides once what it prints.
+    done = subprocess.run(
+        [sys.executable, demo.__file__, *TINY, "--out", str(tmp_path)], capture_output=True, text=True, timeout=240
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.count("seed ") == 1
 
 
 def test_spread_is_of_several_values():
