@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 
@@ -221,7 +222,7 @@ def test_where_no_terminal_is_steps_and_torchs_profiler_print_nothing(tmp_path):
         [sys.executable, demo.__file__, *TINY, "--out", str(tmp_path)], capture_output=True, text=True, timeout=240
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.count("seed ") == 1
+    assert done.stdout.count("seed 0:") == 1 == len(re.findall(r"^seed", done.stdout, re.MULTILINE))
 
 
 def test_spread_is_of_several_values():
