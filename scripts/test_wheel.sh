@@ -4,6 +4,7 @@
 # run.
 #
 #   scripts/test_wheel.sh [WHEEL [PYTEST ARGUMENTS...]]      WHEEL is the newest one in dist/ unless given, or empty
+#   scripts/test_wheel.sh --torch-only                       makes the virtual environments, and tests nothing
 #
 #   ON          what to run on, by default "2.11.0:3.10 2.12.1:3.12 2.13.0:3.11 2.14.1:3.12 2.15.0:3.13". Each is a
 #               release of torch, or "newest", and a release of Python; or the path of an interpreter that has torch.
@@ -21,20 +22,6 @@ unset CC CXX CUDA_HOME PYTHONPATH INPLACE_ABN_NODE
 on=${ON:-2.11.0:3.10 2.12.1:3.12 2.13.0:3.11 2.14.1:3.12 2.15.0:3.13}
 envs=${TORCH_ENVS:-build/torch}
 workers=${WORKERS:-$(nproc)}
-wheel=${1:-}
-[ $# -eq 0 ] || shift
-[ -n "$wheel" ] || wheel=$(find dist -name '*.whl' -printf '%T@ %p\n' | sort -n | tail -n 1 | cut -d' ' -f2-)
-[ -f "$wheel" ] || { echo "test_wheel: there is no wheel${wheel:+ $wheel}: scripts/build_wheel.sh makes one"; exit 1; }
-wheel=$(realpath "$wheel")
-echo "test_wheel: $wheel"
-
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
-mkdir -p build
-logs=$PWD/build/test-wheel
-rm -rf "$logs"
-mkdir -p "$logs"
-
 # The interpreter of a release of Python, from the path or from pyenv's folder.
 find_python() {
   local candidate
@@ -77,6 +64,27 @@ with_torch() {
   fi
   realpath --no-symlinks "$envs/$torch/bin/python"
 }
+
+if [ "${1:-}" = --torch-only ]; then
+  for each in $on; do
+    with_torch "$each" >/dev/null || [ ! -x "$envs/${each%%:*}/bin/python" ]
+  done
+  exit
+fi
+
+wheel=${1:-}
+[ $# -eq 0 ] || shift
+[ -n "$wheel" ] || wheel=$(find dist -name '*.whl' -printf '%T@ %p\n' | sort -n | tail -n 1 | cut -d' ' -f2-)
+[ -f "$wheel" ] || { echo "test_wheel: there is no wheel${wheel:+ $wheel}: scripts/build_wheel.sh makes one"; exit 1; }
+wheel=$(realpath "$wheel")
+echo "test_wheel: $wheel"
+
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+mkdir -p build
+logs=$PWD/build/test-wheel
+rm -rf "$logs"
+mkdir -p "$logs"
 
 status=0
 rows=()
