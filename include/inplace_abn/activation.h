@@ -68,7 +68,7 @@ struct LeakyRelu {
   }
 };
 
-// ReLU as the next layer will see it, without the trace that makes it invertible.
+// Torch's ReLU, for calls that no backward follows: negative values leave no trace.
 template <typename scalar_t>
 struct PlainRelu {
   using opmath_t = opmath_type<scalar_t>;
@@ -77,8 +77,9 @@ struct PlainRelu {
   INPLACE_ABN_INLINE scalar_t forward(opmath_t y) const { return static_cast<scalar_t>(value(y)); }
 };
 
-// dy is selected, not multiplied: it is zero on the negative branch whatever dz is, NaN and infinity included. A y
-// below what the storage type holds has no inverse; it becomes -0, as torch's -inf becomes 0.
+// The negative branch is y * slope, too small to be seen by the next layer. dy is selected, not multiplied: on the
+// negative branch it is zero even where dz is NaN or infinite. A y that the storage type cannot hold has no inverse; it
+// becomes -0, as torch turns -inf into 0.
 template <typename scalar_t>
 struct Relu {
   using opmath_t = opmath_type<scalar_t>;
@@ -109,8 +110,8 @@ struct Elu {
   using opmath_t = opmath_type<scalar_t>;
   opmath_t alpha;
   opmath_t inverse_alpha;
-  // What every y below it is given back as: z has rounded to -alpha there, and says no more. The spread of y beyond is
-  // about one, and this is the middle of it.
+  // The y that is returned where z has rounded to -alpha, and no longer determines y. Such y are spread over about one
+  // unit below log(half_spacing / alpha); this is the middle.
   opmath_t saturated;
 
   explicit Elu(double alpha_)
@@ -123,7 +124,7 @@ struct Elu {
   }
   INPLACE_ABN_INLINE scalar_t forward(opmath_t y) const { return static_cast<scalar_t>(value(y)); }
   INPLACE_ABN_INLINE void inverse(opmath_t z, opmath_t dz, opmath_t& y, opmath_t& dy) const {
-    // Where z is -alpha, log1p is infinite and the derivative zero.
+    // Below `floor`, where z is -alpha, log1p would be infinite and the derivative is zero.
     constexpr opmath_t floor = -1 + std::numeric_limits<opmath_t>::epsilon() / 2;
     const bool negative = sign_bit(z);
     const opmath_t ratio = negative ? z * inverse_alpha : opmath_t(0);
@@ -141,7 +142,7 @@ struct Elu {
                            : std::is_same_v<scalar_t, c10::BFloat16> ? 8
                                                                      : 11;
     int exponent;
-    // A power of two is the least number of its exponent, and the numbers below it lie twice as densely.
+    // Below a power of two the spacing is half of what it is above.
     return std::ldexp(0.5, (std::frexp(v, &exponent) == 0.5 ? exponent - 1 : exponent) - digits);
   }
 };
@@ -170,11 +171,11 @@ struct Hardswish {
     const bool flat = !negative & bit & (z < Flat<scalar_t>::tagged);
     const opmath_t on_range = z < opmath_t(-0.375) ? opmath_t(-0.375) : (z > 3 ? opmath_t(3) : z);
     const opmath_t root = std::sqrt(9 + 24 * on_range);
-    // The two solutions add up to -3; the upper one in a form that keeps its digits near zero.
+    // The two solutions of the parabola add up to -3. The upper one is written so that it keeps its digits near zero.
     const opmath_t upper = 12 * on_range / (3 + root);
     const opmath_t on_parabola = left ? -3 - upper : upper;
     const opmath_t slope = left ? -root / 6 : root / 6;
-    // What rounds to 3 has the slope beyond it, as torch's has.
+    // At z = 3 the slope is that of the linear part, as in torch.
     const bool linear = z >= 3;
     const opmath_t unbounded = linear ? z : on_parabola, steepness = linear ? opmath_t(1) : slope;
     const opmath_t on_flat = Flat<scalar_t>::y(z);

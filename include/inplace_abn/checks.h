@@ -1,8 +1,8 @@
 // Argument checks. Every message names the op, the argument, what was expected and what was got.
 //
-// Messages start with the full name of the op. By them ops.py knows the class of an error, which torch does not carry
-// from here to Python in every release: what is wrong with a dtype, and only that, says "dtype" (TypeError), memory
-// that is shared between tensors "it overlaps" (RuntimeError), everything else is a ValueError.
+// Not every release of torch carries the class of an error to Python, so ops.py derives it from the message. Messages
+// start with the full name of the op. Only errors about a dtype say "dtype" (TypeError), only errors about memory that
+// tensors share say "it overlaps" (RuntimeError). All others become a ValueError.
 #pragma once
 
 #include <cmath>
@@ -88,7 +88,7 @@ inline void check_residual(const char* op, const OptTensor& residual, const char
                     "'s. Pass residual.clone() instead");
 }
 
-// `t`, a vector that is read, and `written`, which is overwritten meanwhile.
+// `t` is a vector that is read while `written` is written.
 inline void check_apart(const char* op, const char* name, const OptTensor& t, const char* written_name,
                         const Tensor& written) {
   INPLACE_ABN_CHECK(!t.has_value() || !ranges_meet(*t, written), op, ": expected ", name,
@@ -96,7 +96,7 @@ inline void check_apart(const char* op, const char* name, const OptTensor& t, co
                     "'s. Pass ", name, ".clone() instead");
 }
 
-// A call's outputs, and an output and an input: `whole` says whether they may be the same memory.
+// Refuses an output that overlaps another tensor of the call. If `whole`, it may be exactly that tensor.
 inline void check_overlap(const char* op, const char* name, const Tensor& output, const Tensor& other, bool whole) {
   INPLACE_ABN_CHECK_AS(std::runtime_error,
                        !partly_overlap(output, other) && (whole || !is_same(output, other) || output.numel() == 0), op,
@@ -148,8 +148,7 @@ inline void check_momentum(const char* op, double momentum, const OptTensor& mom
                     text(momentum_tensor->device()));
 }
 
-// --- What several ops ask of their tensors
-// ----------------------------------------------------------------------------
+// --- Checks that several ops share -----------------------------------------------------------------------------------
 
 inline void check_affine(const char* op, const Tensor& x, const OptTensor& weight, const OptTensor& bias, double eps,
                          int64_t activation, double activation_param, bool per_instance = false) {
@@ -176,7 +175,7 @@ inline void check_output(const char* op, const char* name, const Tensor& output,
   for (const Tensor* input : inputs) check_overlap(op, name, output, *input, true);
 }
 
-// What both forms of the forward pass ask of their tensors, before anything is written.
+// Checks of both forms of the forward pass.
 inline void check_forward(const char* op, const Tensor& x, const Tensor& z, const OptTensor& weight,
                           const OptTensor& bias, const OptTensor& residual, const OptTensor& running_mean,
                           const OptTensor& running_var, double eps, int64_t activation, double activation_param,

@@ -25,9 +25,9 @@ constexpr double relu_slope() {
   return 0x1p-48;
 }
 
-// A bit that says on which side of its minimum a z was, stolen from the lowest bit of the mantissa: cleared where the
-// mask `tagged` is set, set where the mask `bit` is, which is only where it is tagged. Masks, because compilers do not
-// vectorise conditions of values of two widths.
+// The lowest bit of the mantissa, used to store on which side of the minimum y was. It is cleared where the mask
+// `tagged` is set, and set where the mask `bit` is; `bit` implies `tagged`. These are masks, because compilers do not
+// vectorise conditions on values of two widths.
 template <typename opmath_t>
 struct Tag {
   using mask_t = std::conditional_t<std::is_same_v<opmath_t, double>, int64_t, int32_t>;
@@ -54,12 +54,12 @@ INPLACE_ABN_INLINE bool low_bit(c10::BFloat16 v) {
   return (bits_to<uint32_t>(static_cast<float>(v)) & 0x10000) != 0;
 }
 INPLACE_ABN_INLINE bool low_bit(c10::Half v) {
-  // A float comparison, because the conditions that it is combined with are.
+  // Compared as floats, like the conditions that the result is combined with: so the loop is vectorised.
   return static_cast<float>(static_cast<int32_t>(v.x & 1)) > 0.5f;
 }
 
-// What is zero to the next layer, stored as a positive value much smaller than |y|. Its low bit tells it from small
-// positive values, which have none then.
+// The flat part of an activation, where its value is zero. It is stored as a positive value much smaller than |y|. Its
+// low bit is set; that of other small positive values is cleared.
 template <typename scalar_t>
 struct Flat {
   using opmath_t = opmath_type<scalar_t>;
@@ -71,7 +71,7 @@ struct Flat {
     const opmath_t magnitude = -y * scale, largest = tagged / 2;
     return magnitude < largest ? magnitude : largest;
   }
-  // Of negative values, too: the bit is set on the left of `y_min`.
+  // Negative values have a tag, too: the bit is set on the left of `y_min`.
   INPLACE_ABN_INLINE static Tag<opmath_t> tag(opmath_t value, opmath_t y, opmath_t y_min) {
     return {sign_mask(y) | sign_mask(value - tagged), sign_mask(y - y_min)};
   }
@@ -132,8 +132,8 @@ struct GeluTanhCurve : fits::GeluTanh {
   INPLACE_ABN_INLINE static Quotient<opmath_t> gate(opmath_t y) {
     return {1, 1 + exp_bounded(-argument(y))};
   }
-  // Of y, since 1 - gate would lose what y and the argument's slope make large again; even in the argument. In 16 bits
-  // that is no loss, and saves registers.
+  // gate * (1 - gate) would cancel, and y and the argument's slope would make the error large: it is computed from the
+  // exponential of -|argument| instead. In 16 bits the error does not show, and the product needs fewer registers.
   template <bool is_16_bit, typename opmath_t>
   INPLACE_ABN_INLINE static opmath_t steepness(opmath_t gate, opmath_t y) {
     constexpr auto first = static_cast<opmath_t>(scale), third = static_cast<opmath_t>(3 * scale * cubic);
@@ -160,7 +160,7 @@ struct MishCurve : fits::Mish {
 
   template <typename opmath_t>
   INPLACE_ABN_INLINE static Quotient<opmath_t> gate(opmath_t y) {
-    // Beyond it the gate is 1, and e would soon be infinite.
+    // Above 20 the gate rounds to 1; e is bounded, because it would become infinite.
     const opmath_t e = exp_bounded(y > 20 ? opmath_t(20) : y), n = e * (e + 2);
     return {n / (n + 2), 1};
   }
@@ -206,10 +206,10 @@ struct WithMinimum {
   INPLACE_ABN_INLINE void inverse(scalar_t stored, opmath_t dz, opmath_t& y, opmath_t& dy) const {
     const auto z = static_cast<opmath_t>(stored);
     const bool bit = low_bit(stored), negative = sign_bit(z), left = negative & bit;
-    // Only what the activation gives has a y; the rest is kept finite.
+    // Values that the activation never gives have no y; they are moved to one that has, so that all stays finite.
     const opmath_t possible = z < z_min ? z_min : z, bounded = possible > linear ? linear : possible;
     const opmath_t depth = possible * (1 / z_min);
-    // At the minimum the logarithm may be wrong by a rounding, and positive.
+    // At the minimum the logarithm may have the wrong sign by a rounding error.
     const opmath_t log_depth = std::abs(is_16_bit ? log_coarse(depth) : log_positive(depth));
     const opmath_t t = std::sqrt(left ? log_depth : bounded - z_min) - choose(left, 0, Fit::centre), t2 = t * t;
     const opmath_t p = numerator(left, t, t2), q = denominator(left, t, t2);
@@ -227,7 +227,7 @@ struct WithMinimum {
     }
     dy = dz * slope;
     if constexpr (Curve::has_flat) {
-      // A function of its own, this keeps GCC from vectorising.
+      // Written out here, because GCC does not vectorise the loop if this is a function.
       const bool flat = !negative & bit & (z < Flat<scalar_t>::tagged);
       const opmath_t on_flat = Flat<scalar_t>::y(z);
       y = flat ? on_flat : y;

@@ -1,6 +1,6 @@
 // The contract that both backends implement: the same function names in namespaces cpu and cuda, plain structs of
-// sizes, pointers and strides as arguments. Arguments are valid (dispatch.cpp has seen to that), of one instance, and
-// may be empty.
+// sizes, pointers and strides as arguments. dispatch.cpp has checked them. Tensors are of one instance, and may be
+// empty.
 //
 // An output view may be the memory of an input view of the same call, with the same strides, or be disjoint from all
 // inputs: element i of an output depends on the elements i of the inputs and on per-channel values only. No pointer is

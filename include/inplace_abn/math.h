@@ -17,7 +17,7 @@
 #define INPLACE_ABN_INLINE inline __attribute__((always_inline))
 #endif
 
-// A loop that is kept as one: what it repeats is long.
+// Keeps nvcc from unrolling a loop whose body is long.
 #if defined(__CUDACC__)
 #define INPLACE_ABN_ROLLED _Pragma("unroll 1")
 #else
@@ -98,7 +98,7 @@ INPLACE_ABN_INLINE float log_float(float x) {
   return n * ln2_high + (f + (tail + n * ln2_low));
 }
 
-// ln(x) within 5e-5 of (m - 1), in a chain of few dependent operations.
+// ln(x), within 5e-5 * |f| for f = m - 1 as above, in few dependent operations.
 INPLACE_ABN_INLINE float log_coarse_float(float x) {
   constexpr int32_t sqrt_half = 0x3f3504f3;
   const int32_t bits = bits_to<int32_t>(x) - sqrt_half;
@@ -125,7 +125,7 @@ INPLACE_ABN_INLINE float log1p_float(float x) {
     return standard(argument)
 #endif
 
-// On the host a float x is taken for -87 or 88 where it is beyond them.
+// On the host a float x is bounded to [-87, 88].
 template <typename opmath_t>
 INPLACE_ABN_INLINE opmath_t exp_bounded(opmath_t x) {
   INPLACE_ABN_MATH(exp, x, std::exp);
@@ -143,7 +143,7 @@ INPLACE_ABN_INLINE opmath_t log_positive(opmath_t x) {
   INPLACE_ABN_MATH(log, x, std::log);
 }
 
-// x > 0 and normal. To a few digits where a float is concerned, but next to 1 to as many of the result's.
+// x > 0 and normal. For a float with a relative error of about 5e-5, also next to 1, where the result is small.
 INPLACE_ABN_INLINE float log_coarse(float x) {
   return math_detail::log_coarse_float(x);
 }
@@ -159,8 +159,8 @@ INPLACE_ABN_INLINE opmath_t log1p_nonpositive(opmath_t x) {
 
 #undef INPLACE_ABN_MATH
 
-// Of the standard normal distribution; y >= -13. For a float by exp(-x * x / 2) * P(|x|) / Q(|x|), on the right of zero
-// what is missing to 1.
+// The standard normal distribution function, for y >= -13. For a float exp(-y * y / 2) * P(|y|) / Q(|y|) is the mass
+// beyond |y|; for positive y the result is one minus that.
 INPLACE_ABN_INLINE float normal_mass_below(float y) {
   constexpr float furthest = 13;
   const float magnitude = std::abs(y), x = magnitude > furthest ? furthest : magnitude, x2 = x * x, x4 = x2 * x2;

@@ -1,4 +1,4 @@
-// Tensors as torch's stable ABI has them, and what it lacks: geometry, memory, and words for messages.
+// Torch's stable tensors, and what their ABI lacks: geometry, overlap of memory, and text for messages.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -27,7 +27,7 @@ inline bool equal(IntHeaderOnlyArrayRef a, IntHeaderOnlyArrayRef b) {
   return std::equal(a.begin(), a.end(), b.begin(), b.end());
 }
 
-// Cheaper than comparing scalar_type() and device(), which translate torch's numbers into the enumerations of here.
+// Compares torch's own numbers. scalar_type() and device() would translate them first, which takes longer.
 inline bool same_dtype(const Tensor& a, const Tensor& b) {
   int32_t of_a = 0, of_b = 0;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(a.get(), &of_a));
@@ -42,12 +42,12 @@ inline bool same_device(const Tensor& a, const Tensor& b) {
   return of_a == of_b && a.get_device_index() == b.get_device_index();
 }
 
-// Of statistics of activations of this type, and of what arithmetic on them is done in.
+// The dtype of the statistics of activations of this dtype, and of the arithmetic on them.
 inline ScalarType stats_type(ScalarType type) {
   return type == ScalarType::Half || type == ScalarType::BFloat16 ? ScalarType::Float : type;
 }
 
-// Uninitialised, on the device of `like`.
+// A new, uninitialised tensor on the device of `like`.
 inline Tensor empty_strided(IntHeaderOnlyArrayRef sizes, IntHeaderOnlyArrayRef strides, ScalarType type,
                             const Tensor& like) {
   int32_t device_type = 0;
@@ -63,8 +63,8 @@ inline void copy(const Tensor& to, const Tensor& from) {
   TORCH_ERROR_CODE_CHECK(aoti_torch_copy_(to.get(), from.get(), 0));
 }
 
-// Dimensions sorted by stride, each stepping over the whole extent of the smaller ones: no two indices share memory.
-// Dense: there are no gaps either.
+// Whether no two indices share memory: sorted by stride, each dimension steps over the whole extent of the smaller
+// ones. If `dense`, there may be no gaps either.
 inline bool non_overlapping(const Geometry& t, bool dense = false) {
   std::vector<std::pair<int64_t, int64_t>> dims;
   for (int64_t d = 0; d < t.dim(); ++d) {
@@ -79,7 +79,7 @@ inline bool non_overlapping(const Geometry& t, bool dense = false) {
   return true;
 }
 
-// From a tensor's first byte to behind its last one, wherever its elements lie in between.
+// From a tensor's first byte to one past its last, gaps included.
 inline std::pair<const char*, const char*> memory_range(const Tensor& t) {
   const Geometry g = geometry(t);
   const auto* first = static_cast<const char*>(t.const_data_ptr());
@@ -95,13 +95,13 @@ inline bool ranges_meet(const Tensor& a, const Tensor& b) {
   return a_begin < b_end && b_begin < a_end;
 }
 
-// Every element of one is the element of the other of the same index.
+// Whether both are the same memory, seen with the same sizes and strides.
 inline bool is_same(const Tensor& a, const Tensor& b) {
   return a.const_data_ptr() == b.const_data_ptr() && equal(a.sizes(), b.sizes()) && equal(a.strides(), b.strides());
 }
 
-// Share some memory, but not every element with the one of the same index. Tensors with gaps are given the benefit of
-// the doubt: slices of one tensor lie between each other.
+// Whether tensors share memory without being the same. Where one has gaps, ranges that meet do not prove it: slices of
+// one tensor lie between each other. Such tensors are taken to be apart.
 inline bool partly_overlap(const Tensor& a, const Tensor& b) {
   return !is_same(a, b) && ranges_meet(a, b) && non_overlapping(geometry(a), true) &&
          non_overlapping(geometry(b), true);

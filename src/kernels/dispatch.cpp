@@ -1,8 +1,8 @@
-// The ops: validation, and the way to a backend. Devices are known here, autograd is not.
+// The ops: they check their arguments and call a backend. They know devices, and nothing of autograd.
 //
-// Whoever calls an op bumps the version counters of what it writes: torch's stable ABI has no call for it. ops.py does
-// so for calls through the dispatcher. Keyword outputs may be the very tensors that are read (as in torch.add(a, b,
-// out=a)); otherwise they must be disjoint from them.
+// Ops are public, so each checks all that its kernel relies on, before it writes anything. The caller of an op bumps
+// the version counters of what it writes, because torch's stable ABI has no call for it: ops.py and node.cpp do.
+// Keyword outputs may be the same tensors as inputs (as in torch.add(a, b, out=a)), or disjoint from them.
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -27,8 +27,8 @@ namespace {
 #define CALL_BACKEND(tensor, kernel, args) cpu::kernel(args)
 #endif
 
-// Calls `run` with the arguments of one instance after the other. On the CPU many of them are shared out among threads,
-// few are each spread over all threads.
+// Calls `run` with the arguments of each instance. On the CPU, many instances are divided among the threads; of few,
+// each uses all threads.
 template <typename Args, typename F>
 void for_each_instance(const Tensor& x, const Args& args, const F& run) {
   constexpr int64_t many = 16;
@@ -54,7 +54,8 @@ void dispatch_types(ScalarType type, const F& f) {
       ScalarType::BFloat16, ScalarType::Half);
 }
 
-// What the body of an op runs under: x's device, and no grad mode, lest ops of torch's that it calls be recorded.
+// The state that the body of an op needs: x's device is current, and grad mode is off, so that autograd does not record
+// the torch ops that it calls.
 class Scope {
  public:
   explicit Scope(const Tensor& x) {

@@ -1,4 +1,4 @@
-// How an op's tensors are handed to kernels, and what is to be done once they have run.
+// Makes the views of an op's tensors that kernels are given, and copies back what they wrote to stand-ins.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -91,7 +91,7 @@ class Operands {
     return true;
   }
 
-  // Of the two dtypes that a channel's values may have, the smaller one is x's.
+  // A vector has x's dtype or that of the statistics, which is never smaller.
   template <typename scalar_t>
   static bool is_narrow(const Tensor& t) {
     return t.element_size() == sizeof(scalar_t);
@@ -122,7 +122,7 @@ class Operands {
   bool per_instance_, even_;
   Order order_;
   Extent extent_;
-  std::deque<std::pair<Tensor, Tensor>> stand_ins_, copied_back_;  // whose elements stay where they are
+  std::deque<std::pair<Tensor, Tensor>> stand_ins_, copied_back_;  // deques, because references to elements stay valid
   std::deque<Tensor> held_;
 };
 

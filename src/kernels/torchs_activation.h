@@ -1,5 +1,5 @@
-// Which part of an activation the kernel computes, and which torch does. Without tags the result of an activation that
-// has an op of torch's is to be torch's, bit for bit, so it is left to torch: the kernel stops at y.
+// Divides an activation between the kernel and torch. If no backward follows and torch has an op for the activation,
+// the result is to be torch's, bit for bit: the kernel computes y, and torch's op the rest.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -21,7 +21,7 @@ struct KernelActivation {
 
   void finish(const Tensor& x) const {
     if (torchs == nullptr) return;
-    // Gelu alone takes a second argument.
+    // Only torch's gelu takes a second argument.
     std::array<StableIValue, 2> stack{torch::stable::detail::from(x)};
     if (std::string_view(torchs) == "aten::gelu_") stack[1] = torch::stable::detail::from(std::string(approximate));
     TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(torchs, "", stack.data(), TORCH_ABI_VERSION));

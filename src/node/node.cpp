@@ -56,7 +56,7 @@ using LocalBackward = void(const Tensor& y_act, const Tensor& dy_act, const Tens
                            const OptTensor& dx, const OptTensor& dweight, const OptTensor& dbias,
                            const OptTensor& dresidual, const OptTensor& xhat);
 
-// Whether an activation's inverse takes longer than storing what it gave, by its code in activation.h: as `costly` of
+// Whether an activation's inverse takes longer than to store its result; by its code in activation.h, like `costly` in
 // activations.py.
 bool is_costly(int64_t activation) {
   constexpr int64_t elu = 2, silu = 4;
@@ -67,12 +67,12 @@ void bump_version(const OptTensor& t) {
   if (t.has_value() && t->defined() && !t->is_inference()) t->unsafeGetTensorImpl()->bump_version();
 }
 
-// References to a gradient: from Python, counting the one that is made to ask; from C++ before; and from C++ after,
-// which are more if there was no Python object before.
+// The references to a gradient: from Python, including the one that is made to count them; from C++ before that one is
+// made; and from C++ after, when there is one more if no Python object existed before.
 using Counts = std::tuple<int64_t, int64_t, int64_t>;
 
-// What leaves backward alone with a gradient that Python has seen, and the references to a saved output's storage that
-// leave it alone with that. Until they are known, neither is reused.
+// The counts at which backward is the only holder of a gradient that Python has seen, and of a saved output's storage.
+// Until they are known, neither is reused.
 std::optional<Counts> sole_gradient;
 std::optional<int64_t> sole_output;
 thread_local std::pair<std::optional<Counts>, int64_t> observed;
@@ -83,8 +83,8 @@ constexpr c10::DispatchKeySet opaque{
     c10::DispatchKey::Negative,  c10::DispatchKey::Conjugate,        c10::DispatchKey::Functionalize,
     c10::DispatchKey::ZeroTensor};
 
-// Whether the memory can have one owner: only if torch's own allocator gave it, as it is. Lazy copies, memory of numpy
-// and memory that processes share have other deleters.
+// Whether reference counts show all owners of the memory: only if it is plain memory of torch's own allocator. Lazy
+// copies, memory of numpy and memory that processes share have other deleters.
 bool has_one_owner(const Tensor& t) {
   if (t.key_set().has_any(opaque) || !t.has_storage()) return false;
   return t.storage().data_ptr().get_deleter() == c10::GetAllocator(t.device().type())->raw_deleter();
@@ -109,7 +109,7 @@ bool owns_output(const Tensor& z) {
   return has_one_owner(z) && observed.second == sole_output && !torch::autograd::get_current_graph_task_keep_graph();
 }
 
-// What a call does, beside its tensors.
+// The arguments of a call that are no tensors.
 struct Settings {
   double eps;
   bool signed_weight;
@@ -139,8 +139,8 @@ struct Arguments {
   OptTensor momentum_tensor;
 };
 
-// A result that was written elsewhere than over x, the variance that backward needs of it, and perhaps a tensor that
-// stands for the result and is to have the same place in the graph.
+// A result that is not in x's memory, the variance that its backward needs, and optionally a tensor that stands for the
+// result and gets the same place in the graph.
 struct Written {
   Tensor z, var;
   OptTensor stand_in;
@@ -173,8 +173,8 @@ Tensor write(const Tensor& x, const OptTensor& weight, const OptTensor& bias, co
   return var;
 }
 
-// The residual's gradient is written over dz or z, and dx over what of the two is left; xhat over z where both are
-// backward's own and the activation's inverse takes longer than storing what it gave.
+// The residual's gradient is written over dz or z, and dx over the other one, as far as backward owns them. xhat is
+// written over z if it owns both and the activation's inverse takes longer than to store its result.
 variable_list gradients(const Saved& saved, const Tensor& dz, const Needed& need, bool own_z, bool own_dz,
                         const Settings& s) {
   const auto& [z, weight, bias, residual, var] = saved;
@@ -255,8 +255,8 @@ class InPlaceABNFunction final : public torch::autograd::Function<InPlaceABNFunc
     const auto running = torch::autograd::get_current_node();
     const bool sole_gradient_given = running && !is_split && owns_gradient(dz);
     const variable_list unpacked = saved_variables(ctx);
-    // Called by anybody else than the engine, backward is given what its caller holds, and will be called again. In
-    // code that autograd's compiler made there is no node: it is functional, nothing is reused.
+    // Only the engine gives up what it passes to backward. Other callers hold it, and may call again. In code that
+    // autograd's compiler made there is no node: nothing is reused, because it is functional.
     const auto node = unpacked[0].grad_fn();
     const bool by_engine = node && running.get() == node.get();
     const bool own_dz = by_engine && sole_gradient_given;
@@ -305,7 +305,7 @@ bool is_usual(const Tensor& x, std::initializer_list<const OptTensor*> others, b
 }
 
 // Whether x may be overwritten without functions.py: it is no view (a C++ function would save an overwritten view in a
-// reference cycle), and there is nothing to complain of but to the op.
+// reference cycle), and all that functions.py would refuse is excluded.
 bool is_simple(const Tensor& x, std::initializer_list<const OptTensor*> others, bool training, bool requires_grad) {
   if (!is_usual(x, others, requires_grad)) return false;
   if (x.dim() < 2 || (x.is_inference() && !c10::InferenceMode::is_enabled())) return false;

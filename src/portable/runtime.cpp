@@ -9,7 +9,7 @@
 #error "a portable build is made with glibc and libstdc++"
 #endif
 
-// Members that headers declare and newer releases of libstdc++ hold. What they are made of is in all releases.
+// Members that headers declare and only newer releases of libstdc++ define.
 template std::ostringstream::basic_ostringstream();
 template std::stringstream::basic_stringstream();
 template std::string std::stringbuf::str() const&;
@@ -25,8 +25,7 @@ void __throw_bad_array_new_length() {
 extern "C" char __libc_single_threaded;
 char __libc_single_threaded = 0;
 
-// Functions of glibc that got another version since, linked to in their first one: each is defined here as a jump to
-// it.
+// Functions of glibc with a newer version. Each is defined here as a jump to the first one.
 #if defined(__x86_64__)
 #define INPLACE_ABN_OLD(name, version)                                                                         \
   __asm__(".pushsection .text\n.symver first_" #name ", " #name "@" version "\n.globl " #name "\n.type " #name \
@@ -50,7 +49,7 @@ INPLACE_ABN_FIRST(log)
 INPLACE_ABN_FIRST(dlsym)
 
 #if defined(INPLACE_ABN_WITH_CUDA)
-// What CUDA's runtime, which is linked in, calls of these.
+// Those that CUDA's runtime, which is linked in, calls.
 INPLACE_ABN_OLD(dlmopen, "GLIBC_2.3.4")
 INPLACE_ABN_FIRST(dlclose)
 INPLACE_ABN_FIRST(dlerror)

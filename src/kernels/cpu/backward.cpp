@@ -12,7 +12,7 @@
 namespace inplace_abn::cpu {
 namespace {
 
-// dx = from_dy * dy + from_xhat * xhat + constant, where xhat may stand for any affine image of it.
+// dx = from_dy * dy + from_xhat * xhat + constant. In place of xhat there may be an affine function of it, such as y.
 template <typename opmath_t>
 struct Combination {
   opmath_t from_dy, from_xhat, constant;
@@ -66,7 +66,7 @@ INPLACE_ABN_CLONES void combine_rows(const scalar_t* xhat, int64_t xhat_stride, 
   }
 }
 
-// `count` elements of a run, which make vectors.
+// `count` elements of a run, a multiple of a vector.
 template <typename scalar_t, typename opmath_t, typename Res, typename Act>
 INPLACE_ABN_INLINE void invert_and_combine_block(const scalar_t* z, const scalar_t* dz, scalar_t* dx, int64_t count,
                                                  const Combination<opmath_t>& k, Res residual, Act act) {
@@ -89,7 +89,7 @@ INPLACE_ABN_INLINE void invert_and_combine_block(const scalar_t* z, const scalar
   to.finish(count);
 }
 
-// The same from z and dz, inverted once more: cheaper than writing xhat and dy out and reading them back.
+// dx from z and dz, which are inverted a second time: cheaper than to write xhat and dy and to read them back.
 template <typename scalar_t, typename opmath_t, typename Res, typename Act>
 INPLACE_ABN_CLONES void invert_and_combine_panel(View<const scalar_t> z, View<const scalar_t> dz, View<scalar_t> dx,
                                                  int64_t channels, int64_t runs, int64_t length,
@@ -168,7 +168,7 @@ void combine_all_rows(const RowGrid& grid, const View<const scalar_t>& xhat, con
   });
 }
 
-// The same for reduce_and_apply_planes.
+// combine_panel as reduce_and_apply_planes calls it.
 template <typename scalar_t>
 auto panel_combiner(const View<const scalar_t>& xhat, const View<const scalar_t>& dy, const View<scalar_t>& dx) {
   return
@@ -178,7 +178,7 @@ auto panel_combiner(const View<const scalar_t>& xhat, const View<const scalar_t>
       };
 }
 
-// The functors for one call: the residual and the activation.
+// Calls f with the functors of the call's residual and activation.
 template <typename scalar_t, typename Args, typename F>
 void visit(const Args& args, const View<scalar_t>& dresidual, const F& f) {
   visit_residual<scalar_t>(args.residual, dresidual, [&](auto residual) {
@@ -237,11 +237,11 @@ void local_backward(const LocalBackwardArgs<scalar_t>& args) {
   const auto& affine = args.affine;
   const bool reduce = args.training || args.dweight || args.dbias;
   const auto count = static_cast<double>(args.extent.batch * args.extent.space);
-  // An output that is not wanted falls on the one that is: dx is written last, and where it is not wanted it is dy.
+  // If only one of dx and dresidual is wanted, both views alias it. dx is written last; if it is not wanted, it is dy.
   const bool want_dx = args.dx.data != nullptr;
   const View<scalar_t> dx = want_dx ? args.dx : args.dresidual;
   const View<scalar_t> dresidual = args.dresidual.data != nullptr ? args.dresidual : args.dx;
-  // With memory for xhat, z is inverted once: the first pass stores xhat, and dy where it will be wanted.
+  // With memory for xhat, z is inverted once: the first pass stores xhat in it, and dy in dresidual's.
   const bool once = args.xhat.data != nullptr && want_dx && reduce;
   // Stores the parameters' gradients, and returns dx as a combination of dy and y, or of dy and xhat.
   const auto finish = [&](int64_t c, const Sums& sums) {
@@ -313,7 +313,7 @@ void local_backward(const LocalBackwardArgs<scalar_t>& args) {
   template void backward_reduce(const BackwardReduceArgs<scalar_t>&); \
   template void backward(const BackwardArgs<scalar_t>&);              \
   template void local_backward(const LocalBackwardArgs<scalar_t>&);
-// This file takes longest to compile, so half of it is compiled beside it, by backward_16_bits.cpp.
+// This file takes longest to compile, so backward_16_bits.cpp compiles half of its instances in parallel.
 #if defined(INPLACE_ABN_16_BITS)
 INSTANTIATE(c10::BFloat16)
 INSTANTIATE(c10::Half)

@@ -1,6 +1,6 @@
 // backward.cpp for the types of 16 bits.
 
-// What is included is this file's own, its unnamed namespaces too.
+// The included file is compiled as part of this one, so its unnamed namespaces are meant to be here.
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wsubobject-linkage"
 #endif

@@ -1,4 +1,4 @@
-// The first pass of backward: z inverted, and summed up per channel.
+// The first pass of backward: it inverts z, and sums dy and dy * (y - beta) per channel.
 #pragma once
 
 #include "blocks.h"
@@ -19,8 +19,8 @@ struct Sums {
   }
 };
 
-// What happens to an element once z is inverted, beside the sums: nothing, or storing xhat and dy. Reads come before
-// writes, so xhat may lie over z and dy over dz. Methods, `End` and `Block` are as in residual.h.
+// What the pass does beside the sums: nothing, or it stores xhat and dy. It reads before it writes, so xhat may be z's
+// memory, and dy that of dz. Methods, `End` and `Block` are as in residual.h.
 template <typename scalar_t>
 struct DoNotStore {
   struct End {
@@ -91,8 +91,8 @@ struct ChannelValues {
   opmath_t beta, inverse_gamma;
 };
 
-// Adds `count` elements to lanes, `unit` at a time, but for the first `repeated`, which were added before. The residual
-// and the store are at their start.
+// Adds `count` elements to lanes, `unit` at a time, without the first `repeated`, which were added before. `residual`
+// and `store` are at the block's first element.
 template <int64_t unit, typename scalar_t, typename opmath_t, typename Res, typename Act, typename Store>
 INPLACE_ABN_INLINE void reduce_block(const scalar_t* z, const scalar_t* dz, int64_t count,
                                      ChannelValues<opmath_t> values, Res residual, Act act, Store store,
@@ -117,7 +117,8 @@ INPLACE_ABN_INLINE void reduce_block(const scalar_t* z, const scalar_t* dz, int6
   stored.finish(count);
 }
 
-// Adds a run to lanes, which no activations share memory with. The residual and the store are at its start.
+// Adds a run to lanes. They are the caller's own memory, hence `__restrict__`. `residual` and `store` are at the run's
+// first element.
 template <typename scalar_t, typename opmath_t, typename Res, typename Act, typename Store>
 INPLACE_ABN_CLONES void reduce_run(const scalar_t* z, const scalar_t* z_ahead, const scalar_t* dz,
                                    const scalar_t* dz_ahead, int64_t length, ChannelValues<opmath_t> values,
@@ -207,7 +208,7 @@ INPLACE_ABN_CLONES void reduce_row_chunk(const scalar_t* z, int64_t z_stride, co
   }
 }
 
-// The reduction of z and dz, for reduce_and_apply_planes.
+// reduce_panel as reduce_and_apply_planes calls it.
 template <typename scalar_t, typename Res, typename Act, typename Store>
 auto panel_sums_of(const View<const scalar_t>& z, const View<const scalar_t>& dz, const Affine<scalar_t>& affine,
                    Res residual, Act act, Store store) {
@@ -219,7 +220,7 @@ auto panel_sums_of(const View<const scalar_t>& z, const View<const scalar_t>& dz
   };
 }
 
-// Row order: all chunks reduced into one Sums per channel, handed to finish.
+// Row order: reduces all chunks to one Sums per channel, and calls finish(channel, sums).
 template <typename scalar_t, typename Res, typename Act, typename Store, typename Finish>
 void reduce_all_rows(const Extent& extent, const RowGrid& grid, const View<const scalar_t>& z,
                      const View<const scalar_t>& dz, const Affine<scalar_t>& affine, Res residual, Act act, Store store,

@@ -1,6 +1,6 @@
-// Where elements become numbers that are computed with, and numbers elements: a block of a run or row at a time. What
-// compilers cannot do in the middle of a loop, converting float16 by hardware and looking up in a table, is done for
-// the whole block before or after the loop over it.
+// Loads and stores of a block of a run or row, with conversion to and from the type of the arithmetic. Compilers do not
+// vectorise a loop that converts float16 by hardware or looks up a table, so this is done for the whole block, before
+// or after the loop that computes.
 #pragma once
 
 #include <algorithm>
@@ -11,17 +11,17 @@
 
 namespace inplace_abn::cpu {
 
-// The hardware's conversions where there are any.
+// By hardware where it can convert.
 void widen(const c10::Half* from, float* to, int64_t count);
 void narrow(const float* from, c10::Half* to, int64_t count);
 
-// How runs are divided into blocks: into units, whose number of elements is a constant, or as many of these together as
-// are worth a call and a way through memory. `Act` is what is inverted, if anything.
+// The elements of a block of a run: one unit, of a constant length, or several where blocks are converted by a call or
+// looked up. `Act` is the activation that is inverted, if any.
 template <typename scalar_t, int64_t unit, typename Act = void>
 constexpr int64_t block_size =
     std::is_same_v<scalar_t, c10::Half> || std::is_same_v<Act, Lookup<scalar_t>> ? std::max<int64_t>(256, unit) : unit;
 
-// Elements of the next block, if there is a unit left.
+// The elements of the next block, of whole units; `left` is at least one unit.
 template <int64_t size, int64_t unit>
 INPLACE_ABN_INLINE int64_t next_block(int64_t left) {
   if constexpr (size == unit) return unit;
@@ -51,7 +51,7 @@ class Loaded<c10::Half, most> {
   alignas(64) float values_[most];
 };
 
-// Up to `most` elements to write, each once. They may be in memory only after `finish`.
+// Up to `most` elements to write, each once. `finish` completes the writes.
 template <typename scalar_t, int64_t most>
 class Stored {
  public:
@@ -75,8 +75,8 @@ class Stored<c10::Half, most> {
   alignas(64) float values_[most];
 };
 
-// The same of z, made of y by an activation. It is not kept here: what is kept beside a buffer is read again from
-// memory after each write, and such loops are not vectorised.
+// Up to `most` z to write, each computed from y by an activation. The activation is no member: compilers would reload
+// it after each write to the buffer, and not vectorise the loop.
 template <typename scalar_t, typename Act, int64_t most>
 class Activated {
  public:
@@ -135,7 +135,7 @@ class Inverted<scalar_t, Lookup<scalar_t>, most> {
   }
   INPLACE_ABN_INLINE void get(const Lookup<scalar_t>&, int64_t i, float dz, float& y, float& dy) const {
     y = y_[i];
-    // Where the activation is flat it is zero whatever dz is, NaN and infinity included.
+    // Where the activation is flat, dy is zero even if dz is NaN or infinite.
     const float product = dz * slope_[i];
     dy = slope_[i] == 0 ? 0 : product;
   }

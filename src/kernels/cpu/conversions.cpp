@@ -1,5 +1,5 @@
-// float16 by hardware, which compilers do not use in loops. Values are those of c10::Half's own conversions; of a NaN
-// the hardware keeps some of the bits.
+// Conversion of float16 by hardware, which compilers do not use in loops. Results are those of c10::Half's conversions,
+// but for the payload of a NaN, of which the hardware keeps some bits.
 #include "blocks.h"
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)

@@ -12,7 +12,7 @@
 namespace inplace_abn::cpu {
 namespace {
 
-// y = (x - mean) * scale + beta: the mean goes first, so that a large one costs no digits.
+// y = (x - mean) * scale + beta. The mean is subtracted first, so that a large mean costs no digits.
 template <typename opmath_t>
 struct Transform {
   opmath_t mean, scale, beta;
@@ -24,7 +24,7 @@ Transform<opmath_type<scalar_t>> make_transform(const Affine<scalar_t>& affine, 
   return {mean, affine.gamma(c) * affine.inv_std(var), affine.beta(c)};
 }
 
-// `count` elements of a run, which make vectors.
+// `count` elements of a run, a multiple of a vector.
 template <typename scalar_t, typename opmath_t, typename Res, typename Act>
 INPLACE_ABN_INLINE void transform_block(const scalar_t* x, scalar_t* z, int64_t count, const Transform<opmath_t>& t,
                                         Res residual, Act act) {
@@ -106,7 +106,7 @@ void transform_all_rows(const RowGrid& grid, const View<const scalar_t>& x, cons
   });
 }
 
-// Applies a transform to one panel; shared by the step-wise and the local forward.
+// transform_panel as reduce_and_apply_planes calls it.
 template <typename scalar_t, typename Res, typename Act>
 auto panel_transformer(const View<const scalar_t>& x, const View<scalar_t>& z, Res residual, Act act) {
   using opmath_t = opmath_type<scalar_t>;
@@ -116,7 +116,7 @@ auto panel_transformer(const View<const scalar_t>& x, const View<scalar_t>& z, R
   };
 }
 
-// The functors for one call: the activation and the residual.
+// Calls f with the functors of the call's residual and activation.
 template <typename scalar_t, typename Args, typename F>
 void visit(const Args& args, const F& f) {
   visit_residual<scalar_t>(args.residual, View<scalar_t>{}, [&](auto residual) {

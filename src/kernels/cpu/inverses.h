@@ -1,6 +1,5 @@
-// Activations whose inverse takes long, as the CPU has them, and the way to an activation's functor. What the
-// arithmetic of activation.h and curves.h gives is looked up in 16 bits; in float64, whose exponentials are calls in
-// any case, it is called instead of compiled into every loop.
+// The functors of activations on the CPU, by type. Inverses that take long are read from a table in 16 bits. In float64
+// they are called instead of compiled into every loop, because their exponentials are calls in any case.
 #pragma once
 
 #include <utility>
@@ -12,7 +11,8 @@
 
 namespace inplace_abn::cpu {
 
-// The inverse of a 16-bit z, of which there are few: those that occur fit a first-level cache, in bfloat16 all of them.
+// A table of the inverse, with an entry for each 16-bit z. The entries of the z that occur fit the first-level cache in
+// bfloat16, the second-level cache in float16.
 template <typename scalar_t>
 class Lookup {
  public:
@@ -28,8 +28,8 @@ class Lookup {
     return Lookup(entries.data());
   }
 
-  // The y and slopes of `count` z. An entry is one load and four entries are sorted at once, which compilers do not
-  // find: they take every index out of a vector, and load y and slope one by one.
+  // The y and slopes of `count` z. Written by hand, with one load for an entry and one shuffle for four: compilers load
+  // y and slope one by one.
   INPLACE_ABN_INLINE void read(const scalar_t* z, int64_t count, float* y, float* slope) const {
     int64_t i = 0;
 #if defined(__GNUC__)

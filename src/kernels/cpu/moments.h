@@ -1,8 +1,9 @@
-// Mean and variance that do not lose digits: deviations are taken from the mean of a sample, and shares are merged with
+// Mean and variance that keep their digits: deviations are taken from the mean of a sample, and shares are merged with
 // Chan's formula in double.
 //
-// Of n values with mean m, a sample of k has mean s. Then n * (s - m)^2, by which the sum of squares about s exceeds
-// the one about m, is at most n / k times the latter: that is the most that the subtraction costs, for whatever values.
+// Let n values have mean m, and a sample of k of them mean s. The sum of squares about s exceeds that about m by
+// n * (s - m)^2, which is at most n / k times the sum about m. So the subtraction of the excess costs at most a factor
+// n / k in accuracy, for any values.
 #pragma once
 
 #include <algorithm>
@@ -31,7 +32,7 @@ struct Moments {
   }
 };
 
-// Of the first elements of a run.
+// The mean of the first elements of a run.
 template <typename scalar_t>
 INPLACE_ABN_CLONES scalar_t sample_mean(const scalar_t* run, int64_t length) {
   using opmath_t = opmath_type<scalar_t>;
@@ -86,7 +87,7 @@ INPLACE_ABN_CLONES void add_run(const scalar_t* run, const scalar_t* ahead, int6
   }
 }
 
-// Of each of the channels of a panel.
+// The moments of each channel of a panel.
 template <typename scalar_t>
 void panel_moments(const scalar_t* x, int64_t stride, int64_t channel_stride, int64_t channels, int64_t runs,
                    int64_t length, Moments* moments) {
@@ -112,7 +113,7 @@ void panel_moments(const scalar_t* x, int64_t stride, int64_t channel_stride, in
   }
 }
 
-// The reduction of x to moments, for reduce_and_apply_planes.
+// panel_moments as reduce_and_apply_planes calls it.
 template <typename scalar_t>
 auto panel_moments_of(const View<const scalar_t>& x) {
   return [=](int64_t first, int64_t channels, const Panel& panel, Moments* moments) {

@@ -1,5 +1,5 @@
-// The optional residual, as a compile-time choice: added to y on the way forward, subtracted on the way back, where it
-// also takes dy as its gradient.
+// The optional residual, as a compile-time choice. Forward adds it to y. Backward subtracts it from y, and stores dy as
+// its gradient.
 #pragma once
 
 #include "blocks.h"
@@ -8,9 +8,9 @@
 
 namespace inplace_abn::cpu {
 
-// `panel` and `rows` go to a part of the tensor, `at` to an element of it, from where on elements are counted: of run
-// `run` of the panel's channel `channel`, or of row `run`. `End` is the end of a run (vectors.h), `Block` up to `most`
-// elements from there on (blocks.h), to be finished where it takes a gradient.
+// `panel` and `rows` return the residual at a part of the tensor, `at` that at an element of a panel's channel and run,
+// or of a row. Indices count from there. `End` is the end of a run (vectors.h). `Block` holds up to `most` elements
+// (blocks.h), and is finished by passes that store a gradient.
 template <typename scalar_t>
 struct NoResidual {
   using opmath_t = opmath_type<scalar_t>;
@@ -73,12 +73,12 @@ struct Residual {
     return {{panel.of(value, channel), value.batch_stride, value.channel_stride},
             {panel.of(gradient, channel), gradient.batch_stride, gradient.channel_stride}};
   }
-  // `fold` rows for one, where all lie side by side.
+  // The rows from `first` on, `fold` of them taken as one.
   Residual rows(int64_t first, int64_t fold) const {
     return {{value.data + first * value.batch_stride, value.batch_stride * fold, 0},
             {gradient.data + first * gradient.batch_stride, gradient.batch_stride * fold, 0}};
   }
-  // That of both its tensors, -1 where they differ.
+  // The stride of residual and gradient, or -1 if they differ.
   int64_t row_stride(const View<const scalar_t>&) const {
     return gradient.data == nullptr || gradient.batch_stride == value.batch_stride ? value.batch_stride : -1;
   }
@@ -89,8 +89,7 @@ struct Residual {
   }
 };
 
-// Calls f with the one or the other. `gradient` is written by passes that call store_gradient, and may be left out
-// elsewhere.
+// Calls f with the functor for the residual, which may be absent. Passes that call store_gradient need `gradient`.
 template <typename scalar_t, typename F>
 void visit_residual(const View<const scalar_t>& value, const View<scalar_t>& gradient, const F& f) {
   if (value.data == nullptr) {

@@ -1,5 +1,5 @@
-// Row order: every position's channels are one run. All channels are reduced together, chunk of rows by chunk of rows,
-// and the shares of the chunks are merged in double; then all rows are walked once more.
+// Row order: the channels of a position are one run. Chunks of rows are reduced, all channels together, and their
+// shares are merged in double. Then all rows are walked a second time.
 #pragma once
 
 #include <algorithm>
@@ -49,8 +49,8 @@ struct RowGrid {
   }
 };
 
-// Arrays of one value per channel, repeated for folded rows, initially zero. They start with a cache line each, lest
-// every vector read from them lie on two.
+// Arrays of one value per channel, repeated for folded rows, initially zero. Each starts at a cache line, so that no
+// vector lies on two.
 template <typename opmath_t, int arrays>
 class ChannelArrays {
  public:
@@ -75,7 +75,7 @@ class ChannelArrays {
   opmath_t* first_;
 };
 
-// Moves what was summed up for each of `fold` rows to `totals`.
+// Adds the sums of each of `fold` rows to `totals`, and sets them to zero.
 template <typename opmath_t>
 INPLACE_ABN_CLONES void move_sums(int64_t fold, int64_t channels, opmath_t* sums, double* totals) {
   for (int64_t f = 0; f < fold; ++f) {
@@ -87,7 +87,7 @@ INPLACE_ABN_CLONES void move_sums(int64_t fold, int64_t channels, opmath_t* sums
   }
 }
 
-// How two fields per channel of `count` and `part_count` rows become those of their union.
+// Merge two fields per channel, of `count` and of `part_count` rows.
 struct MergeSums {
   INPLACE_ABN_CLONES static void merge(int64_t n, double, double, double* a, double* b, const double* part_a,
                                        const double* part_b) {
@@ -112,13 +112,13 @@ struct MergeMoments {
   }
 };
 
-// `reduce(first_row, rows, a, b)` adds to a chunk's two fields per channel, which are zero, `finish(channel, a, b)`
-// gets the merged ones. Threads walk their rows from the last chunk to the first: the last ones were written most
-// recently, and the pass that follows finds the first ones in cache.
+// `reduce(first_row, rows, a, b)` adds a chunk to its two fields per channel, which are zero; `finish(channel, a, b)`
+// gets the merged fields. Threads walk from their last chunk to their first: the last was written most recently, and
+// the pass that follows starts with the first.
 template <typename Merge, typename Reduce, typename Finish>
 void reduce_rows(const Extent& extent, const Reduce& reduce, const Finish& finish) {
-  // Enough chunks for any number of threads, as far as they are worth one, yet their fields are few beside x, and the
-  // sample that is the mean to start with is summed up in the precision of x.
+  // Enough chunks for any number of threads, if they are large enough to be worth a thread. Not so many that their
+  // fields are much beside x, and not so large that the sample for the first mean loses digits.
   constexpr int64_t many_chunks = 64, rows_worth_fields = 256, most_rows = 16 * 1024, least_rows = 16;
   const int64_t channels = extent.channels, rows = extent.batch;
   const int64_t wanted = std::clamp((rows + many_chunks - 1) / many_chunks, rows_worth_fields, most_rows);
@@ -156,8 +156,7 @@ void apply_rows(const RowGrid& grid, const Apply& apply) {
 // Rows that are reduced together, so that sums are read and written once for all of them.
 constexpr int64_t rows_at_once = 4;
 
-// How far ahead of a row to prefetch: two pages of all `tensors`, but whole rows, and none that are walked together
-// with it.
+// How far ahead of a row to prefetch: two pages, divided among `tensors`, in whole rows, and at least `rows_at_once`.
 template <typename scalar_t>
 INPLACE_ABN_INLINE int64_t rows_ahead(int64_t stride, int64_t tensors) {
   const int64_t pages = 2 * page_bytes / sizeof(scalar_t) / tensors;
@@ -179,8 +178,9 @@ struct RowsAhead {
 // Channels that are walked together at most.
 constexpr int64_t most_channels = 512;
 
-// Calls walk(first_channel, count) for all channels of rows, and fetches those ahead of them meanwhile, no more at a
-// time than can be on their way together. Where the count is a constant, compilers see it.
+// Calls walk(first_channel, count) for all channels of rows, portion by portion, and prefetches the same portion of the
+// rows ahead. Portions are no larger than what the memory can deliver at a time. The count of whole portions is a
+// compile-time constant.
 template <typename Walk, typename... Ahead>
 INPLACE_ABN_INLINE void for_each_channel(int64_t channels, const Walk& walk, const Ahead&... ahead) {
   constexpr int64_t portion = 1024 / std::max<int64_t>(1024 / most_channels, (Ahead::bytes_per_channel + ... + 0));
@@ -240,7 +240,7 @@ INPLACE_ABN_CLONES void row_deviations(const scalar_t* x, int64_t stride, int64_
   }
 }
 
-// Makes the mean and the sum of squared deviations of sums over deviations from `shift` and over their squares.
+// Turns sums of deviations from `shift` and of their squares into the mean and the sum of squared deviations from it.
 template <typename opmath_t>
 INPLACE_ABN_CLONES void shifted_moments(int64_t channels, double count, const opmath_t* shift, double* mean,
                                         double* m2) {

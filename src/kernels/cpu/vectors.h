@@ -1,5 +1,5 @@
-// How a run of elements is walked: in vectors, by loops of a constant length. What is left at the end is walked as one
-// more vector, so that no element is handled on its own.
+// Walks over a run of elements: in vectors, by loops of a constant length. What is left at the end is padded to one
+// more vector, so that there is no loop over single elements.
 #pragma once
 
 #include <algorithm>
@@ -43,9 +43,9 @@ INPLACE_ABN_CLONES void copy_first_apart(const element_t* from, int64_t count, e
   copy_first(from, static_cast<int32_t>(count), to);
 }
 
-// The last vector of a run that does not divide into vectors, in memory of its own: some of its first elements belong
-// to the vector before, too. Of a run shorter than a vector it is all elements, and a `fill` behind them. A pass in
-// place takes it before it walks the run, and stores it afterwards.
+// A copy of the last vector of a run that does not divide into vectors. Its first elements belong to the vector before,
+// too. A run shorter than a vector is copied whole, and padded with `fill`. A pass in place takes the copy before it
+// walks the run, and stores it afterwards.
 template <typename scalar_t>
 class RunEnd {
  public:

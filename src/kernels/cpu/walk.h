@@ -42,9 +42,9 @@ constexpr int64_t min_tasks = 16;
 // Elements below which a task is not worth a thread.
 constexpr int64_t grain_elements = 16 * 1024;
 
-// Asks for `count` elements before they are needed. Hardware follows one long stream well, but not several at a time,
-// short ones, or one that is interrupted by reads of per-channel values. They are brought into the second level of
-// cache: more misses can be on their way there than to the first.
+// Prefetches `count` elements. Hardware follows one long stream well, but not several at a time, short ones, or one
+// that is interrupted by reads of per-channel values. The target is the second-level cache, because it can wait for
+// more misses at a time than the first.
 template <typename scalar_t>
 INPLACE_ABN_INLINE void prefetch(const scalar_t* p, int64_t count) {
 #if defined(__GNUC__)
@@ -56,8 +56,8 @@ INPLACE_ABN_INLINE void prefetch(const scalar_t* p, int64_t count) {
 
 constexpr int64_t page_bytes = 4096;
 
-// Channels that are walked together, run by run: of short planes as many as lie on two pages, so that memory is read in
-// longer pieces, as long as they stay in cache and leave enough tasks.
+// The number of channels that are walked together, run by run. Of short planes it is as many as lie on two pages, so
+// that memory is read in longer pieces; fewer if they would not stay in cache or leave too few tasks.
 constexpr int64_t max_group = 16;
 constexpr int64_t group_run_bytes = 2 * page_bytes;
 constexpr int64_t group_bytes = 256 * 1024;
@@ -69,8 +69,8 @@ inline int64_t channels_per_group(const Extent& extent, int64_t element_size) {
   return std::max<int64_t>(1, most);
 }
 
-// What to prefetch while run `r` of a channel is walked: its next run, after the last one the first of the channel that
-// `next` elements on will have this one's place, or a page ahead where a single run is long.
+// What to prefetch while run `r` of a channel is walked: the channel's next run; after the last run, the first run of
+// the channel `next` elements further on; a page ahead if there is a single, long run.
 template <typename scalar_t>
 INPLACE_ABN_INLINE const scalar_t* ahead_of_run(const scalar_t* panel, int64_t stride, int64_t runs, int64_t next,
                                                 int64_t r) {
@@ -126,7 +126,7 @@ class PanelGrid {
   int64_t group_, per_plane_, panels_, parts_;
 };
 
-// What passes that have nothing to reduce merge.
+// The partial result of passes that reduce nothing.
 struct NoPartial {
   void merge(NoPartial) {}
 };

@@ -8,7 +8,7 @@
 namespace inplace_abn::cuda {
 namespace {
 
-// dx = from_dy * dy + from_xhat * xhat + constant, where xhat may stand for any affine image of it.
+// dx = from_dy * dy + from_xhat * xhat + constant. In place of xhat there may be an affine function of it, such as y.
 template <typename opmath_t>
 struct Combination {
   opmath_t from_dy, from_xhat, constant;
@@ -18,7 +18,7 @@ struct Combination {
   }
 };
 
-// What a channel's sums are wanted for; what is null is not.
+// Where a channel's results go. Null: not wanted.
 template <typename scalar_t>
 struct Results {
   using opmath_t = opmath_type<scalar_t>;
@@ -46,7 +46,7 @@ struct Results {
   }
 };
 
-// Inverts z and sums; if it `stores`, leaves xhat and dy, for ops that are not local.
+// Inverts z, and sums dy and xhat * dy. If it `stores`, it also writes xhat and dy.
 template <typename scalar_type, typename Act, bool with_residual, bool stores>
 struct Reduce {
   using scalar_t = scalar_type;
@@ -122,7 +122,7 @@ struct Combine {
   }
 };
 
-// The same from z and dz, inverted once more; dy is the residual's gradient.
+// dx from z and dz, which are inverted a second time; dy is stored as the residual's gradient.
 template <typename scalar_type, typename Act, bool with_residual>
 struct InvertAndCombine {
   using scalar_t = scalar_type;
@@ -203,7 +203,7 @@ void backward_of_group(const LocalBackwardArgs<scalar_t>& args, const Act& act, 
   using FromXhat = InvertAndCombine<scalar_t, Identity<scalar_t>, false>;
   const Streams<scalar_t> io{{args.z, args.dz, args.residual}, {args.dx, args.dresidual}};
   const bool sums_needed = args.training || args.dweight || args.dbias;
-  // dresidual is dy; where there is none, dx has room for it until it is overwritten.
+  // dy goes to dresidual; without one, to dx, until dx itself is written.
   const View<scalar_t> dy = with_residual ? args.dresidual : args.dx;
   results.of_xhat = sums_needed && inverts_once<scalar_t, Act>() && args.xhat.data != nullptr &&
                     args.dx.data != nullptr && dy.data != nullptr;

@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(cluster_threads, 1)
     for (unsigned rank = 0; rank < cluster.num_blocks(); ++rank) totals.add(*cluster.map_shared_rank(&own, rank));
     reduction.finish(c, totals);
   }
-  // What was finished is seen by all blocks, and no block leaves before its totals were read.
+  // After this all blocks see what was finished. No block ends before the others have read its totals.
   cluster.sync();
   {
     const ChannelPlanes<Application, width, true> planes{io, p, c};

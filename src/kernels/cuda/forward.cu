@@ -6,7 +6,7 @@
 namespace inplace_abn::cuda {
 namespace {
 
-// z = act((x - mean) * scale + beta + residual): the mean goes first, so that a large one costs no digits.
+// z = act((x - mean) * scale + beta + residual). The mean is subtracted first, so that a large mean costs no digits.
 template <typename scalar_type, typename Act, bool with_residual>
 struct Transform {
   using scalar_t = scalar_type;

@@ -1,5 +1,5 @@
-// How the blocks of a launch share a tensor. Plain arithmetic on extents, strides and two properties of the device;
-// what a block computes, and so every result, depends on nothing else.
+// How a tensor is divided among the blocks of a launch: plain arithmetic on extents, strides and two properties of the
+// device. Results depend on nothing else.
 #pragma once
 
 #include <algorithm>

@@ -9,7 +9,7 @@
 
 namespace inplace_abn::cuda {
 
-// (No default values: these live in shared memory, too. `{}` is nothing summed up.)
+// There are no default member values, because this lies in shared memory, too. `{}` is an empty sum.
 struct Totals {
   double first, second;
 
@@ -22,8 +22,8 @@ struct Totals {
   }
 };
 
-// What a thread has towards mean and variance: sums of x - pivot and of its square. The pivot is a mean of some of its
-// own values, so floats keep the digits of the variance however far the mean is from zero.
+// A thread's sums for mean and variance: of x - pivot, and of its square. The pivot is a mean of some of the thread's
+// own values, so that the variance keeps its digits however far the mean is from zero.
 template <typename opmath_t>
 struct ShiftedSums {
   opmath_t pivot, sum, square;
@@ -50,7 +50,7 @@ struct Moments {
 INPLACE_ABN_INLINE Moments moments(const Totals& totals, double pivot, double count) {
   if (count == 0) return {};
   const double shift = totals.first / count, var = totals.second / count - shift * shift;
-  // Not a number stays that.
+  // A NaN stays one.
   return {pivot + shift, var < 0 ? 0 : var};
 }
 

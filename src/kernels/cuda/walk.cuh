@@ -5,9 +5,9 @@
 //   statistics       1   read x                        forward          2   read x; write z
 //   backward_reduce  4   read z, dz; write xhat, dy    backward         3   read xhat, dy; write dx
 //   local_forward    3   read x; read x, write z       (2 from device memory where the second read hits the cache)
-//   local_backward   5   read z, dz; read z, dz, write dx, inverting z once more; or 7: read z, dz, write xhat, dy;
-//   read
-//                        xhat, dy, write dx (2 less from device memory where the second reads hit the cache)
+//   local_backward   5   read z, dz; read z, dz, write dx, inverting z twice;
+//               or   7   read z, dz, write xhat, dy; read xhat, dy, write dx, inverting z once
+//                        (2 less from device memory where the second reads hit the cache)
 //   a residual adds 1 to each pass that inverts or applies the activation, its gradient 1 to the last pass.
 //
 // There are two kernels, one per memory order, for any op. An op says what to do with an element, given its channel's
@@ -26,10 +26,9 @@
 //               that is 64 bytes a thread or 48 KB a multiprocessor in flight, where a Hopper's bandwidth times latency
 //               is an estimated 25 KB. Plane order: a warp reads 512 consecutive bytes. Row order: rows of 512 bytes,
 //               or as long as there are channels, several rows to a warp.
-//   reductions  two stages: one share per block in scratch memory, added up by a small kernel, or one, where a block
-//   has
-//               all of its channel. Shares are sums in double, and there are no atomics, so results are the same in
-//               every run.
+//   reductions  two stages: one share per block in scratch memory, added up by a small kernel; or one stage, where a
+//               block has all of its channel. Shares are sums in double, and there are no atomics, so results are the
+//               same in every run.
 //   second pass walks backward: what the first pass read last is likeliest to be in the second-level cache. The local
 //               ops can go through the channels group by group, each group small enough to stay there between its two
 //               passes (launch.cuh says when); in row order a group's share of a row is a multiple of 256 bytes.
