@@ -83,17 +83,22 @@ struct Quotient {
   opmath_t numerator, denominator;
 };
 
+template <bool is_16_bit, typename opmath_t>
+INPLACE_ABN_INLINE opmath_t exp_of(opmath_t x) {
+  return is_16_bit ? exp_coarse(x) : exp_bounded(x);
+}
+
 // A curve has
-//   gate(y)                        as a quotient
+//   gate<is_16_bit>(y)             as a quotient
 //   steepness<is_16_bit>(gate, y)  gate'(y)
 //   flat_below<scalar_t>()         below which y is stored as `Flat`, because z would underflow, or nothing
 
 struct SiluCurve : fits::Silu {
   static constexpr bool has_flat = false;
 
-  template <typename opmath_t>
+  template <bool is_16_bit, typename opmath_t>
   INPLACE_ABN_INLINE static Quotient<opmath_t> gate(opmath_t y) {
-    return {1, 1 + exp_bounded(-y)};
+    return {1, 1 + exp_of<is_16_bit>(-y)};
   }
   template <bool is_16_bit, typename opmath_t>
   INPLACE_ABN_INLINE static opmath_t steepness(opmath_t gate, opmath_t) {
@@ -108,7 +113,7 @@ struct GeluCurve : fits::Gelu {
   static constexpr double flat_below() {
     return std::is_same_v<scalar_t, c10::Half> ? -4.5 : -12;
   }
-  template <typename opmath_t>
+  template <bool is_16_bit, typename opmath_t>
   INPLACE_ABN_INLINE static Quotient<opmath_t> gate(opmath_t y) {
     return {normal_mass_below(y), 1};
   }
@@ -128,9 +133,9 @@ struct GeluTanhCurve : fits::GeluTanh {
   static constexpr double flat_below() {
     return std::is_same_v<scalar_t, c10::Half> ? -4.5 : -9;
   }
-  template <typename opmath_t>
+  template <bool is_16_bit, typename opmath_t>
   INPLACE_ABN_INLINE static Quotient<opmath_t> gate(opmath_t y) {
-    return {1, 1 + exp_bounded(-argument(y))};
+    return {1, 1 + exp_of<is_16_bit>(-argument(y))};
   }
   // gate * (1 - gate) would cancel, and y and the argument's slope would make the error large: it is computed from the
   // exponential of -|argument| instead. In 16 bits the error does not show, and the product needs fewer registers.
@@ -158,10 +163,10 @@ struct GeluTanhCurve : fits::GeluTanh {
 struct MishCurve : fits::Mish {
   static constexpr bool has_flat = false;
 
-  template <typename opmath_t>
+  template <bool is_16_bit, typename opmath_t>
   INPLACE_ABN_INLINE static Quotient<opmath_t> gate(opmath_t y) {
     // Above 20 the gate rounds to 1; e is bounded, because it would become infinite.
-    const opmath_t e = exp_bounded(y > 20 ? opmath_t(20) : y), n = e * (e + 2);
+    const opmath_t e = exp_of<is_16_bit>(y > 20 ? opmath_t(20) : y), n = e * (e + 2);
     return {n / (n + 2), 1};
   }
   // (1 - gate^2) * sigmoid(y), without another exponential.
@@ -183,11 +188,11 @@ struct WithMinimum {
   INPLACE_ABN_INLINE opmath_t value(opmath_t y) const {
     if constexpr (Curve::has_flat) {
       constexpr opmath_t flat_below = Curve::template flat_below<scalar_t>();
-      const auto gate = Curve::gate(y < flat_below ? flat_below : y);
+      const auto gate = Curve::template gate<is_16_bit>(y < flat_below ? flat_below : y);
       const opmath_t curved = y * gate.numerator / gate.denominator;
       return y < flat_below ? Flat<scalar_t>::value(y) : curved;
     } else {
-      const auto gate = Curve::gate(y);
+      const auto gate = Curve::template gate<is_16_bit>(y);
       return y * gate.numerator / gate.denominator;
     }
   }
@@ -271,7 +276,7 @@ struct WithMinimum {
     opmath_t slope = 0;
     INPLACE_ABN_ROLLED
     for (int step = 0; step < 4; ++step) {
-      const auto parts = Curve::gate(y);
+      const auto parts = Curve::template gate<is_16_bit>(y);
       const opmath_t unbounded = parts.numerator / parts.denominator, gate = unbounded < least ? least : unbounded;
       const opmath_t relative = 1 + y * Curve::template steepness<is_16_bit>(gate, y) / gate;
       slope = gate * relative;
