@@ -1,5 +1,4 @@
-"""Small changes to the kernels that the tests on the emulated device must notice: (file, what is there, what is put in
-its place)."""
+"""Small changes to the kernels that the tests on the emulated device must notice: (file, text, replacement)."""
 
 from __future__ import annotations
 
