@@ -119,7 +119,7 @@ def errors(layer: Layer) -> tuple[Errors, Errors]:
                 size = counts * reference.channel_mean(dz.double().square()).sqrt() * spread
             for native in contenders:
                 off = layer.gradients(dz, native, x.dtype)[i].double() - exact
-                # An error of zero is zero even where its size is zero, too.
+                # A relative error is zero where the error is zero, even if the size is zero, too.
                 off = off.norm() if i == 0 else off.abs()
                 relative = torch.where(off == 0, 0.0, off / size)
                 if i == 0:

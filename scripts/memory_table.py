@@ -38,7 +38,7 @@ def main() -> None:
     print("| block | activation | native | in place |\n| --- | --- | --- | --- |")
     for name, residual in {"conv + norm + activation": False, "residual block of two": True}.items():
         for activation in ("leaky_relu", "relu", "silu", "hardswish"):
-            # A net of seven units holds more than one of three. The difference is the memory of four units.
+            # The net of seven units holds more than the net of three. The difference is the memory of four units.
             shorter, longer = (nn.Sequential(*[Unit(activation, residual) for _ in range(n)]) for n in (3, 7))
             held = [measure(longer, x).held - measure(shorter, x).held]
             held += [measure(convert(longer), x).held - measure(convert(shorter), x).held]

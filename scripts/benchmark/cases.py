@@ -1,6 +1,6 @@
 """The tensors that operations are timed on, by group.
 
-This module imports torch alone, because interpreters that have only the public package import it, too.
+This module imports torch alone, because the interpreter that has the public package imports it, too.
 """
 
 from __future__ import annotations

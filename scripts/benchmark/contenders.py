@@ -62,7 +62,7 @@ def make_contender(
 
 
 def make_iterations(names: Sequence[str], case: Case, device: torch.device) -> tuple[dict[str, Iteration], list[str]]:
-    """Returns what to time, and a note if torch.compile fails, in which case that contender is left out."""
+    """Returns what to time, and a note for each contender that is left out because torch.compile fails."""
     iterations: dict[str, Iteration] = {}
     notes = []
     for name in names:

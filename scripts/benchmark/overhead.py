@@ -1,4 +1,4 @@
-"""The overhead of a call, forward and backward: its time on a tensor so small that computing it takes none."""
+"""The overhead of a call, forward and backward: its time on a tensor so small that the computation takes none."""
 
 from __future__ import annotations
 

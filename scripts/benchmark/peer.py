@@ -22,8 +22,8 @@ from benchmark.cases import Case
 from benchmark.timing import by_phase, interleaved, module_iteration, reason
 
 SUBSTITUTES = {"leaky_relu": "leaky_relu", "relu": "leaky_relu", "elu": "elu", "identity": "identity"}
-"""The activation of the public package that is timed in place of each of ours. The public package has no in-place relu.
-It offers leaky_relu instead."""
+"""For each activation of ours, the one of the public package that is timed. The public package has no in-place relu. It
+offers leaky_relu instead."""
 
 
 def ask(python: str, cases: Sequence[Case], **settings: Any) -> dict[str, Any]:

@@ -21,7 +21,7 @@ On CUDA the marks are events. A turn has so many iterations that their x exceed 
 the cache full of the tensors of the others. The device is kept busy while the host queues the turn, so that events
 measure the device and not the host.
 
-This module imports torch alone, because interpreters that have only the public package import it, too.
+This module imports torch alone, because the interpreter that has the public package imports it, too.
 """
 
 from __future__ import annotations

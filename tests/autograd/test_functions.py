@@ -77,7 +77,7 @@ def test_results_match_the_formulas_in_every_dtype(
     x = laid_out(torch.randn(shape, device=device).to(dtype), layout)
     dz = torch.randn_like(x)
     weight, bias, *running = parameters(shape[1], stats_dtype(dtype), device)
-    # dz has one sign, so that gradients do not cancel by accident. That would make relative errors meaningless.
+    # dz has one sign, so that gradients do not cancel by accident. Cancellation would make relative errors meaningless.
     dz = dz.abs()
     if narrow_parameters:
         weight, bias = weight.to(dtype), bias.to(dtype)

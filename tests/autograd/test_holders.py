@@ -77,7 +77,7 @@ def numpy_memory(g):
     return torch.from_numpy(g.cpu().numpy() * 1.5).to(g.device)
 
 
-# Where the gradient comes from.
+# These functions decide where the gradient comes from.
 ORIGINS = {
     "mul": lambda z: z * 1.5,
     "add": lambda z: z + 0,

@@ -15,7 +15,7 @@ SHAPES = [
     (2, 3, 75, 67),  # planes longer than a panel
     (1, 6, 5, 4),  # one sample, so that the result is batch norm's
     (4, 1, 6, 5),  # one channel, and an even number of samples
-    (33, 7, 3, 3),  # more samples than are walked one after another
+    (33, 7, 3, 3),  # so many samples that the CPU divides them among its threads
     (2, 4, 3, 5, 6),
 ]
 LAYOUTS = ["contiguous", "channels_last", "channel slice", "channels_last slice", "transposed", "strided"]
@@ -101,7 +101,8 @@ def test_results_are_torchs_in_every_dtype(dtype, layout, activation, param, tra
     weight, bias, *running = parameters(shape[1], stats_dtype(dtype), device)
     if narrow_parameters:
         weight, bias, *running = (t.to(dtype) for t in (weight, bias, *running))
-    # The gradient has one sign, so that sums do not cancel by accident. That would make relative errors meaningless.
+    # The gradient has one sign, so that sums do not cancel by accident. Cancellation would make relative errors
+    # meaningless.
     arguments = (x, torch.rand_like(x), weight, bias, *running, None, training, 0.3, activation, param)
     actual, expected = run(*arguments), oracle(*arguments)
     assert actual["z"].dtype == actual["dx"].dtype == dtype

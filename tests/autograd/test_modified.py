@@ -79,7 +79,7 @@ def test_message_about_a_modified_output_names_the_package_and_the_remedy(contex
 
 
 def test_a_backward_within_that_frees_the_graph_is_what_the_outer_one_tells(device):
-    """Nobody has modified the output, so the message must not say that."""
+    """The message must not say that the output was modified in place, because nobody has done that."""
     z = inplace_abn(leaf_input(device) * 1, None, None, None, None)
     loss = z.square().sum()
     runs = []

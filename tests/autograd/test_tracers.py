@@ -135,8 +135,8 @@ def save_all_results(context, op, *args, **kwargs):
 @pytest.mark.parametrize("policy", [save_ours, save_convolutions, save_all_results])
 @pytest.mark.parametrize("module", [InPlaceABN, InPlaceABNSync])
 def test_selective_checkpointing_has_the_gradients_of_eager(module, policy):
-    """Recomputation does not run an op again whose result was saved. What such an op writes in place would be
-    missing."""
+    """Recomputation does not run an op again whose result was saved. The values that such an op writes in place would
+    be missing."""
     net = nn.Sequential(nn.Conv2d(3, 4, 1), module(4, activation="relu"), nn.Conv2d(4, 4, 1), module(4)).double()
     x = torch.randn(5, 3, 6, 7, dtype=torch.float64, requires_grad=True)
     results = []

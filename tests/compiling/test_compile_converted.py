@@ -1,4 +1,5 @@
-"""torch.compile of converted models: gradients are native ones, and no more is held than in eager mode."""
+"""Converted models under torch.compile: gradients are the native ones, and no more memory is held than in eager
+mode."""
 
 import copy
 

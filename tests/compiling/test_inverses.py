@@ -28,7 +28,7 @@ def values(dtype):
 
 
 def of_kernels(y, activation, param):
-    """z computed by the op. It is given ``y`` as values that are normalised already."""
+    """z computed by the op. The op takes ``y`` for values that are normalised already."""
     z = y.view(1, 1, -1).clone()
     wide = torch.promote_types(y.dtype, torch.float32)
     mean, var = torch.zeros(1, dtype=wide), torch.ones(1, dtype=wide)

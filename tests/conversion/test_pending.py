@@ -64,7 +64,7 @@ def results(net, program, calls, counted=True):
         net.zero_grad()
         net.kept.clear()
         r = net._parameters.pop("r")
-        net.r = r * 1.0  # not a parameter any more, as residuals are none
+        net.r = r * 1.0  # a plain tensor, because residuals are no parameters
         outputs = [t for t in tree_leaves(program(net, a)) if t is not None]
         loss = sum((t * torch.linspace(-1, 1.5, t.numel(), dtype=t.dtype).view(t.shape).cos()).sum() for t in outputs)
         del net.r
@@ -148,7 +148,7 @@ def test_a_view_that_is_written_to_before_a_custom_function_is_an_error_and_neve
     h[:, 1:].mul_(2)
     with pytest.raises(RuntimeError, match=message):
         function(h)
-    # Any op that torch announces gives h its place in the graph again.
+    # An op of torch gives h its place in the graph again.
     h.sin()
     function(h).sum().backward()
 

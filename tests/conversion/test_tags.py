@@ -1,5 +1,5 @@
-"""analyze names whoever would notice that a relu's zero is a tiny number in training. verify notices where analyze was
-overruled."""
+"""analyze names whoever would notice that a relu's zero is a tiny number in training. verify notices the difference
+where analyze was overruled."""
 
 import copy
 from dataclasses import replace

@@ -177,7 +177,7 @@ def test_outputs_that_have_no_gradient_are_compared_too():
 
 
 def test_a_running_mean_of_zero_is_not_compared_by_what_rounding_left_of_it():
-    """Behind a norm without bias, such a running mean is nothing but rounding."""
+    """Behind a norm without bias, a running mean of zero is nothing but rounding."""
     mixed = nn.Conv2d(4, 8, 1, bias=False)
     model = nn.Sequential(conv(3, 4), nn.BatchNorm2d(4), mixed, nn.BatchNorm2d(8), nn.ReLU(), conv(8, 4)).double()
     x = torch.randn(4, 3, 8, 8)

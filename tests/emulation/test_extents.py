@@ -13,7 +13,7 @@ from inplace_abn.activations import find
 pytestmark = [pytest.mark.emulated, *needs_kernels]
 
 FAR = 2**31 + 64
-# Truncated to 32 bits, this is less than the elements at which blocks start.
+# Truncated to 32 bits, this is less than the index of the element at which a block starts.
 MANY = 2**32 + 2**10 + 3
 TAIL = (1e-5, False, find("leaky_relu").code, 0.2)
 

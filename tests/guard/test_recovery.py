@@ -8,8 +8,8 @@ from fidelity import Layer
 from inplace_abn.activations import find
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# Errors below so many unit roundoffs are not compared. They are those of float32 sums, of subnormal gradients, and of
-# the few values next to a minimum. All of them are far too small to cost trust.
+# Errors below this number of unit roundoffs are not compared. They are those of float32 sums, of subnormal gradients,
+# and of the few values next to a minimum. All of them are far too small to cost trust.
 FLOORS = {torch.float32: 16, torch.bfloat16: 2, torch.float16: 6}
 
 

@@ -386,8 +386,8 @@ def test_a_wrong_call_fails_while_it_is_traced(case):
 @pytest.mark.parametrize("activation", ["leaky_relu", "silu"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_planes_of_any_length_are_walked_to_their_end(dtype, activation, with_residual, device):
-    """Results in place are those in separate memory, where nothing can be overwritten too early, and those in the other
-    memory order."""
+    """Results in place equal those in separate memory, where nothing can be overwritten too early. They also equal
+    those in the other memory order."""
     weight, bias, *_ = parameters(17, stats_dtype(dtype), device)
     tail = (EPS, False, code(activation), 0.2)
 

@@ -92,7 +92,7 @@ def test_contenders_take_turns():
 
 @pytest.fixture
 def played_events(monkeypatch):
-    """The events of a device, whose times are the host's."""
+    """Replaces the events of a device by points in time on the host."""
 
     class Event:
         def __init__(self, enable_timing):

@@ -143,7 +143,7 @@ def test_tables_of_nets_give_ratios_to_eager_native_and_notes():
 
 @pytest.mark.parametrize("message", ["CUDA out of memory", "GET was unable to find an engine", "another error"])
 def test_batches_that_do_not_fit_a_device(message, monkeypatch):
-    """The device has 1000 bytes and is played by the host."""
+    """The device has 1000 bytes and is simulated."""
     fractions = []
     properties = SimpleNamespace(total_memory=1000)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)

@@ -60,7 +60,7 @@ def programs(page):
 
 
 def without_peaks(text):
-    """The text, with # for the numbers in the peak column of a memory report. Peaks have scratch memory of
+    """The text, with # for the numbers in the peak column of a memory report. Peaks include scratch memory of
     convolutions, which depends on the processor and on the number of threads."""
     lines, column = [], None
     for line in text.splitlines():
