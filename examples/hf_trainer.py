@@ -1,12 +1,13 @@
 #!/usr/bin/env python
-"""A vision model of Hugging Face's transformers with BatchNorms, converted and trained by ``Trainer``.
+"""Converts a vision model of Hugging Face's transformers, whose norms are BatchNorms, and trains it by ``Trainer``.
 
     pip install transformers accelerate
     python examples/hf_trainer.py
 
-The model is a small ResNet made from its configuration; ``from_pretrained`` and then `inplace_abn.convert` does the
-same with loaded weights. It is converted before ``Trainer`` gets it (with ``sync=True`` where several processes are to
-share statistics). What ``Trainer`` saves are the checkpoints of an unconverted model, which one loads at the end.
+The model is a small ResNet with random weights, made from its configuration. For loaded weights call
+``from_pretrained`` first and `inplace_abn.convert` next. Convert the model before ``Trainer`` gets it, with
+``sync=True`` if several processes are to share statistics. ``Trainer`` saves checkpoints that an unconverted model can
+load. The example loads one at the end.
 
 It prints:
 
@@ -73,7 +74,7 @@ def main() -> None:
     plan = inplace_abn.analyze(native, pixel_values=images)
     model = inplace_abn.convert(copy.deepcopy(native), plan)
     print(f"{len(plan.convertible) + len(plan.residuals)} of {len(plan.layers)} norms in place")
-    # Of copies, because a step changes the running statistics.
+    # A step changes the running statistics, so copies are measured.
     held = [measure(copy.deepcopy(m), pixel_values=images).held / 2**20 for m in (native, model)]
     print(f"held for backward: {held[0]:.1f} MiB native, {held[1]:.1f} MiB converted")
     with tempfile.TemporaryDirectory() as folder:

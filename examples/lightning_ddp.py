@@ -1,14 +1,16 @@
 #!/usr/bin/env python
-"""Lightning with DistributedDataParallel on two CPU processes, and statistics of the whole batch.
+"""Trains with Lightning and DistributedDataParallel on two CPU processes, with statistics of the whole batch.
 
     pip install lightning
     python examples/lightning_ddp.py
 
-The net is converted with ``sync=True`` before the trainer gets it, and ``Trainer(sync_batchnorm=True)`` is left out:
-Lightning makes torch's SyncBatchNorm of all BatchNorms then, converted ones included. They save no memory any more, and
-torch's needs a GPU. What `torch.nn.SyncBatchNorm.convert_sync_batchnorm` does to a converted net is the last line.
+Convert the net with ``sync=True`` before the trainer gets it, and leave out ``Trainer(sync_batchnorm=True)``. With that
+option Lightning calls `torch.nn.SyncBatchNorm.convert_sync_batchnorm`, which replaces all BatchNorms by torch's
+SyncBatchNorm, the converted ones included. SyncBatchNorm saves no memory, and it needs a GPU. The last line of the
+output shows this replacement.
 
-It prints, in float64, how far the two processes' training is from that of one with the whole batch:
+The example compares the training of the two processes with that of one process that gets the whole batch, in float64.
+It prints:
 
     20 steps on 2 processes
     largest relative difference: weights 6.3e-15, running statistics 6.2e-15
@@ -59,7 +61,7 @@ def classifier(net: nn.Module, data: TensorDataset, batch: int) -> LightningModu
             return F.cross_entropy(self.net(images), labels)
 
         def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-            # Lightning's own sampler always shuffles, and the run to compare with does not.
+            # Lightning's own sampler always shuffles. The reference run does not shuffle.
             return DataLoader(data, batch, sampler=DistributedSampler(data, shuffle=False))
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -69,7 +71,7 @@ def classifier(net: nn.Module, data: TensorDataset, batch: int) -> LightningModu
 
 
 def images(count: int) -> TensorDataset:
-    """From dark to bright in turns, so that the statistics of a process are not those of the whole batch."""
+    """Images of four brightnesses in turn. The statistics of one process differ from those of the whole batch."""
     labels = torch.arange(count) % 4
     noise = torch.randn(count, 3, 16, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     return TensorDataset(noise + labels.view(-1, 1, 1, 1), labels)

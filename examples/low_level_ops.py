@@ -1,14 +1,15 @@
 #!/usr/bin/env python
-"""A batch norm of one's own from the step-wise ops: one batch made of several tensors.
+"""Builds a batch norm from the step-wise ops, for a batch that consists of several tensors.
 
-Images of several sizes fit no single tensor, and the micro-batches of gradient accumulation are several tensors, too.
-``MicroBatchNorm`` takes a list of them and normalises all with the mean and variance of the whole list, which the ops
-of `inplace_abn.ops` allow: `statistics` of each, what you like in between, `forward` over each; in backward
-`backward_reduce` of each, what you like in between, `backward` of each. What is in between here is a sum over the
-list; a sum over some ranks of a process group goes into the same two places.
+Images of different sizes do not fit into one tensor. The micro-batches of gradient accumulation are several tensors,
+too. ``MicroBatchNorm`` takes a list of tensors and normalises all of them with the mean and variance of the whole list.
+The ops of `inplace_abn.ops` allow this, because your own code may run between two of them. The forward pass calls
+`statistics` of each tensor, then your code, then `forward` over each tensor. The backward pass calls `backward_reduce`
+of each tensor, then your code, then `backward` of each tensor. In this example your code is a sum over the list. A sum
+over some ranks of a process group goes into the same two places.
 
-It needs no other package. ``python examples/low_level_ops.py`` compares with torch's BatchNorm of the concatenated
-list, in float64, and prints:
+The example needs no other package. ``python examples/low_level_ops.py`` compares it with torch's BatchNorm of the
+concatenated list, in float64, and prints:
 
     loss 1.088015, torch's 1.088015; 1.007851 if each tensor were normalised by itself
     largest relative difference: outputs 1.8e-15, gradients 8.4e-15, running statistics 1.8e-16
@@ -30,7 +31,7 @@ from inplace_abn.activations import ACTIVATIONS
 from inplace_abn.memory import measure
 
 SLOPE = 0.01
-# A standard weight, which may be negative, and leaky ReLU, as the ops take them.
+# These arguments of the ops mean a signed weight, as torch's BatchNorm has, and leaky ReLU.
 ACTIVATION = (True, ACTIVATIONS["leaky_relu"].code, SLOPE)
 
 
@@ -50,10 +51,10 @@ class _Normalise(torch.autograd.Function):
         for x in xs:
             mean, var = ops.statistics(x)
             shares.append(torch.cat([mean, var, mean.new_tensor([x.numel() / x.shape[1]])]))
-        # Here a collective of yours may gather the shares of other ranks.
+        # Your own collective may gather the shares of other ranks here.
         mean, var, count = ops.combine(torch.stack(shares), running_mean, running_var, momentum, None)
         for x in xs:
-            # Over x. The last argument asks for a result that backward can invert.
+            # The result overwrites x. The last argument asks for a result that backward can invert.
             ops.forward(x, mean, var, weight, bias, None, eps, *ACTIVATION, True)
         ctx.mark_dirty(*xs)
         ctx.save_for_backward(weight, bias, var, count, *xs)
@@ -63,14 +64,15 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *dzs: Tensor) -> tuple[Tensor | None, ...]:
         weight, bias, var, count, *zs = ctx.saved_tensors
-        # New memory, because others may hold z and dz. `ops.backward_reduce` overwrites both.
+        # `ops.backward_reduce` would overwrite z and dz. Others may hold them, so the results go to new memory.
         pairs = [(torch.empty_like(z), torch.empty_like(z)) for z in zs]
         sums = torch.zeros(2, var.numel(), dtype=var.dtype, device=var.device)
         for z, dz, (xhat, dy) in zip(zs, dzs, pairs, strict=True):
             sums += torch.stack(
                 ops.backward_reduce_out(z, dz, weight, bias, None, ctx.eps, *ACTIVATION, xhat=xhat, dy=dy)
             )
-        # A rank's own sums are the gradients of its weight and bias. Here they may be reduced over ranks, as count is.
+        # The sums of one rank are the gradients of its weight and bias. Your own collective may add up the sums of all
+        # ranks here, if the shares of all ranks were gathered in forward.
         mean_dy, mean_xhat_dy = (sums / count).unbind()
         for xhat, dy in pairs:
             ops.backward(xhat, dy, var, weight, ctx.eps, True, mean_dy, mean_xhat_dy)
@@ -78,7 +80,7 @@ class _Normalise(torch.autograd.Function):
 
 
 class MicroBatchNorm(nn.BatchNorm2d):
-    """BatchNorm and leaky ReLU of a list of tensors (batch, channel, height, width), over them in training."""
+    """BatchNorm and leaky ReLU of a list of tensors (batch, channel, height, width). Training overwrites them."""
 
     def forward(self, xs: list[Tensor]) -> list[Tensor]:
         if not self.training:
@@ -89,7 +91,7 @@ class MicroBatchNorm(nn.BatchNorm2d):
 
 
 class Concatenated(nn.BatchNorm1d):
-    """The same by torch: the values of all tensors in the rows of one."""
+    """The same function with torch's BatchNorm, which gets the values of all tensors as the rows of one tensor."""
 
     def forward(self, xs: list[Tensor]) -> list[Tensor]:
         rows = [x.movedim(1, -1).flatten(0, -2) for x in xs]
@@ -115,7 +117,7 @@ def loss_of(zs: list[Tensor], xs: list[Tensor]) -> Tensor:
 
 
 def step(net: Net, xs: list[Tensor]) -> tuple[float, list[Tensor]]:
-    """The loss of one step, with all outputs, gradients and running statistics."""
+    """Returns the loss of one step, and three vectors: all outputs, all gradients, all running statistics."""
     zs = net(xs)
     loss = loss_of(zs, xs)
     loss.backward()

@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""MONAI's UNet, whose norms are instance norms, trained on synthetic volumes, native and converted.
+"""Trains MONAI's UNet, whose norms are instance norms, on synthetic volumes, native and converted.
 
     pip install monai
     python examples/monai_unet.py --act leakyrelu
 
-MONAI's own choice of activation is PReLU. It has no inverse where its slope becomes zero, so its input is kept. With
-``--act leakyrelu``, as in MONAI's BasicUNet and DynUNet, the result alone is kept.
+MONAI's UNet has PReLU by default. PReLU has no inverse where its slope becomes zero, so its input is kept. With
+``--act leakyrelu``, the activation of MONAI's BasicUNet and DynUNet, only the result is kept.
 
 It prints:
 
@@ -36,7 +36,7 @@ def network(activation: str) -> nn.Module:
 
 
 def patches(batch: int, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """A ball in noise, (batch, 1, size, size, size), and where it is, (batch, size, size, size)."""
+    """Volumes of a ball in noise, (batch, 1, size, size, size), and labels (batch, size, size, size), 1 in the ball."""
     places = torch.stack(torch.meshgrid(*[torch.linspace(-1, 1, size)] * 3, indexing="ij"))
     centres = torch.rand(batch, 3, 1, 1, 1, generator=generator) - 0.5
     inside = (places - centres).square().sum(dim=1) < 0.16

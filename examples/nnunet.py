@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""A trainer for nnU-Net whose network has instance norm in place, and that network, trained native and converted.
+"""Defines a trainer for nnU-Net whose network is converted, and trains that network native and converted.
 
     pip install nnunetv2
     nnUNet_extTrainer=examples nnUNetv2_train DATASET 3d_fullres 0 -tr nnUNetTrainerInPlace
 
-The trainer takes the data and plans of nnUNetTrainer and loads its checkpoints. nnU-Net imports all files of the folder
-to find it, or of another one with a copy of this file.
+The trainer takes the data and plans of nnUNetTrainer and loads its checkpoints. To find the trainer, nnU-Net imports
+all files of the folder that ``nnUNet_extTrainer`` names. A folder with a copy of this file will do.
 
     pip install dynamic-network-architectures
     python examples/nnunet.py
@@ -48,16 +48,16 @@ if importlib.util.find_spec("nnunetv2") is not None:
             network = nnUNetTrainer.build_network_architecture(
                 plans_manager, configuration_manager, num_input_channels, num_output_channels, enable_deep_supervision
             )
-            # Two samples of a patch, which analysis looks at without computing anything.
+            # The analysis needs the shape, dtype and device of this example, but not its values.
             return inplace_abn.convert(network, torch.empty(2, num_input_channels, *configuration_manager.patch_size))
 
         def _do_i_compile(self) -> bool:
-            """Under torch.compile converted norms are torch's, and save nothing."""
+            """Turns torch.compile off, because compiled instance norms do what torch's do and save no memory."""
             return False
 
 
 def network(width: int) -> nn.Module:
-    """As nnU-Net plans one for 3-D patches, but for its width and depth."""
+    """The network that nnU-Net plans for 3-D patches, except for its width and depth."""
     from dynamic_network_architectures.architectures.unet import PlainConvUNet
 
     model: nn.Module = PlainConvUNet(
@@ -81,7 +81,7 @@ def network(width: int) -> nn.Module:
 
 
 def patches(batch: int, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """A ball in noise, (batch, 1, size, size, size), and where it is, (batch, size, size, size)."""
+    """Volumes of a ball in noise, (batch, 1, size, size, size), and labels (batch, size, size, size), 1 in the ball."""
     places = torch.stack(torch.meshgrid(*[torch.linspace(-1, 1, size)] * 3, indexing="ij"))
     centres = torch.rand(batch, 3, 1, 1, 1, generator=generator) - 0.5
     inside = (places - centres).square().sum(dim=1) < 0.16
@@ -90,7 +90,7 @@ def patches(batch: int, size: int, generator: torch.Generator) -> tuple[Tensor, 
 
 
 def loss_of(outputs: list[Tensor], labels: Tensor) -> Tensor:
-    """Cross-entropy of the outputs of all depths, each of which counts half of the one before."""
+    """The sum of the cross-entropies of the outputs of all depths. Each weighs half as much as the one before it."""
     losses = []
     for depth, output in enumerate(outputs):
         scaled = F.interpolate(labels[:, None].float(), output.shape[2:])[:, 0].long()

@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""A U-Net of segmentation-models-pytorch on synthetic shapes, native and converted.
+"""Trains a U-Net of segmentation-models-pytorch on synthetic shapes, native and converted.
 
     pip install segmentation-models-pytorch
     python examples/smp_unet.py
 
-Nothing is downloaded, so the encoder's weights are random. With ``encoder_weights="imagenet"`` in `network` they are
-loaded before the net is converted, which keeps them. Any encoder whose norms are BatchNorms will do.
+Nothing is downloaded, so the encoder has random weights. With ``encoder_weights="imagenet"`` in `network`, weights are
+loaded before the net is converted. Conversion keeps them. Any encoder whose norms are BatchNorms will do.
 
 It prints:
 
@@ -36,7 +36,10 @@ def network(encoder: str) -> nn.Module:
 
 
 def shapes(batch: int, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """A disc and a square in noise, (batch, 3, size, size), and labels (batch, size, size) that are 1 and 2 in them."""
+    """Images (batch, 3, size, size) of a disc and a square in noise, and labels (batch, size, size).
+
+    Labels are 1 in the disc, 2 in the square, and 0 elsewhere.
+    """
     rows, columns = torch.meshgrid(*[torch.linspace(-1, 1, size)] * 2, indexing="ij")
     centres = 1.2 * torch.rand(batch, 4, 1, 1, generator=generator) - 0.6
     disc = (rows - centres[:, 0]).square() + (columns - centres[:, 1]).square() < 0.1
@@ -68,7 +71,7 @@ def train(model: nn.Module, steps: int, batch: int, size: int) -> list[float]:
 
 @torch.no_grad()
 def intersection_over_union(model: nn.Module, size: int) -> float:
-    """The mean over the three classes, of 32 new images."""
+    """The intersection over union on 32 new images, as the mean over the three classes."""
     images, labels = shapes(32, size, torch.Generator().manual_seed(1))
     predicted = model.eval()(images).argmax(1)
     found = []
@@ -92,7 +95,7 @@ def main() -> None:
     converted = inplace_abn.convert(copy.deepcopy(native), plan)
     print(f"{len(plan.convertible) + len(plan.residuals)} of {len(plan.layers)} norms in place")
     for name, model in (("native", native), ("converted", converted)):
-        # Of a copy, because a step changes the running statistics.
+        # A step changes the running statistics, so a copy is measured.
         usage = measure(copy.deepcopy(model), images)
         print(f"{name}: {usage.held / 2**20:.1f} MiB held, {usage.peak / 2**20:.1f} MiB at the peak of a step")
         losses = train(model, args.steps, args.batch, args.size)

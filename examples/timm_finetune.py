@@ -1,15 +1,16 @@
 #!/usr/bin/env python
-"""Fine-tunes a timm net on handwritten digits, native and converted, from the same initial weights, over a few seeds.
+"""Trains a timm net on handwritten digits, native and converted, from the same initial weights, for a few seeds.
 
     pip install timm scikit-learn matplotlib
     python examples/timm_finetune.py --png losses.png
 
-Nothing is downloaded, so the weights are random; ``pretrained=True`` in `network` makes it fine-tuning. Conversion
-keeps all parameters, so weights may be loaded before or after it. Native and converted nets see the same batches. Their
-losses part slowly, because they round differently: compare the difference with that between seeds.
+Nothing is downloaded, so the weights are random. With ``pretrained=True`` in `network` the example fine-tunes.
+Conversion keeps all parameters, so weights may be loaded before or after it. Native and converted nets see the same
+batches. Their losses drift apart slowly, because the two nets round differently. Compare their difference with the
+difference between seeds.
 
-The last norms of blocks of a fresh ResNet of timm's have weights of zero. These norms keep their inputs, as torch's do,
-until the weights have grown, so a pretrained ResNet holds less than this one.
+timm sets the weights of the last norm of each ResNet block to zero. Such a norm keeps its input, as torch's norm does,
+until its weights have grown. A pretrained ResNet therefore holds less memory than this one.
 
 It prints:
 
@@ -42,7 +43,7 @@ def network(name: str) -> nn.Module:
 
 
 def digits(size: int) -> tuple[Tensor, Tensor]:
-    """1,797 images (3, size, size) of scikit-learn's digits in 0 … 1, and their labels."""
+    """The 1,797 images of scikit-learn's digits, (1797, 3, size, size), with values from 0 to 1, and their labels."""
     from sklearn.datasets import load_digits
 
     data = load_digits()
@@ -101,7 +102,7 @@ def main() -> None:
             in_place = len(plan.convertible) + len(plan.residuals)
             print(f"{args.model}: {in_place} of {len(plan.layers)} norms in place")
             for name, model in (("native", native), ("converted", converted)):
-                # Of copies, because a step changes the running statistics.
+                # A step changes the running statistics, so copies are measured.
                 usage = measure(copy.deepcopy(model), images[: args.batch])
                 print(f"{name}: {usage.held / 2**20:.1f} MiB held, {usage.peak / 2**20:.1f} MiB at the peak of a step")
         for name, model in (("native", native), ("converted", converted)):

@@ -1,15 +1,15 @@
 #!/usr/bin/env python
-"""Synchronised statistics on two processes: they train as one process would with the whole batch.
+"""Trains on two processes with synchronised statistics, as one process would train with the whole batch.
 
     torchrun --nproc-per-node 2 examples/torchrun_sync.py
     python examples/torchrun_sync.py     # starts the processes itself
 
-It needs no other package. There are two ways to synchronise: a net that is built of `InPlaceABNSync`, and a net with
-BatchNorms that is converted with ``sync=True``. Both are made before DistributedDataParallel wraps the net. Leave out
-``torch.nn.SyncBatchNorm.convert_sync_batchnorm``, which would make torch's own norms of converted ones. Ranks may have
-batches of different sizes, as these have; each loss is divided by the size of the whole batch.
+The example needs no other package. There are two ways to synchronise: build a net of `InPlaceABNSync`, or convert a net
+with BatchNorms with ``sync=True``. Do either before DistributedDataParallel wraps the net. Do not call
+``torch.nn.SyncBatchNorm.convert_sync_batchnorm``, which replaces converted norms by torch's own norms. Ranks may have
+batches of different sizes, as in this example. Divide each loss by the size of the whole batch.
 
-It prints, in float64, the losses of the first and last step beside those of one process:
+The example computes in float64 and prints the losses of the first and last step beside those of one process:
 
     InPlaceABNSync: losses 1.340137, 0.926270; of one process 1.340137, 0.926270
       largest relative difference: losses 2.3e-16, running statistics 1.7e-15
@@ -56,7 +56,7 @@ def converted() -> nn.Module:
 
 
 def batch(step: int, size: int) -> tuple[Tensor, Tensor]:
-    """The whole one: images from dark to bright, so that the statistics of a share are not those of the whole."""
+    """The whole batch, with images from dark to bright. The statistics of a share differ from those of the batch."""
     generator = torch.Generator().manual_seed(step)
     images = torch.randn(size, 3, 16, 16, generator=generator, dtype=torch.float64)
     labels = torch.arange(size) % 4
@@ -64,7 +64,10 @@ def batch(step: int, size: int) -> tuple[Tensor, Tensor]:
 
 
 def train(model: nn.Module, steps: int, size: int, shares: list[int] | None = None) -> list[float]:
-    """The losses over the whole batch; with ``shares``, the batch sizes of all ranks, this rank computes its own."""
+    """Trains and returns the losses of the whole batch.
+
+    With ``shares``, the batch sizes of all ranks, this rank trains with its own share of each batch.
+    """
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     losses = []
     for step in range(steps):
@@ -73,7 +76,7 @@ def train(model: nn.Module, steps: int, size: int, shares: list[int] | None = No
             images, labels = images.split(shares)[dist.get_rank()], labels.split(shares)[dist.get_rank()]
         loss = F.cross_entropy(model(images), labels, reduction="sum") / size
         optimizer.zero_grad(set_to_none=True)
-        # DistributedDataParallel averages the gradients of the ranks, which are to be added here.
+        # DistributedDataParallel divides the sum of the gradients by the number of ranks. The loss needs the sum.
         (loss if shares is None else loss * len(shares)).backward()
         optimizer.step()
         total = loss.detach()
@@ -84,7 +87,7 @@ def train(model: nn.Module, steps: int, size: int, shares: list[int] | None = No
 
 
 def work(args: argparse.Namespace) -> None:
-    """What each rank does."""
+    """The work of each rank."""
     torch.set_num_threads(1)
     shares = [args.batch // (dist.get_world_size() + 1)] * dist.get_world_size()
     shares[0] += args.batch - sum(shares)
@@ -102,7 +105,7 @@ def work(args: argparse.Namespace) -> None:
         error = max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
         print(f"{name}: losses {losses[0]:.6f}, {losses[-1]:.6f}; of one process {expected[0]:.6f}, {expected[-1]:.6f}")
         print(f"  largest relative difference: losses {error:.1e}, running statistics {max(errors):.1e}")
-    # No rank leaves before all are done.
+    # A rank that leaves early would break the connections of the other ranks.
     dist.barrier()
     dist.destroy_process_group()
 

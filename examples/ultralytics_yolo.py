@@ -1,15 +1,15 @@
 #!/usr/bin/env python
-"""YOLO11n of ultralytics, converted by a callback of its trainer, on a small data set that is made for it.
+"""Trains YOLO11n of ultralytics on a small synthetic data set. A callback of the trainer converts the model.
 
     pip install ultralytics pillow
     python examples/ultralytics_yolo.py
 
-The model is made from its yaml file; nothing is downloaded. The callback runs when the trainer has made its averaged
-copy of the model (EMA), which stays as it was. Validation and checkpoints take that copy, so they know nothing of this
-package. It is for one device: of several, DistributedDataParallel has wrapped the model by then. ultralytics has a
-license of its own, AGPL-3.0.
+The model is made from its yaml file, and nothing is downloaded. The callback runs after the trainer has made its
+averaged copy of the model (EMA), so that copy is not converted. Validation and checkpoints use the copy, so they do not
+need this package. The callback works on one device only: with several devices DistributedDataParallel has already
+wrapped the model. ultralytics has a license of its own, AGPL-3.0.
 
-It prints, with the losses of both runs from the same weights on the same batches:
+Both runs start from the same weights and see the same batches. The example prints:
 
     native: 37.3 MiB held, 38.8 MiB at the peak of a step
     converted: 16.5 MiB held, 19.1 MiB at the peak of a step
@@ -34,7 +34,7 @@ from inplace_abn.memory import measure
 
 
 def write_data(folder: Path, count: int, size: int) -> Path:
-    """Images of a bright square on noise with its box, as ultralytics reads them; the path of the yaml file."""
+    """Writes a data set for ultralytics, images of a bright square on noise with its box. Returns its yaml file."""
     from PIL import Image
 
     generator = torch.Generator().manual_seed(0)
@@ -55,16 +55,16 @@ def write_data(folder: Path, count: int, size: int) -> Path:
 
 
 def convert_model(trainer: Any) -> None:
-    """A callback for ``on_pretrain_routine_end``."""
+    """The callback for ``on_pretrain_routine_end``."""
     size = trainer.args.imgsz
-    # What analysis runs on takes no memory and needs no values.
+    # The analysis needs the shape, dtype and device of this example, but not its values.
     inplace_abn.convert(trainer.model, torch.empty(2, 3, size, size, device=trainer.device))
 
 
 def train(
     data: Path, folder: Path, converted: bool, args: argparse.Namespace
 ) -> tuple[nn.Module, nn.Module, list[float]]:
-    """The model as it was trained, the model of the checkpoint, and the losses."""
+    """Returns the trained model, the model of the checkpoint, and the losses."""
     from ultralytics import YOLO
 
     losses = []
@@ -90,7 +90,7 @@ def train(
 
 
 def norms(model: nn.Module) -> str:
-    """How many norms it has, and of which class."""
+    """The number of norms of each class, in words."""
     found = [type(m).__name__ for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
     return ", ".join(f"{found.count(kind)} {kind}" for kind in sorted(set(found)))
 

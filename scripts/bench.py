@@ -1,9 +1,10 @@
 #!/usr/bin/env python
-"""Times in-place batch norm and activation against torch's own, and against the least time that the bytes take.
+"""Times batch norm and activation in place against torch's own, and against the least time that moving the bytes takes.
 
-Prints tables in Markdown and writes them to --out, as bench.md, bench.json and bench.png. All contenders of a case take
-turns in one process (benchmark/timing.py says how they are timed); the public package, if --peer-python names an
-interpreter that has it, is timed in its own. Every run is a fresh process, because malloc is set when a process starts.
+Prints tables in Markdown, and writes bench.md, bench.json and bench.png to --out. All contenders of a case take turns
+in one process (benchmark/timing.py says how they are timed). If --peer-python names an interpreter that has the public
+package, that package is timed in a process of its own. Every run is a fresh process, because malloc reads its settings
+when a process starts.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ DEFAULTS: dict[str, tuple[Any, Any]] = {
     "groups": (list(GROUPS), ["core", "small"]),
     "seconds": (2.0, 0.3),
     "min_rounds": (7, 3),
-    # What has begun then is finished.
+    # A case that has begun before the limit is finished.
     "time_limit": (None, 40),
     "overhead": (15, 3),
     "nets": (list(NETS), ["resnet50"]),
     "steps": (10, 3),
 }
-"""And what a quick run has instead."""
+"""The default of each option, in a full run and in a quick run."""
 
 
 def net_name(text: str) -> str:
@@ -94,11 +95,11 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 
 def run_in_fresh_process(arguments: Sequence[str], mode: str, time_limit: float | None) -> dict[str, Any]:
-    """What a worker measures under this malloc."""
+    """Measures in a new process whose malloc is set for ``mode``."""
     command = [sys.executable, str(Path(__file__).resolve()), *arguments, "--malloc", mode, "--worker"]
     if time_limit is not None:
         command += ["--time-limit", str(time_limit)]
-    # Without this the profiler writes a line on standard error each time that it starts or stops.
+    # Without this variable the profiler writes a line to standard error each time that it starts or stops.
     environment = {"KINETO_LOG_LEVEL": "6"} | machine.environment(mode)
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
     if done.returncode != 0:

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Builds the wheel with the CUDA kernels in it, on a machine with or without a GPU, and checks what the compiler made of
-# them; then installs it, and runs the tests of what it brings along: that it loads, ops, errors and partition. Kernels on
-# the CPU are the very ones of the other wheel, which the suite is run on. With --optional, a machine without nvcc is no
-# failure. Arguments are as of build_wheel.sh, the environment variables too.
+# Builds the wheel with the CUDA kernels and checks their machine code. Then installs the wheel and tests that it loads,
+# its ops, their errors and the partition. The machine needs nvcc but no GPU. The CPU kernels are those of the wheel
+# without CUDA, on which the whole suite runs, so this script does not run the suite again. With --optional, the script
+# succeeds on a machine without nvcc. The other arguments and the environment variables are those of build_wheel.sh.
 #
 #   TORCH_CUDA_ARCH_LIST  by default 9.0+PTX
 set -euo pipefail
@@ -19,12 +19,12 @@ source scripts/cuda_venv.sh
 
 out=${1:-build/cuda-wheel}
 rm -f "$out"/*-1cu*.whl
-# What ptxas tells of registers is in the log only if everything is compiled.
+# ptxas reports the registers of a kernel only when it compiles it, so everything is compiled again.
 rm -rf build/cuda/_kernels/src/kernels/cuda
 PYTHON=python TORCH_CUDA_ARCH_LIST="${TORCH_CUDA_ARCH_LIST:-9.0+PTX}" INPLACE_ABN_NVCC_FLAGS="-Xptxas=-v" \
   scripts/build_wheel.sh --cuda "$out"
 pip install --quiet --quiet --no-index --no-deps --force-reinstall "$out"/*-1cu*.whl
-# Its other warnings are setuptools'.
+# Lines that begin with "warning: " come from setuptools. They are dropped.
 grep -v '^warning: ' build/wheel.log >build/nvcc.log
 python scripts/check_sass.py build/nvcc.log "$(python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/inplace_abn/_kernels.so"
 

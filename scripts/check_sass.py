@@ -1,7 +1,8 @@
-"""Checks, without a GPU, what the compiler made of the CUDA kernels: ``check_sass.py BUILD_LOG EXTENSION``.
+"""Checks the machine code of the CUDA kernels, without a GPU: ``check_sass.py BUILD_LOG EXTENSION``.
 
-Fails on warnings of nvcc, on register spills and local memory, and on kernels that should access memory 16 bytes at a
-time, or should not use the read-only path, and do otherwise. BUILD_LOG is the output of a build with ``-Xptxas=-v``.
+Fails on warnings of nvcc, on register spills, on local memory and on loads through the read-only path. Kernels that go
+through tensors in vectors must load 16 bytes at a time. If they write tensors, they must store 16 bytes at a time.
+BUILD_LOG is the output of a build with ``-Xptxas=-v``.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ STORING = ("Transform<", "Combine<", "InvertAndCombine<")
 
 
 class Kernel(NamedTuple):
-    """One kernel's machine code; ``name`` is readable, ``accesses`` counts instructions that access memory."""
+    """The machine code of one kernel. ``name`` is readable. ``accesses`` counts the instructions that access memory."""
 
     name: str
     accesses: Counter[str]
 
     @property
     def walks_vectors(self) -> bool:
-        """Whether it is one of the kernels that go through tensors, at a width of more than one element."""
+        """Whether the kernel goes through tensors in vectors of more than one element."""
         return re.match(r"(planes|rows)_kernel<.*, [248](, (true|false))?>", self.name) is not None
 
     @property
@@ -36,7 +37,7 @@ class Kernel(NamedTuple):
 
 
 def find_tool(name: str) -> str:
-    """The path of one of the toolkit's programs, which triton brings along, too."""
+    """The path of a program of the CUDA toolkit. Triton has a copy of some of them."""
     folders = [Path(os.environ["CUDA_HOME"]) / "bin"] if "CUDA_HOME" in os.environ else []
     folders += [Path(path) / "triton/backends/nvidia/bin" for path in sys.path]
     found = shutil.which(name) or next((str(f / name) for f in folders if (f / name).exists()), None)
@@ -52,7 +53,7 @@ def readable(names: list[str]) -> list[str]:
 
 
 def kernels(extension: str) -> list[Kernel]:
-    """All kernels in the extension, for every architecture that it holds machine code for."""
+    """All kernels in the extension, for every architecture for which it holds machine code."""
     sass = subprocess.run(
         [find_tool("cuobjdump"), "--dump-sass", extension], capture_output=True, text=True, check=True
     )
@@ -69,7 +70,7 @@ def kernels(extension: str) -> list[Kernel]:
 
 
 def check_log(log: str) -> tuple[list[str], dict[str, int]]:
-    """Complaints, and the registers of each kernel."""
+    """Returns complaints, and the number of registers of each kernel."""
     complaints = [line for line in log.splitlines() if re.search(r"\bwarning\b.*:|: warning\b", line)]
     entries = re.findall(
         r"Compiling entry function '(\S+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"

@@ -1,7 +1,7 @@
-"""Checks that a kernel library needs nothing of torch but its stable ABI: ``check_symbols.py LIBRARY``.
+"""Checks that a kernel library uses only the stable ABI of torch: ``check_symbols.py LIBRARY``.
 
-Fails on undefined symbols other than the C shims ``aoti_torch_*`` and ``torch_*``, those of the C and C++ runtimes and
-of CUDA's; and on libraries that it asks the loader for, other than these runtimes, libtorch and libtorch_cpu.
+Undefined symbols may be those of the C shims, ``aoti_torch_*`` and ``torch_*``, and those of the C, C++ and CUDA
+runtimes. The library may ask the loader for these runtimes, libtorch and libtorch_cpu. Everything else is an error.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections import Counter
 
-# In this order; a symbol is of the first kind that fits. Runtimes version their symbols.
+# A symbol belongs to the first kind whose pattern matches it. The symbols of the runtimes have versions.
 KINDS = {
     "torch's stable ABI": r"(aoti_torch|torch)_\w+",
     "C and C++ runtime": r"\w+@{1,2}(GLIBC|GLIBCXX|CXXABI|GCC)_[\w.]+",

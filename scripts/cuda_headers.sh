@@ -1,6 +1,6 @@
 # shellcheck shell=bash disable=SC2154
-# Sourced by the other scripts: a toolkit of the compiler alone lacks the headers of the libraries that torch's headers
-# name; torch's own wheels bring them. $python is the interpreter that has torch.
+# Sourced by the other scripts. Torch's headers include headers of CUDA libraries, which a toolkit with the compiler
+# alone lacks. The wheels that torch depends on have them. $python is the interpreter that has torch.
 headers=$("$python" -c "
 import glob, importlib.util
 spec = importlib.util.find_spec('nvidia')

@@ -1,9 +1,9 @@
 #!/usr/bin/env python
-"""Trains a small segmentation net as it is and converted by `inplace_abn.convert`, and compares the two.
+"""Trains a small segmentation net twice, native and converted by `inplace_abn.convert`, and compares the two.
 
-Both start from the same weights and see the same batches, in turns. They learn to read handwritten digits that are
-pasted over photographs, both bundled with scikit-learn, or --data. Written to --out: result.json, demo.png, and the
-weights of the last converted net, which the native one loads as they are.
+Both start from the same weights and see the same batches. They take turns. They learn to read handwritten digits that
+are pasted over photographs, both of which scikit-learn brings. With --data they learn from a folder instead. The script
+writes to --out: result.json, demo.png, and the weights of the last converted net, which a native net can load.
 
 Several processes train with synchronised statistics: torchrun --nproc-per-node 2 scripts/demo.py
 """
@@ -32,7 +32,7 @@ from tqdm import tqdm
 import inplace_abn
 from inplace_abn.memory import MemoryReport, measure
 
-# As torchrun sets them.
+# torchrun sets these variables.
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
@@ -69,7 +69,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 class Trainee(nn.Module):
-    """A net with its loss, which a call computes, its optimiser and schedule, and what became of it."""
+    """A net with its loss, its optimiser and its schedule. A call computes the loss. The losses and times of all steps
+    are recorded."""
 
     def __init__(self, args: argparse.Namespace, net: nn.Module, class_weights: Tensor) -> None:
         super().__init__()
@@ -84,11 +85,11 @@ class Trainee(nn.Module):
         with torch.autocast(images.device.type, torch.bfloat16, enabled=self.amp):
             logits = self.net(images)
         total = F.cross_entropy(logits.float(), labels, self.class_weights, ignore_index=IGNORE, reduction="sum")
-        # Not reduction="mean": that is NaN for a batch without a single labelled pixel.
+        # reduction="mean" would be NaN for a batch without a labelled pixel.
         return total / self.class_weights[labels[labels != IGNORE]].sum().clamp(min=1)
 
     def update(self, parallel: nn.Module, images: Tensor, labels: Tensor) -> None:
-        """One step; ``parallel`` is this module, or what distributes it."""
+        """Runs one step. ``parallel`` is this module, or the DistributedDataParallel that wraps it."""
         began = time.perf_counter()
         self.optimizer.zero_grad(set_to_none=True)
         loss = parallel(images, labels)
@@ -100,7 +101,8 @@ class Trainee(nn.Module):
 
     @torch.no_grad()
     def miou(self, data: SegmentationData) -> float:
-        """Mean intersection over union of the classes that the validation images or their predictions have."""
+        """The mean intersection over union of those classes that occur in the validation images or in their
+        predictions."""
         classes = len(data.class_names)
         confusion = torch.zeros(classes, classes, dtype=torch.long)
         self.eval()
@@ -131,7 +133,7 @@ def train(args: argparse.Namespace, data: SegmentationData, seed: int, bar: tqdm
     pairs = [(net, DistributedDataParallel(net) if WORLD > 1 else net) for net in nets.values()]
     for step in range(args.steps):
         images, labels = batch(args, data, seed, step)
-        # Whoever is second finds the batch in the processor's caches.
+        # The second net finds the batch in the processor's caches, so the order alternates.
         for net, parallel in pairs[:: 1 if step % 2 else -1]:
             net.update(parallel, images, labels)
         bar.set_postfix({"seed": seed} | {name: f"{net.losses[-1]:.3f}" for name, net in nets.items()})
@@ -155,7 +157,7 @@ def run(args: argparse.Namespace) -> None:
             if RANK == 0:
                 runs += [Run(seed, name, net.miou(data), net.losses, net.seconds) for name, net in nets.items()]
                 bar.write(f"seed {seed}: mIoU {runs[-2].miou:.3f} native, {runs[-1].miou:.3f} converted")
-    # One more step of both, with the weights that they have now.
+    # Memory is measured in one more step of both nets, with their trained weights.
     memory = MemoryReport(*(measure(net, *batch(args, data, seed, args.steps)) for net in nets.values()))
     if RANK > 0:
         return

@@ -1,5 +1,8 @@
-"""What mkdocs does to pages before it renders them. The home page is README.md, and one page is CONTRIBUTING.md, so
-that each text stands in one place. Links to files that are no pages become the files' names."""
+"""The hook that mkdocs calls for each page before it renders it.
+
+README.md is the home page and CONTRIBUTING.md is another page, so that each text exists once. A link to a file that is
+not a page becomes the name of the file.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,12 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 TAKEN = {"index.md": "README.md", "contributing.md": "CONTRIBUTING.md"}
-"""Pages that are files outside of docs."""
+"""Pages whose text is a file outside of docs."""
 LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^]]*)]\((?P<target>[^)#\s]*)(?P<anchor>#[^)\s]*)?\)")
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """mkdocs calls this with each page's text."""
+    """Returns the text of a page. mkdocs calls this function for each page."""
     name = page.file.src_path
     taken = TAKEN.get(name)
     text = (ROOT / taken).read_text(encoding="utf-8") if taken else markdown
@@ -23,7 +26,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def relinked(text: str, folder: Path) -> str:
-    """The text with links as they are from docs, of a page whose links are from ``folder``."""
+    """The text with links that are relative to docs. The links in ``text`` are relative to ``folder``."""
     pages = {(ROOT / source).resolve(): name for name, source in TAKEN.items()}
 
     def replaced(link: re.Match[str]) -> str:

@@ -1,10 +1,11 @@
 #!/usr/bin/env python
-"""Prints how exact gradients are that backward recovers from the output, and what the guard makes of it.
+"""Prints how exact the gradients are that backward recovers from the output, and what the guard decides.
 
-For every activation, dtype, gamma and beta: the largest relative errors of dx and dweight against float64, of a layer
-that is in place whatever the guard thinks, beside those of torch's own BatchNorm and activation in the same dtype, the
-guard's measurement of them and its prediction. Gradients follow the input, as those of a squared loss do: where dz is
-independent of x, what is lost does not show. Markdown on standard output; all errors in unit roundoffs of the dtype.
+There is a row for every activation, dtype, gamma and beta. "in place" are the largest relative errors of dx and dweight
+against float64, of a layer that is in place even where the guard would refuse. "torch" are those of torch's own
+BatchNorm and activation in the same dtype. "measured" and "predicted" are the errors as the guard measures and predicts
+them. Gradients are correlated with the input, as those of a squared loss are. With a dz that is independent of x, lost
+information does not show. The table is Markdown on standard output. All errors are in unit roundoffs of the dtype.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from inplace_abn.settings import Settings
 ACTIVATIONS = dict(TYPICAL)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHAPE = (32, 4, 32, 32)
-"""As many values as the guard looks at."""
+"""The shape of x. It has as many values as the guard looks at."""
 EPS = 1e-5
 
 
@@ -35,7 +36,7 @@ class Pair(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """A layer of one gamma and one beta, and what it is given."""
+    """A layer whose channels all have the same gamma and the same beta, and its inputs."""
 
     x: Tensor
     gamma: float
@@ -52,7 +53,7 @@ class Layer(NamedTuple):
         return Settings(self.activation, ACTIVATIONS[self.activation], EPS, True, True, None)
 
     def gradients(self, dz: Tensor, native: bool, dtype: torch.dtype) -> Sequence[Tensor]:
-        """dx and dweight, computed in ``dtype``."""
+        """Returns dx and dweight, computed in ``dtype``."""
         x, residual = self.x.to(dtype), None if self.residual is None else self.residual.to(dtype)
         weight, bias = (t.to(torch.promote_types(dtype, torch.float32)).requires_grad_() for t in self.parameters)
         leaf, param = x.clone().requires_grad_(), ACTIVATIONS[self.activation]
@@ -66,21 +67,22 @@ class Layer(NamedTuple):
 
 
 class Errors(NamedTuple):
-    """The relative errors that several gradients cause: of dx, and of each channel's dweight."""
+    """The relative errors for several gradients dz: of dx, and of the dweight of each channel."""
 
     x: list[float]
     weight: list[Tensor]
 
     def worst(self, of_channels: Callable[[Tensor], Tensor] = torch.max) -> Pair:
-        """The largest. ``of_channels`` makes one figure of those of all channels."""
+        """The largest errors. ``of_channels`` reduces the errors of all channels to one number."""
         return Pair(max(self.x), max(of_channels(each).item() for each in self.weight))
 
 
 def errors(layer: Layer) -> tuple[Errors, Errors]:
-    """The errors of dx and dweight that gradients cause which follow xhat, in place and of torch.
+    """Returns the errors of dx and dweight, in place and of torch, for gradients that are correlated with xhat.
 
-    dx is relative to gamma / sqrt(var + eps) * dy over the layer, dweight to the size of xhat * dy of its channel. For
-    dweight dz may follow the recovery's own error, which is the worst that can happen.
+    The error of dx is relative to gamma / sqrt(var + eps) * dy over the layer. The error of dweight is relative to the
+    size of xhat * dy in its channel. For dweight one dz is proportional to the error of the recovery, which is the
+    worst case.
     """
     x, (weight, bias) = layer.x, layer.parameters
     mean, var = ops.statistics(x.double())
@@ -95,7 +97,7 @@ def errors(layer: Layer) -> tuple[Errors, Errors]:
     statistics = [t.to(weight.dtype) for t in (mean, var)]
     ops.forward(z, *statistics, weight, bias, layer.residual, *arithmetic, True)
     ops.backward_reduce_out(z, recovered, weight, bias, layer.residual, *arithmetic, xhat=z, dy=recovered)
-    # What rounding makes of the terms that dweight sums, in place and of torch.
+    # The rounding errors of the terms that dweight sums, in place and of torch.
     ours, torchs = z.double() * recovered.double() - xhat * slope, xhat * (rounded - slope)
     least = torch.finfo(x.dtype).smallest_normal
     noise = torch.randn_like(xhat) + 2 * x.double()
@@ -117,7 +119,7 @@ def errors(layer: Layer) -> tuple[Errors, Errors]:
                 size = counts * reference.channel_mean(dz.double().square()).sqrt() * spread
             for native in contenders:
                 off = layer.gradients(dz, native, x.dtype)[i].double() - exact
-                # Where nothing is off, nothing may be there to be off from.
+                # A relative error is zero where the error is zero, even if the size is zero, too.
                 off = off.norm() if i == 0 else off.abs()
                 relative = torch.where(off == 0, 0.0, off / size)
                 if i == 0:
@@ -128,7 +130,7 @@ def errors(layer: Layer) -> tuple[Errors, Errors]:
 
 
 def measured(layer: Layer) -> Pair:
-    """What the guard measures."""
+    """The errors that the guard measures."""
     mean, var = ops.statistics(layer.x)
     residual = None if layer.residual is None else recovery.sample(layer.residual)
     errors = recovery.measured(recovery.sample(layer.x), mean, var, *layer.parameters, residual, layer.settings())
@@ -141,7 +143,7 @@ def predicted(layer: Layer) -> Pair:
 
 
 def inputs(dtype: torch.dtype, tails: str = "normal", device: str = "cpu") -> Tensor:
-    """x of `SHAPE`; "heavy": of Student's t distribution with four degrees of freedom."""
+    """Random x of `SHAPE`. "heavy" has Student's t distribution with four degrees of freedom."""
     values = torch.randn(SHAPE)
     if tails == "heavy":
         values = values / (torch.randn(4, *SHAPE).square().mean(0)).sqrt()

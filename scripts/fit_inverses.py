@@ -1,8 +1,8 @@
 """Fits the rational functions that invert activations with a minimum, and writes include/inplace_abn/fits.h.
 
-Such an activation is act(y) = y * gate(y). On the right of its minimum, with t = sqrt(z - z_min), 1 / gate(y) is a
-smooth function of t; on the left, with t = sqrt(ln(z_min / z)), y is. Both are approximated by P(t) / Q(t), with
-P(0) / Q(0) exact. To add one: its gate and slope here, in `CURVES`, and how far the fits reach.
+Such an activation is act(y) = y * gate(y). To the right of its minimum, 1 / gate(y) is a smooth function of t = sqrt(z
+- z_min). To the left of it, y is a smooth function of t = sqrt(ln(z_min / z)). Both functions are approximated by P(t)
+/ Q(t), with P(0) / Q(0) exact. To add an activation, add its gate, its slope and the range of its fits to `CURVES`.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from numpy.polynomial import chebyshev, polynomial
 ROOT = Path(__file__).parents[1]
 POINTS, ROUNDS = 2000, 300
 FINE, COARSE = "Fine", "Coarse"
-"""The fit for float and double, and that for 16 bits."""
+"""The names of the fit for float and double, and of the fit for 16 bits."""
 NEGLIGIBLE = {FINE: 3e-8, COARSE: 4e-6}
-"""What 1 - gate(y) is from where on y is taken for z."""
+"""Where 1 - gate(y) is smaller than this number, z is taken for y."""
 
 mpmath.mp.dps = 40
 Real = Any
-"""mpmath has no types."""
+"""The type of mpmath's numbers. mpmath has no annotations."""
 
 
 class Curve(NamedTuple):
     name: str
-    """As in the table of activations."""
+    """The name in the table of activations."""
     gate: Callable[[Real], Real]
     slope: Callable[[Real, Real], Real]
-    """act'(y) of gate(y) and y."""
+    """act'(y) as a function of gate(y) and y."""
     minimum: float
-    """Where about it is."""
+    """The approximate position of the minimum."""
     degrees: dict[str, int]
     least: dict[str, float]
     """The least y that is fitted."""
@@ -47,7 +47,7 @@ def sigmoid(x: Real) -> Real:
 
 
 def tanh_argument(y: Real) -> Real:
-    """gelu_tanh's gate is the sigmoid of it."""
+    """The gate of gelu_tanh is the sigmoid of this function."""
     return mpmath.sqrt(8 / mpmath.pi) * (y + mpmath.mpf("0.044715") * y**3)
 
 
@@ -92,7 +92,7 @@ CURVES = {
 
 
 class Branch(NamedTuple):
-    """Values of a function of t, and how much their errors weigh."""
+    """Values of a function of t, and the weights of their errors."""
 
     t: np.ndarray
     value: np.ndarray
@@ -111,7 +111,8 @@ def right(curve: Curve, y_min: Real, linear: Real) -> Branch:
     z_min = y_min * curve.gate(y_min)
     t = [mpmath.sqrt(v * g - z_min) for v, g in zip(y, gates, strict=True)]
     h = mpmath.mpf("1e-12")
-    # What a relative error of the gate, whose other side is y's, does to y, and a third of what it does to the slope.
+    # z = y * gate(y) is given, so a relative error of the gate causes the opposite relative error of y. ``moved`` is
+    # the error of the slope that both cause. Errors of the slope weigh a third of errors of y.
     moved = [abs(curve.slope(g * (1 + h), v / (1 + h)) - curve.slope(g, v)) / h for v, g in zip(y, gates, strict=True)]
     weight = [max(1, m / 3) * g for m, g in zip(moved, gates, strict=True)]
     return Branch(array(t), array([1 / g for g in gates]), float(1 / curve.gate(y_min)), array(weight))
@@ -129,7 +130,7 @@ def array(values: list[Real]) -> np.ndarray:
 
 
 def in_powers_of_t(coefficients: np.ndarray) -> np.ndarray:
-    """Of a Chebyshev series in u = (t - 2) / (t + 2), times (t + 2)^degree."""
+    """The coefficients, in powers of t, of (t + 2)^degree times a Chebyshev series in u = (t - 2) / (t + 2)."""
     series = chebyshev.cheb2poly(coefficients)
     result, degree = np.zeros(1), len(coefficients) - 1
     for k, c in enumerate(series):
@@ -139,16 +140,17 @@ def in_powers_of_t(coefficients: np.ndarray) -> np.ndarray:
 
 
 def fit(branch: Branch, degree: int) -> tuple[np.ndarray, np.ndarray, float]:
-    """P, Q with Q(0) = 1, and the largest weighted error, by linearised least squares with Lawson's weights."""
+    """Returns P, Q with Q(0) = 1, and the largest weighted error. Uses linearised least squares with Lawson's
+    weights."""
     t, weight = branch.t, branch.weight
     target = branch.value - branch.at_zero
-    # In u, which sees the neighbourhood of t = 2 and the far end alike, the system is well conditioned.
+    # The system is well conditioned in u, which resolves the neighbourhood of t = 2 as well as large t.
     basis = chebyshev.chebvander((t - 2) / (t + 2), degree)
     lawson, denominator = np.ones(POINTS), np.ones(POINTS)
     best = (np.inf, np.zeros(2 * degree + 1))
     for i in range(ROUNDS):
         w = np.sqrt(lawson) * weight / np.abs(denominator)
-        # value - at_zero = S / Q with S(0) = 0, which is at u = -1.
+        # value - at_zero = S / Q. S is 0 where t = 0, that is where u = -1.
         numerator = basis[:, 1:] - (-1.0) ** np.arange(1, degree + 1)
         system = np.hstack([numerator, -target[:, None] * basis[:, 1:]])
         solution = np.linalg.lstsq(system * w[:, None], target * w, rcond=None)[0]
@@ -168,14 +170,15 @@ def fit(branch: Branch, degree: int) -> tuple[np.ndarray, np.ndarray, float]:
 
 
 def normal_tail() -> Branch:
-    """The normal distribution's mass beyond x, over exp(-x^2 / 2): gelu's gate on the left of zero."""
+    """The normal distribution's mass beyond x, over exp(-x^2 / 2). gelu's gate to the left of zero is computed from
+    it."""
     x = points(mpmath.mpf(0), mpmath.mpf(13))
     values = array([mpmath.erfc(v / mpmath.sqrt(2)) / 2 * mpmath.exp(v * v / 2) for v in x])
     return Branch(array(x), values, 0.5, 1 / values)
 
 
 def evaluated(coefficients: np.ndarray, u: np.ndarray) -> np.ndarray:
-    """In float32, as the kernels do."""
+    """The value of a polynomial in u, computed in float32 and in the order of the kernels."""
     c, u = coefficients.astype(np.float32), u.astype(np.float32)
     u2 = u * u
     high = c[4]
@@ -187,7 +190,7 @@ def evaluated(coefficients: np.ndarray, u: np.ndarray) -> np.ndarray:
 
 
 def about(coefficients: np.ndarray, centre: float) -> np.ndarray:
-    """In powers of t - centre."""
+    """The coefficients of a polynomial in t, in powers of t - centre."""
     result = np.zeros(1)
     for k, c in enumerate(coefficients):
         result = polynomial.polyadd(result, c * polynomial.polypow([centre, 1], k))
@@ -197,11 +200,12 @@ def about(coefficients: np.ndarray, centre: float) -> np.ndarray:
 class Fit(NamedTuple):
     degree: int
     error: float
-    """Of y and of the slope, both relative, in exact arithmetic."""
+    """The largest weighted error of y and of the slope, in exact arithmetic. Errors are relative."""
     linear: float
-    """From where on y is z."""
+    """From this y on, z is taken for y."""
     centre: float
-    """On the right the polynomials are in t - centre, about which they lose least to roundings."""
+    """The polynomials of the right branch are in powers of t - centre. With this centre they lose least to
+    roundings."""
     right: tuple[np.ndarray, np.ndarray]
     left: tuple[np.ndarray, np.ndarray]
 

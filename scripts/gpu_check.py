@@ -1,8 +1,8 @@
 """Checks the CUDA backend on a machine with a GPU, with that machine's Python and torch and without a network.
 
-Run by ``scripts/gpu_check.sh``. Steps run in the order of their worth until time is up. After each, the folder
-``--out`` has the log of every step so far (logs.tar.gz), summary.json and summary.txt; what is measured adds a folder
-of its own, with bench.md, bench.json and, of ops, bench.png.
+``scripts/gpu_check.sh`` runs this program. The most important steps come first, and steps run until time is up. After
+each step the folder ``--out`` has summary.json, summary.txt and the logs of all steps so far (logs.tar.gz). Each
+benchmark adds a folder of its own, with bench.md, bench.json and, for ops, bench.png.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ OPS = (
     *(f"tests/ops/test_{name}.py" for name in ("ops", "activations", "dead_positions", "cuda")),
     *(f"tests/autograd/test_{name}.py" for name in ("functions", "residual")),
 )
-# All activations, with and without a residual, in few shapes of any alignment.
+# These tests run all activations, with and without a residual, in few shapes of any alignment.
 CHECKED = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/ops/test_cuda.py")
 CHECKED += ("-k", "test_small_tensors_of_any_alignment and (float32 or bfloat16)")
 BENCH = (sys.executable, "scripts/bench.py", "--device", "cuda", "--time-limit", "{limit}")
-# In the dtype and layout that nets are trained in on a GPU.
+# Nets are trained on GPUs in this dtype and layout.
 NETS = (*BENCH, "--groups", "--overhead", "0", "--settings", "bf16:channels_last", "--nets")
 PROBE = (sys.executable, "-c", "import torch; torch.zeros(1, device='cuda')")
-# The time from a signal to the end that a tool gets to write its report.
+# Seconds that a tool has after an interrupt to write its report.
 GRACE = 15
 
 PLAN = """\
@@ -59,9 +59,9 @@ How fast it is and what it holds, on another one; the folders ops, nets and batc
 class Step(NamedTuple):
     command: tuple[str, ...]
     seconds: int
-    """At most."""
+    """The time limit of the step."""
     side_by_side: bool = False
-    """Whether it is a pytest whose tests may share the device."""
+    """Whether the step is a pytest whose tests may share the device."""
 
 
 def sanitizer(tool: str, *options: str) -> tuple[str, ...]:
@@ -72,7 +72,7 @@ STEPS = {
     "build": Step((sys.executable, "setup.py", "build_ext", "--inplace"), 270),
     "sass": Step((sys.executable, "scripts/check_sass.py", "{build}", "inplace_abn/_kernels.so"), 60),
     "ops": Step((*PYTEST, "-m", "not slow and not huge", *OPS), 150, True),
-    # Calls that fail without harm, as torch's own do when it looks for what the driver has, are no errors.
+    # Torch makes calls that may fail without harm, to find out what the driver has. Their errors are not reported.
     "memcheck": Step((*sanitizer("memcheck", "--report-api-errors", "no"), *CHECKED), 120),
     "racecheck": Step((*sanitizer("racecheck"), *CHECKED), 120),
     "synccheck": Step((*sanitizer("synccheck"), *CHECKED), 90),
@@ -92,8 +92,8 @@ class Result(NamedTuple):
 
 
 def run(command: tuple[str, ...], seconds: float, log: Path, environment: dict[str, str]) -> str:
-    """What became of it. A pytest that is interrupted writes its report; what stays after that is killed, with all that
-    it has started."""
+    """Runs a command and returns its result. After ``seconds`` the command is interrupted, so that a pytest can write
+    its report. `GRACE` seconds later it is killed, with all processes that it has started."""
     with log.open("w") as file:
         process = subprocess.Popen(
             command,
@@ -101,7 +101,7 @@ def run(command: tuple[str, ...], seconds: float, log: Path, environment: dict[s
             stderr=subprocess.STDOUT,
             env=environment,
             start_new_session=True,
-            # What a shell runs in the background ignores interrupts, and so would what it starts.
+            # Background jobs of a shell ignore interrupts, and the processes that they start inherit this.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         in_time = True
@@ -119,7 +119,7 @@ def run(command: tuple[str, ...], seconds: float, log: Path, environment: dict[s
 
 
 def why_no_sanitizer(logs: Path) -> str:
-    """Why compute-sanitizer does not work here; empty if it does."""
+    """The reason why compute-sanitizer does not work here. Empty if it works."""
     if shutil.which("compute-sanitizer") is None:
         return "there is no compute-sanitizer"
     log = logs / "sanitizer.log"
@@ -135,22 +135,22 @@ def last_line(log: Path) -> str:
 def environment_of(name: str, step: Step) -> dict[str, str]:
     environment = dict(os.environ)
     if name == "build":
-        # Splitting a file's kernels over the processors shortens the longest one.
+        # The file that takes longest is done sooner if its kernels are split over the processors.
         environment |= {"INPLACE_ABN_FORCE_CUDA": "1", "INPLACE_ABN_NVCC_FLAGS": "--split-compile=0 -Xptxas=-v"}
         environment |= {"MAX_JOBS": str(os.cpu_count())}
     if name == "memcheck":
-        # Without the caching allocator a tensor's end is the end of its memory.
+        # Without the caching allocator the memory of a tensor ends where the tensor ends.
         environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     if step.side_by_side and importlib.util.find_spec("xdist") is not None:
         workers = min(8, os.cpu_count() or 1)
-        # What the tests compare with is computed on the CPU, by all of them at once.
+        # All workers compute the expected results on the CPU at the same time, so they share its processors.
         environment |= {"PYTEST_ADDOPTS": f"-n {workers}", "OMP_NUM_THREADS": str((os.cpu_count() or 1) // workers)}
     return environment
 
 
 def command_of(name: str, step: Step, logs: Path, out: Path, seconds: float) -> tuple[str, ...]:
-    """What runs for at most so many seconds. The benchmark begins nothing in the last quarter, in which what it has
-    begun is compiled and finished."""
+    """The command of a step that runs for at most ``seconds``. A benchmark begins nothing in the last quarter of that
+    time. It compiles and finishes there what it has begun."""
     limit = int(0.75 * seconds)
     command = tuple(word.format(build=logs / "build.log", out=out, limit=limit) for word in step.command)
     return (*command, f"--junitxml={logs / name}.xml") if "pytest" in command else command
@@ -172,8 +172,8 @@ def described_gpu() -> str:
 
 
 def write(out: Path, logs: Path, results: list[Result], gpu: str) -> str:
-    """Everything that is known so far; returns it as text."""
-    # Not before something was run: the plan is printed without it.
+    """Writes all results so far to summary.json, summary.txt and logs.tar.gz. Returns the text of summary.txt."""
+    # torch is imported here, because printing the plan does not need it.
     import torch
 
     summary: dict[str, Any] = {

@@ -1,6 +1,7 @@
 #!/usr/bin/env python
-"""Prints how many activation-sized blocks the forward pass leaves allocated per unit, native and converted, by the
-allocator's own events. Markdown on standard output.
+"""Prints how many activation-sized blocks the forward pass of a unit leaves allocated, native and converted.
+
+The numbers come from the allocator's own events. The table is Markdown on standard output.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ CHANNELS = 8
 
 
 class Unit(nn.Module):
-    """Convolution, norm, activation; with ``residual`` two, and the input is added before the second activation."""
+    """Convolution, norm and activation. With ``residual`` there are two of each, and the input is added before the
+    second activation."""
 
     def __init__(self, activation: str, residual: bool) -> None:
         super().__init__()
@@ -36,7 +38,7 @@ def main() -> None:
     print("| block | activation | native | in place |\n| --- | --- | --- | --- |")
     for name, residual in {"conv + norm + activation": False, "residual block of two": True}.items():
         for activation in ("leaky_relu", "relu", "silu", "hardswish"):
-            # The difference of a longer and a shorter net is what a block holds.
+            # The net of seven units holds more than the net of three. The difference is the memory of four units.
             shorter, longer = (nn.Sequential(*[Unit(activation, residual) for _ in range(n)]) for n in (3, 7))
             held = [measure(longer, x).held - measure(shorter, x).held]
             held += [measure(convert(longer), x).held - measure(convert(shorter), x).held]

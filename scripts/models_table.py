@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""Memory and time of a training step of public models, as they are and converted: the table of README.md.
+"""Measures memory and time of a training step of public models, native and converted, for the table of README.md.
 
     python scripts/models_table.py --steps 12                 # measures, prints, and writes it into README.md
     python scripts/models_table.py --steps 0 --no-write       # memory only, printed only
 
-Models are those of `scripts/zoo.py`, which says what to install, with random weights, in float32, on the CPU. Each is
-measured in a process of its own, in which the two take turns.
+The models are those of `scripts/zoo.py`, which says what to install. They have random weights, and run in float32 on
+the CPU. Each is measured in a process of its own, in which the native and the converted model take turns.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ NETS = {
     "nnU-Net PlainConvUNet 3d": (2, 1, 64, 64, 64),
     "HF UperNet": (8, 3, 256, 256),
 }
-"""Names in `zoo.ZOO`, and shapes in which activations take more than parameters do."""
+"""Names in `zoo.ZOO`, and shapes of inputs for which activations take more memory than parameters."""
 NATIVE, CONVERTED = "native", "converted"
 
 
 def measured(name: str, steps: int) -> dict[str, Any]:
-    """Bytes held and at peak of both, and with ``steps`` the median of their ratios of time, round by round."""
+    """Bytes held and at peak, native and converted. With ``steps`` also the median of the ratios of their times, round
+    by round."""
     torch.manual_seed(0)
     net, x = zoo.ZOO[name].build().train(), torch.randn(NETS[name])
     trainings = {
@@ -62,7 +63,7 @@ def measured(name: str, steps: int) -> dict[str, Any]:
 
 
 def row(name: str, result: dict[str, Any]) -> str:
-    """Of the table."""
+    """A row of the table."""
     cells = [name, "x".join(map(str, NETS[name]))]
     for key in ("held", "peak"):
         before, after = (result[label][key] for label in (NATIVE, CONVERTED))
@@ -74,7 +75,7 @@ def written(text: str, table: str) -> str:
     """``text`` with the table between the markers.
 
     Raises:
-        ValueError: there is not one of each.
+        ValueError: ``text`` does not have each marker exactly once.
     """
     if any(text.count(marker) != 1 for marker in MARKERS):
         raise ValueError(f"expected one {MARKERS[0].strip()} and one {MARKERS[1]} in {README.name}")

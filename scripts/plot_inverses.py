@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Draws how an output tells its input: relu with a tiny slope, silu whose last bit names the branch.
+"""Draws how the input follows from the output: relu with a tiny slope, and silu, whose last bit names the branch.
 
 python scripts/plot_inverses.py docs/pictures/inverses.png
 """
@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 LOW, HIGH = "#e69f00", "#0072b2"
 MINIMUM = -1.2784645
-"""Where silu has its least value."""
+"""The y at which silu has its least value."""
 SHOWN_SLOPE = 0.05
 
 

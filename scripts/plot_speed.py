@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Draws how long norm and activation take by usual means, from the table of means that `scripts/bench.py` has written.
+"""Draws the time of norm and activation in different implementations, from the table of means of `scripts/bench.py`.
 
 python scripts/plot_speed.py scripts/results/cpu-2026-11-21/bench.md docs/pictures/speed.png
 """
@@ -26,16 +26,17 @@ CONTENDERS = {
     "checkpoint / in-place": ("the same by checkpointing", "#56b4e9"),
     "": ("inplace_abn", "#0072b2"),
 }
-"""Columns of the table, and how they are named and coloured; our own time is the unit of the table."""
+"""Columns of the table, with their labels and colours. The empty name stands for our own time, the unit of the
+table."""
 TOP = 2.4
-"""Bars that are higher are cut off, and say how high they are."""
+"""Higher bars are cut off here. Their labels say how high they are."""
 
 
 def means(text: str, mode: str) -> dict[tuple[str, str], list[dict[str, float]]]:
-    """By activation and dtype, the rows of large tensors: columns' names and values.
+    """The rows of large tensors by activation and dtype. Each row maps names of columns to values.
 
     Raises:
-        ValueError: there is no such table.
+        ValueError: ``text`` has no table of means for ``mode``.
     """
     _, found, section = text.partition(f"## malloc {mode}\n")
     lines = iter(section.splitlines())
@@ -55,7 +56,7 @@ def means(text: str, mode: str) -> dict[tuple[str, str], list[dict[str, float]]]
 
 
 def relative(rows: list[dict[str, float]], contender: str) -> float:
-    """Its time over eager's, the geometric mean of the rows."""
+    """The time of ``contender`` over eager's, the geometric mean of the rows."""
     logarithms = [math.log((row[contender] if contender else 1.0) / row[EAGER]) for row in rows]
     return math.exp(statistics.fmean(logarithms))
 

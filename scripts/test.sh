@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Lint and all tests, in .venv (see venv.sh). Arguments go to pytest, as --cov for the coverage.
+# Runs lint and all tests in .venv (see venv.sh). Arguments go to pytest, e.g. --cov for the coverage.
 set -euo pipefail
 source "$(dirname "$0")/venv.sh"
 ruff format --check .

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# The CUDA kernels on the CPU: all tests on the emulated device, then random calls under the address and the
-# undefined-behaviour sanitizer. Arguments go to pytest, as --fuzz 50 for fifty times as many random calls.
+# Runs the CUDA kernels on the CPU: first all tests on the emulated device, then random calls under the address
+# sanitizer and the undefined-behaviour sanitizer. Arguments go to pytest, e.g. --fuzz 50 for fifty times as many random
+# calls.
 set -euo pipefail
 source "$(dirname "$0")/venv.sh"
 (cd tests && python -m emulation.build)

@@ -1,28 +1,28 @@
 #!/usr/bin/env bash
-# Installs one wheel on several releases of torch and of Python, without a compiler on the path and away from the source
-# tree, runs the suite on each, and prints the table of docs/install.md. Fails if a test does, or if there was nothing to
-# run.
+# Installs one wheel on several releases of torch and Python, runs the suite on each, and prints the table of
+# docs/install.md. No compiler is on the path, and the source tree is not imported. Fails if a test fails, or if none of
+# the releases could be used.
 #
 #   scripts/test_wheel.sh [WHEEL [PYTEST ARGUMENTS...]]      WHEEL is the newest one in dist/ unless given, or empty
 #   scripts/test_wheel.sh --torch-only                       makes the virtual environments, and tests nothing
 #
-#   ON          what to run on, by default "2.11.0:3.10 2.12.1:3.12 2.13.0:3.11 2.14.1:3.12 2.15.0:3.13". Each is a
-#               release of torch, or "newest", and a release of Python; or the path of an interpreter that has torch.
-#               Without a release of Python it is the latest one here that is not python3's. Pythons that the machine
-#               does not have are left out.
-#   TORCH_ENVS  where the virtual environments with nothing but torch are, named after its release, and are made where
-#               they are missing (5 GB each); by default build/torch
-#   WORKERS     processes that share the tests; by default the number of processors
+#   ON          the releases to run on, by default "2.11.0:3.10 2.12.1:3.12 2.13.0:3.11 2.14.1:3.12 2.15.0:3.13". Each
+#               entry is a release of torch, or "newest", and after a colon a release of Python. An entry may also be
+#               the path of an interpreter that has torch. The default release of Python is the latest one on this
+#               machine that is not python3's. An entry is left out if the machine does not have its Python.
+#   TORCH_ENVS  the folder of the virtual environments that hold torch alone, each named after its release. Missing ones
+#               are made (5 GB each). By default build/torch
+#   WORKERS     the number of processes that share the tests; by default the number of processors
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export PIP_DISABLE_PIP_VERSION_CHECK=1
-# Nothing that a user has set, or that a build needs, is to matter.
+# The wheel must work without the variables that a build needs and without those that a user has set.
 unset CC CXX CUDA_HOME PYTHONPATH INPLACE_ABN_NODE
 
 on=${ON:-2.11.0:3.10 2.12.1:3.12 2.13.0:3.11 2.14.1:3.12 2.15.0:3.13}
 envs=${TORCH_ENVS:-build/torch}
 workers=${WORKERS:-$(nproc)}
-# The interpreter of a release of Python, from the path or from pyenv's folder.
+# Prints the interpreter of a release of Python, from the path or from pyenv's folder.
 find_python() {
   local candidate
   for candidate in "python$1" "${PYENV_ROOT:-$HOME/.pyenv}"/versions/"$1".*/bin/python; do
@@ -46,7 +46,7 @@ latest_python() {
   echo "$own"
 }
 
-# Prints the interpreter that has the torch that is meant.
+# Prints the interpreter that an entry of ON names. Makes its virtual environment if that is missing.
 with_torch() {
   local torch=${1%%:*} release=${1#*:} python
   if [ -x "$1" ]; then
@@ -93,7 +93,8 @@ for each in $on; do
   base=$(with_torch "$each") || continue
   number=$((number + 1))
   env=$work/env$number
-  # The environment that has torch stays as it is: another one, made with the same Python, sees what is in it.
+  # The environment that has torch stays unchanged. The wheel goes into a new environment of the same Python, which
+  # finds the packages of the first one through torch.pth.
   "$("$base" -c "import os, sys; print(os.path.realpath(sys.executable))")" -m venv "$env"
   "$base" -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
     >"$("$env/bin/python" -c "import sysconfig; print(sysconfig.get_path('purelib'))")/torch.pth"
@@ -110,7 +111,7 @@ for each in $on; do
   options=(-q -p no:cacheprovider "--junitxml=$logs/$number.xml")
   [ "$workers" -gt 1 ] && options+=(-n "$workers" --dist worksteal)
   (
-    # Threads of several processes that wait for work must not keep each other from it.
+    # With active waiting, idle threads of one process would take processor time from the other processes.
     export OMP_WAIT_POLICY=passive
     cd "$tree"
     export PATH=$env/bin

@@ -1,15 +1,15 @@
-"""Held memory and gradients of public models, as they are and converted.
+"""Measures held memory and checks gradients of public models, native and converted.
 
-    python scripts/zoo.py                            # all that the installed packages have, as a table
-    python scripts/zoo.py resnet50 dla34             # some
+    python scripts/zoo.py                            # all models of the installed packages, as a table
+    python scripts/zoo.py resnet50 dla34             # some of them
     python scripts/zoo.py --write docs/zoo.md        # the page of the documentation
 
-The packages are asked for the models alone, so they are installed without what they depend on:
+Only the models of the packages are needed, so the packages are installed without their dependencies:
 
     pip install --no-deps timm torchvision segmentation-models-pytorch ultralytics opencv-python-headless \\
         monai dynamic-network-architectures transformers
 
-torchvision is to be the one made for this torch. Models are built from their configurations, with random weights.
+Take the torchvision that was made for this torch. Models are built from their configurations, with random weights.
 """
 
 from __future__ import annotations
@@ -67,11 +67,12 @@ class Entry(NamedTuple):
     distribution: str
     make: Callable[[Any], nn.Module]
     shape: tuple[int, ...] = (3, 64, 64)
-    """Of one image."""
+    """The shape of one image."""
 
     def build(self) -> nn.Module:
-        """With random weights, as training may leave them. Raises ImportError if the package cannot be imported."""
-        # One of them looks for the internet as soon as it is imported.
+        """Makes the model, with random weights such as training may leave. Raises ImportError if the package cannot be
+        imported."""
+        # ultralytics looks for the internet as soon as it is imported.
         os.environ.setdefault("YOLO_OFFLINE", "true")
         import_torchvision()
         package = importlib.import_module(self.package)
@@ -88,7 +89,8 @@ def torchvision(name: str) -> Entry:
 
 
 def smp(name: str) -> Entry:
-    """An architecture, and after a hyphen the encoder if it is another than the package's own choice."""
+    """An entry for an architecture. A hyphen and an encoder may follow in ``name``; otherwise the encoder is the
+    default one."""
     architecture, _, encoder = name.partition("-")
     options = {"encoder_weights": None} | ({"encoder_name": encoder} if encoder else {})
     make = lambda package: getattr(package, architecture)(**options)  # noqa: E731
@@ -106,7 +108,7 @@ def monai(name: str, **options: Any) -> Entry:
 
 
 def nnunet(name: str, dims: int, norm: str = "InstanceNorm", **options: Any) -> Entry:
-    """As nnU-Net plans them, with biases, leaky ReLU and an output at each depth, but for the width."""
+    """A net as nnU-Net plans it, except for its width: with biases, leaky ReLU and an output at each depth."""
     settings = {
         "input_channels": 1,
         "n_stages": 4,
@@ -216,7 +218,8 @@ ZOO = {
 
 
 def trained(model: nn.Module) -> nn.Module:
-    """The model, with parameters that were constants as training may leave them: no weight or bias is exactly zero."""
+    """Moves parameters that are constants to where training may leave them, so that no weight or bias is exactly
+    zero."""
     generator = torch.Generator().manual_seed(0)
     norms = [m for m in model.modules() if isinstance(m, KINDS) and m.weight is not None]
     for norm in norms:
@@ -232,8 +235,11 @@ def trained(model: nn.Module) -> nn.Module:
 
 @functools.cache
 def import_torchvision() -> torch.library.Library | None:
-    """Imports it if it is there. Without its compiled part it asks for ops, which are known as long as the result:
-    the cache keeps it."""
+    """Imports torchvision if it is installed.
+
+    If torchvision lacks its compiled part, its import asks for ops that do not exist. They are defined here, and live
+    as long as the library that is returned. The cache of this function keeps the library.
+    """
     library = None
     try:
         importlib.import_module("torchvision")
@@ -256,12 +262,12 @@ def verdict(found: Iterable[Verification]) -> str:
 
 
 def row(name: str, model: nn.Module, x: Tensor, verified: bool = True) -> tuple[str, ...]:
-    """What `COLUMNS` says of a model."""
+    """The cells of `COLUMNS` for a model."""
     start = time.perf_counter()
     plan = analyze(model, x)
     seconds = time.perf_counter() - start
     converted = [convert(copy.deepcopy(model), plan), convert(copy.deepcopy(model))]
-    # More than one value per channel is needed, and no more: convolutions in float64 are slow.
+    # Two images are enough for the norms, which need more than one value per channel. More would be slow in float64.
     equal = verdict(verify(model, m, x[:2]) for m in converted) if verified else "-"
     held, with_example, without = (measure(m, x).held for m in (model, *converted))
     predicted = held - plan.bytes_saved - plan.residual_bytes_saved
@@ -279,7 +285,7 @@ def row(name: str, model: nn.Module, x: Tensor, verified: bool = True) -> tuple[
 
 
 def entry_row(name: str, entry: Entry, batch: int, verified: bool) -> tuple[str, ...]:
-    """What `COLUMNS` says of a model of the zoo, or why it cannot be made."""
+    """The cells of `COLUMNS` for a model of the zoo, or the reason why it cannot be made."""
     try:
         model = entry.build()
     except ImportError as error:
@@ -288,7 +294,7 @@ def entry_row(name: str, entry: Entry, batch: int, verified: bool) -> tuple[str,
 
 
 def versions(entries: Iterable[Entry]) -> str:
-    """Of torch and of the packages that are installed, in words."""
+    """The versions of torch and of the installed packages, in words."""
     found = [f"torch {torch.__version__}"]
     for distribution in dict.fromkeys(entry.distribution for entry in entries):
         try:
@@ -310,7 +316,7 @@ def main() -> None:
     parser.add_argument("--write", metavar="FILE", help="write a page with the table")
     args = parser.parse_args()
     chosen = {name: e for name, e in ZOO.items() if not args.names or any(part in name for part in args.names)}
-    # What the first analysis of a process takes is not the first model's.
+    # The first analysis of a process takes longer. This one keeps that time out of the first model's row.
     analyze(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()), torch.randn(2, 3, 8, 8))
     lines = [line(COLUMNS), line(["---"] * len(COLUMNS))]
     print(*lines, sep="\n", flush=True)

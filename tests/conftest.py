@@ -1,4 +1,4 @@
-"""What tests share: the devices there are, a fixed seed, and on request one thread or a fresh compiler."""
+"""Fixtures that tests share: the available devices, a fixed seed, and on request one thread or a fresh compiler."""
 
 import os
 
@@ -15,11 +15,11 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "emulated: runs the CUDA kernels on the CPU")
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if workers > 1:
-        # Processes side by side that all use every processor wait for each other.
+        # Several processes that each use every processor would wait for each other.
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
 
 
-# What holds of the graph node in C++ holds without it. Compilers trace Python's in any case.
+# These tests run with the graph node in C++ and with the one in Python. Compilers trace the one in Python in any case.
 BOTH_NODES = {
     "test_allocations",
     "test_calibration",
@@ -35,7 +35,7 @@ BOTH_NODES = {
 }
 
 
-# What the kernels compute and write is tested on the emulated device, too (tests/emulation).
+# These tests check what the kernels compute and write. They run on the emulated device, too (tests/emulation).
 EMULATED = {
     "test_activations",
     "test_dead_positions",
@@ -62,7 +62,7 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("node", [*compiled, "Python node"], indirect=True)
 
 
-# Of all tests, because pytest sets up none that is only added to a test's names.
+# This fixture is for all tests, because pytest does not set up a fixture that a test does not name.
 @pytest.fixture(autouse=True)
 def node(request, monkeypatch):
     if getattr(request, "param", "") == "Python node":
@@ -71,7 +71,8 @@ def node(request, monkeypatch):
 
 @pytest.fixture(autouse=True, scope="session")
 def full_precision():
-    """Convolutions and matrix products of float32 on CUDA are compared with the CPU's."""
+    """Turns TF32 off, because convolutions and matrix products of float32 on CUDA are compared with those on the
+    CPU."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
 
 
@@ -82,7 +83,7 @@ def seed():
 
 @pytest.fixture
 def one_thread():
-    """Tensors this small only lose by more."""
+    """Runs on one thread. Tensors this small are slower on several threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

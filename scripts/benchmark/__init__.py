@@ -1,1 +1,1 @@
-"""What `bench.py` compares (contenders, nets), how it measures (timing, steps) and what it makes of it (report)."""
+"""The parts of `bench.py`: contenders, nets, measurements and reports."""

@@ -1,4 +1,7 @@
-"""The tensors that operations are timed on, by group. Needs torch alone, for it is also read by other interpreters."""
+"""The tensors that operations are timed on, by group.
+
+This module imports torch alone, because the interpreter that has the public package imports it, too.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 CORE, SMALL = "core", "small"
 CUDA_BATCH_FACTOR = 8
-"""How many times the batch of a group other than `SMALL` is on CUDA."""
+"""On CUDA the batch of every group but `SMALL` is multiplied by this number."""
 
 
 class Group(NamedTuple):
@@ -37,7 +40,7 @@ QUICK = {
     CORE: Group(((16, 1024, 14, 14), (2, 256, 128, 128)), ("leaky_relu", "silu")),
     SMALL: Group(((2, 8, 4, 4),), ("leaky_relu",)),
 }
-"""What a quick run has instead, the second activation in the first setting alone."""
+"""The groups of a quick run. The first activation is timed in all settings, the others in the first setting only."""
 
 
 class Setting(NamedTuple):
@@ -76,7 +79,7 @@ class Case(NamedTuple):
         return values.contiguous(memory_format=LAYOUTS[self.layout])
 
     def record(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """The case as a JSON object."""
         return self._asdict() | {"nbytes": self.nbytes}
 
 

@@ -1,4 +1,4 @@
-"""Who is compared: the same function, batch norm in training and an activation, by different means."""
+"""The contenders. They compute the same function, batch norm in training and an activation, in different ways."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ACTIVATIONS = dict(TYPICAL)
 
 
 class NativeNorm(nn.BatchNorm2d):
-    """torch's BatchNorm2d and activation; with ``inplace`` in place where that saves memory."""
+    """Torch's BatchNorm2d and activation. With ``inplace`` the activation is in place if that saves memory."""
 
     def __init__(self, channels: int, activation: str, inplace: bool) -> None:
         super().__init__(channels)
@@ -42,9 +42,9 @@ class NativeNorm(nn.BatchNorm2d):
 def make_contender(
     name: str, channels: int, activation: str, device: torch.device, backend: str = "inductor"
 ) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
-    """The module that has the parameters, and what is called; ``backend`` is torch.compile's."""
+    """Returns the module that has the parameters, and the function to call. ``backend`` is for torch.compile."""
     if name == OURS:
-        # With the weights of torch's BatchNorm.
+        # A signed weight makes it the same function as torch's BatchNorm.
         param = ACTIVATIONS[activation]
         ours = InPlaceABN(channels, activation=activation, activation_param=param, signed_weight=True, device=device)
         return ours, ours
@@ -62,7 +62,7 @@ def make_contender(
 
 
 def make_iterations(names: Sequence[str], case: Case, device: torch.device) -> tuple[dict[str, Iteration], list[str]]:
-    """What to time, and a note on each contender that cannot take part: one that torch.compile fails on."""
+    """Returns what to time, and a note for each contender that is left out because torch.compile fails."""
     iterations: dict[str, Iteration] = {}
     notes = []
     for name in names:
@@ -83,7 +83,7 @@ def make_iterations(names: Sequence[str], case: Case, device: torch.device) -> t
 
 
 def with_threads(iteration: Iteration, threads: int) -> Iteration:
-    """``iteration`` on so many threads."""
+    """``iteration``, run on ``threads`` threads."""
 
     def iterate(make_x: Make, make_dz: Make, clock: Clock) -> Iterator[None]:
         before = torch.get_num_threads()

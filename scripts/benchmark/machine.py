@@ -1,9 +1,8 @@
-"""What is measured on: the machine, its bandwidth, and how the C library's malloc is set, which is known when a process
-starts.
+"""The machine, its bandwidth, and the settings of the C library's malloc.
 
-By default glibc maps large blocks from the kernel each time and gives them back when they are freed, so that whoever
-allocates an activation pays for its pages being zeroed; in place, nothing is allocated. Warmed, freed blocks are kept
-and reused, as allocators other than glibc's do.
+By default glibc maps each large block anew and unmaps it when it is freed. Code that allocates an activation then also
+waits for the kernel to zero its pages. Code that works in place allocates nothing. In the mode "warmed" malloc keeps
+freed blocks and reuses them, as allocators other than glibc's do. Malloc reads its settings when a process starts.
 """
 
 from __future__ import annotations
@@ -34,19 +33,19 @@ COPY_BYTES = 1 << 30
 
 
 def environment(mode: str) -> dict[str, str]:
-    """This process's environment, with malloc's variables as ``mode`` has them."""
+    """The environment of this process, with the variables of malloc set for ``mode``."""
     inherited = {name: value for name, value in os.environ.items() if name not in MALLOC}
     return inherited | (MALLOC if mode == "warmed" else {})
 
 
 def warm(nbytes: int) -> None:
-    """Leaves so many bytes, touched, to a malloc that keeps what is freed."""
+    """Allocates, touches and frees ``nbytes`` bytes. A malloc that keeps freed blocks can reuse them."""
     torch.empty(nbytes, dtype=torch.uint8).fill_(1)
 
 
 def page_faults(nbytes: int = 1 << 26) -> float:
-    """How often the kernel typically has to provide a page for a block of this size, blocks like it having been
-    allocated and freed before. Tells whether the settings had their effect."""
+    """The median number of pages that the kernel provides for a block of ``nbytes`` bytes, after such blocks were
+    freed. It shows whether the settings of malloc have an effect."""
     counts = []
     for _ in range(16):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -75,7 +74,7 @@ def describe(device: torch.device, threads: int) -> dict[str, Any]:
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes per second, those read and those written, of a copy on the device that no cache holds; the median."""
+    """Bytes per second, read and written, of a copy on the device that is larger than its caches; the median."""
     free, _ = torch.cuda.mem_get_info(device)
     source = torch.randn(min(COPY_BYTES, free // 4) // 4, device=device)
     target = torch.empty_like(source)
@@ -84,5 +83,5 @@ def copy_bandwidth(device: torch.device) -> float:
         clock.mark()
         target.copy_(source)
         clock.mark()
-    # The first ones warm up.
+    # The first three copies warm up.
     return 2e3 * source.nbytes / statistics.median(clock.durations()[3:])

@@ -1,6 +1,6 @@
-"""Nets like those that people train, written out of torch's own modules, and public ones by name.
+"""Nets like those that people train, written with torch's own modules, and public nets by name.
 
-Images are [N, 3, H, W], with H and W multiples of 32.
+Images are [N, 3, H, W]. H and W are multiples of 32.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from benchmark.contenders import ACTIVATIONS
 Activation = Callable[[], nn.Module]
 RELU = partial(nn.ReLU, inplace=True)
 LEAKY_RELU = partial(nn.LeakyReLU, ACTIVATIONS["leaky_relu"], inplace=True)
-# In place, torch's SiLU keeps a copy of what it overwrites.
+# Torch's SiLU in place would save a copy of its input.
 SILU = nn.SiLU
 
 
@@ -39,17 +39,17 @@ def conv_norm(
 
 
 def resize(x: Tensor, like: Tensor) -> Tensor:
-    """To ``like``'s height and width."""
+    """Resizes ``x`` to the height and width of ``like``."""
     return F.interpolate(x, size=like.shape[2:], mode="bilinear", align_corners=False)
 
 
 def classifier(features: nn.Module, channels: int) -> nn.Module:
-    """Logits [N, 1000]."""
+    """``features`` with a linear layer on top. The output is logits [N, 1000]."""
     return nn.Sequential(features, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 1000))
 
 
 class Bottleneck(nn.Module):
-    """ResNet's block of three convolutions; the skip is added before the last activation."""
+    """ResNet's block of three convolutions. The skip is added before the last activation."""
 
     def __init__(self, inputs: int, width: int, activation: Activation, stride: int, dilation: int) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Bottleneck(nn.Module):
 
 
 def resnet_stages(activation: Activation, dilate_last: bool = False) -> nn.Sequential:
-    """ResNet-50 without its classifier: the stem and the first stage, and each of the others."""
+    """The four stages of ResNet-50, without its classifier. The stem belongs to the first stage."""
     stages: list[nn.Module] = []
     layers: list[nn.Module] = [conv_norm(3, 64, activation, kernel=7, stride=2), nn.MaxPool2d(3, 2, 1)]
     inputs = 64
@@ -142,7 +142,7 @@ STAGES = (
     *((1, 16, 1, 1, 3), (6, 24, 2, 2, 3), (6, 40, 2, 2, 5), (6, 80, 3, 2, 3)),
     *((6, 112, 3, 1, 5), (6, 192, 4, 2, 5), (6, 320, 1, 1, 3)),
 )
-"""EfficientNet-B0's: expansion, output channels, blocks, stride of the first one, kernel."""
+"""The stages of EfficientNet-B0: expansion, output channels, blocks, stride of the first block, kernel."""
 
 
 def efficientnet() -> nn.Module:
@@ -157,7 +157,7 @@ def efficientnet() -> nn.Module:
 
 
 class UNet(nn.Module):
-    """Pairs of convolutions, down by pooling and up by interpolation; logits [N, 2, H, W]."""
+    """A U-Net of pairs of convolutions, with pooling downwards and interpolation upwards; logits [N, 2, H, W]."""
 
     def __init__(self, widths: tuple[int, ...] = (64, 128, 256, 512, 1024)) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ class UNet(nn.Module):
 
 
 class Recipe(NamedTuple):
-    """What makes a net, and (batch size, image size) that fit a machine with a CPU, a short run there, and a GPU."""
+    """The factory of a net, and (batch size, image size) for a CPU, for a quick run, and for a GPU."""
 
     make: Callable[[], nn.Module]
     cpu: tuple[int, int] = (8, 128)
@@ -201,7 +201,7 @@ NETS = {
 
 
 def recipe(name: str) -> Recipe:
-    """Of a net of `NETS`, or of one that `zoo.named` knows. Raises ValueError if neither has it."""
+    """The recipe of a net of `NETS`, or of a public net that `zoo.named` knows. Raises ValueError for other names."""
     if ":" in name:
         return Recipe(zoo.named(name).build)
     if name not in NETS:

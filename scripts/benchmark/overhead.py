@@ -1,4 +1,4 @@
-"""What one call costs beside the work: a tensor so small that there is none, forward and backward."""
+"""The overhead of a call, forward and backward: its time on a tensor so small that the computation takes none."""
 
 from __future__ import annotations
 
@@ -40,12 +40,13 @@ STATEMENTS = {
     "eager": "F.leaky_relu_(native(leaf.clone()), 0.01).backward(dz)",
     "neither": "leaf.clone().backward(dz)",
 }
-"""The copy of the leaf, without which nothing may be overwritten, is in all; "neither" is that alone. "Python" is what
-the package does where it was built without its node in C++."""
+"""The statements to time. Each copies the leaf, because a leaf may not be overwritten. "neither" has the copy alone.
+"Python" uses the node in Python, as a package that was built without the C++ node does."""
 
 
 def call_overhead(device: str, threads: int, rounds: int, callgrind: bool) -> dict[str, Any]:
-    """Quartiles of the microseconds per call, in turns, and with ``callgrind`` instructions per call."""
+    """Quartiles of the microseconds per call, and with ``callgrind`` the instructions per call. The statements take
+    turns."""
     setup = SETUP.format(shape=SHAPE, channels=SHAPE[1], device=device)
     timers = {name: Timer(stmt, setup, num_threads=threads) for name, stmt in STATEMENTS.items()}
     with no_garbage_collection():
@@ -53,7 +54,7 @@ def call_overhead(device: str, threads: int, rounds: int, callgrind: bool) -> di
         turns = [{name: 1e6 * timer.timeit(200).median for name, timer in timers.items()} for _ in range(rounds + 1)]
     calls: dict[str, Any] = {name: {"us": quartiles([turn[name] for turn in turns[1:]])} for name in timers}
     if callgrind:
-        # torch starts "python", whichever that is.
+        # torch starts the first "python" on the path, which must be this one.
         os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
         for name, timer in timers.items():
             calls[name]["instructions"] = timer.collect_callgrind(number=100).counts(denoise=True) / 100

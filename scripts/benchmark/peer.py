@@ -1,6 +1,8 @@
-"""Times the public package's InPlaceABN. Run by an interpreter that has it, as ``python -m benchmark.peer`` with
-``scripts`` as the working directory. Reads a JSON object from standard input; the last line that it prints is the
-answer.
+"""Times the InPlaceABN of the public package.
+
+An interpreter that has the public package runs this file as ``python -m benchmark.peer`` with ``scripts`` as the
+working directory. The program reads a JSON object from standard input. The last line that it prints is the answer, a
+JSON object, too.
 """
 
 from __future__ import annotations
@@ -20,12 +22,18 @@ from benchmark.cases import Case
 from benchmark.timing import by_phase, interleaved, module_iteration, reason
 
 SUBSTITUTES = {"leaky_relu": "leaky_relu", "relu": "leaky_relu", "elu": "elu", "identity": "identity"}
-"""The public package has no in-place relu; leaky_relu is what it offers instead."""
+"""For each activation of ours, the one of the public package that is timed. The public package has no in-place relu. It
+offers leaky_relu instead."""
 
 
 def ask(python: str, cases: Sequence[Case], **settings: Any) -> dict[str, Any]:
-    """What ``python``'s answer to `main` is, for these cases. Raises RuntimeError with its last words if it fails."""
-    # Absolute, for the working directory is another; not resolved, for a virtual environment is a link.
+    """Runs `main` in the interpreter ``python`` and returns its answer for ``cases``.
+
+    Raises:
+        RuntimeError: the interpreter failed. The message has the last line of its standard error.
+    """
+    # The path is made absolute, because the working directory is another one. It is not resolved, because the
+    # interpreter of a virtual environment is a link.
     interpreter = str(Path(shutil.which(python) or python).absolute())
     done = subprocess.run(
         [interpreter, "-m", "benchmark.peer"],
@@ -42,7 +50,7 @@ def ask(python: str, cases: Sequence[Case], **settings: Any) -> dict[str, Any]:
 
 
 def timed(case: Case, device: torch.device, seconds: float, min_rounds: int) -> dict[str, Any]:
-    """Quartiles by phase and the activation that was timed, or an error."""
+    """Returns the quartiles of each phase and the activation that was timed, or an error."""
     import inplace_abn
 
     activation = SUBSTITUTES.get(case.activation)
@@ -58,7 +66,7 @@ def timed(case: Case, device: torch.device, seconds: float, min_rounds: int) -> 
 
 
 def main() -> None:
-    """Answers with the package's version and where it is, and what was `timed` of each case."""
+    """Prints the version and the path of the public package, and the result of `timed` for each case."""
     question = json.load(sys.stdin)
     import inplace_abn
 

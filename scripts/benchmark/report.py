@@ -1,4 +1,4 @@
-"""Tables in Markdown and the chart."""
+"""The tables in Markdown, and the chart."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ Record = dict[str, Any]
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Markdown; empty without rows."""
+    """A Markdown table, or an empty string if there are no rows."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) if len(lines) > 2 else ""
 
 
 def number(value: float | None, suffix: str = "") -> str:
-    """Three significant digits, never in exponents."""
+    """``value`` with about three significant digits, never with an exponent."""
     if value is None:
         return "-"
     digits = 3 if abs(value) < 1 else 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0
@@ -50,24 +50,25 @@ def spread(quartiles: Sequence[float] | None, suffix: str = "") -> str:
 
 
 def middle(quartiles: Sequence[float]) -> float:
-    """The median of three quartiles, or the one number there is."""
+    """The median of three quartiles, or the only number that is given."""
     return quartiles[len(quartiles) // 2]
 
 
 def of_floor(records: Iterable[Record], contender: str, phase: str) -> list[float]:
-    """The medians of a contender's time over the floor's, in the cases that have it."""
+    """The median ratio of a contender's time to the floor's, for each case that has it."""
     timings = [r["timings"].get(contender, {}) for r in records]
     return [middle(timing["of_floor"][phase]) for timing in timings if "of_floor" in timing]
 
 
 def times_faster(records: Iterable[Record], than: str) -> list[float]:
-    """How many times the time of ours ``than`` takes, forward and backward, by medians."""
+    """The median time of the contender ``than`` over ours, forward and backward together, for each case that has
+    both."""
     both = [r["timings"] for r in records if OURS in r["timings"] and than in r["timings"]]
     return [middle(t[than]["ms"]["both"]) / middle(t[OURS]["ms"]["both"]) for t in both]
 
 
 def grouped(records: Iterable[Record], *keys: str) -> dict[tuple[str, ...], list[Record]]:
-    """By what they have under ``keys``, in the order in which that first occurs."""
+    """The records by their values of ``keys``, in the order in which these values first occur."""
     groups: dict[tuple[str, ...], list[Record]] = {}
     for r in records:
         groups.setdefault(tuple(r[key] for key in keys), []).append(r)
@@ -83,7 +84,7 @@ def dimensions(shape: Sequence[int]) -> str:
 
 
 def heading(run: Record) -> str:
-    """What was measured on, and with which malloc."""
+    """A list of the machine, its software and its load, the setting of malloc, and what was left out."""
     machine = run["machine"]
     lines = [
         f"{machine['cpu']}, {machine['cores']} cores ({machine['capability']}), {machine['threads']} threads, "
@@ -105,7 +106,8 @@ def heading(run: Record) -> str:
 
 
 def ops_table(run: Record) -> str:
-    """Each contender of each case: medians and quartiles of milliseconds, and of the ratios of the sums."""
+    """A row for each contender of each case. Cells are medians and quartiles of milliseconds, and of the ratios of
+    forward plus backward."""
     rows = []
     noted: dict[str, list[str]] = {}
     for r in run["ops"]:
@@ -123,7 +125,8 @@ def ops_table(run: Record) -> str:
 
 
 def means_table(run: Record) -> str:
-    """For each group, dtype, layout and activation geometric means over the shapes: of the floor, and speed-ups."""
+    """A row for each group, dtype, layout and activation. Cells are geometric means over the shapes: of the time over
+    the floor's, and of the speed-ups."""
     names = [name for name in RIVALS if times_faster(run["ops"], name)]
     keys = ("group", "dtype", "layout", "activation")
     header = [*keys, "shapes", *(f"{phase} / floor" for phase in PHASES)]
@@ -158,7 +161,7 @@ def overhead_table(run: Record) -> str:
     counts = {name: (middle(call["us"]), call.get("instructions")) for name, call in calls.items()}
 
     def net(name: str, column: int) -> str:
-        """Of what surrounds a call, over the same of eager's."""
+        """A statement's cost beyond that of "neither", over the same difference of eager."""
         mine, eager, neither = (counts[n][column] for n in (name, EAGER, "neither"))
         return number(None if mine is None or name == "neither" else (mine - neither) / (eager - neither))
 
@@ -173,7 +176,8 @@ def net_name(net: Record) -> str:
 
 
 def nets_tables(run: Record) -> str:
-    """Training steps: memory, time and the largest batch with a column for each contender, and why others failed."""
+    """Tables of memory, time and the largest batch in training steps. There is a column for each contender, and a note
+    on each that failed."""
     nets = run["nets"]
     names = [name for name in NET_CONTENDERS if any(name in (*net["contenders"], *net["notes"]) for net in nets)]
 
@@ -206,7 +210,7 @@ def nets_tables(run: Record) -> str:
 
 
 def full_report(result: Record) -> str:
-    """Everything, as printed."""
+    """All sections of all runs."""
     sections = (heading, ops_table, means_table, scaling_table, overhead_table, nets_tables)
     parts = []
     for run in result["runs"]:
@@ -216,8 +220,11 @@ def full_report(result: Record) -> str:
 
 
 def bars(run: Record) -> dict[str, dict[str, list[float]]]:
-    """Setting, then contender: by phase the geometric mean of the time over the floor's, over those cases that all the
-    contenders of the setting took part in. Without small tensors, whose time is that of a call."""
+    """The heights of the bars, by setting, then by contender, one for each phase.
+
+    A height is the geometric mean of the time over the floor's. The mean is over those cases in which all contenders of
+    the setting took part. Small tensors are left out, because their time is the overhead of a call.
+    """
     result: dict[str, dict[str, list[float]]] = {}
     ops = [r for r in run["ops"] if r["group"] != SMALL and all("of_floor" in t for t in r["timings"].values())]
     for setting, records in grouped(ops, "activation", "dtype", "layout").items():
@@ -231,8 +238,11 @@ def bars(run: Record) -> dict[str, dict[str, list[float]]]:
 
 
 def save_chart(path: Path, runs: Sequence[Record]) -> None:
-    """Writes a PNG: per run and phase a panel of bars, time over the floor's by setting and contender, and the floor
-    as a line; logarithmic. Writes nothing if no case has a floor."""
+    """Writes a PNG with a panel for each run and phase. Writes nothing if no case has a floor.
+
+    The bars of a panel are times over the floor's, by setting and contender, on a logarithmic scale. A line marks the
+    floor.
+    """
     drawn = [(run, settings) for run in runs if (settings := bars(run))]
     if not drawn:
         return

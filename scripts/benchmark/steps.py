@@ -1,9 +1,9 @@
-"""Whole training steps of a net as it is and converted, in eager mode and compiled: time, memory by the allocator's own
-account, and the largest batch that fits.
+"""Measures whole training steps of a net, native and converted, in eager mode and compiled.
 
-All contenders have the same initial weights and the same batch, and take turns. Before it is measured, each has done
-one small step in eager mode, in which the guard of converted norms decides, and then `WARM_UP` steps, in the first of
-which it is compiled. Compiled contenders have their activation modules out of place.
+Results are the time, the memory that the allocator reports, and the largest batch that fits. All contenders have the
+same initial weights and the same batch, and they take turns. Before it is measured, each contender runs one small step
+in eager mode, in which the guard of converted norms decides. Then it runs `WARM_UP` steps, the first of which compiles.
+The activation modules of compiled contenders are out of place.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LIMIT = 1 << 16
 
 
 class Contender(NamedTuple):
-    """How a net is trained; ``budget`` is torch.compile's ``activation_memory_budget``, of which 1 is the default."""
+    """How a net is trained. ``budget`` is torch.compile's ``activation_memory_budget``, whose default is 1."""
 
     converted: bool = False
     compiled: bool = False
@@ -39,7 +39,7 @@ class Contender(NamedTuple):
 
     def compile(self, net: nn.Module) -> nn.Module:
         def backend(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-            # What is kept for backward is decided in here, so that the setting need not outlive it.
+            # This call decides what is kept for backward. The setting is needed in no other place.
             with functorch.patch(activation_memory_budget=self.budget):
                 return torch._inductor.compile(graph, inputs)  # type: ignore[arg-type, return-value]
 
@@ -59,8 +59,10 @@ CONTENDERS = {
 
 @dataclass
 class Training:
-    """A net, what is called for its forward pass, its optimiser and one batch. Other dtypes than float32 are autocast
-    to, as in mixed-precision training."""
+    """A net, the module to call for its forward pass, its optimiser, one batch and a dtype.
+
+    With a dtype other than float32, the forward pass is under autocast to it, as in mixed-precision training.
+    """
 
     net: nn.Module
     call: nn.Module
@@ -90,12 +92,12 @@ def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
 
 
 class Course:
-    """What the contenders of one net have in common; ``net`` stays as it is, on the CPU."""
+    """What the contenders of one net share. ``net`` stays unchanged, on the CPU."""
 
     def __init__(self, net: nn.Module, setting: Setting, size: int, device: torch.device) -> None:
         self.net, self.size, self.device = net.train(), size, device
         self.dtype, self.layout = DTYPES[setting.dtype], LAYOUTS[setting.layout]
-        # By whether it is compiled, for activations differ.
+        # Compiled nets have another plan than eager ones, because their activation modules differ.
         self.plan = functools.cache(self._plan)
 
     def images(self, batch: int) -> Tensor:
@@ -114,7 +116,7 @@ class Course:
             return analyze(self.copy(compiled), self.images(2))
 
     def training(self, contender: Contender, batch: int, warm_up: int = 0) -> Training:
-        """After its small step, and so many of ``batch`` images."""
+        """The training of a contender, after its small step and after ``warm_up`` steps with ``batch`` images."""
         net = self.copy(contender.compiled)
         if contender.converted:
             convert(net, self.plan(contender.compiled))
@@ -128,9 +130,10 @@ class Course:
 
 
 def time_steps(trainings: dict[str, Training], steps: int, notes: dict[str, str]) -> dict[str, list[float]]:
-    """Milliseconds of each one's steps, which take turns. One that fails goes from ``trainings`` to ``notes``."""
+    """Milliseconds of the steps of each training. The trainings take turns. If a step fails, its training is removed
+    from ``trainings``, and ``notes`` gets the reason."""
     clocks = {name: Clock(training.images.device) for name, training in trainings.items()}
-    # The guard measures in one step of a hundred.
+    # The guard measures in one step of a hundred. Such a step would stand out, so the guard is paused.
     with no_garbage_collection(), guard.paused():
         for i in range(steps):
             names = list(trainings)
@@ -156,8 +159,12 @@ def memory(training: Training) -> dict[str, int]:
 
 
 def expected_batch(training: Training, held: int, peak: int, budget: int) -> int:
-    """How many images ``budget`` bytes suffice for, if what a step takes beyond parameters, momenta and gradients grows
-    with their number. In a small batch gradients of parameters may be made where activations were."""
+    """The number of images for which ``budget`` bytes should suffice.
+
+    Parameters, momenta and gradients are taken to need a fixed number of bytes, and everything else to grow with the
+    number of images. In a small batch the gradients of parameters may take memory that activations have left. The peak
+    may then exceed ``held`` by less than the gradients, so what grows is at least ``held``.
+    """
     gradients = sum(parameter.nbytes for parameter in training.net.parameters() if parameter.requires_grad)
     fixed = training.resident() - training.images.nbytes + gradients
     growing = training.images.nbytes + max(held, peak - gradients)
@@ -165,10 +172,11 @@ def expected_batch(training: Training, held: int, peak: int, budget: int) -> int
 
 
 def largest(fits: Callable[[int], bool], guess: int, least: int, limit: int = LIMIT) -> int:
-    """The largest number from ``least`` to ``limit`` that fits, if smaller ones do too; 0 if ``least`` does not.
+    """The largest number from ``least`` to ``limit`` that fits, or 0 if ``least`` does not fit.
 
-    The answer is exact to an eighth of itself. The search leaves ``guess`` by steps that double, then halves what is in
-    between; where the guess was right, two numbers are tried.
+    Below a number that fits, all numbers are taken to fit. The answer is exact to an eighth of itself. The search moves
+    away from ``guess`` in steps that double, and then halves the interval. If the guess is right, two numbers are
+    tried.
     """
     good, bad = least - 1, limit + 1
     at = min(max(guess, least), limit)
@@ -185,7 +193,7 @@ def largest(fits: Callable[[int], bool], guess: int, least: int, limit: int = LI
 
 
 def out_of_memory(error: BaseException | None) -> bool:
-    """Also where cuDNN found no algorithm whose workspace could be allocated, and where the compiler ran out of it."""
+    """Whether the device's memory was exhausted: by an allocation, by the workspaces of cuDNN, or while compiling."""
     return error is not None and (
         isinstance(error, torch.cuda.OutOfMemoryError)
         or "unable to find an engine" in str(error)
@@ -194,8 +202,8 @@ def out_of_memory(error: BaseException | None) -> bool:
 
 
 def fits_budget(make: Callable[[], Training], device: torch.device, budget: int) -> bool:
-    """Whether two training steps get by with ``budget`` bytes: on CUDA with the allocator limited to that, on the CPU
-    by the allocator's account."""
+    """Whether training steps need at most ``budget`` bytes. On CUDA two steps run with the allocator limited to that.
+    On the CPU the allocator's events are added up."""
     # Otherwise the nets of other batches count towards the limit of recompilations.
     torch._dynamo.reset()
     if device.type != "cuda":
@@ -222,7 +230,7 @@ def fits_budget(make: Callable[[], Training], device: torch.device, budget: int)
 
 
 def release() -> None:
-    """Gives the device's memory back that nobody holds."""
+    """Gives unused memory back to the device."""
     gc.collect()
     torch.cuda.empty_cache()
 
@@ -235,8 +243,12 @@ def measure_net(
     contenders: Sequence[str] = tuple(CONTENDERS),
     has_time: Callable[[str], bool] = lambda _: True,
 ) -> dict[str, Any]:
-    """For each contender quartiles of the milliseconds per step and of their ratio to eager native's, memory and, with
-    a budget in bytes, the largest batch; and a note on each that failed."""
+    """Measures all contenders of one net.
+
+    Returns:
+        For each contender the quartiles of its milliseconds per step and of their ratio to eager native's, its memory,
+        and with a ``budget`` in bytes its largest batch. Also a note on each contender that failed.
+    """
     measured: dict[str, dict[str, Any]] = {}
     notes: dict[str, str] = {}
     trainings: dict[str, Training] = {}
@@ -249,7 +261,7 @@ def measure_net(
     timed = time_steps(trainings, steps, notes)
     guesses: dict[str, int] = {}
     for name, ms in timed.items():
-        # Together they need the memory of all, hence one after the other.
+        # Each training is released after its memory was measured. The search for the largest batch needs the memory.
         training = trainings.pop(name)
         try:
             got: dict[str, Any] = {"ms": quartiles(ms)} | memory(training)

@@ -1,27 +1,27 @@
-"""How forward and backward of one operation are timed, fairly to those that work in place and to those that do not.
+"""Times forward and backward of one operation, with the same rules for operations that work in place and for others.
 
 An iteration builds a graph of three nodes, ``source -> operation -> sink``, and leaves four marks on a clock:
 
-* ``source`` stands for the convolution before: it hands the operation an x that was just made and that nobody else
-  holds, so that it may be overwritten. Making it (a copy of a prepared tensor) is not timed.
-* Forward is what happens between the call of the operation and its return. What it allocates, it pays for.
-* z is then dropped, as by a net whose next convolution has done its backward.
-* ``sink`` stands for the convolution after: its backward returns a gradient that was just made and that nobody else
-  holds. An operation may overwrite it or not. Making it is not timed; the clock is marked when it is handed over.
-* Backward is everything until autograd calls ``source``'s backward with dx: all nodes of the operation, the gradients
-  of its parameters, what it allocates, and what it frees because it is no longer needed. The engine's own cost of
-  going from one node to the next is in everybody's time.
+* ``source`` stands for the convolution before the operation. It hands over an x that was just made and that nobody else
+  holds, so that the operation may overwrite it. Making x, a copy of a prepared tensor, is not timed.
+* Forward is the time from the call of the operation to its return. It includes the operation's allocations.
+* z is then dropped, as in a net whose next convolution has done its backward.
+* ``sink`` stands for the convolution after the operation. Its backward returns a gradient that was just made and that
+  nobody else holds, so that the operation may overwrite it. Making the gradient is not timed. The clock is marked when
+  the gradient is handed over.
+* Backward is the time until autograd calls ``source``'s backward with dx. It includes all nodes of the operation, the
+  gradients of its parameters, its allocations, and the release of memory that it no longer needs. Autograd's own cost
+  of going from one node to the next is in the time of every contender.
 
-Parameter gradients are None at the start of each backward. All contenders of a case take turns, in an order drawn
-anew for each round, so that what the machine does at the same time meets all of them, and ratios are taken round by
-round.
+Parameter gradients are None at the start of each backward. All contenders of a case take turns, in an order that is
+drawn anew for each round, so that the other load of the machine affects all of them. Ratios are taken round by round.
 
-On CUDA the marks are events. A turn has so many iterations that their x exceed twice the L2 cache (unless they are so
-small that this would take more than `MAX_POOL`): all x and all gradients are prepared, then all forwards run, then all
-backwards, each finding the cache full of the others' tensors. The device is kept busy while the host queues the turn,
-so that events measure the device and not the host.
+On CUDA the marks are events. A turn has so many iterations that their x exceed twice the L2 cache, but at most
+`MAX_POOL` iterations. All x and all gradients are prepared first. Then all forwards run, then all backwards. Each finds
+the cache full of the tensors of the others. The device is kept busy while the host queues the turn, so that events
+measure the device and not the host.
 
-Needs torch alone, for it is also imported by other interpreters.
+This module imports torch alone, because the interpreter that has the public package imports it, too.
 """
 
 from __future__ import annotations
@@ -46,11 +46,12 @@ WARM_UP_ROUNDS = 2
 MAX_ROUNDS = 100
 MAX_POOL = 32
 COLD_CACHES = 2
-"""How many times the L2 cache the x of one turn are, on CUDA."""
+"""On CUDA the x of one turn are together this many times as large as the L2 cache."""
 
 
 class Clock:
-    """Marks are points in time, or on CUDA events on the current stream of the thread that leaves the mark."""
+    """Collects marks. A mark is a point in time, or on CUDA an event on the current stream of the thread that leaves
+    it."""
 
     def __init__(self, device: torch.device) -> None:
         self.on_cuda = device.type == "cuda"
@@ -64,7 +65,8 @@ class Clock:
             self.marks.append(time.perf_counter())
 
     def durations(self) -> list[float]:
-        """Milliseconds from each mark with an even index to the next, on CUDA once the device has got there."""
+        """Milliseconds from each mark with an even index to the next one. On CUDA this waits until the device has
+        reached the last mark."""
         pairs = zip(self.marks[::2], self.marks[1::2], strict=True)
         if self.on_cuda:
             self.marks[-1].synchronize()
@@ -74,8 +76,8 @@ class Clock:
 
 Make = Callable[[], Tensor]
 Iteration = Callable[[Make, Make, Clock], Iterator[None]]
-"""Called with what makes x, what makes the gradient, and a clock, on which it leaves two marks in forward and, after it
-has yielded, two in backward."""
+"""The arguments are a function that makes x, a function that makes the gradient, and a clock. The iteration leaves two
+marks in forward, yields, and leaves two marks in backward."""
 
 
 class _Source(torch.autograd.Function):
@@ -109,7 +111,7 @@ def _one(device: torch.device, dtype: torch.dtype, requires_grad: bool) -> Tenso
 
 
 def module_iteration(module: nn.Module, call: Callable[[Tensor], Tensor] | None = None) -> Iteration:
-    """One forward and backward of ``call``, by default the module itself, whose parameters are ``module``'s."""
+    """One forward and backward of ``call``, by default of ``module`` itself. The parameters are those of ``module``."""
     call = module if call is None else call
     parameters = list(module.parameters())
     device = parameters[0].device
@@ -131,8 +133,8 @@ def module_iteration(module: nn.Module, call: Callable[[Tensor], Tensor] | None 
 
 
 def floor_iteration(make_x: Make, make_dz: Make, clock: Clock) -> Iterator[None]:
-    """The bytes that any algorithm of two passes moves: forward reads x twice and writes once, backward reads x and dz
-    twice and writes once."""
+    """Moves the bytes that any algorithm of two passes moves. Forward reads x twice and writes once. Backward reads x
+    and dz twice and writes once."""
     x = make_x()
     clock.mark()
     x.sum()
@@ -148,14 +150,14 @@ def floor_iteration(make_x: Make, make_dz: Make, clock: Clock) -> Iterator[None]
 
 
 def pool_size(nbytes: int, cache: int) -> int:
-    """How many tensors of a turn are prepared together so that the first is out of the cache when its turn comes."""
+    """How many tensors of ``nbytes`` bytes to prepare for a turn, so that the first has left the cache when it is
+    used."""
     return min(MAX_POOL, math.ceil(COLD_CACHES * cache / max(nbytes, 1)) + 1)
 
 
 def turn(iteration: Iteration, x: Tensor, dz: Tensor, lead_ms: float = 0.0) -> list[tuple[float, float]]:
-    """Milliseconds of forward and of backward in a contender's turn: one pair on the CPU, on CUDA as many as make the
-    cache cold. ``lead_ms`` is for how long the device is kept busy first.
-    """
+    """Milliseconds of forward and of backward in one turn of a contender. On the CPU there is one pair, on CUDA there
+    are as many as make the cache cold. On CUDA the device is first kept busy for ``lead_ms`` milliseconds."""
     size = 1
     make_x: Make = x.clone
     make_dz: Make = dz.clone
@@ -175,13 +177,13 @@ def turn(iteration: Iteration, x: Tensor, dz: Tensor, lead_ms: float = 0.0) -> l
 
 
 def finish(iteration: Iterator[None]) -> None:
-    """Runs what is left of it."""
+    """Runs the rest of an iteration."""
     deque(iteration, maxlen=0)
 
 
 @functools.cache
 def _cycles_per_ms(device: torch.device) -> float:
-    """Of `torch.cuda._sleep`."""
+    """How many cycles of `torch.cuda._sleep` take a millisecond."""
     cycles = 10**7
     torch.cuda._sleep(cycles)
     clock = Clock(device)
@@ -204,10 +206,13 @@ def no_garbage_collection() -> Iterator[None]:
 def interleaved(
     iterations: dict[str, Iteration], x: Tensor, dz: Tensor, seconds: float, min_rounds: int
 ) -> dict[str, Tensor]:
-    """Milliseconds of each contender: a row for each sample, the i-th of all of them from the same round, and a column
-    for each phase.
+    """Times all contenders in turns.
 
     Rounds go on for ``seconds``, but there are at least ``min_rounds``. x and dz are copied, never written.
+
+    Returns:
+        The milliseconds of each contender, with a row for each sample and a column for each phase. The i-th rows of all
+        contenders are from the same round.
     """
     order = list(iterations)
     collected: dict[str, list[tuple[float, float]]] = {name: [] for name in order}
@@ -218,7 +223,8 @@ def interleaved(
             for name in order:
                 start = time.perf_counter()
                 turn(iterations[name], x, dz)
-                # Generous: the host is slower to queue than the whole turn, waiting included, was.
+                # The host needs less time to queue a turn than the whole turn took, because that includes the wait for
+                # the device.
                 lead_ms[name] = 1.5e3 * (time.perf_counter() - start)
         end = time.perf_counter() + seconds
         rounds = 0
@@ -233,17 +239,17 @@ def interleaved(
 
 
 def quartiles(values: Sequence[float] | Tensor) -> list[Any]:
-    """Lower quartile, median, upper quartile; those of each column where there are columns."""
+    """Lower quartile, median and upper quartile of ``values``, or of each column of a matrix."""
     at = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
     return torch.quantile(torch.as_tensor(values, dtype=torch.float64), at, dim=0).movedim(0, -1).tolist()
 
 
 def by_phase(samples: Tensor) -> dict[str, list[float]]:
-    """Quartiles of what `interleaved` gives, or of a ratio of such."""
+    """Quartiles for each phase of a result of `interleaved`, or of a ratio of two results."""
     return dict(zip(PHASES, quartiles(samples), strict=True))
 
 
 def reason(error: BaseException) -> str:
-    """In one line: the error's kind and first line, and the second one if the first only introduces it."""
+    """An error in one line: its class and its first line, and the second line if the first one ends with a colon."""
     first, *more = str(error).strip().splitlines() or ["no message"]
     return f"{type(error).__name__}: {first}" + (f" {more[0]}" if first.endswith(":") and more else "")

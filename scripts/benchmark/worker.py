@@ -1,4 +1,4 @@
-"""Everything that is measured in one process, as JSON has it."""
+"""Makes all measurements of one process and returns them as a JSON object."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Worker:
         self.device = torch.device(args.device)
         self.bandwidth: float | None = None
         if self.device.type == "cuda":
-            # Some of torch's functions want an index.
+            # Some of torch's functions need a device with an index.
             self.device = torch.device("cuda", self.device.index or 0)
             torch.cuda.set_device(self.device)
             self.bandwidth = machine.copy_bandwidth(self.device)
@@ -60,7 +60,7 @@ class Worker:
         }
         if args.overhead:
             result["overhead"] = overhead.call_overhead(str(self.device), args.threads, args.overhead, args.callgrind)
-        # As nearly all steps are; those of nets are as they come.
+        # Nearly all steps of training run without a measurement of the guard, so operations are timed without it.
         with guard.paused():
             result["ops"] = [self.time_op(case) for case in cases if self.has_time(" ".join(map(str, case)))]
             if args.peer_python and PEER in args.contenders and self.has_time(f"the same by {args.peer_python}"):
@@ -81,7 +81,7 @@ class Worker:
         return interleaved(iterations, x, dz, self.args.seconds, self.args.min_rounds)
 
     def time_op(self, case: Case) -> dict[str, Any]:
-        # On CUDA the floor follows from the bandwidth.
+        # On CUDA the floor is computed from the bandwidth. Elsewhere there is no cuDNN.
         left_out = [PEER, NO_CUDNN if self.bandwidth is None else FLOOR]
         notes = []
         if self.args.quick and COMPILE in self.args.contenders and case.activation in self.compiled:
@@ -97,7 +97,7 @@ class Worker:
         return case.record() | {"timings": compare(collected), "notes": notes + failed}
 
     def add_peer(self, result: dict[str, Any]) -> None:
-        """Adds what the interpreter with the public package says of the same cases."""
+        """Adds the times of the public package for the same cases, from the interpreter that has it."""
         records = result["ops"]
         cases = [Case(*(record[field] for field in Case._fields)) for record in records]
         settings = {"device": str(self.device), "threads": self.args.threads}
@@ -114,7 +114,7 @@ class Worker:
                 continue
             if timing["activation"] != record["activation"]:
                 record["notes"].append(f"{PEER} has {timing['activation']} instead")
-            # Of another process there are no rounds to pair: ratios of medians, without a spread.
+            # Rounds of two processes do not form pairs. These are ratios of medians, without quartiles.
             timings, mine = record["timings"], {phase: timing["ms"][phase][1] for phase in PHASES}
             timings[PEER] = {"ms": timing["ms"]}
             if EAGER in timings:
@@ -123,7 +123,7 @@ class Worker:
                 timings[PEER]["of_floor"] = {p: [mine[p] / timings[FLOOR]["ms"][p][1]] for p in PHASES}
 
     def time_scaling(self, cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
-        """Ours and the floor on one thread and on all, for the first activation of each tensor."""
+        """Times ours and the floor on one thread and on all threads, for the first activation of each tensor."""
         threads = (1, self.args.threads)
         tensors: dict[tuple[Any, ...], Case] = {}
         for case in cases:
@@ -166,8 +166,7 @@ class Worker:
 
 
 def compare(collected: dict[str, Tensor]) -> dict[str, Any]:
-    """For each contender quartiles of its time, of how many times faster than eager it is, and of how many times the
-    floor it takes."""
+    """For each contender the quartiles of its time, of eager's time over it, and of its ratio to the floor's time."""
     timings: dict[str, Any] = {}
     for name, mine in collected.items():
         timings[name] = {"ms": by_phase(mine), "samples": len(mine)}

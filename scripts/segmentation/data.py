@@ -1,8 +1,8 @@
 """Training data of the segmentation demo: handwritten digits on photographs, or a folder of the user's own.
 
-Both give batches of normalised fp32 images [N, 3, H, W] and int64 labels [N, H / 2, W / 2], of every second pixel, with
-`IGNORE` where there is no label; H and W are multiples of `STRIDE`. Their `class_weights`, fp32 [classes], are for the
-loss.
+Both give batches of normalised fp32 images [N, 3, H, W] and int64 labels [N, H / 2, W / 2]. H and W are multiples of
+`STRIDE`. Labels are those of every second pixel, or `IGNORE` where there is no label. The attribute `class_weights`,
+fp32 [classes], is for the loss.
 """
 
 import math
@@ -27,7 +27,7 @@ INK_THRESHOLD = 0.4
 
 
 class DataError(ValueError):
-    """Input that cannot be used; the message is one line and names the file or folder."""
+    """Input that cannot be used. The message is one line and names the file or folder."""
 
 
 def seeded_generator(*key: int) -> torch.Generator:
@@ -42,13 +42,14 @@ def normalise(images: Tensor) -> Tensor:
 
 
 class DigitScenes:
-    """Scikit-learn's scanned digits pasted over crops of its photographs; digit d has label d + 1, background 0.
+    """Scikit-learn's scanned digits pasted over crops of its photographs. Digit d has label d + 1, the background label
+    0.
 
     The last `VAL_DIGITS` scans appear in validation scenes only.
     """
 
     class_names = ("background", *map(str, range(10)))
-    # Most pixels are background and easy; at equal weight the net learns to find digits long before it reads them.
+    # Most pixels are background and easy. With equal weights the net learns to find digits long before it reads them.
     class_weights = torch.tensor([0.3] + [1.0] * 10)
     val_batches = VAL_BATCHES
 
@@ -60,7 +61,7 @@ class DigitScenes:
         if size > limit:
             raise DataError(f"scikit-learn's photographs: --size {size} exceeds the largest crop, {limit}")
         ink = torch.from_numpy(scans.images).float()[:, None] / 16
-        # Bicubic first: the 8x8 scans would show their grid if the affine sampling enlarged them alone.
+        # The scans are 8x8. They would show their grid if the affine sampling alone enlarged them.
         ink = F.interpolate(ink, scale_factor=4, mode="bicubic", align_corners=False)
         self._ink = ((ink - 0.2) / 0.4).clamp(0, 1)
         self._labels = torch.from_numpy(scans.target).long() + 1
@@ -74,12 +75,13 @@ class DigitScenes:
     def _scenes(self, count: int, first: int, last: int, gen: torch.Generator) -> tuple[Tensor, Tensor]:
         image = torch.stack([self._crop(gen) for _ in range(count)])
         label = torch.zeros(count, self._size, self._size, dtype=torch.long)
-        # A quadrant for each digit's centre, with jitter: overlaps are few, and no digit is hidden altogether.
+        # The centre of each digit has a quadrant of its own, so that overlaps are few and no digit is hidden
+        # altogether.
         for corner in [(-1, -1), (-1, 1), (1, -1), (1, 1)]:
             picks = torch.randint(first, last, (count,), generator=gen)
             alpha = self._place(self._ink[picks], corner, gen)
             behind = (alpha * image).sum((1, 2, 3)) / (3 * alpha.sum((1, 2, 3))).clamp(min=1)
-            # Light ink on dark and dark ink on light, so that every digit can be seen.
+            # Ink is light on dark ground and dark on light ground, so that every digit can be seen.
             base = 0.7 * (behind < 0.5).float()
             colour = base[:, None] + 0.3 * torch.rand(count, 3, generator=gen)
             image = torch.lerp(image, colour[:, :, None, None].expand_as(image), alpha.expand_as(image))
@@ -106,10 +108,11 @@ class DigitScenes:
 
 
 class FolderData:
-    """`images/` and `masks/` of equal stems under `root`; every fifth pair, in order of name, is for validation.
+    """Pairs of files with equal stems in `images/` and `masks/` under `root`. Every fifth pair, in order of name, is
+    for validation.
 
-    A mask is a single-channel image of class indices below `classes`, or `IGNORE`. Every file is read once here, so
-    that a bad one stops the run before training and not in the middle of it.
+    A mask is a single-channel image of class indices below `classes`, or `IGNORE`. Every file is read once at the
+    start, so that a bad file stops the run before training.
     """
 
     def __init__(self, root: Path, size: int, classes: int) -> None:
@@ -150,7 +153,7 @@ SegmentationData = DigitScenes | FolderData
 
 
 def find_pairs(root: Path) -> list[tuple[Path, Path]]:
-    """The (image, mask) paths under `root`, sorted by stem; raises `DataError` unless there are two or more."""
+    """The (image, mask) paths under `root`, sorted by stem. Raises `DataError` if there are fewer than two."""
     folders = root / "images", root / "masks"
     by_stem: list[dict[str, Path]] = []
     for folder in folders:
@@ -172,7 +175,7 @@ def find_pairs(root: Path) -> list[tuple[Path, Path]]:
 
 
 def read_pair(image_path: Path, mask_path: Path, classes: int) -> tuple[Tensor, Tensor]:
-    """One normalised fp32 image [3, H, W] and its int64 label [H, W]; raises `DataError` when either is bad."""
+    """One normalised fp32 image [3, H, W] and its int64 label [H, W]. Raises `DataError` if either is bad."""
     pixels = read_array(image_path, "RGB")
     mask = read_array(mask_path, None)
     if mask.ndim != 2:

@@ -14,12 +14,12 @@ WIDTHS = (16, 32, 64, 96)
 
 
 def conv_norm(inputs: int, outputs: int, kernel: int = 3, stride: int = 1) -> list[nn.Module]:
-    """[N, inputs, H, W] to [N, outputs, H / stride, W / stride]."""
+    """Convolution and norm, which map [N, inputs, H, W] to [N, outputs, H / stride, W / stride]."""
     return [nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, bias=False), nn.BatchNorm2d(outputs)]
 
 
 class Residual(nn.Module):
-    """Two convolutions and what goes round them, [N, channels, H, W] in and out."""
+    """A residual block of two convolutions, [N, channels, H, W] in and out."""
 
     def __init__(self, channels: int, activation: Callable[[], nn.Module]) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Residual(nn.Module):
 
 
 class UNet(nn.Module):
-    """Images [N, 3, H, W] to logits [N, classes, H / 2, W / 2]; H and W are multiples of 16."""
+    """Maps images [N, 3, H, W] to logits [N, classes, H / 2, W / 2]. H and W are multiples of 16."""
 
     def __init__(self, classes: int, activation: str) -> None:
         super().__init__()

@@ -26,19 +26,22 @@ class Run:
     miou: float
     losses: list[float]
     seconds: list[float]
-    """Of each step."""
+    """The seconds of each step."""
 
 
 def mean_iou(confusion: Tensor) -> float:
-    """Mean intersection over union from pixel counts [classes, classes] by (label, prediction), of the classes that are
-    in either; NaN if none is."""
+    """The mean intersection over union of those classes that are labels or predictions of any pixel; NaN if there are
+    none.
+
+    ``confusion`` [classes, classes] counts pixels by (label, prediction).
+    """
     hits = confusion.diagonal()
     union = confusion.sum(0) + confusion.sum(1) - hits
     return (hits[union > 0] / union[union > 0]).mean().item()
 
 
 def table(runs: Sequence[Run], memory: MemoryReport) -> str:
-    """A Markdown table of both nets, and how the converted one compares."""
+    """A Markdown table of both nets and of their differences."""
     assert memory.after is not None
     rows = [("", f"mIoU, {seeds(len(runs) // 2)}", "held for backward", "peak of a step", "time of a step")]
     figures = []
@@ -62,20 +65,20 @@ def seeds(count: int) -> str:
 
 
 def spread(values: Sequence[float], sign: str = "") -> str:
-    """Mean and standard deviation."""
+    """Mean and standard deviation of ``values``."""
     mean = f"{statistics.mean(values):{sign}.3f}"
     return f"{mean} ± {statistics.stdev(values):.3f}" if len(values) > 1 else mean
 
 
 def save_picture(path: Path, runs: Sequence[Run], memory: MemoryReport) -> None:
-    """Writes a PNG: memory over a step of both nets, and the losses of all runs, smoothed."""
+    """Writes a PNG with the memory over a step of both nets, and with the smoothed losses of all runs."""
     figure = Figure(figsize=(12, 4.5), layout="constrained")
     left, right = figure.subplots(1, 2)
     draw_timeline(left, memory)
     left.set_title("memory over one training step")
     window = max(1, len(runs[0].losses) // 40)
     for run in runs:
-        # The converted net's are drawn thin, over the native one's.
+        # The losses of the converted net are drawn thin, over those of the native net.
         converted = run.norm == "converted"
         label = f"{run.norm}, {seeds(len(runs) // 2)}" if run.seed == 0 else None
         losses = np.convolve(run.losses, np.ones(window) / window, mode="valid")

@@ -1,4 +1,5 @@
-"""The allocator is asked for nothing of an activation's size where reuse is possible."""
+"""Backward allocates nothing of an activation's size if it can reuse memory, and a chain holds one activation per
+unit."""
 
 import pytest
 import torch
@@ -9,8 +10,8 @@ from inplace_abn import InPlaceABN, guard
 
 
 def allocations(step, at_least, node="InPlaceABNFunction"):
-    """Sizes of the blocks of ``at_least`` bytes allocated within each backward node of that name, an ABN's unless told,
-    and all events' sizes."""
+    """Returns the sizes of the blocks of at least ``at_least`` bytes that each backward node allocates, and the sizes
+    of all events. ``node`` is a part of the name of these nodes, by default an ABN's."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step()
     events = profiler.profiler.kineto_results.events()
@@ -84,11 +85,14 @@ def test_backward_of_abn_between_convolutions_allocates_nothing(training, loss, 
     assert within == [[], [], []]
 
 
-# Blocks of an activation's size that each ABN of a block allocates in backward, from the last to the first.
-# AddBlock: the add hands one gradient to the block and to what is around it, so it is not the last ABN's to overwrite;
-# but nobody needs that ABN's output any more (the add saves nothing), and dx takes its memory.
-# ResidualArgumentBlock: two results, dx and the residual's gradient, and two buffers that are its own, dz and z. The
-# block's output is the next one's input, whose convolution has been differentiated by then.
+# The numbers are the blocks of an activation's size that each ABN of a block allocates in backward, from the last ABN
+# to the first.
+#
+# AddBlock: the addition passes the same gradient to the block and around it, so the last ABN may not overwrite that
+# gradient. But nobody needs the output of that ABN any more, because the addition saves nothing. dx takes its memory.
+#
+# ResidualArgumentBlock: backward writes two results, dx and the gradient of the residual, and it owns two buffers, dz
+# and z. The output of the block is the input of the next block, whose convolution has finished its backward by then.
 RESIDUAL = {
     "add": (AddBlock, [[], []]),
     "residual argument": (ResidualArgumentBlock, [[], []]),
@@ -114,7 +118,7 @@ VIEWS = {
 
 @pytest.mark.parametrize("view", VIEWS)
 def test_backward_through_a_view_allocates_what_autograd_itself_does_for_ops_in_place_on_views(view):
-    """The in-place op on a view took three blocks of its own where it now takes none."""
+    """Autograd itself allocates for each in-place op on a view. An ABN must not allocate more than that."""
     sizes = []
     for overwrite in (lambda x: InPlaceABN(x.shape[1])(x), lambda x: x.add_(1)):
         y = activation("cpu").requires_grad_() * 2
@@ -150,7 +154,8 @@ def test_a_chain_keeps_one_activation_per_unit(units):
 
     _, ours = allocations(forward(Chain(units)), 0)
     _, theirs = allocations(forward(Chain(units, native)), 0)
-    # One per unit, and the last convolution's result; BatchNorm and its activation keep an input each.
+    # In place, each unit holds one activation, and the last convolution its result. BatchNorm and its activation hold
+    # an input each in addition.
     assert round(sum(ours) / x.nbytes, 1) == units + 1
     assert round(sum(theirs) / x.nbytes, 1) == 3 * units + 1
 

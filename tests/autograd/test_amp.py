@@ -10,7 +10,7 @@ from torch import nn
 from inplace_abn import ABN, InPlaceABN, InPlaceABNSync
 
 DTYPES = [torch.bfloat16, torch.float16]
-# Of a gradient, relative in the 2-norm, in a net of two layers whose kinks amplify rounding.
+# The largest relative error of a gradient in the 2-norm. The net has two layers, whose kinks amplify rounding.
 TOLERANCE = {torch.bfloat16: 0.12, torch.float16: 0.08}
 ACTIVATIONS = ["leaky_relu", "relu", "elu", "identity"]
 
@@ -67,7 +67,7 @@ def test_autocast_with_float32_parameters(module, dtype, activation, device):
     assert z1.dtype == dtype
     for name, g in gradients(ours).items():
         assert g.dtype == torch.float32
-        if name != "2.bias":  # normalised away: zero but for rounding
+        if name != "2.bias":  # the norm cancels this bias, so its gradient is zero up to rounding
             assert error(g, expected[name]) < TOLERANCE[dtype], name
     for name, buffer in ours.named_buffers():
         if not name.endswith("tracked"):
@@ -181,7 +181,8 @@ def test_grad_scaler_skips_a_step_that_overflows_and_recovers(device):
 
 
 def test_infinite_gradients_reach_the_parameters(device):
-    """A scaler sees them there; they must not be lost on the way."""
+    """A gradient scaler looks for infinities in the gradients of the parameters. They must not be lost on the way
+    there."""
     for bad in (float("inf"), float("nan")):
         for dtype in (torch.float32, torch.float16, torch.bfloat16):
             norm = InPlaceABN(4).to(device)

@@ -1,4 +1,4 @@
-"""What a sole holder looks like is seen when the first graph is built, wherever that happens."""
+"""Calibration: the first graph shows the reference counts of a sole holder, wherever that graph is built."""
 
 import os
 import subprocess
@@ -167,7 +167,8 @@ def held_gradients_keep_their_content():
 
 
 def after_a_compilation_that_failed():
-    """Python calls have one reference more in some releases, because the compiler goes on evaluating frames."""
+    """After this, Python calls have one reference more in some releases, because the compiler goes on evaluating
+    frames."""
 
     def refused(x):
         return inplace_abn(x, None, None, None, None)
@@ -179,7 +180,7 @@ def after_a_compilation_that_failed():
 
 
 def test_references_of_a_compiler_that_evaluates_frames_are_no_holders():
-    # It does so until the process ends.
+    # The compiler goes on until the process ends, so this needs a process of its own.
     command = [sys.executable, "-c", "import test_calibration as t; t.after_a_compilation_that_failed()"]
     environment = os.environ | {"INPLACE_ABN_NODE": "0" if functions._node is None else "1"}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
@@ -187,7 +188,7 @@ def test_references_of_a_compiler_that_evaluates_frames_are_no_holders():
 
 
 class KeepsLocals:
-    """A debugger that holds the variables of the last call it saw, of any function or of one."""
+    """A debugger that holds the variables of the last call that it saw, of any function or of ``function`` alone."""
 
     def __init__(self, function=None):
         self.function, self.last = function, None
@@ -250,7 +251,7 @@ def test_a_node_that_is_called_directly_leaves_what_it_was_given_and_its_output_
                 first = call(node, held)
                 second = call(node, held)
             torch.testing.assert_close(first[0], second[0])
-        except (AttributeError, TypeError):  # Python's nodes cannot be called, C++'s have no apply.
+        except (AttributeError, TypeError):  # A node in Python cannot be called, and a node in C++ has no apply.
             pass
         except RuntimeError as error:
             assert "a second time" in str(error)

@@ -12,7 +12,7 @@ from inplace_abn.conversion.norms import InPlaceNorm
 
 
 def public_checkpoint(channels=4):
-    """As the public package saves it, without batch counters."""
+    """A checkpoint as the public package saves it, without batch counters."""
     return {
         "0.weight": torch.randn(channels, 3, 3, 3),
         "1.weight": torch.tensor([-1.0, 0.5, 2.0, -1e-7]),

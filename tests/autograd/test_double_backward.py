@@ -17,14 +17,16 @@ EPS = 1e-3
 
 
 def leaves(device, affine="both", shape=SHAPE):
-    """x, weight, bias as leaves where there are any, and running statistics."""
+    """Returns x, weight and bias as leaves, or None for those that ``affine`` leaves out, and the running
+    statistics."""
     x = torch.randn(shape, dtype=torch.float64, device=device)
     weight, bias, *running = parameters(shape[1], torch.float64, device, affine)
     return [None if t is None else t.requires_grad_() for t in (x, weight, bias)], running
 
 
 def call(function, tensors, running, training=True, **options):
-    """``function`` on a fresh copy of the input, so that the input survives; running statistics are copied too."""
+    """Calls ``function`` on a fresh copy of the input, so that the input survives. Running statistics are copied,
+    too."""
     x, weight, bias = tensors
     return function(x * 1.0, weight, bias, *[t.clone() for t in running], training, eps=EPS, **options)
 
@@ -80,7 +82,7 @@ def native(channels, activation):
 
 
 def penalty_step(net, x, run, times=1):
-    """Loss and a gradient penalty, as in training a critic; returns all gradients by position."""
+    """Runs steps with a loss and a gradient penalty, as in training a critic. Returns the penalty and all gradients."""
     net.zero_grad()
     x = x.clone().requires_grad_()
     for _ in range(times):
@@ -167,7 +169,7 @@ def test_first_order_backward_after_a_kept_graph_of_second_order(device):
 
 
 class CallsNode(torch.autograd.Function):
-    """Identity whose backward calls the node of an ABN."""
+    """The identity. Its backward calls the node of an ABN."""
 
     @staticmethod
     def forward(ctx, y, node):
@@ -181,7 +183,7 @@ class CallsNode(torch.autograd.Function):
 
 
 def test_second_derivatives_by_a_call_of_the_node_within_another_go_through_its_own_input(device):
-    """They went along the edge of the node that called, so the path through x was lost."""
+    """The node must use its own edge and not that of the node that calls it. Otherwise the path through x is lost."""
     tensors, running = leaves(device)
     z = call(inplace_abn, tensors, running)
     weights = torch.randn_like(z)
@@ -229,7 +231,7 @@ def test_third_derivatives(device):
 
 
 def twice(f):
-    """Several losses with second derivatives, of a function of (x, weight, bias) to a scalar."""
+    """Several losses with derivatives of ``f``, a function of (x, weight, bias) to a scalar."""
     grad = torch.func.grad
     everything = (0, 1, 2)
 

@@ -1,4 +1,4 @@
-"""The functional form against the reference in float64, over every axis."""
+"""The functional form against the reference in float64, for all shapes, layouts, dtypes and activations."""
 
 import copy
 
@@ -27,11 +27,11 @@ from inplace_abn import inplace_abn
 
 
 def run(x, dz, weight, bias, running_mean, running_var, **settings):
-    """As `cases.oracle`, by the op; x and dz keep their values and layouts."""
+    """Returns what `cases.oracle` returns, computed by the op. x and dz keep their values and layouts."""
     source = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
     leaves = [None if t is None else t.detach().clone().requires_grad_() for t in (weight, bias)]
     running = [t.clone() for t in (running_mean, running_var)]
-    # A producer with x's own strides, so that the op meets them.
+    # The op gets a tensor with the strides of x.
     produced = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(source)
     z = inplace_abn(produced, *leaves, *running, **settings)
     assert z is produced
@@ -77,7 +77,7 @@ def test_results_match_the_formulas_in_every_dtype(
     x = laid_out(torch.randn(shape, device=device).to(dtype), layout)
     dz = torch.randn_like(x)
     weight, bias, *running = parameters(shape[1], stats_dtype(dtype), device)
-    # Of one sign, so that gradients do not cancel by accident, which would make relative errors meaningless.
+    # dz has one sign, so that gradients do not cancel by accident. Cancellation would make relative errors meaningless.
     dz = dz.abs()
     if narrow_parameters:
         weight, bias = weight.to(dtype), bias.to(dtype)
@@ -89,7 +89,8 @@ def test_results_match_the_formulas_in_every_dtype(
     assert actual["dweight"].dtype == weight.dtype
     allowed = tolerance(dtype, activation)
     if dtype in (torch.bfloat16, torch.float16):
-        # dweight sums terms of both signs that z's rounding has disturbed: compare it with what it sums over.
+        # dweight sums terms of both signs, which the rounding of z has changed. Its error is relative to the size of
+        # the terms.
         scale = expected["dbias"].abs().max()
         assert (actual["dweight"].double() - expected["dweight"]).abs().max() < allowed * scale
         del expected["dweight"]

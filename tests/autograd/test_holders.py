@@ -1,4 +1,4 @@
-"""What is kept keeps its content, however it is kept, and who counts as a holder."""
+"""Memory that somebody holds keeps its content, however it is held. Also: who counts as a holder."""
 
 import ctypes
 import sys
@@ -28,7 +28,7 @@ def as_c_array(t):
     return (ctypes.c_double * t.numel()).from_buffer(array)
 
 
-# How to hold a tensor's memory, and how to read what is held.
+# For each kind of holder: how to hold the memory of a tensor, and how to read the holder.
 HOLDERS = {
     "tensor": (lambda t: t, lambda h: h),
     "in a tuple in a list": (lambda t: [(t,)], lambda h: h[0][0]),
@@ -61,7 +61,7 @@ CPU_HOLDERS = {
 
 
 class Backward(torch.autograd.Function):
-    """Identity whose backward is ``make``."""
+    """The identity. Its backward is ``make``."""
 
     @staticmethod
     def forward(ctx, z, make):
@@ -77,7 +77,7 @@ def numpy_memory(g):
     return torch.from_numpy(g.cpu().numpy() * 1.5).to(g.device)
 
 
-# How the gradient comes about.
+# These functions decide where the gradient comes from.
 ORIGINS = {
     "mul": lambda z: z * 1.5,
     "add": lambda z: z + 0,
@@ -204,7 +204,7 @@ def test_gradients_in_shared_memory_keep_their_content():
 
 
 def test_memory_is_told_apart_also_after_many_calls(device):
-    """Interpreters rewrite code that has run often; references must go on being counted alike."""
+    """Interpreters rewrite code that has run often. References must be counted as before."""
     for _ in range(1500):
         kept = []
         z = unit(leaf(device, (2, 4)))

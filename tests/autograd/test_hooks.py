@@ -1,4 +1,4 @@
-"""Hooks on modules see and keep what they would out of place, and hooks that raise leave a graph that is right or
+"""Hooks on modules see and keep what they would see out of place. After a hook has raised, the graph is right or
 refuses."""
 
 import pytest
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Twin(InPlaceABN):
-    """Out of place, with the weight's scale of the in-place module."""
+    """An out-of-place module that scales by the weight as the in-place module does."""
 
     def forward(self, x):
         return reference.forward(

@@ -1,4 +1,4 @@
-"""inplace_instance_norm and its ops against torch's instance norm in float64, over every axis."""
+"""inplace_instance_norm and its ops against torch's instance norm in float64, for all shapes, layouts and dtypes."""
 
 import pytest
 import torch
@@ -11,11 +11,11 @@ from inplace_abn.activations import exactly, find
 
 SHAPES = [
     (3, 5, 7),
-    (2, 70, 3, 3),  # channels: no multiple of a vector, more than one
+    (2, 70, 3, 3),  # more channels than a vector holds, and no multiple of them
     (2, 3, 75, 67),  # planes longer than a panel
-    (1, 6, 5, 4),  # one sample, as batch norm would have it
-    (4, 1, 6, 5),  # one channel, so that samples are what is even
-    (33, 7, 3, 3),  # more samples than are walked one after another
+    (1, 6, 5, 4),  # one sample, so that the result is batch norm's
+    (4, 1, 6, 5),  # one channel, and an even number of samples
+    (33, 7, 3, 3),  # so many samples that the CPU divides them among its threads
     (2, 4, 3, 5, 6),
 ]
 LAYOUTS = ["contiguous", "channels_last", "channel slice", "channels_last slice", "transposed", "strided"]
@@ -25,7 +25,7 @@ EPS = 1e-3
 def oracle(x, dz, weight, bias, running_mean, running_var, residual, training, momentum, activation, param):
     """Results of torch's instance norm in float64."""
     leaves = {"x": x, "weight": weight, "bias": bias, "residual": residual}
-    # Of one sample in channels-last memory, torch's gradients are wrong on the CPU.
+    # On the CPU, torch's gradients for one sample in channels-last memory are wrong.
     leaves = {
         name: t.detach().double().clone(memory_format=torch.contiguous_format).requires_grad_()
         for name, t in leaves.items()
@@ -40,7 +40,7 @@ def oracle(x, dz, weight, bias, running_mean, running_var, residual, training, m
 
 def run(x, dz, weight, bias, running_mean, running_var, residual, training, momentum, activation, param, **options):
     leaves = {"x": x, "weight": weight, "bias": bias, "residual": residual}
-    # Clones keep layouts, but for those with gaps.
+    # A clone does not keep a layout with gaps.
     leaves = {
         name: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t).requires_grad_()
         for name, t in leaves.items()
@@ -75,7 +75,7 @@ def assert_matches(actual, expected, allowed):
 
 
 def correlated(x):
-    """A gradient that follows x, as a squared loss makes it do."""
+    """A gradient that is correlated with x, as that of a squared loss is."""
     return torch.randn_like(x) + 2 * x
 
 
@@ -101,14 +101,16 @@ def test_results_are_torchs_in_every_dtype(dtype, layout, activation, param, tra
     weight, bias, *running = parameters(shape[1], stats_dtype(dtype), device)
     if narrow_parameters:
         weight, bias, *running = (t.to(dtype) for t in (weight, bias, *running))
-    # Of one sign, so that gradients do not cancel by accident, which would make relative errors meaningless.
+    # The gradient has one sign, so that sums do not cancel by accident. Cancellation would make relative errors
+    # meaningless.
     arguments = (x, torch.rand_like(x), weight, bias, *running, None, training, 0.3, activation, param)
     actual, expected = run(*arguments), oracle(*arguments)
     assert actual["z"].dtype == actual["dx"].dtype == dtype
     assert actual["dweight"].dtype == weight.dtype
     allowed = tolerance(dtype, activation)
     if dtype in (torch.bfloat16, torch.float16):
-        # dweight sums terms of both signs that z's rounding has disturbed: compare it with what it sums over.
+        # dweight sums terms of both signs, which the rounding of z has changed. Its error is relative to the size of
+        # the terms.
         scale = expected["dbias"].abs().max()
         assert (actual["dweight"].double() - expected.pop("dweight")).abs().max() < 2 * allowed * scale
     assert relative_error(actual.pop("z"), expected.pop("z")) < TOLERANCE[dtype]

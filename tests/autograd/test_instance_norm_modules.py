@@ -1,4 +1,4 @@
-"""InPlaceInstanceNorm as a part of nets: what it is to torch's state dicts, who may hold what, and all surroundings."""
+"""InPlaceInstanceNorm in nets: state dicts, holders of memory, compilers, autocast, checkpoints and transforms."""
 
 import copy
 import logging
@@ -31,7 +31,8 @@ SHAPES = [(3, 5, 12), (3, 5, 4, 6), (2, 5, 3, 4, 5)]
 
 
 def oracle(x, weight, bias, mean, var, training=True, *, eps=1e-5, activation, activation_param, residual=None):
-    """Not by torch's instance norm, whose second derivatives and channels-last gradients are less exact."""
+    """Instance norm by its formula. The second derivatives and channels-last gradients of torch's own are less
+    exact."""
     dims = tuple(range(2, x.dim()))
     shape = [1, -1] + [1] * len(dims)
     own_mean, own_var = x.mean(dims, keepdim=True), x.var(dims, unbiased=False, keepdim=True)
@@ -42,7 +43,7 @@ def oracle(x, weight, bias, mean, var, training=True, *, eps=1e-5, activation, a
 
 
 def twins(shape, **options):
-    """torch's module and ours, with the same state."""
+    """Returns torch's module and ours, with the same state."""
     torch.manual_seed(4)
     native = NATIVE[len(shape)](shape[1], dtype=torch.float64, **options)
     for t in (native.weight, native.running_var):
@@ -191,7 +192,7 @@ def test_compiled_wirings_are_right(wiring, device):
 
 
 def native(module):
-    """With torch's modules in the place of ours, which are followed by a ReLU."""
+    """A copy of ``module`` in which torch's norms, each with a ReLU, replace ours."""
     layers = []
     for layer in module:
         if isinstance(layer, InPlaceInstanceNorm):
@@ -220,7 +221,7 @@ def test_a_net_trains_under_autocast(dtype, device):
         found = step(module, x, lambda _: autocast(module))
         return [relative_error(t, e) for t, e in zip(found[2:], exact[2:], strict=True) if e.norm() > 1e-9]
 
-    # Rounded elsewhere, so that a few values are on the other side of a kink.
+    # The two nets round in different places, so a few values are on the other side of a kink.
     for ours, torchs in zip(errors(module), errors(native(module)), strict=True):
         assert ours < 1.3 * torchs + 0.03
 
@@ -285,7 +286,8 @@ def test_the_guard_names_the_channel_and_not_the_sample(caplog):
 
 
 def test_a_constant_sample_is_normalised_to_its_bias(device):
-    """A patch of background: its variance is zero, and so is what it adds to the weight's gradient."""
+    """A constant sample is a patch of background. Its variance is zero, and so is its share of the weight's
+    gradient."""
     x = torch.randn(2, 3, 4, 4, dtype=torch.float64, device=device)
     x[1] = 7.0
     native, ours = twins(x.shape, affine=True)
@@ -378,7 +380,7 @@ def test_evaluation_with_running_statistics_takes_any_number_of_values(shape, tr
 
 
 def test_one_channels_last_sample_has_the_gradient_of_the_formulas_in_place_or_not(device):
-    """torch's own instance norm has another one, on the CPU."""
+    """On the CPU, torch's own instance norm has another gradient."""
     x = torch.randn(1, 3, 4, 5, dtype=torch.float64, device=device).contiguous(memory_format=torch.channels_last)
     dz, what = torch.randn_like(x), {"activation": "identity", "activation_param": 0.0}
     expected = x.clone().requires_grad_()

@@ -1,4 +1,4 @@
-"""keep_input: the result in new memory, x untouched and not saved, whoever else needs it."""
+"""With keep_input the result is in new memory, and x is neither changed nor saved. Others may need x."""
 
 import pytest
 import torch
@@ -164,7 +164,7 @@ def test_it_works_in_every_context(context, device):
 
 
 class PreActivation(nn.Module):
-    """x + conv(act(norm(x))), where x is what the next block needs."""
+    """x + conv(act(norm(x))). The addition needs x, too."""
 
     def __init__(self, norm):
         super().__init__()
@@ -182,7 +182,7 @@ def test_a_chain_of_pre_activation_blocks_holds_one_tensor_per_layer(blocks):
         net(x)
         _, sizes = allocations(lambda net=net, results=results: results.append(net(x)), 0)
         held[len(held)] = round(sum(sizes) / x.nbytes, 1)
-    # Each block's z, and the last sum; torch also keeps each norm's input.
+    # Each block holds its z, and the net holds the last sum. torch also holds the input of each norm.
     assert held == {0: blocks + 1, 1: 2 * blocks + 1}
 
 

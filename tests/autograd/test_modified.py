@@ -1,5 +1,5 @@
-"""What was saved for backward and has been modified since is an error in backward: the output and the operands of an
-ABN, and what others saved and an ABN overwrote."""
+"""Backward raises if a saved tensor was modified: the output or an operand of an ABN, or a tensor that another op saved
+and an ABN overwrote."""
 
 import re
 from contextlib import nullcontext
@@ -79,7 +79,7 @@ def test_message_about_a_modified_output_names_the_package_and_the_remedy(contex
 
 
 def test_a_backward_within_that_frees_the_graph_is_what_the_outer_one_tells(device):
-    """It said that the output had been modified in place, which nobody had done."""
+    """The message must not say that the output was modified in place, because nobody has done that."""
     z = inplace_abn(leaf_input(device) * 1, None, None, None, None)
     loss = z.square().sum()
     runs = []

@@ -1,4 +1,4 @@
-"""The modules as their users meet them: constructors, attributes, state dicts, subclasses."""
+"""The modules' constructors, attributes, state dicts and subclasses."""
 
 import copy
 import inspect

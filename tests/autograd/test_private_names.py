@@ -1,5 +1,5 @@
-"""The private names of torch that ``inplace_abn/_torch.py`` uses do what they are used for. A test that fails here
-names what a release of torch has changed."""
+"""The private names of torch that ``inplace_abn/_torch.py`` uses do what the package needs. A test that fails here
+shows what a release of torch has changed."""
 
 import ast
 from pathlib import Path
@@ -280,7 +280,7 @@ def test_every_private_name_is_tested():
 
 def test_nobody_else_uses_private_names_of_torch():
     package = Path(_torch.__file__).parent
-    # These are there for everybody: torch.library's documentation has them.
+    # These names are for everybody: the documentation of torch.library has them.
     public = {"_check", "_check_value", "_check_type"}
     found = []
     for path in package.rglob("*.py"):
@@ -289,7 +289,7 @@ def test_nobody_else_uses_private_names_of_torch():
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch."):
                 names = node.module.split(".") + [alias.name for alias in node.names]
             found += [(path.name, n) for n in names if n.startswith("_") and not n.startswith("__") and n not in public]
-    # torch says in public that it has these two, in modules whose names begin with an underscore.
+    # These modules are public, although their names begin with an underscore.
     allowed = {"_python_dispatch", "_pytree", "_functional_collectives"}
     assert [(file, name) for file, name in found if name not in allowed and file != "_torch.py"] == []
 
@@ -371,7 +371,7 @@ def test_stand_in_like_has_no_memory_and_may_be_an_output_of_a_node():
             return g, None
 
     x = torch.ones_like(like, requires_grad=True)
-    for _ in range(2):  # The second time it moves to another place.
+    for _ in range(2):  # In the second pass the tensor moves to another place in the graph.
         assert Made.apply(x, (t,)) is t
         (g,) = torch.autograd.grad(t, x, torch.ones_like(like))
         assert torch.equal(g, torch.ones_like(g))
@@ -435,7 +435,7 @@ def test_joint_graphs_are_passed_on_with_backward_marked(fresh_compiler):
 
 
 class Double(torch.autograd.Function):
-    """Has a backward pass that multiplies matrices which the forward pass has, too."""
+    """Its backward pass multiplies matrices that the forward pass has, too."""
 
     @staticmethod
     def forward(ctx, x):

@@ -1,4 +1,4 @@
-"""What cannot be right is refused with a message, and nothing has been modified before it."""
+"""A call that cannot be right is refused with a message, before anything is modified."""
 
 import pytest
 import torch
@@ -59,7 +59,7 @@ def test_a_producer_that_needs_its_output_is_an_error_before_anything_is_modifie
         context = "plain"
     with pytest.raises(RuntimeError, match=r"inplace_abn: x is the output of .*keep_input=True"):
         CONTEXTS[context](n, wiring)().sum().backward()
-    # A reentrant checkpoint overwrites its first x without grad, where that is allowed.
+    # A reentrant checkpoint overwrites its first x without grad, which is allowed. Only the last x is checked.
     x, before, version = inputs[-1]
     assert torch.equal(x.detach(), before)
     assert x._version == version

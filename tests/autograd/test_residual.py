@@ -1,4 +1,4 @@
-"""z = act(BN(x) + residual): results, gradients, whose memory is reused, and what is refused."""
+"""z = act(BN(x) + residual): results, gradients, reuse of memory, and what is refused."""
 
 import pytest
 import torch

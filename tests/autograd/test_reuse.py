@@ -89,7 +89,7 @@ def test_memory_is_reused_where_it_can_be(case, device):
 
 @pytest.fixture
 def process_group(monkeypatch):
-    """Of one process, taken for one of several."""
+    """A process group of one process. The package takes it for a group of several."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     monkeypatch.setattr(distributed, "participating_group", lambda group: torch.distributed.group.WORLD)
     yield
@@ -97,7 +97,7 @@ def process_group(monkeypatch):
 
 
 class SynchronisedBuffers(TorchDispatchMode):
-    """Where the synchronised backward writes xhat, dy and dx."""
+    """Records where the synchronised backward writes xhat, dy and dx."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}

@@ -1,4 +1,4 @@
-"""Nets trained with in-place normalisation take the same course as with torch's own, and in less memory."""
+"""Nets with norms in place have the same losses in training as nets with torch's norms, and take less memory."""
 
 import pytest
 import torch
@@ -63,7 +63,7 @@ def test_a_converted_batch_norm_with_weights_of_any_sign_gives_the_same_output(t
     abn.load_state_dict(bn.state_dict())
     x = torch.randn(4, 7, 9, 9, dtype=torch.float64, device=device)
     expected = torch.relu(bn(x))
-    # Weights smaller than eps are kept eps away from zero.
+    # The norm in place moves weights that are smaller than eps to eps away from zero.
     kept = weight.abs() >= abn.eps
     actual = abn(x.clone())
     assert (actual - expected).abs()[:, kept].max() < 1e-12
@@ -72,7 +72,7 @@ def test_a_converted_batch_norm_with_weights_of_any_sign_gives_the_same_output(t
 
 
 def held_after_forward(module, x):
-    """Activation-sized blocks that forward leaves allocated, by the allocator's own events."""
+    """The number of activation-sized blocks that forward leaves allocated, by the allocator's own events."""
     with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         z = module(x)
     held = sum(e.nbytes() for e in profile.profiler.kineto_results.events() if e.name() == "[memory]")

@@ -1,4 +1,4 @@
-"""torch.compile: the same results as eager."""
+"""Compiled by torch.compile, modules have the results of eager mode."""
 
 import copy
 import multiprocessing
@@ -19,12 +19,12 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit"),
 ]
 
-# What inductor adds over aot_eager is generating and compiling code, which takes seconds: a few cases.
+# inductor does what aot_eager does, and then generates and compiles code. That takes seconds, so few cases use it.
 BACKENDS = ["eager", "aot_eager"]
 
 
 class Small(nn.Module):
-    """What a backend that compiles C++ or Triton can do in a few seconds."""
+    """A net that a backend compiles to C++ or Triton in a few seconds."""
 
     def __init__(self):
         super().__init__()
@@ -176,7 +176,8 @@ def assert_right_or_refused(backend, device, compiled_node):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_compiled_wirings_are_right_or_refused(backend, device):
-    """In a process of its own: where compiling fails, torch leaves its frame evaluator in place, for good."""
+    """Runs in a process of its own, because torch leaves its frame evaluator in place for good after a compilation that
+    failed."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         pool.submit(assert_right_or_refused, backend, device, functions._node is not None).result()
 

@@ -1,4 +1,5 @@
-"""torch.compile of converted models: gradients are native ones, and no more is held than in eager mode."""
+"""Converted models under torch.compile: gradients are the native ones, and no more memory is held than in eager
+mode."""
 
 import copy
 
@@ -33,11 +34,12 @@ ACTIVATIONS = {
     "identity": nn.Identity(),
 }
 PLANE = 4 * 9 * 10
-"""Values that a channel has in the tests' batches: what is smaller is no activation."""
+"""The number of values of a channel in the batches of the tests. A tensor with fewer values is no activation."""
 
 
 class Net(nn.Module):
-    """A chain, a residual block whose other branch is a norm too, and one activation for all."""
+    """A chain, and two residual blocks. The other branch of the first block is a norm, too. All share one
+    activation."""
 
     def __init__(self, activation):
         super().__init__()
@@ -99,7 +101,7 @@ def held(function, x):
 
 
 def compiled_pair(native, backend="aot_eager", **options):
-    """A converted copy, and the same compiled."""
+    """Returns a converted copy, and the same copy compiled."""
     module = convert(copy.deepcopy(native))
     return module, torch.compile(module, backend=backend, fullgraph=True, **options)
 
@@ -154,7 +156,7 @@ def test_dynamic_shapes(activation, backend, device):
 
 
 class Wired(nn.Module):
-    """A norm between convolutions, and what a test does with its output."""
+    """A norm between convolutions. ``wiring`` is what a test does with the norm's output."""
 
     def __init__(self, wiring):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The activations of compilers are those of the kernels: z, its tag, and what comes back."""
+"""Activations in compiled code are those of the kernels: z, its tag, and the y that comes back."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def values(dtype):
 
 
 def of_kernels(y, activation, param):
-    """z by the op, of values that it is given as normalised ones."""
+    """z computed by the op. The op takes ``y`` for values that are normalised already."""
     z = y.view(1, 1, -1).clone()
     wide = torch.promote_types(y.dtype, torch.float32)
     mean, var = torch.zeros(1, dtype=wide), torch.ones(1, dtype=wide)
@@ -48,7 +48,7 @@ def test_z_is_that_of_the_kernels(activation, param, dtype):
     y = values(dtype)
     wide = y.to(torch.promote_types(dtype, torch.float32))
     actual, expected = inverses.tagged(wide, activation, param, dtype), of_kernels(y, activation, param)
-    # expm1 and exp differ by roundings, those of their arguments included.
+    # expm1 and exp differ by roundings, and so do their arguments.
     spread = wide.abs() * activation_backward(wide.double(), torch.ones_like(wide).double(), activation, param).abs()
     assert ((actual - expected).abs() <= 4 * torch.finfo(dtype).eps * (expected.abs() + spread)).all()
     assert torch.equal(actual.signbit(), expected.signbit())

@@ -1,4 +1,4 @@
-"""analyze: every reason to refuse a BatchNorm, in words, and what must be left as it was."""
+"""analyze gives each reason to refuse a BatchNorm in words, and leaves the model as it was."""
 
 import copy
 import json
@@ -18,7 +18,7 @@ from inplace_abn.memory import measure
 
 
 class Net(nn.Module):
-    """Whatever ``forward`` does with a convolution, a BatchNorm and another convolution."""
+    """A convolution, a BatchNorm and another convolution. ``forward`` says how they are wired."""
 
     def __init__(self, forward, norm=None):
         super().__init__()
@@ -202,12 +202,12 @@ def test_what_one_layer_keeps_in_place_is_not_overwritten_by_another():
     plan = analyze(model, images())
     assert [layer.convertible for layer in plan.layers] == [True, True]
     assert [layer.kept for layer in plan.layers] == [(), ("its input is kept in place by 1",)]
-    # The second one's input is held as the first one's output.
+    # The second norm's input is held in any case, because it is the first norm's output.
     assert plan.layers[1].bytes_saved == plan.layers[0].bytes_saved / 2
 
 
 class Siblings(nn.Module):
-    """Two norms of one input, which is kept as long as one of them needs it."""
+    """Two norms of one input, which is held as long as one of them needs it."""
 
     def __init__(self, second=None):
         super().__init__()
@@ -220,7 +220,7 @@ class Siblings(nn.Module):
 
 
 def test_two_norms_of_one_input_save_it_together():
-    """Each by itself saves nothing, so neither was converted: dpn68 held 7 % more with an example than without."""
+    """Each norm by itself saves nothing. Both together save their input."""
     model, x = spread(Siblings()), torch.randn(4, 3, 32, 32)
     plan = analyze(model, x)
     size = 4 * 4 * 4 * 32 * 32
@@ -343,7 +343,8 @@ def test_what_only_evaluation_does_is_seen():
         return y if m.training else y + x
 
     assert layer_of(forward).kept == ("its input is read afterwards by add",)
-    assert verify(Net(forward), convert(Net(forward), images()), images()).ok is False  # another net: other weights
+    # Each call of Net draws other weights, so these two models differ.
+    assert verify(Net(forward), convert(Net(forward), images()), images()).ok is False
 
 
 def test_values_that_the_model_asks_for_make_it_run_on_its_real_tensors():
@@ -423,7 +424,7 @@ def test_views_hide_neither_producer_nor_readers():
 
 
 def test_a_storage_freed_and_allocated_anew_is_not_confused():
-    """Addresses of freed storages come again."""
+    """A new storage may have the address of a freed one."""
 
     def forward(m, x):
         for _ in range(20):
@@ -477,7 +478,7 @@ def test_a_resnet_50_is_analyzed_in_seconds_whatever_the_size_of_its_images():
     x = torch.empty(8, 3, 512, 512)
     start = time.perf_counter()
     plan = analyze(model, x)
-    # Two seconds on a machine that has nothing else to do.
+    # It takes two seconds on a machine that has nothing else to do.
     assert time.perf_counter() - start < 20
     assert len(plan.convertible) == 33
     assert plan.bytes_saved == 652 * 2**20

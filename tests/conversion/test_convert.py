@@ -1,4 +1,4 @@
-"""convert: the same losses and gradients in less memory, and what stays as it was."""
+"""convert gives the same losses and gradients in less memory, and leaves everything else as it was."""
 
 import copy
 import io
@@ -20,7 +20,7 @@ from inplace_abn.conversion.norms import InPlaceBatchNorm2d, InPlaceNorm
 from inplace_abn.memory import measure
 
 
-# Without residual blocks the small nets suffice.
+# With residual=False the small nets suffice.
 @pytest.mark.parametrize(("name", "residual"), [*((n, True) for n in ALL), *((n, False) for n in NETS)])
 def test_a_converted_model_has_the_losses_and_gradients_of_the_original_and_saves_what_was_predicted(name, residual):
     model, x = make(name), images(64)
@@ -43,7 +43,7 @@ def test_a_converted_model_has_the_losses_and_gradients_of_the_original_and_save
     assert sum(isinstance(m, InPlaceNorm) for m in converted.modules()) >= len(plan.convertible)
     others = [(type(m), type(n)) for m, n in zip(model.modules(), converted.modules(), strict=True)]
     assert all(a is b or issubclass(b, (a, InPlaceNorm)) for a, b in others)
-    # Without an example inputs are kept, and as much is saved wherever something activates.
+    # Without an example the norms keep their inputs. Where an activation follows, as much is saved all the same.
     kept = convert(copy.deepcopy(model), residual=residual)
     assert verify(model, kept, x)
     activated = sum(layer.bytes_saved for layer in plan.convertible if layer.activation != "identity")
@@ -113,7 +113,7 @@ def test_converted_models_copy_pickle_and_compile(residual):
 
 
 class Twice(nn.Module):
-    """One silu for two norms and for what has none: to activate twice would show."""
+    """Two norms and a convolution share one silu. A silu that is applied twice would change the results."""
 
     def __init__(self):
         super().__init__()
@@ -145,7 +145,7 @@ def test_a_shared_activation_activates_all_compiled_and_checkpointed_too():
 
 
 def test_a_forward_pass_keeps_what_is_in_place_in_place():
-    """``+=``, which other names of the tensor see."""
+    """``+=`` changes the tensor itself, so all names of the tensor see the change."""
 
     class Aliased(CalledActivation):
         def forward(self, x):
@@ -183,7 +183,7 @@ def test_a_converted_model_trains_under_autocast():
     with torch.no_grad():
         for m in model.modules():
             if isinstance(m, nn.BatchNorm2d):
-                m.bias *= 0.1  # Large ones are ill-conditioned in bfloat16.
+                m.bias *= 0.1  # large biases are ill-conditioned in bfloat16
     with torch.autocast("cpu", torch.bfloat16):
         plan = analyze(model, x)
         converted = convert(copy.deepcopy(model), plan, residual=True)

@@ -1,4 +1,4 @@
-"""Converted models under torch's wrappers, checkpoints and averages: as the original under them."""
+"""Under torch's wrappers, checkpoints and averages, converted models do what the originals do."""
 
 import copy
 
@@ -22,7 +22,7 @@ WAYS = ["before", "after"]
 
 
 class Net(nn.Module):
-    """With units that end with a norm, whose activation is the next one's."""
+    """A net with a unit that ends with a norm. The activation of that norm is outside of the unit."""
 
     def __init__(self):
         super().__init__()
@@ -52,7 +52,7 @@ def images(seed):
 
 
 def train(model, steps=3, rank=0, averaged=None):
-    """Losses and gradients of some steps, and the state after them."""
+    """Trains for some steps. Returns the losses and gradients of the steps, and the buffers after them."""
     optimizer, found = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), []
     for step in range(steps):
         optimizer.zero_grad()
@@ -83,7 +83,7 @@ def sharded(model, units):
 @pytest.mark.parametrize("units", ["one", "blocks", "norms"])
 @on_each_rank(2)
 def test_fully_sharded(units, way, gamma):
-    """Where a unit ends with a norm, its parameters are freed before it is known what follows."""
+    """If a unit ends with a norm, the norm's parameters are freed before it is known what follows the norm."""
     rank = torch.distributed.get_rank()
     expected = train(sharded(net(False, gamma), units), rank=rank)
     model = sharded(net(way == "before", gamma), units)
@@ -130,7 +130,8 @@ def test_checkpoints(kind, reentrant, example):
         else:
             model.run = CHECKPOINTS[kind]
     expected, actual = (train(model) for model in models)
-    # A norm whose output nobody needs from within is not computed again, and counts its batches once.
+    # If nothing within a unit needs the output of a converted norm, the norm is not computed again. It counts its
+    # batches once, so its buffers are not compared.
     buffers = len([*models[0].last.buffers()])
     check(actual[:-buffers], expected[:-buffers])
 

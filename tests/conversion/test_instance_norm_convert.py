@@ -1,4 +1,4 @@
-"""Nets of medicine, as they are written: their instance norms are converted, with equal gradients and less memory."""
+"""Nets for medical images are converted as they are written. Gradients are equal, and memory is less."""
 
 import copy
 
@@ -17,7 +17,7 @@ CONVS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 
 
 def spread(model):
-    """Weights as training leaves them: of both signs, away from zero, with biases."""
+    """Gives norms weights and biases as training leaves them. Weights have both signs and are away from zero."""
     generator = torch.Generator().manual_seed(0)
     for module in model.modules():
         if isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.weight is not None:
@@ -43,7 +43,7 @@ def example(dims=3, batch=2):
 
 
 class ResidualBlock(nn.Module):
-    """As nnU-Net's and MONAI's: norm, addition, activation."""
+    """A residual block as in nnU-Net and MONAI: norm, addition, activation."""
 
     def __init__(self, inputs, outputs, activation=nn.LeakyReLU):
         super().__init__()
@@ -62,7 +62,7 @@ class ResidualBlock(nn.Module):
 
 
 class PreActivation(nn.Module):
-    """As MONAI's SegResNet: norms of what is added to later."""
+    """A block as in MONAI's SegResNet. The addition at its end needs the input of its first norm."""
 
     def __init__(self, channels):
         super().__init__()
@@ -77,7 +77,7 @@ class PreActivation(nn.Module):
 
 
 class UNet(nn.Module):
-    """With skips, a transposed convolution and an output at each depth."""
+    """A U-Net with a skip, a transposed convolution and an output at each depth."""
 
     def __init__(self, dims=3):
         super().__init__()
@@ -97,7 +97,7 @@ class UNet(nn.Module):
         return self.heads[0](self.last(torch.cat([self.up(bottom), skip], 1))), self.heads[1](bottom)
 
 
-# The model, its example, and the most of what it held that may be held after conversion.
+# For each net: the model, its example, and the largest part of the memory that may still be held after conversion.
 NETS = {
     "chain": (chain, example, 0.51),
     "chain 2d": (lambda: chain(2), lambda: example(2), 0.52),
@@ -217,7 +217,7 @@ def test_running_statistics_follow_torchs_through_training_and_are_used_in_evalu
             m(x).square().sum().backward()
     assert all(m.num_batches_tracked == 0 for m in converted.modules() if isinstance(m, InPlaceNorm))
     torch.testing.assert_close(converted.state_dict(), model.state_dict(), rtol=1e-10, atol=1e-10)
-    # Evaluation with gradients, as of a frozen encoder.
+    # Evaluation has gradients, too, as in a frozen encoder.
     x = example().double()
     for m in (model, converted):
         m.zero_grad()

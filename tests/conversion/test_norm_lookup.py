@@ -1,6 +1,6 @@
-"""What other code does to a model by looking for its BatchNorms, on a converted model as on the original.
+"""Code that looks for the BatchNorms of a model does the same to a converted model as to the original.
 
-A converted norm is a subclass of what it was, and activations stay where they are.
+A converted norm is a subclass of its original class, and activations stay where they are.
 """
 
 import copy
@@ -71,7 +71,7 @@ def test_norms_are_frozen_by_class(models):
 
 
 def frozen(module):
-    """As timm's freeze_batch_norm_2d, which puts another module in the place of each BatchNorm that it finds."""
+    """Replaces each BatchNorm that it finds by another module, as timm's freeze_batch_norm_2d does."""
     if isinstance(module, (nn.BatchNorm2d, nn.SyncBatchNorm)):
         return nn.Identity()
     for name, child in module.named_children():

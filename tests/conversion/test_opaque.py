@@ -1,4 +1,4 @@
-"""analyze where it does not see everything: an evaluation that fails, and what TorchScript runs."""
+"""analyze of models that it does not see completely, because their evaluation fails or TorchScript runs a part."""
 
 import copy
 import json
@@ -13,7 +13,7 @@ from inplace_abn import Example, analyze, convert, verify
 
 
 def test_an_error_in_evaluation_is_in_the_plan():
-    """A model that raised KeyError in evaluation was called in place, and nothing was said of it."""
+    """The plan must tell of an error that the model raises in evaluation."""
 
     def forward(m, x):
         y = plain(m, x)
@@ -46,7 +46,7 @@ def traced(module):
 @pytest.mark.parametrize("make", [scripted, traced])
 @pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore::DeprecationWarning")
 def test_a_scripted_submodule_is_opaque(make):
-    """One made the whole model fail: register_forward_pre_hook is not supported on ScriptModules."""
+    """A ScriptModule does not support register_forward_pre_hook. The analysis must not fail because of that."""
     inner = nn.Sequential(conv(4, 4), nn.BatchNorm2d(4), nn.ReLU())
     model = Net(plain)
     model.last = make(spread(inner))
@@ -68,7 +68,7 @@ def test_a_scripted_submodule_is_opaque(make):
     other = Net(skipped)
     other.last = model.last
     (layer,) = analyze(other, images()).layers
-    # It is the scripted module that reads the norm's input, and keeps it.
+    # The scripted module reads the norm's input and keeps it.
     assert any("convolution" in reason for reason in layer.kept), layer.kept
     assert analyze(model.last, torch.randn(2, 4, 8, 8)).layers == ()
 

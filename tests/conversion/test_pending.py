@@ -14,7 +14,8 @@ from inplace_abn import convert, guard, revert
 from inplace_abn.conversion import norms
 from inplace_abn.conversion.pending import Pending
 
-# What was learned of the norm before: nothing, that a relu follows, that nothing does, or that nobody needs its input.
+# What the norm knows before the first call: nothing, that relu or leaky_relu follows, that somebody keeps its output
+# for backward, or that it is to do what torch's norm does.
 KNOWN = {
     "nothing": {},
     "relu": {"expected": ("relu", 0.0)},
@@ -22,9 +23,10 @@ KNOWN = {
     "kept": {"keeps_output": True},
     "plain": {"expected": norms.PLAIN},
 }
-# These write to what is kept by ways that are not seen at the call: no recording would tell that it is kept.
+# These programs write to a tensor that is kept, in ways that are not seen at the call. No recording would tell that it
+# is kept.
 NOT_KEPT = {"view written to", "custom function in place", "rebound by __iadd__", "returned as it is"}
-# The original counts batches twice. Here the norm is not computed again, because nothing of it is asked for.
+# The original counts these batches twice. A converted norm is not computed again if nobody asks for its output.
 COUNTED_ONCE = {"checkpoint ends"}
 
 
@@ -54,7 +56,7 @@ def converted(net, **known):
 
 
 def results(net, program, calls, counted=True):
-    """Of some calls, as numbers."""
+    """Returns the losses, outputs, gradients, buffers and kept values of some calls."""
     found = []
     for i in range(calls):
         generator = torch.Generator().manual_seed(i)
@@ -62,7 +64,7 @@ def results(net, program, calls, counted=True):
         net.zero_grad()
         net.kept.clear()
         r = net._parameters.pop("r")
-        net.r = r * 1.0  # No parameter any more, as residuals are.
+        net.r = r * 1.0  # a plain tensor, because residuals are no parameters
         outputs = [t for t in tree_leaves(program(net, a)) if t is not None]
         loss = sum((t * torch.linspace(-1, 1.5, t.numel(), dtype=t.dtype).view(t.shape).cos()).sum() for t in outputs)
         del net.r
@@ -93,7 +95,7 @@ def test_programs_give_what_they_give_with_the_original(name, known):
     torch.manual_seed(0)
     net = Net().double()
     changed = converted(net, **KNOWN[known])
-    # The layer learns in the first call, and goes by it from the second one on.
+    # The layer learns in the first call, and uses what it has learned from the second call on.
     counted = name not in COUNTED_ONCE
     expected, actual = (results(n, PROGRAMS[name], 3, counted) for n in (net, changed))
     check(actual, expected, 1e-2 if name == "autocast" else 1e-9)
@@ -109,7 +111,7 @@ def test_programs_give_what_they_give_with_the_original(name, known):
     ],
 )
 def test_weights_that_are_too_small_to_be_recovered_from_change_nothing(name, gamma, known):
-    """Where nothing was measured, and where what is in the norm's memory is seen."""
+    """In these programs nothing is measured, or somebody sees the norm's memory."""
     net = Net().double()
     torch.nn.init.constant_(net.bn.weight, gamma)
     changed = overwriting(net) if known == "overwriting" else converted(net, **KNOWN[known])
@@ -146,7 +148,7 @@ def test_a_view_that_is_written_to_before_a_custom_function_is_an_error_and_neve
     h[:, 1:].mul_(2)
     with pytest.raises(RuntimeError, match=message):
         function(h)
-    # Whatever torch tells of takes its place again.
+    # An op of torch gives h its place in the graph again.
     h.sin()
     function(h).sum().backward()
 
@@ -162,7 +164,7 @@ def test_parameters_that_are_modified_before_the_output_is_needed_again_are_an_e
 
 
 def test_what_is_exposed_keeps_no_more_than_torch_does():
-    """The norm's input and its output, which the function saves."""
+    """The input of the norm and its output, which the function saves, are all that is held."""
     held = []
     for net in (Net(), converted(Net())):
         sizes = {}
@@ -191,7 +193,7 @@ CHANGES = {
 @pytest.mark.parametrize("known", ["nothing", "relu", "leaky_relu"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_an_input_that_is_modified_in_between_changes_nothing(change, known, activation):
-    """With torch's norm it is an error in backward."""
+    """With torch's norm this is an error in backward, so the expected results are those of a copy of x."""
 
     def program(spared):
         def run(net, a):
@@ -228,7 +230,7 @@ def test_what_is_needed_after_its_memory_was_given_away_is_an_error_and_never_ot
     for activate in (torch.relu, torch.nn.functional.silu, lambda h: h + 1.0 * r):
         net = overwriting(Net())
         x = net.conv(torch.randn(4, 3, 6, 5)) * 1.0
-        # The first call keeps its input, in case that the guard does not trust what it measures.
+        # The first call keeps its input, because the guard may not trust what it measures.
         torch.relu(activate(net.bn(x * 1.0)))
         h = net.bn(x)
         z = activate(h)
@@ -241,7 +243,7 @@ def test_what_is_needed_after_its_memory_was_given_away_is_an_error_and_never_ot
 def test_what_never_followed_before_is_torchs_until_it_was_measured(overwrites):
     net = converted(Net().double(), overwrites=overwrites)
     with torch.no_grad():
-        # elu's inverse loses almost all of what lies below -20, relu's nothing.
+        # The inverse of elu loses almost all of what lies below -20. The inverse of relu loses nothing.
         net.bn.weight.fill_(30.0)
 
     def step(activate):
@@ -319,7 +321,7 @@ def test_an_output_that_is_modified_before_backward_is_an_error_that_tells_what_
 @pytest.mark.parametrize("dropout", [nn.Dropout, nn.Dropout2d, nn.AlphaDropout, nn.FeatureAlphaDropout])
 @pytest.mark.parametrize("training", [True, False])
 def test_a_dropout_that_drops_nothing_is_no_reader(dropout, training):
-    """MONAI has one of probability zero between norm and activation, which made the norm what torch's is."""
+    """MONAI has a dropout of probability zero between norm and activation."""
     norm = nn.BatchNorm2d(4)
     norms.adopt(norm, "norm")
     layer = dropout(0.0 if training else 0.5).train(training)

@@ -1,6 +1,6 @@
-"""Nets that nobody would write: random programs of layers, activations, in-place operations, views and skips.
+"""Random programs of layers, activations, in-place operations, views and skips.
 
-Whatever the plan says, the converted net must be the original, and save what was predicted.
+Whatever the plan says, a converted net must have the results of the original, and save what was predicted.
 """
 
 import copy
@@ -51,7 +51,8 @@ class RandomNet(nn.Module):
                 "cat": lambda: nn.Conv2d(2 * CHANNELS, CHANNELS, 1),
             }.get(step, self._block(choose) if step in ("block", "residual") else nn.Identity)()
             self.parts.append(part)
-            # Mostly the last value, sometimes an earlier one; and any second one.
+            # The first operand is mostly the last value, and sometimes an earlier one. The second operand is any of
+            # them.
             first = None if choose.random() < 0.75 else choose.random()
             self.program.append((step, part, first, choose.random(), choose.choice(FUNCTIONS)))
 
@@ -92,7 +93,7 @@ class RandomNet(nn.Module):
         }[step]()
 
 
-# Programs that train, and have something to convert; most drawn ones modify what backward needs.
+# These programs train and have something to convert. Most random programs modify what backward needs.
 SEEDS = [1, 3, 9, 11, 14, 17, 18, 20, 21, 22, 23, 24, 28, 29, 30, 32, 33, 37, 45, 47, 52, 54, 55, 56, 59]
 
 
@@ -105,14 +106,15 @@ def test_a_converted_random_net_is_the_original_and_saves_what_was_predicted(see
     for residual in (False, True):
         if not (plan.convertible or (residual and plan.residuals)):
             continue
-        # Without an example nobody knows of outputs that are modified in place later: an error, never other numbers.
+        # Without an example nobody knows whether an output is modified in place later. That gives an error, never other
+        # numbers.
         try:
             assert verify(net, convert(copy.deepcopy(net), residual=residual), x, tolerance=1e-5)
         except RuntimeError as error:
             assert "modified in place, but its backward needs it" in str(error)
             assert "modified in place" in " ".join(str(plan).split())
         converted = convert(copy.deepcopy(net), plan, residual=residual)
-        # Sums of errors next to silu's minimum.
+        # The tolerance is for errors next to silu's minimum, which add up.
         assert verify(net, converted, x, tolerance=1e-5), str(plan)
         assert verify(net, revert(copy.deepcopy(converted)), x, tolerance=1e-9)
         predicted = plan.bytes_saved + (plan.residual_bytes_saved if residual else 0)
@@ -124,7 +126,8 @@ OUT_OF_PLACE = [nn.ReLU, nn.SiLU, nn.Hardswish, nn.ELU, nn.LeakyReLU, nn.ReLU6, 
 
 
 class WaywardNet(nn.Module):
-    """Blocks whose ways are drawn at each call, by numpy, Python, a schedule or values; nested, shared and hooked."""
+    """Blocks that take another way at each call, by numpy, Python, a schedule or values. Norms are nested and hooked,
+    and activations are shared."""
 
     def __init__(self, seed, blocks=6):
         super().__init__()
@@ -144,7 +147,7 @@ class WaywardNet(nn.Module):
             if choose.random() < 0.1:
                 norm.register_full_backward_hook(lambda module, grads, gradients: None)
             way = choose.choice(["numpy", "python", "schedule", "value", "loop", "drop", "optional", "grad mode"])
-            # What is activated in place again is refused in backward, here and in part by torch itself.
+            # A tensor that is activated in place twice is refused in backward, in part by torch itself.
             again = isinstance(norm, BatchNormAct2d) or way in ("loop", "grad mode")
             self.blocks.append(nn.ModuleList([body, choose.choice(OUT_OF_PLACE if again else ACTIVATIONS)()]))
             self.program.append((way, choose.random() < 0.4, choose.random() < 0.4))

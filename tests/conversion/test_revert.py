@@ -86,7 +86,7 @@ def test_weights_that_training_took_close_to_zero_are_left_as_they_are():
     with torch.no_grad():
         converted.bn1.weight[:3] = torch.tensor([0.0, 1e-9, -1e-9])
     x = images()
-    # The guard does not trust such a layer, so that it scales by the weight itself.
+    # The guard does not trust such a layer, so the layer scales by the weight itself.
     expected = converted(x)
     assert torch.allclose(revert(converted)(x), expected, atol=1e-5)
     assert converted.bn1.weight[0] == 0
@@ -168,7 +168,7 @@ PARAMETRIZATIONS = {
 @pytest.mark.parametrize("name", PARAMETRIZATIONS)
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
 def test_what_was_parametrized_after_conversion_stays_so(name, residual):
-    """revert gave a plain class to what torch had made a subclass of: AttributeError, no attribute 'weight'."""
+    """torch gives a module that it parametrizes a class of its own. revert must keep what that class does."""
     x = images().double()
     converted = convert(make("resnet").double(), x, residual=residual)
     for norm in (converted.bn1, converted.layer1[0].bn1, *([converted.layer1[0].bn2] if residual else [])):
@@ -204,7 +204,7 @@ def test_what_was_parametrized_before_is_what_it_was(name):
 
 
 class Other(InPlaceBatchNorm2d):
-    """As fully_shard makes a subclass for itself."""
+    """A subclass such as fully_shard makes."""
 
 
 def of_another_class(model):

@@ -1,4 +1,5 @@
-"""analyze: who would notice that a relu's zero is a tiny number in training, and verify where nobody asked it."""
+"""analyze names whoever would notice that a relu's zero is a tiny number in training. verify notices the difference
+where analyze was overruled."""
 
 import copy
 from dataclasses import replace
@@ -17,7 +18,7 @@ def images():
 
 
 class Net(nn.Module):
-    """``read`` is given what the activation made, and what it returns takes part in the output."""
+    """``read`` gets the activated tensor. The result of ``read`` is a part of the net's output."""
 
     def __init__(self, read, activation=None):
         super().__init__()
@@ -31,7 +32,7 @@ class Net(nn.Module):
 
 
 class SegNet(nn.Module):
-    """Encoder, and a decoder whose values are placed by the encoder's pooling indices."""
+    """An encoder, and a decoder that places its values by the encoder's pooling indices."""
 
     def __init__(self, width=8):
         super().__init__()
@@ -55,16 +56,16 @@ class SegNet(nn.Module):
 
 
 def forced(plan):
-    """With everything converted, whatever is the reason against it."""
+    """The plan without its reasons, so that every layer is converted."""
     return replace(plan, layers=tuple(replace(layer, reasons=()) for layer in plan.layers))
 
 
 def test_pooling_indices_that_place_values_are_a_reader_and_verify_would_tell():
-    """SegNet's loss was off by 39 %: ties between zeros fell otherwise, and not as in evaluation."""
+    """Ties between tiny numbers are broken otherwise than ties between zeros, so the pooling indices would change."""
     model, x = spread(SegNet()), torch.randn(2, 3, 32, 32)
     with torch.no_grad():
         for encoder in model.encoders:
-            encoder[1].bias -= 1.5  # Windows of zeros only, which trained nets have.
+            encoder[1].bias -= 1.5  # makes windows of zeros only, as in trained nets
     plan = analyze(model, x)
     for i in range(3):
         layer = next(layer for layer in plan.layers if layer.name == f"encoders.{i}.1")
@@ -81,7 +82,8 @@ def test_pooling_indices_that_place_values_are_a_reader_and_verify_would_tell():
 
 
 class AffineAndPadded(nn.Module):
-    """As HGNetV2's stem: one bias for all of an activated tensor, which is padded with zeros and pooled."""
+    """A net like HGNetV2's stem. One bias is added to all values of an activated tensor, which is then padded with
+    zeros and pooled."""
 
     def __init__(self, bias):
         super().__init__()
@@ -96,7 +98,8 @@ class AffineAndPadded(nn.Module):
 @pytest.mark.parametrize("example", [True, False], ids=["example", "no example"])
 @pytest.mark.parametrize("bias", [0.0, 1e-30, -1e-30, 0.1])
 def test_a_tie_with_padding_is_broken_otherwise_only_while_a_bias_is_exactly_zero(bias, example):
-    """A quarter of the gradient of such a bias went to padding. Nothing else may, nor that of any other bias."""
+    """The gradient of a bias that is exactly zero differs, because padding takes a part of it. No other gradient may
+    differ."""
     model, x = spread(AffineAndPadded(bias)), images()
     with torch.no_grad():
         model.bias.fill_(bias)

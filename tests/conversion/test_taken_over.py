@@ -1,4 +1,4 @@
-"""Which activations, modules and function calls, analyze and convert take over."""
+"""The activations that analyze and convert take over, as modules and as function calls."""
 
 import copy
 import random
@@ -41,7 +41,7 @@ def test_activation_modules_are_recognised_by_what_they_do(activation, name, par
     assert (layer.convertible, layer.activation) == (True, name), layer.reasons
     assert param is None or layer.activation_param == param
     size = 2 * 4 * 8 * 8 * 4
-    # In place, those with a minimum have autograd keep a copy: as much as out of place.
+    # If an activation with a minimum is in place, autograd keeps a copy. That takes as much as out of place.
     held = 3 if find(name).special or (name in ("elu", "leaky_relu") and not activation.inplace) else 2
     assert layer.bytes_saved == (held - 1) * size
 
@@ -50,7 +50,7 @@ def test_activation_modules_are_recognised_by_what_they_do(activation, name, par
 def test_before_other_activations_a_layer_goes_in_place_if_that_saves(activation):
     model = spread(nn.Sequential(conv(3, 4), nn.BatchNorm2d(4), activation(), conv(4, 4)))
     (layer,) = analyze(model, images(8)).layers
-    # tanh keeps its result only, so that nobody keeps the BatchNorm's.
+    # tanh keeps only its result, so nobody keeps the BatchNorm's result.
     keeps_input = activation not in (nn.Tanh,)
     assert layer.activation == "identity"
     if activation is nn.SELU:

@@ -102,7 +102,7 @@ def test_verify_follows_dropout_and_every_output():
 
 
 class Shifted(nn.Module):
-    """A norm whose input has a mean of 5e6 and a deviation of about one: it loses six digits of what it is given."""
+    """A norm whose input has a mean of 5e6 and a deviation of about one. The norm loses six digits of its input."""
 
     def __init__(self):
         super().__init__()
@@ -113,7 +113,7 @@ class Shifted(nn.Module):
 
 
 def test_an_ill_conditioned_model_is_no_wrong_one_and_a_wrong_one_is_still_told():
-    """starnet_s1, unchanged but for the order of its sums, was called different at 1.4e-9."""
+    """An ill-conditioned model differs from itself if its sums are made in another order."""
     model, x = spread(Shifted()), images()
     converted = convert(copy.deepcopy(model), x)
     verification = verify(model, converted, x)
@@ -177,14 +177,14 @@ def test_outputs_that_have_no_gradient_are_compared_too():
 
 
 def test_a_running_mean_of_zero_is_not_compared_by_what_rounding_left_of_it():
-    """Behind a norm without bias it is rounding alone: verify said of a new MobileViT that the models differ."""
+    """Behind a norm without bias, a running mean of zero is nothing but rounding."""
     mixed = nn.Conv2d(4, 8, 1, bias=False)
     model = nn.Sequential(conv(3, 4), nn.BatchNorm2d(4), mixed, nn.BatchNorm2d(8), nn.ReLU(), conv(8, 4)).double()
     x = torch.randn(4, 3, 8, 8)
     converted = convert(copy.deepcopy(model))
     found = verify(model, converted, x)
     assert found, str(found)
-    converted[3].running_mean += 1e-13  # Hundreds of roundings.
+    converted[3].running_mean += 1e-13  # hundreds of roundings
     found = verify(model, converted, x)
     assert not found
     assert found.worst[0] == "buffer 3.running_mean"

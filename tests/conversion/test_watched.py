@@ -1,4 +1,5 @@
-"""analyze: hooks and graph nodes of tensors that a conversion would take away, and values read without an op."""
+"""analyze notices hooks and graph nodes of tensors that a conversion would take away, and values that are read without
+an op."""
 
 import copy
 from dataclasses import replace
@@ -25,7 +26,8 @@ def halve_all(gradients, *_):
 
 
 class Net(nn.Module):
-    """``watch`` is given what is between norm and activation, or what is before or after them."""
+    """``watch`` gets the tensor between norm and activation, the one before the norm, or the one after the
+    activation."""
 
     def __init__(self, watch=None, activation=None, where="between"):
         super().__init__()
@@ -34,7 +36,7 @@ class Net(nn.Module):
         self.watch, self.where = watch, where
 
     def seen(self, where, t):
-        """Without grad there is nothing to hook."""
+        """Calls ``watch`` at its place. Without grad there is nothing to hook, so ``watch`` is not called."""
         seen = self.watch(t) if self.watch is not None and where == self.where and torch.is_grad_enabled() else None
         return seen if isinstance(seen, torch.Tensor) else t
 
@@ -44,7 +46,7 @@ class Net(nn.Module):
 
 
 class Reversed(torch.autograd.Function):
-    """Identity with the gradient clipped."""
+    """The identity, with a clipped gradient."""
 
     @staticmethod
     def forward(ctx, x):
@@ -56,7 +58,7 @@ class Reversed(torch.autograd.Function):
 
 
 class Guided(torch.autograd.Function):
-    """ReLU whose backward lets positive gradients pass only."""
+    """A ReLU whose backward passes on positive gradients only."""
 
     @staticmethod
     def forward(ctx, x):
@@ -97,12 +99,12 @@ WATCHES = {
 }
 
 
-# torch itself forbids to write to a view that a custom function made.
+# torch itself forbids writing to a view that a custom function has made.
 @pytest.mark.parametrize(
     ("name", "inplace"), [(n, i) for n in WATCHES for i in (False, True) if not (i and "Function" in WATCHES[n][1])]
 )
 def test_what_is_hooked_before_its_activation_does_not_vanish(name, inplace):
-    """A hook on the norm's output was lost without a word: gradient norm 129.6 instead of 116.1."""
+    """A hook on the norm's output must not be lost."""
     watch, reason = WATCHES[name]
     model = spread(Net(watch, nn.ReLU(inplace)))
     (layer,) = analyze(model, images()).layers
@@ -134,13 +136,13 @@ MODULE_HOOKS = {
 
 @pytest.mark.parametrize(
     ("hook", "make"),
-    # Forward hooks of what follows the activation see the same in place.
+    # A forward hook of a module that begins with the activation sees the same in place, so it is no reason to refuse.
     [(hook, ending_in_the_norm) for hook in MODULE_HOOKS]
     + [(hook, beginning_with_the_activation) for hook in MODULE_HOOKS if not hook.startswith("forward")],
 )
 @pytest.mark.filterwarnings("ignore:Using a non-full backward hook", "ignore:Full backward hook is firing")
 def test_hooks_of_a_module_between_norm_and_activation_are_noticed(hook, make):
-    """A backward hook of a Sequential that ends in the norm got the activated tensor's gradient."""
+    """A backward hook of a Sequential that ends in the norm must not get the gradient of the activated tensor."""
     model = spread(make(MODULE_HOOKS[hook]))
     (layer,) = analyze(model, images()).layers
     assert not layer.convertible
@@ -199,7 +201,7 @@ def forced(layer):
 
 
 def test_a_relu_with_a_backward_of_its_own_is_not_taken_over():
-    """What it computes forward is a relu, which is how activations are told."""
+    """Activations are recognised by what they compute in forward, and this one computes a relu."""
     model = spread(Net(activation=GuidedReLU()))
     (layer,) = analyze(model, images()).layers
     assert layer.activation == "identity"

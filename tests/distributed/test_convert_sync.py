@@ -1,4 +1,5 @@
-"""Converted norms over several ranks: as one process on the whole batch, whatever follows them and the guard says."""
+"""Converted norms on several ranks compute what one process computes from the whole batch, whatever follows the norms
+and whatever the guard decides."""
 
 import copy
 

@@ -77,7 +77,8 @@ def whole(step):
 
 
 def train(model, data, use_branch=lambda step: True, micro_batches=1):
-    """Every step sums the gradients of ``micro_batches`` batches; the last of them averages over ranks."""
+    """Trains for `STEPS` steps. Each step sums the gradients of ``micro_batches`` batches. Only the last batch averages
+    them over ranks."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for step in range(STEPS):
         for part in range(micro_batches):
@@ -91,7 +92,7 @@ def train(model, data, use_branch=lambda step: True, micro_batches=1):
 
 
 def check(model, expected):
-    """Parameters and statistics to 1e-10, and that training has changed them."""
+    """Asserts that parameters and statistics are equal to 1e-10, and that training has changed them."""
     initial = net("abn").state_dict()
     for name, value in model.state_dict().items():
         torch.testing.assert_close(value, expected.state_dict()[name], rtol=1e-10, atol=1e-10, msg=name)
@@ -240,7 +241,7 @@ def test_a_converted_net_that_is_compiled_in_parts_trains_as_the_native_one():
             optimizer.zero_grad()
         return model
 
-    # A bucket of gradients for each layer, and the compiler divides the net where these do.
+    # Each layer has a bucket of gradients of its own. The compiler divides the net where the buckets end.
     options = {"bucket_cap_mb": 1e-4}
     compiled = torch.compile(DistributedDataParallel(convert(made()), **options), backend=backend)
     with mock.patch.object(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 100):

@@ -1,5 +1,5 @@
-"""Which ranks synchronise, and with which collectives: none in evaluation, none without a process group, and only those
-of the group that a module was given."""
+"""Which ranks synchronise, and with which collectives. There are none in evaluation and none without a process group.
+With a process group, only the ranks of the module's group take part."""
 
 import warnings
 

@@ -1,4 +1,4 @@
-"""The guard of synchronised layers: ranks decide together, with the collectives that they had anyway."""
+"""The guard of synchronised layers: ranks decide together, with the collectives that they need anyway."""
 
 import pytest
 import torch
@@ -20,7 +20,8 @@ def advance():
 
 
 def start_over():
-    """Ranks that took part in different tests have counted differently, as those of one training never do."""
+    """Sets the generation to zero on each rank. Ranks that took part in different tests have counted differently. Ranks
+    of one training never do."""
     guard.generation = 0
 
 

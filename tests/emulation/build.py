@@ -1,7 +1,7 @@
-"""Builds the emulated device: the CUDA sources, translated, and the ops over them, as one library.
+"""Builds the emulated device, one library of the translated CUDA sources and of the ops that call them.
 
-``python -m emulation.build`` (in ``tests``) prints where it lies: under ``build/emulation``, where objects are found
-again by what they are made of.
+``python -m emulation.build`` (in ``tests``) prints the path of the library, which is under ``build/emulation``. An
+object there is used again if everything that it is made of is unchanged.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ CUDA = ROOT / "src/kernels/cuda"
 OUT = ROOT / "build/emulation"
 TYPES = ("double", "float", "c10::BFloat16", "c10::Half")
 
-# The oldest torch that the ops are for, and another namespace, of C++ and of the ops.
+# The ops are built for the oldest torch that they support. C++ and the ops have another namespace.
 FLAGS = ["-std=c++20", "-fPIC", "-fvisibility=hidden", "-g0", "-Wall", "-Wno-unknown-pragmas"]
 FLAGS += ["-DTORCH_TARGET_VERSION=0x020b000000000000", "-Dinplace_abn=inplace_abn_emulated"]
 FLAGS += [f"-I{path}" for path in (ROOT / "include", *cpp_extension.include_paths())]
-# Products are not fused with sums, which would depend on the host's processor. Variables that are never set are large
-# negative numbers.
+# Products are not fused with sums, because that would depend on the host's processor. Variables that are never set are
+# large negative numbers.
 KERNEL_FLAGS = ["-O1", "-ffp-contract=off", "-ftrivial-auto-var-init=pattern"]
 KERNEL_FLAGS += [f"-I{HERE / 'headers'}", "-include", str(HERE / "headers/cuda_runtime.h"), "-x", "c++"]
-# Every load and store is preceded by a call, which device/instrumentation.cpp answers.
+# The compiler puts a call before every load and store. device/instrumentation.cpp implements these calls.
 CALLS = ("-fsanitize=thread",)
 
 
@@ -89,7 +89,7 @@ def _kernel_headers(change: Callable[[str, str], str]) -> tuple[tuple[str, str],
 def kernel_objects(
     types: tuple[str, ...] = TYPES, change: Callable[[str, str], str] = unchanged, flags: tuple[str, ...] = CALLS
 ) -> list[Object]:
-    """One for each source and type of elements, of ``change(name, text)`` for every file of theirs."""
+    """An object for each source and type of elements. ``change(name, text)`` gives the text of every file."""
     headers = _kernel_headers(change)
     return [
         Object(
@@ -124,7 +124,8 @@ def op_objects() -> list[Object]:
 
 
 def _compile(item: Object) -> Path:
-    """In a folder with its headers, where that is what they are included from."""
+    """Compiles an object in a folder of its own, together with those headers that are included from the source's
+    folder."""
     path = item.path()
     if not path.exists():
         folder = path.with_suffix("")
@@ -134,7 +135,7 @@ def _compile(item: Object) -> Path:
                 (folder / name).write_text(text)
         source = folder / f"{item.name}.cpp"
         source.write_text(item.source)
-        # Libraries that are built side by side may want the same object.
+        # Libraries that are built at the same time may need the same object.
         unfinished = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}.tmp")
         _run([*compiler(), *item.flags, "-c", str(source), "-o", str(unfinished)])
         unfinished.rename(path)
@@ -142,16 +143,19 @@ def _compile(item: Object) -> Path:
 
 
 def link(name: str, objects: list[Object], flags: tuple[str, ...] = (), jobs: int | None = None) -> Path:
-    """The library made of them. Of functions that several have the first one's are taken: the emulator's own objects
-    are to come first, so that none of them makes calls before loads and stores, and the kernels' before the ops', so
-    that all of them do."""
+    """Links the objects into a library and returns its path.
+
+    If several objects have the same function, the first object's is taken. The emulator's own objects must come first,
+    because their functions must not make calls before loads and stores. The kernels must come before the ops, because
+    their functions must make these calls.
+    """
     jobs = jobs or int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
     OUT.mkdir(parents=True, exist_ok=True)
     with open(OUT / f"{name}.lock", "w") as lock:
-        # Of processes side by side one builds.
+        # Of several processes that run at the same time, one builds.
         fcntl.flock(lock, fcntl.LOCK_EX)
         with ThreadPoolExecutor(jobs) as pool:
-            # The costliest first.
+            # The objects that take longest come first.
             list(pool.map(_compile, sorted(objects, key=lambda item: not item.name.startswith("backward"))))
         paths = [str(item.path()) for item in objects]
         key = hashlib.sha256(repr((paths, flags)).encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""The emulated device as ops for CPU tensors, and in the place of the package's own."""
+"""The emulated device, as ops for CPU tensors that can replace the package's own ops."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from inplace_abn import fakes, functions, ops
 
 NAMESPACE = "inplace_abn_emulated"
 OVERLOADS = {name.replace("_out", ".out"): name for name in ops.__all__ if hasattr(getattr(ops, name), "_schema")}
-"""Names of ops in their library, and in ``ops``."""
+"""The names of ops in their library, with those in ``ops``."""
 
 
 class Emulator:
-    """The built library. Ops of it do what the package's do, by the CUDA kernels."""
+    """The built library. Its ops do what the package's ops do, by the CUDA kernels."""
 
     def __init__(self, path: str) -> None:
         torch.ops.load_library(path)
@@ -38,8 +38,14 @@ class Emulator:
         self.set()
 
     def set(self, seed: int = 0, orders: int = 2, device: int = 0, sample: int = 0) -> None:
-        """``orders``: in how many random orders each launch runs, which must not show. ``sample``: run so many blocks
-        of each launch at most, the first and the last among them; 0 is all."""
+        """Sets how launches run.
+
+        Args:
+            seed: for the random orders.
+            orders: in how many random orders each launch runs. Results must not depend on them.
+            device: the number of the emulated device.
+            sample: run at most so many blocks of each launch, the first and the last among them; 0 runs all.
+        """
         self._library.emulation_set(seed, orders, device, sample)
 
     def devices(self) -> list[str]:
@@ -49,24 +55,25 @@ class Emulator:
         return names
 
     def fault(self, name: str) -> str:
-        """The error that the kernel of this name ends in; empty if it ends in none."""
+        """The error that the kernel of this name ends in, or an empty string if there is none."""
         return self._library.emulation_fault(name.encode()).decode()
 
 
 @functools.cache
 def load() -> Emulator:
-    """Built if need be. ``INPLACE_ABN_EMULATED`` names another library, as of changed kernels."""
-    # Groups of channels, as large as half of an emulated device's cache, are among what is tested.
+    """The emulator, which is built if it is missing. ``INPLACE_ABN_EMULATED`` may name another library, as of changed
+    kernels."""
+    # Groups of channels are then as large as half of an emulated device's cache, so that they are tested, too.
     os.environ["INPLACE_ABN_CUDA_CACHE"] = "device"
     return Emulator(os.environ.get("INPLACE_ABN_EMULATED") or str(build.build()))
 
 
 def install(monkeypatch: pytest.MonkeyPatch, test: str) -> None:
-    """Has the package call the emulated device, one of those that there are, in an order that ``test`` picks."""
+    """Makes the package call an emulated device. The name ``test`` decides which device, and in which order it runs."""
     emulator = load()
     number = zlib.crc32(test.encode())
     emulator.set(seed=number, device=number % len(emulator.devices()))
     for name, op in emulator.ops.items():
         monkeypatch.setattr(ops, name, op)
-    # The node in C++ has the package's own ops built in.
+    # The node in C++ always calls the package's own ops.
     monkeypatch.setattr(functions, "_node", None)

@@ -1,8 +1,7 @@
 """Changes the kernels in many small ways, one at a time, and says which changes the tests do not notice.
 
-In ``tests``: ``python -m emulation.mutate [words of a mutation's name ...]``. Kernels are changed for one type
-of elements and built with one activation, and the tests are those of this folder; the rest of the suite can only notice
-more.
+In ``tests``: ``python -m emulation.mutate [words of a mutation's name ...]``. Kernels are changed for one type of
+elements and built with one activation. Only the tests of this folder run. The rest of the suite could only notice more.
 """
 
 from __future__ import annotations
@@ -19,11 +18,12 @@ from pathlib import Path
 from emulation import build
 from emulation.mutations import MUTATIONS
 
-# Vectors of 4 and of 8 elements. The tests of huge tensors, and what packs two elements into a word, take the second.
+# Types with vectors of 4 and of 8 elements. The tests of huge tensors need the second one, and so does code that packs
+# two elements into a word.
 FLOAT, BFLOAT16 = ("float", "float32"), ("c10::BFloat16", "bfloat16")
 FEW = (*build.CALLS, "-DEMULATION_LEAKY_RELU_ONLY")
 TESTS = ["test_fuzz.py", "test_extents.py", "test_emulator.py"]
-# An endless loop is noticed, too.
+# After this time the run counts as an endless loop, which is noticed, too.
 MOST_SECONDS = 600
 
 
@@ -40,7 +40,7 @@ def unchanged_rest(changed: str) -> list[build.Object]:
 
 
 def library(name: str | None, type_: str) -> Path:
-    """The kernels changed as the mutation says, or as they are, for one type of elements."""
+    """Builds the kernels with the mutation ``name``, or unchanged, for one type of elements."""
     found = 0
 
     def change(file: str, text: str) -> str:

@@ -1,5 +1,4 @@
-"""Small changes to the kernels that the tests on the emulated device must notice: (file, what is there, what is put in
-its place)."""
+"""Small changes to the kernels that the tests on the emulated device must notice: (file, text, replacement)."""
 
 from __future__ import annotations
 
@@ -239,7 +238,7 @@ MUTATIONS: dict[str, tuple[str, str, str]] = {
         "return sum.about(static_cast<double>(channel.pivot),",
         "return sum.about(static_cast<double>(sum.pivot),",
     ),
-    # Rows of several
+    # Several rows in a vector
     "rows are taken at once that have gaps": ("rows.cuh", "dense ? width /", "true ? width /"),
     "rows left over are left out": ("rows.cuh", "if (rest > 0)", "if (false)"),
     "rows left over start at the first": ("rows.cuh", "rows_from(by_vectors * fold, 1)", "rows_from(0, 1)"),

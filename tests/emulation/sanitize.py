@@ -1,7 +1,7 @@
-"""Runs random calls with kernels that the address and the undefined-behaviour sanitizer watch.
+"""Runs random calls of the kernels under the address sanitizer and the undefined-behaviour sanitizer.
 
-In ``tests``: ``python -m emulation.sanitize [arguments for pytest ...]``. They see what the emulator does not: the
-kernels' own variables, and arithmetic without a meaning. The kernels are built as `mutate.py` builds them.
+In ``tests``: ``python -m emulation.sanitize [arguments for pytest ...]``. The sanitizers see what the emulator does not
+see: the kernels' own variables, and arithmetic without a meaning. The kernels are built as `mutate.py` builds them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main() -> int:
     ]
     environment = os.environ | {
         "LD_PRELOAD": ":".join(done.stdout.strip() for done in runtimes),
-        # Python and torch keep what they have allocated until the end.
+        # Python and torch keep some of their memory until the end.
         "ASAN_OPTIONS": "detect_leaks=0",
         "UBSAN_OPTIONS": "print_stacktrace=1",
         "INPLACE_ABN_EMULATED": str(library),

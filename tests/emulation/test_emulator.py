@@ -1,4 +1,4 @@
-"""The emulator itself: it names what is wrong with a kernel, and nothing that is right."""
+"""The emulator itself: it names each fault of a kernel, and reports none where there is none."""
 
 import re
 import subprocess
@@ -78,7 +78,7 @@ def test_a_kernel_without_fault_runs(name, emulator):
 
 
 def test_more_blocks_than_a_grid_has_are_several_launches(emulator):
-    # Every block of the first launch would take hours.
+    # All blocks of the first launch would take hours.
     emulator.set(sample=5)
     assert emulator.fault("numbers_more_blocks_than_a_grid_has") == ""
 
@@ -103,7 +103,7 @@ def test_what_the_translation_does_not_know_is_an_error():
 
 @pytest.mark.slow
 def test_fibers_by_the_systems_context_switch_do_the_same():
-    """As on other processors than x86-64."""
+    """Processors other than x86-64 use these fibers."""
     library = build.link("ucontext", [*build.device_objects(("-DEMULATION_UCONTEXT",)), build.faulty_object()])
     names = " ".join(FAULTS)
     script = (

@@ -1,4 +1,4 @@
-"""Offsets and counts that 32 bits do not hold, in memory that is only there where it is written."""
+"""Offsets and counts that do not fit into 32 bits, in memory that exists only where it is written."""
 
 import mmap
 
@@ -13,7 +13,7 @@ from inplace_abn.activations import find
 pytestmark = [pytest.mark.emulated, *needs_kernels]
 
 FAR = 2**31 + 64
-# What is left of it in 32 bits is less than the number of elements that blocks start at.
+# Truncated to 32 bits, this is less than the index of the element at which a block starts.
 MANY = 2**32 + 2**10 + 3
 TAIL = (1e-5, False, find("leaky_relu").code, 0.2)
 
@@ -27,7 +27,7 @@ def emulator():
 
 @pytest.fixture
 def memory():
-    """Zeros without end."""
+    """A function that makes tensors of zeros, however large."""
     maps = []
 
     def make(elements, dtype=torch.bfloat16):
@@ -65,16 +65,16 @@ def test_batches_may_be_further_apart_than_32_bits_count(shape, number, emulator
 @pytest.mark.parametrize("shape", [(1, 1, MANY), (MANY, 1)], ids=["one plane", "many rows"])
 @pytest.mark.parametrize("late", [0, 1], ids=["vectors", "one by one"])
 def test_there_may_be_more_elements_than_32_bits_count(late, shape, emulator, memory):
-    """Some blocks, the first and the last among them: none leaves the tensors."""
+    """Some blocks run, the first and the last among them. None of them may leave the tensors."""
     emulator.set(seed=late, device=3, sample=3)
-    # Of axes of one element, strides say nothing, and are not to matter.
+    # The strides of axes of one element mean nothing, and must not matter.
     strides = (7, 7, 1) if len(shape) == 3 else (1, 1)
     x, residual = (memory(MANY + 16).as_strided(shape, strides, start) for start in (0, late))
     mean, var = emulator.ops["statistics"](x)
     assert mean.item() == var.item() == 0
     bias = torch.full((1,), 3.0)
     emulator.ops["forward"](x, mean, var + 1, None, bias, residual, *TAIL, True)
-    # Which end the first block has is the kernel's affair.
+    # The kernel decides at which end its first block is.
     assert 3 in (x.view(-1)[0].item(), x.view(-1)[-1].item())
 
 

@@ -1,4 +1,4 @@
-"""Random calls of the ops on the emulated device against the package's own, which the CPU computes."""
+"""Random calls of the ops on the emulated device, compared with the package's own ops on the CPU."""
 
 import os
 import random
@@ -16,21 +16,21 @@ pytestmark = [pytest.mark.emulated, *needs_kernels]
 EPS = 1e-5
 CASES = 100
 if os.environ.get("INPLACE_ABN_EMULATED_FEW"):
-    # What changed kernels are built for (mutate.py).
+    # Changed kernels are built for these only (mutate.py).
     ALL_ACTIVATIONS, DTYPES = [("leaky_relu", 0.2)], [getattr(torch, os.environ["INPLACE_ABN_EMULATED_FEW"])]
 CHANNELS = [1, 2, 3, 4, 5, 7, 8, 16, 17, 31, 33, 64, 100, 129, 257, 1030, 2500]
 BATCHES = [1, 1, 2, 3, 5, 8, 33, 300]
 SPACES = [(), (0,), (1,), (2,), (3,), (7,), (31,), (33,), (129,), (3000,)]
 SPACES += [(5, 5), (8, 8), (16, 16), (57, 57), (9, 7, 3)]
-# Where a plane starts one element before a vector ends, these take one vector more.
+# If a plane of such a size starts one element before a vector ends, it takes one vector more.
 SPACES += [(6,), (14,), (22,), (6, 5)]
-# Few devices have so few blocks that one takes several tiles of these.
+# On a device with few blocks, one block takes several tiles of these planes. Few devices have so few.
 LONG = [(3000,), (57, 57), (4099,), (2, 2001)]
 MOST_ELEMENTS = 1 << 14
 
 
 class Case:
-    """One random call: its tensors in memory of random layout, with NaN around them."""
+    """One random call. Its tensors are in memory of random layout, with NaN around them."""
 
     def __init__(self, seed):
         self.choose = choose = random.Random(seed)
@@ -52,11 +52,11 @@ class Case:
         self.agree = choose.random() < 0.6
         self.place = self._random_place()
         if seed % 5 == 1:
-            # Rows that start at a vector, of whole vectors, but not all of them: the next channels are another's.
+            # Rows start at a vector and consist of whole vectors, but other channels lie between them.
             self.shape = (choose.choice([2, 3, 33]), choose.choice([8, 16, 64]), *choose.choice([(), (3,), (2, 3)]))
             self.rows, self.agree, self.place = True, True, (0, choose.randrange(1, 4), choose.randrange(2), 0)
         if seed % 5 == 2:
-            # Planes of whole vectors, at multiples of 16 bytes, also of a slice.
+            # Planes start at multiples of 16 bytes, also in a slice. Most consist of whole vectors.
             space = choose.choice([(8,), (24,), (31,), (31,), (8, 8), (4, 4, 4), (16, 16), (40, 40), (56, 56)])
             self.shape = (choose.choice([1, 2, 3]), choose.choice([1, 2, 3, 5]), *space)
             if torch.Size(self.shape).numel() > MOST_ELEMENTS:
@@ -64,7 +64,7 @@ class Case:
             self.rows, self.agree = False, choose.random() < 0.8
             self.place = (choose.randrange(2), choose.randrange(2), choose.randrange(2), 0)
             self.sliced = self.aligned = True
-        # Planes with a gap behind each.
+        # There may be a gap behind each plane.
         self.gap = choose.choice([0, 0, 1, 4]) if not self.rows and len(self.shape) == 3 else 0
         self.switches = {
             "INPLACE_ABN_CUDA_INVERT": choose.choice(["once", "twice"]),
@@ -73,7 +73,8 @@ class Case:
         self.device, self.seed = 2 if is_long else choose.randrange(4), choose.getrandbits(32)
 
     def _random_place(self):
-        """Channels before and behind, batches behind, elements by which memory starts late."""
+        """Returns how many channels lie before and behind, how many batches behind, and how many elements before the
+        start."""
         if not self.sliced:
             return 0, 0, 0, self.choose.choice([0, 0, 1, 3, 5, 7, 8])
         late = self.choose.randrange(9)
@@ -84,7 +85,7 @@ class Case:
         return ", ".join(f"{name} {getattr(self, name)}" for name in shown) + f", place {self.place}"
 
     def memory(self):
-        """A tensor of the case's shape, in memory whose every other element is NaN."""
+        """A tensor of the case's shape. All memory around it is NaN."""
         before, behind, more, late = self.place if self.agree else self._random_place()
         batch, channels, *space = self.shape
         whole = [batch + more, channels + before + behind, *space]
@@ -106,7 +107,7 @@ class Case:
 
 
 def copy(t):
-    """In memory of its own that looks the same, also around it."""
+    """A copy in memory of its own. The memory around the tensor is copied, too."""
     if t is None:
         return None
     size = t.untyped_storage().nbytes() // t.element_size()
@@ -116,7 +117,7 @@ def copy(t):
 
 
 def around(t):
-    """Whether all memory that is not the tensor's is still NaN."""
+    """Whether all memory around the tensor is still NaN."""
     size = t.untyped_storage().nbytes() // t.element_size()
     whole = torch.as_strided(t, (size,), (1,), 0).clone()
     torch.as_strided(whole, t.shape, t.stride(), t.storage_offset()).fill_(torch.nan)
@@ -128,7 +129,7 @@ def bits(t):
 
 
 def run(case, run_ops, tensors, reuse):
-    """Every op once; named results."""
+    """Calls every op once, and returns their results by name."""
     x, dz, residual, weight, bias, mean, var = (copy(t) for t in tensors)
     arithmetic = (EPS, case.signed, find(case.activation).code, case.param)
     results = {}
@@ -137,7 +138,7 @@ def run(case, run_ops, tensors, reuse):
     run_ops["forward"](z, results["mean"], results["var"], weight, bias, residual, *arithmetic, False)
     results["plain forward"] = z
     if not reuse:
-        # Beside x, which stays as it is.
+        # These ops write z beside x, and x stays as it is.
         z, place = copy(x), case.empty()
         run_ops["local_forward_out"](z, weight, bias, residual, None, None, 0.3, None, *arithmetic, True, z=place)
         results |= {"kept x": z, "z beside x": place}
@@ -149,7 +150,7 @@ def run(case, run_ops, tensors, reuse):
     batch_mean, batch_var = run_ops["local_forward"](z, weight, bias, residual, *running, 0.3, None, *arithmetic, True)
     results["z"] = copy(z)
     results |= {"running_mean": mean, "running_var": var, "local mean": batch_mean, "local var": batch_var}
-    # Of ranks whose batches are far apart.
+    # The shares are those of ranks whose means are far apart.
     shares = [torch.cat([batch_mean + count, batch_var, batch_var.new_full((1,), count)]) for count in (3, 0, 5)]
     running = (torch.zeros_like(batch_mean), torch.ones_like(batch_var)) if case.training else (None, None)
     combined = run_ops["combine"](torch.stack(shares), *running, 0.3, None)
@@ -178,11 +179,11 @@ def run(case, run_ops, tensors, reuse):
         outputs["dweight"] = torch.full_like(weight, torch.nan)
     if bias is not None:
         outputs["dbias"] = torch.full_like(bias, torch.nan)
-    # Not all of them are always wanted.
+    # A caller does not always want all of them.
     outputs = {name: t for name, t in outputs.items() if case.choose.random() < 0.8}
     room = {}
     if "dx" in outputs and case.choose.random() < 0.6:
-        # Memory for xhat: z's, where dx is not written to it or dy has room elsewhere.
+        # xhat may take z's memory, if dx is not written there, or if dy has room elsewhere.
         if not reuse:
             room["xhat"] = case.empty()
         elif "dresidual" not in outputs:
@@ -194,7 +195,7 @@ def run(case, run_ops, tensors, reuse):
 
 
 def run_per_instance(case, run_ops, tensors, reuse):
-    """Every op that takes each sample for itself; named results."""
+    """Calls every op that treats each sample by itself, and returns their results by name."""
     x, dz, residual, weight, bias, mean, var = (copy(t) for t in tensors)
     weight, bias, mean, var = (None if t is None else t.repeat(len(x)) for t in (weight, bias, mean, var))
     arithmetic = (EPS, case.signed, find(case.activation).code, case.param)
@@ -251,7 +252,7 @@ def check(case, emulator, reuse, monkeypatch, run=run):
     for name, value in expected.items():
         actual, again = (result[name] for result in results)
         assert torch.equal(bits(actual), bits(again)), (str(case), name)
-        # Terms are about one each, and may cancel.
+        # The terms of sums are about one each, and may cancel.
         terms = value.numel() if value.dim() > 1 else expected["z"].numel()
         scale = value.double().norm().clamp_min(max(1, terms) ** 0.5)
         assert (actual.double() - value.double()).norm() <= allowed * scale, (str(case), name)

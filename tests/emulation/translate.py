@@ -1,7 +1,8 @@
-"""CUDA's own syntax as C++: what no header can stand in for, because it is not C++.
+"""Translates the parts of CUDA's syntax that are not C++, so that no header can define them.
 
-``kernel<<<grid, block, shared, stream>>>(...)``, ``__shared__`` variables, the head of a ``__global__`` function, which
-says its name and bounds, and inline PTX. Line numbers stay as they are. Everything else is left to the compiler.
+These are ``kernel<<<grid, block, shared, stream>>>(...)``, ``__shared__`` variables, the head of a ``__global__``
+function, which has its name and bounds, and inline PTX. Line numbers stay as they are. Everything else is left to the
+compiler.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import re
 
 
 def _closing(text: str, opening: int) -> int:
-    """Where the bracket at ``opening`` is closed."""
+    """The index of the bracket that closes the one at ``opening``."""
     depth = 0
     for i in range(opening, len(text)):
         depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(text[i], 0)

@@ -1,4 +1,5 @@
-"""Nets whose last norms start at zero convert, are exact from the first step, and get small once weights have grown."""
+"""Nets whose last norms have weights of zero at first. They convert, are exact from the first step, and hold less once
+the weights have grown."""
 
 import copy
 from dataclasses import replace
@@ -108,8 +109,8 @@ def ones(module):
 
 
 def test_a_layer_that_was_never_measured_is_not_overwritten_while_the_guard_pauses():
-    """Measuring the memory of timm's ResNet-50 ended in an error: the norm of its shortcut, added in place to what the
-    guard does not trust, had been overwritten."""
+    """The shortcut's norm was never measured, so it must not overwrite its input. Its output is added in place to that
+    of a norm that the guard does not trust."""
 
     class AddingInPlace(Block):
         def forward(self, x):

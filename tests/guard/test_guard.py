@@ -1,4 +1,5 @@
-"""The guard of recovery: who runs in place is decided by rule, the first step is right, and what is lost comes back."""
+"""The guard of recovery decides by a rule which layers run in place. The first step is right, and lost trust comes
+back."""
 
 import copy
 import logging
@@ -12,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from inplace_abn import ABN, InPlaceABN, figures, guard, measuring, set_guard
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
-# Errors of dx that the in-place form had, with dz = noise + 2x, when nothing guarded it.
+# Errors of dx that the in-place form has for dz = noise + 2x without a guard.
 MEASURED = {
     "elu bf16 gamma 3 beta -2: 97 %": ("elu", "bf16", 3.0, -2.0),
     "elu fp32 gamma 5: 1 %": ("elu", "fp32", 5.0, 0.0),
@@ -128,7 +129,8 @@ def test_the_mode_changes_exactly_one_generation_after_the_measurement_that_asks
     for _ in range(4):
         assert step(module)
         advance()
-    # A multiple of the interval: it is measured, twice in the same mode, and lost one generation later.
+    # This generation is a multiple of the interval. The layer is measured, runs twice in the same mode, and loses trust
+    # one generation later.
     assert step(module)
     assert step(module)
     advance()

@@ -1,5 +1,5 @@
-"""The guard of recovery where inputs, calls and settings are unusual: it is never silent, and never changes more than
-a mode."""
+"""The guard of recovery where inputs, calls and settings are unusual. It is never silent, and it changes no more than a
+mode."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def layer(activation="relu", gamma=1.0, beta=0.0, channels=8, **options):
 
 
 def error_of_dx(module, x, residual=None):
-    """Against float64, with a gradient that follows x."""
+    """The error of dx against float64, for a gradient that is correlated with x."""
     exact = ABN(module.num_features, module.eps, activation=module.activation, activation_param=module.activation_param)
     exact.load_state_dict(module.state_dict())
     exact.double().train(module.training)

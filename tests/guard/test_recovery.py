@@ -1,4 +1,4 @@
-"""What z can still tell: the guard's figures against the errors that gradients really have, and their prediction."""
+"""The errors that gradients really have in place, against those that the guard measures and predicts."""
 
 import fidelity
 import pytest
@@ -8,13 +8,13 @@ from fidelity import Layer
 from inplace_abn.activations import find
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# Unit roundoffs below which errors are not compared: those of float32 sums, of gradients that are subnormal, and of the
-# few values next to a minimum. All are well below what costs trust.
+# Errors below this number of unit roundoffs are not compared. They are those of float32 sums, of subnormal gradients,
+# and of the few values next to a minimum. All of them are far too small to cost trust.
 FLOORS = {torch.float32: 16, torch.bfloat16: 2, torch.float16: 6}
 
 
 def values_at_minima(layer):
-    """How many of a channel lie so near to a minimum that their y is lost."""
+    """How many values of a channel lie so near to a minimum that their y is lost."""
     reach, count = torch.finfo(layer.x.dtype).eps ** 0.5, layer.x.numel() / layer.x.shape[1]
     normal = torch.distributions.Normal(layer.beta, layer.gamma)
     densities = [normal.log_prob(torch.tensor(y)).exp().item() for y in find(layer.activation).special]
@@ -22,7 +22,8 @@ def values_at_minima(layer):
 
 
 def assert_within_two(actual, torchs, figure, dtype, where, may_say_more=False):
-    """Within a factor of two, where the error is more than a few roundings, more than torch's, and less than all."""
+    """Asserts that ``figure`` and the actual error are within a factor of two. Errors count as at least a few
+    roundings, as at least torch's error, and as at most 1. With ``may_say_more`` the figure may be larger."""
     unit = torch.finfo(dtype).eps / 2
     for name in ("x", "weight"):
         floor = max(FLOORS[dtype] * unit, getattr(torchs, name))
@@ -42,7 +43,8 @@ def test_measured_and_predicted_errors_are_within_two_of_the_worst_that_a_gradie
             layer = Layer(fidelity.inputs(dtype), gamma, ratio * gamma, activation)
             ours, torchs = fidelity.errors(layer)
             assert_within_two(ours.worst(), torchs.worst(), fidelity.measured(layer), dtype, ("measured", gamma, ratio))
-            # A prediction is of a typical channel, but counts values next to a minimum of which few channels have one.
+            # A prediction is for a typical channel. It includes values next to a minimum, which few channels have if
+            # they are rare.
             typical = ours.worst(torch.median), torchs.worst(torch.median)
             rare = 0 < values_at_minima(layer) < 1
             assert_within_two(

@@ -1,4 +1,4 @@
-"""An activation that is overwritten, and which memory its backward writes to."""
+"""An activation that is overwritten, and a record of the memory that its backward writes to."""
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -24,7 +24,7 @@ def ramp(t):
 
 
 class Buffers(TorchDispatchMode):
-    """Where each backward step writes dx (and the residual's gradient): over dz, over z, or to fresh memory."""
+    """Records where each backward step writes dx and the residual's gradient: over dz, over z, or to fresh memory."""
 
     def __init__(self):
         super().__init__()
@@ -49,7 +49,7 @@ def used_by(backward):
 
 
 def after(consume, keep=None, watch=None, **options):
-    """Backward of sum(consume(z)); ``keep`` may hold z, ``watch`` hooks it."""
+    """Makes the backward of sum(consume(z)). ``keep`` may hold z, and ``watch`` may hook it."""
 
     def make(device):
         a = leaf(device)

@@ -1,4 +1,4 @@
-"""The axes of the tests, as data."""
+"""The dtypes, shapes, layouts and activations of the tests, with tolerances and an oracle."""
 
 import os
 import shutil
@@ -9,9 +9,9 @@ import torch
 
 from inplace_abn import reference
 
-# The package itself needs none where it is installed.
+# The installed package needs no compiler.
 needs_compiler = pytest.mark.skipif(shutil.which(os.environ.get("CXX", "c++")) is None, reason="needs a C++ compiler")
-# The emulated device is built from the CUDA kernels, which a copy of the tests may come without.
+# The emulated device is built from the CUDA kernels. A copy of the tests may lack them.
 needs_kernels = [
     needs_compiler,
     pytest.mark.skipif(
@@ -20,17 +20,19 @@ needs_kernels = [
 ]
 INDUCTOR = pytest.param("inductor", marks=needs_compiler)
 
-# Relative error in the 2-norm that a result in this dtype may have against float64.
+# The relative error in the 2-norm that a result in this dtype may have against float64.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 DTYPES = list(TOLERANCE)
 
 
 def tolerance(dtype, activation):
-    """hardswish's derivative jumps at -3 and 3, and 16-bit rounding decides on which side a value there is."""
+    """The tolerance of results and gradients. hardswish has a larger one in 16 bits, because its derivative jumps at -3
+    and 3, and rounding decides on which side a value is."""
     return TOLERANCE[dtype] * (4 if activation == "hardswish" and dtype in (torch.bfloat16, torch.float16) else 1)
 
 
-# name, activation_param: of each way that kernels and autograd have of treating an activation, one at least.
+# Pairs of name and activation_param. There is at least one for each way in which kernels and autograd treat
+# activations.
 ACTIVATIONS = [
     ("identity", 0.0),
     ("leaky_relu", 0.2),
@@ -40,7 +42,7 @@ ACTIVATIONS = [
     ("silu", 0.0),
     ("hardswish", 0.0),
 ]
-# Those that have maths of their own only: for tests of the maths.
+# The other activations differ in their maths only, so they are for tests of the maths.
 ALL_ACTIVATIONS = [*ACTIVATIONS, ("gelu", 0.0), ("gelu_tanh", 0.0), ("mish", 0.0)]
 
 SHAPES = [
@@ -48,7 +50,7 @@ SHAPES = [
     (1000, 3),  # far more values than channels, one value wide
     (4, 5, 7),
     (3, 8, 6, 5),
-    (2, 70, 3, 3),  # channels: no multiple of a vector, more than one
+    (2, 70, 3, 3),  # more channels than a vector holds, and no multiple of them
     (5, 100, 7, 7),  # short planes, which are walked several channels at a time
     (130, 33, 6, 6),  # the same in more than one panel
     (2, 300, 1, 1),  # more channels than values per channel
@@ -80,7 +82,7 @@ def laid_out(values, layout):
 
 
 def relative_error(actual, expected):
-    """In the 2-norm, against a float64 tensor."""
+    """The relative error in the 2-norm, against a float64 tensor."""
     if expected.numel() == 0:
         return 0.0
     difference = (actual.detach().double() - expected.detach()).norm()
@@ -92,7 +94,7 @@ def stats_dtype(dtype):
 
 
 def parameters(channels, dtype, device="cpu", affine="both"):
-    """weight (both signs, well away from zero), bias, running_mean, running_var."""
+    """Returns weight, bias, running_mean and running_var. The weight has both signs and is well away from zero."""
     sign = torch.where(torch.rand(channels, device=device) < 0.5, -1.0, 1.0)
     weight = ((0.5 + torch.rand(channels, device=device)) * sign).to(dtype)
     bias = torch.randn(channels, device=device).to(dtype) * 0.5
@@ -107,7 +109,7 @@ def parameters(channels, dtype, device="cpu", affine="both"):
 
 
 def oracle(x, dz, weight, bias, running_mean, running_var, **settings):
-    """z, dx, dweight, dbias and the updated running statistics, in float64 through autograd of the reference."""
+    """Returns z, dx, dweight, dbias and the updated running statistics, in float64 by autograd of the reference."""
     leaves = [None if t is None else t.detach().double().requires_grad_() for t in (x, weight, bias)]
     running = [t.detach().double().clone() for t in (running_mean, running_var)]
     z = reference.forward(*leaves, *running, **settings)

@@ -1,4 +1,4 @@
-"""Nets and wirings that are compiled, transformed or exported, and what they are compared with."""
+"""Nets and wirings to compile, transform or export, and the functions to compare them with."""
 
 import torch
 from cases import parameters

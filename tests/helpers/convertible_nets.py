@@ -1,4 +1,4 @@
-"""Nets that a conversion takes over, by name, and what they are fed."""
+"""Nets that can be converted, by name, and their inputs."""
 
 import pytest
 import torch

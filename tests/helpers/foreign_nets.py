@@ -1,4 +1,4 @@
-"""Nets as other people write them: shaped like torchvision's and timm's, and Hugging Face's own."""
+"""Nets as other people write them: nets like those of torchvision and timm, and nets of Hugging Face."""
 
 import torch
 import torch.nn.functional as F
@@ -6,7 +6,7 @@ from torch import nn
 
 
 def spread(model, seed=0):
-    """Weights of BatchNorms as training leaves them: of both signs, away from zero, with biases."""
+    """Gives BatchNorms weights and biases as training leaves them. Weights have both signs and are away from zero."""
     generator = torch.Generator().manual_seed(seed)
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.weight is not None:
@@ -23,7 +23,7 @@ def conv(inputs, outputs, kernel=3, stride=1, groups=1):
 
 
 class BasicBlock(nn.Module):
-    """As in torchvision: one activation module, used twice."""
+    """A block as in torchvision. Its one activation module is used twice."""
 
     def __init__(self, inputs, outputs, stride=1):
         super().__init__()
@@ -67,7 +67,7 @@ class ResNet(nn.Module):
 
 
 class CalledActivation(nn.Module):
-    """As torchvision's Inception: the activation is a function call."""
+    """A unit as in torchvision's Inception. Its activation is a function call."""
 
     def __init__(self, inputs, outputs, activation=lambda y: F.relu(y, inplace=True)):
         super().__init__()
@@ -80,7 +80,7 @@ class CalledActivation(nn.Module):
 
 
 class InvertedResidual(nn.Module):
-    """As torchvision's MobileNets: everything in one Sequential, linear projection, skip."""
+    """A block as in torchvision's MobileNets: everything in one Sequential, linear projection, skip."""
 
     def __init__(self, channels, activation, expansion=3):
         super().__init__()
@@ -106,7 +106,7 @@ def mobilenet(activation):
 
 
 class BatchNormAct2d(nn.BatchNorm2d):
-    """As timm's: normalisation, dropout of blocks and activation in one module."""
+    """A module like timm's: BatchNorm, dropout of blocks and activation in one."""
 
     def __init__(self, channels, act=nn.ReLU, drop=None):
         super().__init__(channels)
@@ -123,7 +123,7 @@ class BatchNormAct2d(nn.BatchNorm2d):
 
 
 class TimmBlock(nn.Module):
-    """As timm's EfficientNets: BatchNormAct2d, squeeze and excitation, skip."""
+    """A block as in timm's EfficientNets: BatchNormAct2d, squeeze and excitation, skip."""
 
     def __init__(self, channels, act=nn.SiLU):
         super().__init__()
@@ -148,7 +148,7 @@ def timm_net(act=nn.SiLU):
 
 
 def hugging_face():
-    """Name and maker of each model, with sizes that take milliseconds."""
+    """The maker of each model, by name. The models are so small that they take milliseconds."""
     import transformers as hf
 
     sizes = {"embedding_size": 8, "hidden_sizes": [8, 16, 16, 32], "depths": [1, 2, 1, 1]}

@@ -1,7 +1,7 @@
-"""Small nets shaped like those that people train, with the normalisation left open.
+"""Small nets like those that people train, whose norm is a parameter.
 
-``norm(channels, activation)`` makes a module that is called with its input and, optionally, a residual to add before
-the activation.
+``norm(channels, activation)`` makes a module. The module is called with its input and, optionally, with a residual to
+add before the activation.
 """
 
 import torch
@@ -12,7 +12,7 @@ from inplace_abn.activations import activate
 
 
 class NativeNorm(nn.BatchNorm2d):
-    """BatchNorm, residual and activation by torch's own means."""
+    """BatchNorm, residual and activation by torch's own functions."""
 
     def __init__(self, channels, activation):
         super().__init__(channels)
@@ -38,7 +38,7 @@ class ConvNorm(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """Two convolutions; the skip is added before the last activation."""
+    """Two convolutions. The skip is added before the last activation."""
 
     def __init__(self, norm, channels, activation):
         super().__init__()

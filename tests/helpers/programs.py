@@ -1,7 +1,7 @@
-"""Programs of a norm and what is done with its output: (net, a) -> tensors that the loss is made of.
+"""Programs that call a norm and use its output. A program maps (net, a) to the tensors that the loss is made of.
 
-``net`` has ``conv``, the norms ``bn``, ``bn2`` and ``bn3`` (of ``a`` itself), ``r``, of the norms' shape, ``kept``, a
-list.
+``net`` has ``conv``, the norms ``bn``, ``bn2`` and ``bn3`` (which takes ``a`` itself), a tensor ``r`` with the shape of
+the norms' outputs, and a list ``kept``.
 """
 
 import threading
@@ -36,7 +36,7 @@ def after(function):
 
 
 def then(function):
-    """``function`` of net and the norm's output."""
+    """A program that calls ``function`` with net and the norm's output."""
     return lambda net, a: function(net, net.bn(net.conv(a)))
 
 
@@ -344,7 +344,7 @@ def metadata(net, a):
 
 
 def changed(change, function):
-    """What was changed in place, then given to what torch does not tell of."""
+    """A program that changes the norm's output in place, and then gives it to a function whose call it does not see."""
 
     def program(net, a):
         h = net.bn(net.conv(a))
@@ -389,7 +389,7 @@ def detached(net, a):
 
 
 def written_by_another_name(net, a):
-    """What an op in place returns is the tensor itself, wherever a custom function puts it."""
+    """An op in place returns the tensor itself, wherever in the graph a custom function has put that tensor."""
     h = net.bn(net.conv(a))
     g = h
     g += 1
@@ -405,7 +405,8 @@ def returned_as_it_is(net, a):
 
 
 def gradient_of_it(function):
-    """Of all that was computed with the norm's output: by custom functions, and by torch's."""
+    """A program that takes the gradient of all that was computed with the norm's output, by custom functions and by
+    torch's."""
 
     def program(net, a):
         h = net.bn(net.conv(a))

@@ -31,10 +31,10 @@ _meeting_points = iter(())
 
 
 def on_each_rank(*world_sizes, **environment):
-    """Makes a test whose body every rank of a process group runs, once for each of ``world_sizes``.
+    """Makes a test whose body runs on every rank of a process group, once for each of ``world_sizes``.
 
-    It fails with the tracebacks of the ranks that failed, first failure first, or with what every rank was doing when
-    time ran out. The processes have ``environment`` in their environment before anything but torch is imported.
+    If ranks fail, the test fails with their tracebacks, the first failure first. If time runs out, it fails with what
+    every rank was doing. The processes have ``environment`` in their environment before they import anything but torch.
     """
 
     def decorate(test):
@@ -54,7 +54,7 @@ def on_each_rank(*world_sizes, **environment):
 
 
 def new_process_group():
-    """Replaces this process's default group, as every rank must."""
+    """Replaces the default group of this process. All ranks must call this."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     dist.barrier()
     dist.destroy_process_group()
@@ -73,7 +73,7 @@ def _initialise(rank, world_size):
 
 
 class _Ranks:
-    """Processes that run what they are sent."""
+    """Processes that run the tests that they are sent."""
 
     def __init__(self, environment):
         self.environment = environment
@@ -157,9 +157,9 @@ def _work(connection, environment):
 
 
 def _run(folder, rank, world_size, module, name, parameters):
-    """None, or the time of the first failure and its traceback.
+    """Runs a test on this rank. Returns None, or the time of the first failure and its traceback.
 
-    The process group of the run before is destroyed only now, when all its ranks have ended that run.
+    The process group of the previous run is destroyed only now, when all its ranks have finished that run.
     """
     global _meeting_points
     _meeting_points = (folder / f"store-{i}" for i in itertools.count())

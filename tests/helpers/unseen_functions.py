@@ -1,4 +1,4 @@
-"""Functions that torch does not tell a subclass of tensors of: custom ones of autograd, and scripted ones."""
+"""Functions whose calls a subclass of Tensor does not see: custom functions of autograd, and scripted functions."""
 
 import torch
 
@@ -38,7 +38,7 @@ class Passed(torch.autograd.Function):
 
 
 class Gated(torch.autograd.Function):
-    """As memory-efficient swish: an activation of its own, of what it saved."""
+    """An activation that saves its input, like memory-efficient swish."""
 
     @staticmethod
     def forward(ctx, x):

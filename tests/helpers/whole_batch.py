@@ -1,4 +1,4 @@
-"""What the ranks of a process group are given, and what one process computes from the whole batch."""
+"""The inputs of the ranks of a process group, and what one process computes from the whole batch."""
 
 import torch
 import torch.distributed as dist
@@ -46,19 +46,19 @@ def running_statistics(dtype=torch.float64):
 
 
 def rows(t):
-    """(values, channels): what ranks with different sizes can be concatenated as."""
+    """``t`` as (values, channels). In this form tensors of ranks with different sizes can be concatenated."""
     return t.movedim(1, -1).flatten(0, -2)
 
 
 def own_share(whole, drawn):
-    """What this rank's x contributes to ``whole``, the concatenated rows of all ranks."""
+    """The part of ``whole``, the concatenated rows of all ranks, that belongs to this rank's x."""
     shapes = [x.movedim(1, -1).shape for x, _ in drawn]
     rank = dist.get_rank()
     return whole.detach().split([shape[:-1].numel() for shape in shapes])[rank].view(shapes[rank]).movedim(-1, 1)
 
 
 def single_process(drawn, weight, bias, running=(None, None), **options):
-    """z, dx of this rank's share, dweight and dbias, computed from the whole batch; ``running`` is updated."""
+    """Returns z and dx of this rank's share, dweight and dbias, computed from the whole batch. Updates ``running``."""
     x = torch.cat([rows(x.double()) for x, _ in drawn]).requires_grad_()
     weight, bias = (t if t is None else t.detach().clone().requires_grad_() for t in (weight, bias))
     z = reference.forward(x, weight, bias, *running, **options)
@@ -68,7 +68,7 @@ def single_process(drawn, weight, bias, running=(None, None), **options):
 
 
 def synchronised(x, dz, weight, bias, running=(None, None), **options):
-    """z, this rank's dx, dweight and dbias over all ranks, by `inplace_abn_sync`."""
+    """Returns z and dx of this rank, and dweight and dbias over all ranks, computed by `inplace_abn_sync`."""
     leaf = x.requires_grad_()
     buffer = leaf.clone(memory_format=torch.preserve_format)
     z = abn_sync(buffer, weight, bias, *running, **options)

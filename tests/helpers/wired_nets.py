@@ -1,4 +1,4 @@
-"""Nets to be wired: leaves, layers over them in place or as the oracle, and what watches every output of a layer."""
+"""Nets for wirings: leaves, layers that are in place or the oracle, and watchers of every output of a layer."""
 
 from typing import NamedTuple
 
@@ -28,7 +28,8 @@ class Row(NamedTuple):
 
 
 class Net:
-    """Leaves, layers over them, and what the caller keeps. ``inplace`` or the oracle."""
+    """Leaves, layers, and tensors that the caller keeps. Layers are in place if ``inplace``, and the oracle
+    otherwise."""
 
     def __init__(self, row, inplace, device):
         generator = torch.Generator().manual_seed(1)
@@ -103,7 +104,7 @@ class Net:
             WATCH[self.row.watch](z, self.kept)
 
     def abn_of_part(self, x, part, i=0):
-        """abn(x[part]), and what x is afterwards. ``part`` is a range of samples."""
+        """Returns x as it is afterwards, and abn(x[part]). ``part`` is a range of samples."""
         if self.inplace:
             z = self.abn(x[part], i, watch=False)
         else:
@@ -117,7 +118,7 @@ class Net:
         return self.abn(self.stem(i, x), i)
 
     def overwritten(self, x, z):
-        """What the caller finds in x after z = abn(x)."""
+        """The tensor that the caller finds in x after z = abn(x)."""
         return x if self.inplace else z
 
 

@@ -1,4 +1,4 @@
-"""Wirings: what is between a net's leaves and its outputs."""
+"""Wirings: the computation between a net's leaves and its outputs."""
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,7 @@ class SameToBoth(torch.autograd.Function):
 
 
 class GradientFrom(torch.autograd.Function):
-    """Identity whose backward returns what ``make(g, kept)`` makes of the gradient."""
+    """The identity. Its backward returns ``make(g, kept)``."""
 
     @staticmethod
     def forward(ctx, x, make, kept):
@@ -36,7 +36,7 @@ class GradientFrom(torch.autograd.Function):
 
 
 class ReturnsItsInput(torch.autograd.Function):
-    """sum(x^2) / 2, whose gradient is the very tensor that was saved."""
+    """sum(x^2) / 2. Its gradient is the very tensor that was saved."""
 
     @staticmethod
     def forward(ctx, x):
@@ -102,7 +102,7 @@ def return_lazy_clone(g, kept):
 
 
 def views_of(*functions):
-    """z, seen through each function, in one sum."""
+    """A wiring that sums the squares of several functions of z."""
 
     def wiring(n):
         z = n.unit()
@@ -116,7 +116,7 @@ def consumer(function):
 
 
 def producer(function):
-    """ABN on what the function makes of the stem."""
+    """A wiring whose ABN gets ``function`` of the stem."""
     return lambda n: n.conv(n.abn(function(n, n.stem())), 1)
 
 
@@ -299,7 +299,7 @@ def alias_made_before(n):
 
 
 def input_is_data(n):
-    """x needs no gradient and the caller goes on holding it."""
+    """x needs no gradient, and the caller goes on holding x."""
     x = n.a.detach().clone()
     z = n.abn(x)
     n.kept.append(n.overwritten(x, z).detach())

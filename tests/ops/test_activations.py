@@ -1,4 +1,4 @@
-"""Activations and their inverses, element by element, over every value they may meet."""
+"""Activations and their inverses, element by element, for every kind of value."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from inplace_abn import inplace_abn, ops
 from inplace_abn.activations import activate, activation_backward, exactly, find
 
 NAMES = {f"{name}({param})": (name, param) for name, param in ALL_ACTIVATIONS}
-# Of y, in float64: near the extrema and kinks, near zero, saturated, and between.
+# Values of y in float64: near extrema and kinks, near zero, where activations saturate, and between.
 INTERESTING = torch.cat(
     [
         torch.linspace(-12, 12, 4001, dtype=torch.float64),
@@ -27,7 +27,7 @@ def code(name):
 
 
 def act(y, name, param, invertible):
-    """act(y), by the op with statistics that leave y as it is."""
+    """act(y), computed by the op. The statistics leave y as it is."""
     z = y.clone().view(-1, 1)
     zero = torch.zeros(1, dtype=stats_dtype(y.dtype), device=y.device)
     # var + eps is exactly one.
@@ -36,7 +36,7 @@ def act(y, name, param, invertible):
 
 
 def invert(z, dz, name, param):
-    """(y, dy) from z."""
+    """Returns (y, dy), recovered from z."""
     y, dy = z.clone().view(-1, 1), dz.clone().view(-1, 1)
     ops.backward_reduce(y, dy, None, None, None, 0.5, False, code(name), param)
     return y.view(-1), dy.view(-1)
@@ -53,19 +53,19 @@ def test_inverse_gives_back_y_and_the_derivative(dtype, case, device):
     slope = activation_backward(y, torch.ones_like(y), name, param)
     eps = torch.finfo(dtype).eps
 
-    # The recovered y has the same image. Where the image is zero to the next layer it is y itself.
+    # The recovered y has the same image. If the next layer takes the image for zero, the recovered y is y itself.
     dropped = (slope == 0) & (y < 0)
     image = exactly(recovered, name, param)
-    # CUDA divides floats to 2 ulp where the CPU does to half a one, forward and back, and its exponential has an ulp
-    # more. That is 4 eps of y where y is large, and z is y.
+    # CUDA divides floats to 2 ulp, the CPU to half an ulp, both in forward and in the inverse. CUDA's exponential has
+    # one ulp more. That is 4 eps of y where y is large and z is y.
     ulps = 6 if device.type == "cuda" and dtype == torch.float32 else 4
     allowed = ulps * eps * (z.abs() + y.abs() * slope.abs()) + eps / 64
     assert ((image - exactly(y, name, param)).abs() <= allowed)[~dropped].all()
-    subnormal = 2.0**-9 if dtype == torch.float16 else eps / 64  # in fp16 the trace of y is a subnormal number
+    subnormal = 2.0**-9 if dtype == torch.float16 else eps / 64  # in fp16 the tiny multiple of y is subnormal
     assert ((recovered - y).abs() <= 4 * eps * y.abs() + subnormal)[dropped].all()
 
-    # And it has the same derivative. At an extremum, where rounding z moves y by its square root, only just so; where
-    # the derivative jumps, either value.
+    # The derivative is the same, too. At an extremum it is less exact, because rounding z moves y by the square root of
+    # that rounding. Where the derivative jumps, either value is right.
     jumps = {"hardswish": (-3.0, 3.0)}.get(name, (0.0,) if name in ("relu", "leaky_relu", "elu") else ())
     at_jump = torch.zeros_like(dropped)
     for kink in jumps:
@@ -82,7 +82,7 @@ def test_every_16_bit_pattern_inverts_to_finite_values(dtype, case, device):
     z = torch.arange(-(2**15), 2**15, dtype=torch.int32, device=device).to(torch.int16).view(dtype)
     z = z[z.isfinite()]
     if name in ("relu", "leaky_relu"):
-        # Only what a finite y leaves: a large negative z is not a value of theirs.
+        # A large negative z has no finite y, so it is left out.
         z = z[z >= -1e-4]
     y, dy = invert(z, torch.ones_like(z), name, param)
     assert y.isfinite().all()
@@ -109,7 +109,7 @@ def test_float32_values_anywhere_invert_to_finite_values(case, device):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("mode", ["no_grad", "eval"])
 def test_without_backward_the_result_is_torchs_activation(mode, dtype, name, device):
-    """On the CPU bit for bit."""
+    """On the CPU the results are equal bit for bit."""
     x = 3 * torch.randn(50, 7, 9, 3, device=device).to(dtype)
     running = torch.zeros(7, device=device), torch.ones(7, device=device)
     running = tuple(t.to(stats_dtype(dtype)) for t in running)
@@ -123,7 +123,7 @@ def test_without_backward_the_result_is_torchs_activation(mode, dtype, name, dev
     if device.type == "cpu":
         assert torch.equal(z, expected)
     else:
-        # torch's hardswish multiplies by a sixth of float's precision there.
+        # On CUDA torch's hardswish multiplies by a sixth in float's precision.
         eps = torch.finfo(torch.float32 if name == "hardswish" and dtype == torch.float64 else dtype).eps
         torch.testing.assert_close(z, expected, rtol=4 * eps, atol=0)
     if name == "relu":

@@ -1,4 +1,4 @@
-"""float16 is converted in blocks on the CPU; every value must come out as torch's own conversion has it."""
+"""The CPU kernels convert float16 in blocks. Every value must be that of torch's own conversion."""
 
 import pytest
 import torch
@@ -15,7 +15,8 @@ def every_half() -> Tensor:
 
 
 def floats_around_every_rounding() -> Tensor:
-    """Each half, the middle between it and the next, and the floats on either side of that; rounding is monotone."""
+    """Each half, the middle between it and the next one, and the floats on either side of that middle. These are
+    enough, because rounding is monotone."""
     halves = every_half().float()
     finite = halves[halves.isfinite()].unique()
     beyond = torch.tensor([65536.0], dtype=torch.float32)

@@ -1,6 +1,7 @@
-"""What only a CUDA device can show: sizes past 2^31, streams, graphs, that nothing waits for the device, mixed devices.
+"""Tests that need a CUDA device: sizes past 2^31, streams, graphs, synchronisation and mixed devices.
 
-Values and gradients on CUDA are tested where those on the CPU are, by the fixture ``device``."""
+Values and gradients on CUDA are tested together with those on the CPU, by the fixture ``device``.
+"""
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ CUDA = torch.device("cuda")
 
 
 def step(norm, x, dz):
-    """z and the gradients of x, weight and bias, for fresh leaves."""
+    """Returns z and the gradients of x, weight and bias, for fresh leaves."""
     leaf = x.detach().clone().requires_grad_()
     for parameter in norm.parameters():
         parameter.grad = None
@@ -38,7 +39,7 @@ def make(channels, activation="leaky_relu", dtype=torch.float32, **options):
 
 
 def channel_slice(t, memory_format):
-    """A slice that starts where no vector does, and is followed by other channels."""
+    """A slice that does not start where a vector starts. Other channels follow it."""
     return F.pad(t, (0, 0, 0, 0, 1, 2)).clone(memory_format=memory_format)[:, 1:-2]
 
 
@@ -75,7 +76,7 @@ def test_small_tensors_of_any_alignment_agree_with_the_cpu(dtype, activation, pa
             assert relative_error(on_cuda, on_cpu) < TOLERANCE[dtype]
 
 
-# (shape, how often the first sample is repeated along the batch)
+# (memory order, shape, how often the first sample is repeated along the batch)
 HUGE = {
     "planes": (lambda t: t, (1, 64, 512, 512), 129),
     "rows": (lambda t: t.to(memory_format=torch.channels_last), (1, 64, 512, 512), 129),
@@ -149,7 +150,7 @@ def test_results_are_the_same_in_every_run(layout):
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 def test_tensors_larger_than_the_cache_agree_with_float64(layout):
-    # Reduced and applied group by group of channels.
+    # Such tensors are reduced and written by groups of channels.
     cache = torch.cuda.get_device_properties(CUDA).L2_cache_size
     channels, side = 1024, 32
     batch = max(2, 2 * cache // (channels * side * side * 4) + 1)
@@ -174,7 +175,7 @@ def test_work_goes_to_the_current_stream():
         torch.cuda._sleep(200_000_000)
         late.copy_(x)
         actual = step(norm, late, dz)
-    # Work that had gone to the default stream would have seen the zeros.
+    # Work on the default stream would have seen the zeros.
     stream.synchronize()
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 

@@ -1,4 +1,4 @@
-"""Where an activation is flat, its gradient is exactly zero, whatever arrives from above."""
+"""Where an activation is flat, its gradient is exactly zero, whatever the incoming gradient is."""
 
 import math
 
@@ -12,7 +12,7 @@ from inplace_abn.activations import find
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 FLAT = {"relu": -1.0, "leaky_relu": -1.0, "hardswish": -4.0}
-"""Activations that are flat, and a y where they are."""
+"""Activations that are flat somewhere, and a y where they are flat."""
 
 
 def stats_of(dtype):
@@ -55,7 +55,7 @@ def test_reference_has_the_same_zeros(name, device):
 
 
 def test_a_dead_channel_in_float16_stays_where_it_is(device):
-    """A dy of 2^-15 dz instead of zero let Adam move the bias from -20 to -30 in 100 steps."""
+    """dy must be exactly zero. A dy of 2^-15 dz would let Adam move the bias from -20 to -30 in 100 steps."""
     bn = InPlaceABN(1, activation="relu", momentum=0.0).to(device)
     with torch.no_grad():
         bn.bias.fill_(-20.0)

@@ -33,13 +33,13 @@ def graph():
 
 
 def inference(*shape):
-    """Autograd refused to save it after x had been overwritten and half of the graph was made."""
+    """A tensor of inference mode. Autograd refuses to save it, so it must be refused before x is overwritten."""
     with torch.inference_mode():
         return torch.ones(shape)
 
 
 def negative():
-    """With torch's negative bit, which was an internal assertion."""
+    """A tensor with torch's negative bit."""
     return torch.randn(2, 3, 8, dtype=torch.cfloat).conj().imag
 
 

@@ -1,4 +1,4 @@
-"""The ops by themselves: the step-wise contract, what is written, and what torch is told about it."""
+"""The ops by themselves: the contract of the step-wise ops, what they write, and what their schemas and fakes say."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def code(activation):
 
 
 def forward_result(shape, dtype, layout, activation, param, device):
-    """x, z and the parameters it was made with."""
+    """Returns x, z, weight, bias, mean and var."""
     x = laid_out(torch.randn(shape, dtype=torch.float64, device=device).to(dtype), layout)
     weight, bias, *_ = parameters(shape[1], stats_dtype(dtype), device)
     z = laid_out(x, layout)
@@ -152,7 +152,8 @@ def test_local_backward_with_memory_for_xhat_gives_the_same(
     fresh = {name: torch.full_like(z, torch.nan) for name in ["dx", "dresidual"][: 1 + with_residual]}
     expected = outputs(**fresh)
     ops.local_backward(z, dz, *arguments, **expected)
-    # As backward reuses its buffers: the residual takes dz, and dx lies over xhat then.
+    # Backward reuses its buffers like this. With a residual, its gradient goes over dz, and dx over z, which also takes
+    # xhat.
     actual = outputs(**({"dx": z, "dresidual": dz} if with_residual else {"dx": dz}))
     ops.local_backward(z, dz, *arguments, **actual, xhat=z)
     for name, value in expected.items():
@@ -301,7 +302,7 @@ def test_tensors_without_versions_are_written_too(device):
 
 
 def test_ops_leave_no_trace_in_the_graph(device):
-    """Also where they call torch's own ops: to copy what kernels cannot walk, and for silu."""
+    """This holds also where the ops call torch's own, to copy what kernels cannot walk, and for silu."""
     leaf = torch.randn(4, 3, 10, device=device, requires_grad=True)
     statistics = torch.zeros(3, device=device), torch.ones(3, device=device)
     for step in (1, 2):
@@ -385,7 +386,8 @@ def test_a_wrong_call_fails_while_it_is_traced(case):
 @pytest.mark.parametrize("activation", ["leaky_relu", "silu"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_planes_of_any_length_are_walked_to_their_end(dtype, activation, with_residual, device):
-    """As in memory of its own, where nothing can be overwritten too early, and as in the other memory order."""
+    """Results in place equal those in separate memory, where nothing can be overwritten too early. They also equal
+    those in the other memory order."""
     weight, bias, *_ = parameters(17, stats_dtype(dtype), device)
     tail = (EPS, False, code(activation), 0.2)
 

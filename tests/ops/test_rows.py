@@ -1,4 +1,4 @@
-"""The CPU kernels for channels-last memory, which reduce rows in chunks, and those in blocks."""
+"""The CPU kernels for channels-last memory, which reduce rows in chunks, and each chunk in blocks."""
 
 import pytest
 import torch
@@ -14,7 +14,8 @@ EPS = 1e-5
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(3, 260, 37, 23), (2, 192, 91, 97)], ids=str)
 def test_rows_of_many_chunks_and_blocks_lose_no_element_and_no_digits(shape, dtype, layout):
-    """The last chunk, the last block of each, and the last of the rows that are reduced together are cut short."""
+    """The last chunk, the last block of each chunk, and the last of the rows that are reduced together are cut
+    short."""
     x = laid_out((100 + torch.randn(shape)).to(dtype), layout)
     expected = x.double().transpose(0, 1).flatten(1)
     mean, var = ops.statistics(x)

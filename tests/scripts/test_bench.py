@@ -1,4 +1,4 @@
-"""The benchmark: that contenders compute the same, that timing is what it says, and a tiny run."""
+"""The benchmark: its contenders compute the same, its timing is right, and a tiny run makes all reports."""
 
 import contextlib
 import io
@@ -27,7 +27,7 @@ TINY = Case(CORE, (2, 4, 5, 5), *FP32, "relu")
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread():
-    """Tensors are tiny here: threads only wait for each other."""
+    """Runs on one thread. Tensors are so small here that several threads would only wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -35,8 +35,8 @@ def one_thread():
 
 
 def results(name, activation, x, dz):
-    """z, dx, dweight, dbias."""
-    # What torch.compile is asked for is the same with the backend that needs no C++ compiler.
+    """Returns z, dx, dweight, dbias and the running mean."""
+    # torch.compile gets the same module with every backend. This one needs no C++ compiler.
     module, call = make_contender(name, x.shape[1], activation, CPU, backend="aot_eager")
     with torch.no_grad():
         module.weight.copy_(torch.linspace(-1, 2, x.shape[1]))
@@ -54,7 +54,7 @@ def test_contenders_compute_the_same(activation):
     expected = results(EAGER, activation, x, dz)
     for name in (OURS, COMPILE, CHECKPOINT):
         *same, running_mean = zip(results(name, activation, x, dz), expected, strict=True)
-        # Checkpointing runs the forward pass twice, and so updates the running statistics.
+        # Checkpointing runs the forward pass twice, so it updates the running statistics twice.
         for actual, wanted in same if name == CHECKPOINT else [*same, running_mean]:
             torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-5)
 
@@ -92,7 +92,7 @@ def test_contenders_take_turns():
 
 @pytest.fixture
 def played_events(monkeypatch):
-    """A device's events, which the host plays."""
+    """Replaces the events of a device by points in time on the host."""
 
     class Event:
         def __init__(self, enable_timing):
@@ -111,7 +111,7 @@ def played_events(monkeypatch):
 
 
 def test_turns_on_a_device(monkeypatch, played_events):
-    """How events, the cold pool and the head start go together."""
+    """Tests how events, the cold pool and the head start of the host work together."""
     slept = []
     properties = SimpleNamespace(L2_cache_size=10 * 400)
     monkeypatch.setattr(torch.cuda, "_sleep", slept.append)
@@ -122,7 +122,7 @@ def test_turns_on_a_device(monkeypatch, played_events):
     x = SimpleNamespace(device=torch.device("cuda", 0), nbytes=tensor.nbytes, clone=tensor.clone)
     collected = timing.interleaved(iterations, x, dz, 0.0, min_rounds=2)
     assert {name: len(got) for name, got in collected.items()} == {OURS: 2 * 21, EAGER: 2 * 21}
-    # Two to learn how long it takes, then one in each turn.
+    # The device sleeps twice to learn how long that takes, and then once in each turn.
     assert len(slept) == 2 + 4
     assert (collected[OURS] > 0).all()
 
@@ -130,7 +130,7 @@ def test_turns_on_a_device(monkeypatch, played_events):
 def test_bandwidth_counts_the_bytes_read_and_written(monkeypatch, played_events):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 20, 1 << 30))
     monkeypatch.setattr(timing.Clock, "durations", lambda clock: [9.0] * 3 + [2.0] * (len(clock.marks) // 2 - 3))
-    # A quarter of what is free, read and written, in two milliseconds.
+    # A quarter of the free bytes is read and written in two milliseconds.
     assert machine.copy_bandwidth(CPU) == 2 * (1 << 18) / 2e-3
 
 
@@ -167,7 +167,7 @@ def test_cases():
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    """A run's folder, JSON and output."""
+    """The folder, the JSON and the output of a run."""
     out = tmp_path_factory.mktemp("bench")
     options = "--quick --threads 1 --malloc warmed --shapes 2x4x8x8 --groups core --activations relu silu --seconds 0"
     options += " --settings fp32:contiguous --scaling --overhead 2 --nets efficientnet timm:none --net-batch 2"
@@ -230,7 +230,7 @@ def test_tables_tell_means_net_overhead_and_scaling():
 
 
 def test_cuda_report_without_cuda(tiny):
-    """What a run on CUDA has more."""
+    """Tests those parts of the report that only a run on CUDA has."""
     run = tiny[1]["runs"][0]
     run["machine"] |= {"gpu": "a GPU", "gpu_memory": 1 << 36, "l2": 50 << 20, "cuda": "13.0", "cudnn": 91000}
     run["copy_bandwidth"] = 4e12
@@ -246,7 +246,7 @@ def test_floor_of_a_device_follows_from_its_bandwidth(monkeypatch):
     worker.bandwidth = 1e6
     timings = worker.time_op(TINY)["timings"]
     assert list(timings) == [OURS, FLOOR]
-    # 200 values of four bytes, moved three, five and eight times.
+    # 200 values of four bytes are moved three, five and eight times.
     assert [timings[FLOOR]["ms"][phase][1] for phase in timing.PHASES] == pytest.approx([2.4, 4.0, 6.4])
 
 

@@ -1,4 +1,4 @@
-"""The benchmark's nets: what their contenders are, what is measured of them, and that what fails is a note."""
+"""The nets of the benchmark: their contenders, their measurements, and the notes on failures."""
 
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -39,13 +39,13 @@ def test_largest_batch_is_found_from_any_guess(most, guess):
 def test_expected_batch_counts_what_grows_with_the_images():
     net = nn.Linear(3, 5)
     training = steps.Training(net, net, torch.optim.SGD(net.parameters()), torch.zeros(4, 100), torch.float32)
-    # 20 parameters and their gradients take 160 bytes, an image 400 and 600 in the step.
+    # 20 parameters and their gradients take 160 bytes. An image takes 400 bytes, and 600 more in the step.
     assert steps.expected_batch(training, held=0, peak=80 + 4 * 600, budget=160 + 10 * 1000 + 999) == 10
     assert steps.expected_batch(training, held=4 * 600, peak=80 + 4 * 500, budget=160 + 10 * 1000) == 10
 
 
 class Tiny(nn.Module):
-    """Norms followed by an activation in place, by one that is not, and by an addition."""
+    """Norms that are followed by an activation in place, by one out of place, and by an addition."""
 
     def __init__(self):
         super().__init__()
@@ -128,7 +128,7 @@ def test_tables_of_nets_give_ratios_to_eager_native_and_notes():
     converted = {"ms": [7.0, 8.0, 9.0], "ratio": [0.7, 0.8, 0.9], "held": 2 << 20, "peak": 6 << 20, "largest_batch": 72}
     described = {"net": "a", "dtype": "fp32", "layout": "contiguous", "batch": 2, "size": 32, "budget": 3 << 29}
     whole = {"contenders": dict(zip(EAGER, (native, converted), strict=True)), "notes": {"compiled native": "why"}}
-    # Without anything to compare with.
+    # The second net has no eager native contender to compare with.
     partial = {"contenders": {EAGER[1]: {k: v for k, v in converted.items() if k != "ratio"}}, "notes": {}}
     text = report.nets_tables({"nets": [described | whole, described | {"net": "b"} | partial]})
     assert "| net | eager native | eager converted | compiled native |" in text
@@ -143,7 +143,7 @@ def test_tables_of_nets_give_ratios_to_eager_native_and_notes():
 
 @pytest.mark.parametrize("message", ["CUDA out of memory", "GET was unable to find an engine", "another error"])
 def test_batches_that_do_not_fit_a_device(message, monkeypatch):
-    """A device that the host plays, with 1000 bytes."""
+    """The device has 1000 bytes and is simulated."""
     fractions = []
     properties = SimpleNamespace(total_memory=1000)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)

@@ -1,4 +1,4 @@
-"""What a user sees when the build does not fit."""
+"""The build: what it makes, what it needs, and the messages if something does not fit."""
 
 import os
 import re
@@ -20,7 +20,7 @@ PACKAGE = Path(inplace_abn.__file__).parent
 KERNELS = PACKAGE / "_kernels.so"
 
 
-# Without the finders that an editable installation puts before the path.
+# An editable installation puts finders before the path. They are removed.
 IMPORT = """
 import sys
 sys.meta_path = [finder for finder in sys.meta_path if "editable" not in repr(finder).lower()]
@@ -149,7 +149,8 @@ def test_a_torch_that_is_too_old_is_refused_before_it_compiles(source_tree, tmp_
 
 @pytest.fixture
 def small_tree(source_tree, tmp_path):
-    """The source tree with other sources, which compile in a moment or not at all."""
+    """The source tree with empty C++ sources, which compile in a moment. A test may put in sources that do not
+    compile."""
     if shutil.which(os.environ.get("CXX", "c++")) is None:
         pytest.skip("needs a C++ compiler")
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
@@ -163,7 +164,7 @@ def small_tree(source_tree, tmp_path):
 
 def build_wheel(tree, **environment):
     command = [sys.executable, "setup.py", "bdist_wheel"]
-    # What the surroundings ask of a build must not reach this one.
+    # The variables of the surroundings must not reach this build.
     plain = {
         "INPLACE_ABN_FORCE_CPU": "1",
         "INPLACE_ABN_FORCE_CUDA": "0",

@@ -56,7 +56,7 @@ def folder(tmp_path):
 
 
 def test_iou_is_averaged_over_the_classes_that_there_are():
-    # Pixels by (label, prediction); the last class is in neither.
+    # Counts of pixels by (label, prediction). The last class is neither label nor prediction.
     confusion = torch.tensor([[1, 1, 0, 0], [0, 2, 0, 0], [1, 0, 1, 0], [0, 0, 0, 0]])
     assert mean_iou(confusion) == pytest.approx((1 / 3 + 2 / 3 + 1 / 2) / 3)
 
@@ -190,7 +190,7 @@ def test_train_on_a_folder(folder, tmp_path):
     UNet(3, "silu").load_state_dict(torch.load(tmp_path / "run/weights.pt"))
 
 
-# Autocast's copies of the weights are held by both nets.
+# Both nets hold autocast's copies of the weights.
 @pytest.mark.parametrize(
     ("options", "held"),
     [([], 0.4), (["--activation", "relu"], 0.56), (["--activation", "relu", "--amp", "bf16"], 0.65)],
@@ -217,7 +217,7 @@ def test_both_nets_learn_the_same_and_the_converted_one_takes_less_memory(
 
 
 def test_where_no_terminal_is_steps_and_torchs_profiler_print_nothing(tmp_path):
-    # Of one process, because the profiler decides once what it prints.
+    # This needs a process of its own, because the profiler decides only once what it prints.
     done = subprocess.run(
         [sys.executable, demo.__file__, *TINY, "--out", str(tmp_path)], capture_output=True, text=True, timeout=240
     )

@@ -1,5 +1,5 @@
-"""README.md and the pages of docs say what is so: their Python runs and prints what they show, links lead somewhere,
-and commands name files and options that there are."""
+"""The Python in README.md and in the pages of docs runs and prints what they show, their links lead somewhere, and
+their commands name files and options that exist."""
 
 import contextlib
 import importlib.util
@@ -27,7 +27,7 @@ BLOCK = re.compile(
 LINK = re.compile(r"!?\[[^]]*]\((?P<target>[^)\s]+)\)")
 NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?:e-?\d+)?(?![\w.]*\w)")
 MEMORY_TOLERANCE = 0.03
-"""Another torch may keep a little more or less beside activations."""
+"""Another release of torch may hold a little more or less besides activations."""
 OPTIONAL = ("transformers", "timm")
 
 
@@ -50,7 +50,7 @@ def blocks(page):
 
 
 def programs(page):
-    """The blocks that are Python, each with the output that the page shows of it, or None."""
+    """The Python blocks of a page, each with the output that the page shows for it, or None."""
     found = blocks(page)
     return [
         (block, after.text if after is not None and block.language == "python" and after.language == "text" else None)
@@ -60,8 +60,8 @@ def programs(page):
 
 
 def without_peaks(text):
-    """The text, with # for the numbers in a memory report's column of peaks: scratch memory of convolutions depends on
-    the processor and on the number of threads."""
+    """The text, with # for the numbers in the peak column of a memory report. Peaks include scratch memory of
+    convolutions, which depends on the processor and on the number of threads."""
     lines, column = [], None
     for line in text.splitlines():
         if "peak of a step" in line:
@@ -75,18 +75,18 @@ def without_peaks(text):
 
 
 def same(shown, printed):
-    """Whether the texts agree but for spaces, peaks and the tolerance of numbers."""
+    """Whether the texts agree, except for spaces, for peaks, and for a tolerance of numbers."""
     texts = [without_peaks(text) for text in (shown, printed)]
     words = [NUMBER.sub("#", text).split() for text in texts]
     numbers = [[float(n) for n in NUMBER.findall(text)] for text in texts]
-    # Of percentages and numbers of one digit a rounding may be more.
+    # Percentages and other rounded numbers may differ by one.
     return words[0] == words[1] and all(
         a == pytest.approx(b, rel=MEMORY_TOLERANCE, abs=1 if b > 10 else 1e-9) for a, b in zip(*numbers, strict=True)
     )
 
 
 def slug(heading):
-    """The anchor of a heading, as GitHub and mkdocs make it of letters, digits and spaces."""
+    """The anchor that GitHub and mkdocs make of a heading of letters, digits and spaces."""
     text = re.sub(r"[`*]|\]\([^)]*\)|\[", "", heading.strip().lower())
     return re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", text))
 
@@ -105,7 +105,7 @@ def test_python_on_a_page_runs_and_prints_what_the_page_shows(page, one_thread, 
     monkeypatch.chdir(ROOT)
     # Tables are as wide as the terminal.
     monkeypatch.setenv("COLUMNS", "80")
-    # Classes that a page defines belong to a module.
+    # Classes that a page defines need a module's name.
     namespace = {"__name__": "__main__"}
     skipped = []
     for block, shown in found:
@@ -116,7 +116,7 @@ def test_python_on_a_page_runs_and_prints_what_the_page_shows(page, one_thread, 
             skipped.append(f"line {block.line} needs {missing[0]}")
             continue
         out = io.StringIO()
-        # As many lines above as the page has, so that errors tell the page's line.
+        # There are as many lines above the code as on the page, so that errors name the line of the page.
         code = compile("\n" * block.line + block.text, str(page), "exec")
         with contextlib.redirect_stdout(out):
             exec(code, namespace)
@@ -145,7 +145,8 @@ def test_relative_links_lead_to_files_and_anchors_that_there_are(page):
 
 
 def commands(text):
-    """Words of each command: lines without comments, continued ones joined, at && divided."""
+    """Yields the words of each command. Comments are dropped, continued lines are joined, and lines are divided at
+    &&."""
     for line in text.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
         command = []
@@ -159,7 +160,7 @@ def commands(text):
 
 
 def program_of(command):
-    """The file of ours that a command runs, or None for other programs, and its arguments."""
+    """Returns the file of this repository that a command runs, or None for other programs, and its arguments."""
     first, *rest = command
     if first.startswith("scripts/"):
         return ROOT / first, rest
@@ -187,7 +188,7 @@ def test_commands_name_files_and_options_that_there_are(page):
             source = program.read_text(encoding="utf-8")
             for argument in arguments:
                 if argument.startswith("--") and f'"{argument.partition("=")[0]}"' not in source:
-                    # Shell scripts compare without quotes, or hand on.
+                    # Shell scripts compare options without quotes, or pass them on.
                     if program.suffix == ".py" or argument not in source:
                         wrong.append(f"{program.name} {argument}")
                 elif argument.startswith(("scripts/", "docs/", "examples/")) and not (ROOT / argument).exists():

@@ -1,5 +1,5 @@
-"""The examples run as they are, print what their docstrings show, and what they claim holds. And nnU-Net finds its
-trainer among them."""
+"""Each example runs, prints what its docstring shows, and does what it claims. nnU-Net finds its trainer among the
+examples."""
 
 import ast
 import importlib
@@ -35,7 +35,7 @@ NEEDS = {
 }
 """What each example imports besides torch and this package."""
 DISTRIBUTIONS = {"sklearn": "scikit-learn", "PIL": "pillow"}
-"""Those that are called otherwise than what is imported, but for underscores."""
+"""Distributions whose names differ from those of their modules by more than underscores."""
 
 
 def source(name):
@@ -55,7 +55,7 @@ def lines_with(word, output):
 
 
 def check_saved(output):
-    """Whether converted holds less than native, and takes no more at the peak."""
+    """Asserts that the converted model holds less than the native one, and takes less at the peak."""
     (native, converted) = [numbers(line) for line in lines_with("MiB held", output)]
     assert converted[0] < 0.75 * native[0]
     assert converted[1] < native[1]
@@ -68,7 +68,8 @@ def check_same_losses(output, tolerance):
 
 @pytest.fixture
 def run(tmp_path):
-    """Runs an example and returns what it prints, which has all lines that its docstring shows, but for numbers."""
+    """Runs an example and returns its output. Asserts that all lines that its docstring shows are in it, except for
+    numbers."""
 
     def run(name, *options, launcher=()):
         for package in NEEDS[name]:
@@ -76,7 +77,7 @@ def run(tmp_path):
                 pytest.skip(f"needs {package}")
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "YOLO_OFFLINE": "true", "YOLO_CONFIG_DIR": str(tmp_path)}
         if zoo.import_torchvision() is not None:
-            # Every process that the example starts is to find the ops.
+            # Every process that the example starts must find the ops.
             tests = Path(__file__).parents[1]
             folders = [tests / "helpers" / "torchvision_ops", Path(zoo.__file__).parent]
             paths = [*map(str, folders), os.environ.get("PYTHONPATH", "")]
@@ -209,7 +210,7 @@ def test_there_is_no_other_example():
 
 @pytest.fixture
 def imported(monkeypatch):
-    """All examples, imported where none of their packages is there, as nnU-Net's search for a trainer does."""
+    """A function that imports all examples without any of their packages, as nnU-Net's search for a trainer does."""
     monkeypatch.syspath_prepend(str(FOLDER))
     for package in {package for packages in NEEDS.values() for package in packages}:
         monkeypatch.setitem(sys.modules, package, None)

@@ -1,4 +1,4 @@
-"""The check of a machine with a GPU, as far as one without can tell."""
+"""The check of a machine with a GPU, as far as it can be tested without one."""
 
 import json
 import os

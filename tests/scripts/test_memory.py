@@ -69,7 +69,7 @@ def test_a_report_compares_and_predicts():
 def test_each_call_of_a_submodule_ticks():
     ticks = []
     measure(chain(2), torch.randn(2, 4, 8, 8), tick=lambda: ticks.append(1))
-    # A step to warm up, and the one that is measured.
+    # One step warms up, and one is measured.
     assert len(ticks) == 2 * 7
 
 
@@ -146,7 +146,7 @@ def test_the_command_prints_plan_and_report_and_draws(capsys, tmp_path):
 
 
 def test_all_functions_take_the_arguments_of_a_call_alike():
-    """analyze took keyword arguments, which Hugging Face's models need; verify and the report refused them."""
+    """Hugging Face's models need keyword arguments."""
 
     class Masked(nn.Module):
         def __init__(self):
@@ -202,7 +202,7 @@ def test_verify_looks_at_every_example():
 
 
 def test_a_report_of_residual_blocks_tells_what_was_done():
-    """The table called "refused" what had been converted."""
+    """The table must not call a converted norm "refused"."""
     x = torch.randn(2, 3, 32, 32)
     plan = memory_report(ResNet(), x).plan
     rows = {line.split()[0]: line.split()[1:4] for line in str(plan).splitlines() if line.strip()}
@@ -216,7 +216,8 @@ def test_a_report_of_residual_blocks_tells_what_was_done():
 
 
 class BeginsAtZero(nn.Module):
-    """A residual block as public models initialise it, whose last norm has a weight of zero and is torch's at first."""
+    """A residual block as public models initialise it. Its last norm has a weight of zero, so that it is torch's at
+    first."""
 
     def __init__(self):
         super().__init__()
@@ -231,13 +232,13 @@ class BeginsAtZero(nn.Module):
 
 
 def test_a_step_is_measured_of_a_block_that_begins_as_its_shortcut():
-    """The shortcut's norm had nothing to measure in the first step, and overwrote its input in the second one."""
+    """The shortcut's norm has nothing to measure in the first step. The next step must run all the same."""
     report = memory_report(BeginsAtZero(), torch.randn(2, 3, 8, 8))
     assert report.after.held <= report.before.held
 
 
 def test_the_bar_does_not_go_beyond_its_end(monkeypatch):
-    """A module that is called twice counted twice: 119 of 104 calls."""
+    """A module that is called twice must not count twice against a total in which it counts once."""
     seen = []
 
     class Bar:
@@ -261,7 +262,7 @@ def test_the_bar_does_not_go_beyond_its_end(monkeypatch):
     monkeypatch.setattr(tqdm, "tqdm", lambda **_: Bar())
     memory_report(ResNet(), torch.randn(2, 3, 32, 32), progress=True, residual=True)
     (bar,) = seen
-    # A converted model calls fewer modules: its residual blocks' activations are in the norms.
+    # The converted model may call its modules another number of times.
     assert bar.total * 0.9 < bar.n <= bar.total
 
 
@@ -278,7 +279,7 @@ def rows_of(plan, width=200):
 
 @pytest.mark.parametrize("width", [60, 80, 200])
 def test_no_line_of_a_table_is_longer_than_the_terminal_and_nothing_is_cut(width, monkeypatch):
-    """Reasons made lines of 300 characters, and long names lines of any length."""
+    """Long reasons and long names are broken into lines, whatever their length."""
     monkeypatch.setenv("COLUMNS", str(width))
     plan = replace(analyze(ResNet(), torch.randn(2, 3, 32, 32)), residual=False)
     named = [replace(x, name=f"{'encoder.' * 9}{x.name}") for x in plan.layers]
@@ -398,7 +399,7 @@ def test_the_command_prints_the_same_with_and_without_rich(installed, capsys, mo
     ],
 )
 def test_the_command_refuses_before_it_measures(arguments, message, capsys, monkeypatch, tmp_path):
-    """A picture that could not be written was told after minutes of measuring; a factory's TypeError was a trace."""
+    """Errors must come before minutes of measuring, and as messages without a traceback."""
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("inplace_abn.memory.memory_report", None)

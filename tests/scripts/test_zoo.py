@@ -1,4 +1,4 @@
-"""scripts/zoo.py says of a model what it is to say, and of a package that is missing that it is."""
+"""The table of scripts/zoo.py: what it says about a model, and about a package that is missing."""
 
 import re
 import sys
@@ -22,7 +22,7 @@ def test_a_row_tells_that_gradients_are_equal_and_what_is_held():
     assert cells["model"] == "block, 4x3x32x32"
     assert re.fullmatch(r"equal, \de-1\d", cells["gradients"])
     assert cells["norms"] == "2 of 2"
-    # The next convolution keeps what is activated, and no norm its input.
+    # The next convolution keeps the activated tensor, and no norm keeps its input.
     assert cells["with example"] == cells["without"] == "0.500"
     assert abs(float(cells["prediction"].removesuffix(" %"))) < 2
 

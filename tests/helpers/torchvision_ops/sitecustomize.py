@@ -1,5 +1,7 @@
-"""torchvision's ops in plain torch, where its binary cannot be loaded, for all processes that have this folder on their
-path. Only what the examples call."""
+"""Implements torchvision's ops in plain torch if its binary cannot be loaded.
+
+All processes that have this folder on their path import this module. It has only those ops that the examples call.
+"""
 
 import importlib
 
