@@ -147,8 +147,10 @@ def storage_use_count(t: Tensor) -> int:
 
 
 def is_exporting() -> bool:
-    """Whether torch.export is tracing. In torch 2.11 torch.compiler.is_exporting() is also true while the compiler
-    traces."""
+    """Whether torch.export is tracing.
+
+    In torch 2.11 torch.compiler.is_exporting() is also true while the compiler traces.
+    """
     return torch.compiler._is_exporting_flag
 
 
@@ -223,7 +225,9 @@ def is_watched() -> bool:
 
 
 def is_checkpointed_selectively() -> bool:
-    """Whether selective checkpointing is active. It keeps the results of some ops, and skips these ops in the
-    recomputation."""
+    """Whether selective checkpointing is active.
+
+    It keeps the results of some ops, and skips these ops in the recomputation.
+    """
     modes: list[Any] = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
     return any(isinstance(mode, _SelectiveCheckpointModes) for mode in modes)

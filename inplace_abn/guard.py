@@ -88,8 +88,10 @@ class State:
         """The generation in which something followed that was never measured; None if nothing did."""
 
     def knows(self, what: Any) -> bool:
-        """Whether ``what`` was measured before this generation, or decided at once. All calls of a generation must do
-        the same."""
+        """Whether ``what`` was measured before this generation, or decided at once.
+
+        All calls of a generation must do the same.
+        """
         return what in self.met and self.met[what] != generation
 
     def learn(self, what: Any, at_once: bool) -> None:
