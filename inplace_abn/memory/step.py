@@ -42,8 +42,8 @@ def measure(model: nn.Module, /, *example: Any, tick: Callable[[], None] | None 
     Args:
         model: on the device of its inputs. It is in training mode during the step.
         example: arguments of the forward pass, or one `Example`.
-        tick: called after each call of a submodule, for a progress bar. Pass an argument of the model that has this
-            name within an `Example`.
+        tick: called after each call of a submodule without children, for a progress bar. Pass an argument of the model
+            that has this name within an `Example`.
         kwargs: keyword arguments of the forward pass.
 
     Returns:
