@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-# Under it ops run below autograd, which takes a microsecond less than under no_grad. Modes still see them.
+# A context in which ops run below autograd. It takes a microsecond less than no_grad, and modes still see the ops.
 BelowAutograd = torch._C._AutoDispatchBelowADInplaceOrView
 
 # The dispatch keys below autograd. A call that will bump versions itself goes on with these.
@@ -33,7 +33,7 @@ OpOverload = torch._ops.OpOverload
 # The functions behind torch.nn.functional. Models may call them directly.
 nn_functions = torch._C._nn
 
-# Under it tensors have a shape, a dtype and a device, and take no memory.
+# A mode in which tensors have a shape, a dtype and a device, and take no memory.
 FakeTensorMode = torch._subclasses.fake_tensor.FakeTensorMode
 
 # Whether an op has a kernel for a backend.
@@ -217,8 +217,10 @@ _PreDispatch = torch._C.DispatchKey.PreDispatch
 
 
 def is_watched() -> bool:
-    """Whether a dispatch mode, a tracer or a transform sees the ops that run. `is_captured` is about tracers only, and
-    takes longer."""
+    """Whether a dispatch mode, a tracer or a transform sees the ops that run.
+
+    `is_captured` is about tracers only, and takes longer.
+    """
     return bool(
         count_dispatch_modes() or _tracing_state() is not None or _is_included(_PreDispatch) or transforms_active()
     )

@@ -209,8 +209,8 @@ def activation_backward(y: Tensor, dz: Tensor, activation: str, param: float) ->
 def exactly(y: Tensor, activation: str, param: float) -> Tensor:
     """act(y) in the precision of y's dtype.
 
-    Torch's kernels are less exact. That of hardswish for CUDA multiplies doubles by a sixth in float's precision. That
-    of gelu loses its tail in 1 + erf and 1 + tanh.
+    Torch's kernels are less exact. The kernel of hardswish for CUDA multiplies even doubles by a sixth in float's
+    precision. The kernels of gelu lose its tail in 1 + erf and 1 + tanh.
     """
     if activation == "hardswish":
         return y * (y + 3).clamp(0, 6) / 6
@@ -222,8 +222,10 @@ def exactly(y: Tensor, activation: str, param: float) -> Tensor:
 
 
 def native(activation: str, param: float, inplace: bool = False) -> nn.Module:
-    """torch's module. With ``inplace`` it is in place where that saves memory. Others would keep a copy of what they
-    overwrite."""
+    """torch's module. With ``inplace`` it is in place where that saves memory.
+
+    Other activations would keep a copy of what they overwrite.
+    """
     entry = find(activation)
     module = nn.Identity() if entry.module is None else entry.module(param)
     if "inplace" in module.__dict__:

@@ -30,8 +30,7 @@ def check_transforms(tensors: tuple[Tensor | None, ...]) -> None:
 
 
 def check_tensors(x: Tensor, operands: Operands) -> None:
-    """Raises for errors that the ops would not report as such, because the dispatcher chooses their kernels by device
-    and layout."""
+    """Raises for errors that the ops cannot report, because device and layout choose the kernels that would check."""
     if x.layout is not torch.strided:
         raise ValueError(f"inplace_abn: expected a strided x, got layout {x.layout}")
     device = x.device
@@ -51,8 +50,10 @@ def check_tensors(x: Tensor, operands: Operands) -> None:
 
 
 def check_saved(operands: Operands, training: bool) -> None:
-    """Raises if autograd forbids keeping a tensor that backward needs. In evaluation the running variance is one of
-    them."""
+    """Raises if autograd forbids keeping a tensor that backward needs.
+
+    In evaluation the running variance is one of them.
+    """
     for name in ("weight", "bias", "residual", *(() if training else ("running_var",))):
         t = getattr(operands, name)
         if t is not None and t.is_inference():

@@ -31,10 +31,12 @@ THRESHOLDS = {
     torch.float64: Threshold(2.0**-30, 2.0**-20),
 }
 """For dx these are 6, 32, 2**10 and 2**23 unit roundoffs. Typical parameters give 0.5 to 2 unit roundoffs. Next to the
-minimum of silu and hardswish, where errors grow as roundoff to the 3/4, they give 4.5 in bfloat16, 12 in float16 and
-200 in float32 (``scripts/fidelity.py``). dweight has more room for two reasons. Its figure is that of the worst dz, and
-that of a real dz is smaller by the root of the number of values that are summed. Among many channels there is also
-always one whose gamma is small."""
+minimum of silu and hardswish errors grow as roundoff to the power of 3/4, and reach 4.5 in bfloat16, 12 in float16 and
+200 in float32 (``scripts/fidelity.py``).
+
+dweight has more room for two reasons. Its figure is that of the worst dz, and that of a real dz is smaller by the root
+of the number of values that are summed. Among many channels there is also always one whose gamma is small.
+"""
 HYSTERESIS = 4.0
 
 WIDTH = 4
@@ -50,8 +52,10 @@ class Figures(NamedTuple):
     """The largest of `recovery.Errors.weight`, or 0 where there is no weight."""
     channel: int
     least: float
-    """The smallest magnitude of a signed weight, in units of eps; infinite if there is none. Below 1 the scale would be
-    eps."""
+    """The smallest magnitude of a signed weight, in units of eps; infinite if there is none.
+
+    Below 1 the scale would be eps.
+    """
 
     @property
     def unknown(self) -> bool:
@@ -59,7 +63,10 @@ class Figures(NamedTuple):
         return math.isnan(self.x) or math.isnan(self.weight) or math.isnan(self.least)
 
     def trusted(self, before: bool, threshold: Threshold) -> bool:
-        """Whether the layer is trusted now, if it was trusted ``before`` or not. Unknown figures change nothing."""
+        """Whether the layer is trusted now.
+
+        ``before`` says whether it was trusted until now. Unknown figures change nothing.
+        """
         if self.unknown:
             return before
         room = 1.0 if before else HYSTERESIS
@@ -90,7 +97,7 @@ def are_known(gathered: Tensor) -> bool:
 
 
 def worst(gathered: Tensor) -> Tensor:
-    """The worst figures of all ranks, packed, from those of shape (ranks, 4)."""
+    """The worst figures of all ranks, packed. ``gathered`` has shape (ranks, 4)."""
     x, weight, channel, least = gathered.double().unbind(dim=1)
     largest, rank = weight.max(dim=0)
     return torch.stack([x.max(), largest, channel[rank].clamp_min(0), least.min()])

@@ -1,5 +1,7 @@
-"""The backward pass, which recovers xhat from z (arXiv 1712.02616). It reuses the memory of z and dz where backward
-owns it."""
+"""The backward pass, which recovers xhat from z (arXiv 1712.02616).
+
+It reuses the memory of z and dz where backward owns it.
+"""
 
 from __future__ import annotations
 

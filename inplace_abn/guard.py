@@ -1,11 +1,11 @@
 """The guard of recovery: a layer runs in place only while xhat can be recovered from z (`inplace_abn.recovery`).
 
-The rule is deterministic, so that the same seed gives the same bits. A generation is a step of any optimizer of the
-process. A layer measures in the first generation that it sees, and then once in every ``guard_interval`` generations.
-In such a generation it measures the first calls, each on a sample of the call's input, before the input is overwritten.
-The mode of a layer is constant within a generation, so that micro-batches and the recomputations of checkpoints agree.
-The mode changes in the next generation. The copy of the figures to the host starts when they are measured, so the host
-waits for the first measurement of a layer only: its first step must be right, too.
+The rule is deterministic, so that the same seed gives the same bits. Generations count the steps of all optimizers of
+the process. A layer measures in the first generation that it sees, and then once in every ``guard_interval``
+generations. In such a generation it measures the first calls, each on a sample of the call's input, before the input is
+overwritten. The mode of a layer is constant within a generation, so that micro-batches and the recomputations of
+checkpoints agree. The mode changes in the next generation. The copy of the figures to the host starts when they are
+measured, so the host waits for the first measurement of a layer only: its first step must be right, too.
 
 Trust is lost above the threshold and regained below a quarter of it. A layer that is not trusted runs `plain.kept`: it
 keeps x, as torch does. A signed weight is then the scale itself, even within eps of zero.

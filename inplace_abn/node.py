@@ -17,7 +17,7 @@ def _release(version: str) -> list[str]:
 
 
 def load() -> ModuleType | None:
-    """The compiled module. None, with a line in the log, if there is none for this torch."""
+    """The compiled module; None if there is none for this torch, which is logged."""
     if os.environ.get("INPLACE_ABN_NODE") == "0":
         return None
     logger = logging.getLogger("inplace_abn")

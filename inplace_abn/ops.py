@@ -129,8 +129,7 @@ _library = torch.library.Library("inplace_abn", "IMPL")
 
 
 def _bump_versions(library: torch.library.Library, op: Any) -> None:
-    """Makes calls of ``op`` that do not come from `run` bump the versions of the arguments that its schema says are
-    written."""
+    """Makes calls of ``op`` other than by `run` bump the versions of what its schema says is written."""
     arguments = list(enumerate(_torch.schema_of(op).arguments))
     mutated = [(i, a) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
     positions = [i for i, a in mutated if not a.kwarg_only]

@@ -136,8 +136,7 @@ def abn_sync(
     residual: Tensor | None,
     group: ProcessGroup,
 ) -> Tensor:
-    """`abn` in training, with the statistics of all ranks of ``group``, by collectives that autograd can
-    differentiate."""
+    """`abn` in training, with the statistics of all ranks of ``group``. Autograd can differentiate its collectives."""
     values = x.to(torch.promote_types(x.dtype, torch.float32))
     count = AllReduce.apply(values.new_full((1,), x.numel() // x.shape[1]), group)
     if count.item() == 1:

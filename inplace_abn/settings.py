@@ -39,8 +39,10 @@ class Settings(NamedTuple):
     training: bool
     group: ProcessGroup | None
     per_instance: bool = False
-    """Whether each sample has its own statistics. Vectors then hold the channels of all samples, sample after
-    sample."""
+    """Whether each sample has its own statistics.
+
+    Vectors then hold the channels of all samples, sample after sample.
+    """
 
     def activating(self, activation: tuple[str, float]) -> Settings:
         """The settings with another activation and its parameter."""

@@ -130,8 +130,10 @@ torch.library.register_autograd("inplace_abn::norm", _backward, setup_context=_s
 def statistics(
     x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, momentum: float | Tensor, training: bool
 ) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance of each channel. In training they are those of the batch, and the running ones are
-    updated."""
+    """Mean and biased variance of each channel.
+
+    In training they are those of the batch, and the running ones are updated.
+    """
     if not training:
         assert running_mean is not None
         assert running_var is not None

@@ -1,7 +1,8 @@
 """The activations of ``include/inplace_abn/activation.h`` for compilers. The comments there describe the tags.
 
-z with its tag is computed in plain torch. So is y from z, where that is a multiplication. Other inverses call the
-kernels in one op. Backward reads y more than once, and compilers compute what they fuse as often as it is read.
+z with its tag is computed in plain torch. y is computed from z in plain torch only where that is a multiplication.
+Other inverses call the kernels in one op, because backward reads y more than once, and compilers compute what they fuse
+as often as it is read.
 """
 
 from __future__ import annotations

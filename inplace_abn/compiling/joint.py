@@ -77,8 +77,10 @@ class Search:
         return [self.found[norm] for norm in self.norms if norm in self.found]
 
     def _trusts(self, norm: fx.Node, *what: str) -> bool:
-        """Whether the norm's gradients are known, its z is trusted for all of ``what``, and it is not computed again
-        anyway."""
+        """Whether the norm's gradients are known, and its z is trusted for all of ``what``.
+
+        False if the norm is computed again anyway.
+        """
         trusted = str(norm.args[-1]).split()
         return norm in self.gradients and "recompute" not in norm.meta and all(name in trusted for name in what)
 
@@ -151,8 +153,10 @@ def _is_read_again(node: fx.Node) -> bool:
 
 
 def _gradients(graph: fx.Graph, norms: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """The gradient nodes of each norm, without those of norms whose arguments are the same and which cannot be told
-    apart."""
+    """The gradient nodes of each norm.
+
+    Norms with the same arguments are left out, because their gradients cannot be told apart.
+    """
     by_arguments: dict[tuple[Any, ...], list[fx.Node]] = {}
     for norm in norms:
         by_arguments.setdefault(norm.args, []).append(norm)
@@ -193,8 +197,10 @@ def fuse(module: fx.GraphModule, *_: Any) -> fx.GraphModule:
 
 
 def _without_copies(graph: fx.Graph) -> None:
-    """Replaces copies by what they copy. No op writes to a tensor, so only returned tensors need memory of their
-    own."""
+    """Replaces copies by what they copy.
+
+    No op writes to a tensor, so only returned tensors need memory of their own.
+    """
     for node in list(graph.nodes):
         source = node.args[-1] if node.target in _COPIES else None
         if not isinstance(source, fx.Node) or node.kwargs or not _is_alike(node, source):
@@ -206,11 +212,11 @@ def _without_copies(graph: fx.Graph) -> None:
 
 
 def _keep_parameters(graph: fx.Graph) -> None:
-    """Makes the forward pass hold the convolutions' weights and inputs themselves for backward, if they are the graph's
+    """Makes the forward pass hold weights and inputs of convolutions themselves for backward, if they are the graph's
     inputs.
 
-    Where inductor prefers another layout, it would hold a copy of each from the forward pass on. It does not if an op
-    depends on the strides.
+    Where inductor prefers another layout, it would hold a copy of each from the forward pass on. An op that needs the
+    original strides prevents the copy, so such an op is added.
     """
     for node in list(graph.nodes):
         if node.target is _aten.convolution.default and not is_backward(node):
@@ -293,8 +299,10 @@ def _replace_parts(node: fx.Node, found: Sequence[fx.Node]) -> None:
 def _inlined(
     graph: fx.Graph, function: Callable[..., Any], arguments: Sequence[fx.Node | None], like: fx.Node
 ) -> list[fx.Node]:
-    """Inserts the nodes of ``function`` with these arguments, with the metadata of ``like``. Returns the nodes of its
-    results."""
+    """Inserts the nodes of ``function`` with these arguments, with the metadata of ``like``.
+
+    Returns the nodes of its results.
+    """
     given = [node for node in arguments if node is not None]
 
     def computed(*tensors: Tensor) -> Any:

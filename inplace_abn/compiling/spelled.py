@@ -1,7 +1,7 @@
 """Recognises the activations that a graph's ops spell out.
 
-Compilers decompose activations before the graph can be seen, in each release of torch in another way. So the patterns
-are made by decomposing our own activations in the same way.
+Compilers decompose activations before the graph can be seen, and each release of torch does so in its own way. So the
+patterns are made by decomposing our own activations in the same way.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from inplace_abn._torch import decompositions, is_backward
 from inplace_abn.activations import TYPICAL, activate
 
 _PARAM = 0.40234375
-"""Stands for leaky_relu's slope and elu's alpha. It is a number that no activation contains and that 16 bits can
-hold."""
+"""Stands for leaky_relu's slope and elu's alpha.
+
+It is a number that no activation contains and that 16 bits can hold.
+"""
 _SPELLINGS = [
     *(("leaky_relu", _PARAM), ("elu", _PARAM), ("elu", 1.0)),
     *(what for what in TYPICAL if what[0] not in ("identity", "leaky_relu", "elu")),
@@ -99,8 +101,7 @@ def _match(y: fx.Node, pattern: fx.Graph) -> tuple[fx.Node, float] | None:
 
 
 def _is_spelled(node: fx.Node, part: fx.Node, alike: dict[fx.Node, set[fx.Node]], params: set[float]) -> bool:
-    """Whether a node of the graph is the same op as ``part`` of the pattern, with arguments that match those of
-    ``part``."""
+    """Whether a node of the graph is the same op as ``part`` of the pattern, with arguments that match."""
     if node.target is not part.target or is_backward(node):
         return False
     found: list[float] = []

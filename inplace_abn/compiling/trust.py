@@ -1,4 +1,4 @@
-"""Decides with what a compiled norm may be fused.
+"""Decides what a compiled norm may be fused with.
 
 The decision is made when the norm is compiled, by the weights that it has then. It is reviewed as often as the guard
 measures. When the answer changes, the compiler compiles anew.
@@ -38,14 +38,15 @@ _answers: weakref.WeakKeyDictionary[Any, _Answers] = weakref.WeakKeyDictionary()
 
 @_torch.read_while_tracing
 def in_place(activation: str, param: float) -> str:
-    """The argument ``trusted`` of `batch_norm.normalised` for a norm that this activation follows, perhaps after a
-    residual."""
+    """The argument ``trusted`` of `batch_norm.normalised` for a norm that this activation follows."""
     return _told(frozenset({spelled_as(activation, param), "identity", "residual"}))
 
 
 def predicted(module: Any, dtype: torch.dtype) -> str:
-    """The argument ``trusted`` of `batch_norm.normalised` for a converted norm, by prediction. Empty if no activation
-    is trusted."""
+    """The argument ``trusted`` of `batch_norm.normalised` for a converted norm, by prediction.
+
+    Empty if no activation is trusted.
+    """
     answers, key = _answers.setdefault(module, {}), (module._revision, dtype)
     if key not in answers:
         answers[key] = _tolerated(module, dtype, TYPICAL, None)

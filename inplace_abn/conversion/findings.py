@@ -37,7 +37,7 @@ class Finding:
     output: int
     op: int
     reasons: list[str] = field(default_factory=list)
-    """Why it cannot be in place at all."""
+    """Why the norm cannot be in place."""
     kept_reasons: list[str] = field(default_factory=list)
     """Why its input is not to be overwritten."""
     activation: Activation | None = None
@@ -209,8 +209,10 @@ def _kept_reasons(recording: Recording, calls: int, call: Call, x: Seen, op: int
 
 
 def _fused_reasons(recording: Recording, y: int, op: int, activation: Activation) -> list[str]:
-    """Why norm and activation cannot be fused: others need the pre-activation y, or the result is used in a wrong
-    way."""
+    """Why norm and activation cannot be fused.
+
+    Either something else needs y, the pre-activation, or the result is used in a way that is wrong in place.
+    """
     reasons = []
     z = activation.result
     for i in recording.touching(y, op):

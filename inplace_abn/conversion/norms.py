@@ -18,7 +18,7 @@ from inplace_abn.instance_norm import repeated, take_means
 from inplace_abn.settings import Operands, Settings
 
 PLAIN = ("plain", 0.0)
-"""What a norm expects whose output nobody activates."""
+"""The expectation of a norm whose output nobody activates."""
 
 _SETTINGS = ("_overwrites", "_keeps_output", "_fuses_residual", "_synchronised", "_group")
 _STATE = ("_expected", "_seen", "_seen_generation", "_plain_since")
@@ -131,7 +131,7 @@ class InPlaceNorm(guard.Guarded):
     def _scales_otherwise(self) -> bool:
         """Whether a weight is within eps of zero.
 
-        In place the scale would then be eps in magnitude, and the result would be another.
+        In place the scale would then have the magnitude eps, which would change the result.
         """
         module: Any = self
         return module.weight is not None and bool((module.weight.detach().abs() < module.eps).any())

@@ -42,8 +42,7 @@ class Pending(Tensor):
     _leads: bool
     """Whether the plain tensor comes after this one in the graph."""
     _taken_from: str | None
-    """The norm's name, if an activation or a sum took the memory and its node does not come after this tensor's
-    node."""
+    """The norm's name, if an activation or a sum took the memory, but not this tensor's place in the graph."""
 
     @classmethod
     def __torch_function__(
@@ -283,8 +282,10 @@ def _attached(state: State, activation: tuple[str, float], stand_in: Tensor | No
 
 
 def _asked_of_graph(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Adds a hook to pending tensors, or computes their gradient. The gradient contains all that was computed with
-    them."""
+    """Adds a hook to pending tensors, or computes their gradient.
+
+    The gradient contains all that was computed with them.
+    """
 
     def in_graph(t: Pending) -> Tensor:
         if t._taken_from is not None:

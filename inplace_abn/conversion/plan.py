@@ -62,8 +62,10 @@ class Plan:
 
     layers: tuple[Layer, ...]
     evaluation_errors: tuple[str, ...] = ()
-    """The errors of the model's forward pass in evaluation, for examples that raise one. Nothing is then known of the
-    evaluation."""
+    """The errors of the model's forward pass in evaluation, for examples that raise one.
+
+    Nothing is then known of the evaluation.
+    """
     residual: bool = True
     """Whether residual blocks are converted too. ``residual=False`` of `inplace_abn.convert` leaves them out."""
 
@@ -183,7 +185,7 @@ class Plan:
         return "\n".join(lines)
 
     def _partners(self) -> dict[str, str]:
-        """The norms that go in place with a residual block's own norm. Each name has the name of that norm."""
+        """The name of each residual block's partner, and the name of the norm whose residual the partner makes."""
         return {layer.residual.partner: layer.name for layer in self.residuals if layer.residual is not None}
 
     @property

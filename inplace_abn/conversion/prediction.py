@@ -62,7 +62,7 @@ def _sums(finding: Finding, mode: str) -> set[int]:
 
 
 def _natively_kept(finding: Finding, mode: str) -> set[int]:
-    """Storages that autograd keeps natively, and may not keep in place."""
+    """Storages that autograd keeps natively, and that can be released in place."""
     activation = _activation(finding, mode)
     copies = activation.copies if activation else ()
     return {finding.input, *finding.copied, *_sums(finding, mode), *copies}

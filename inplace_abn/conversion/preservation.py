@@ -58,8 +58,10 @@ def preserved(model: nn.Module) -> Iterator[None]:
 
 
 class _LocalStatistics(nn.modules.batchnorm._BatchNorm):
-    """The class of a SyncBatchNorm during the recording. It has no collectives, in which one rank would wait for
-    ever."""
+    """The class of a SyncBatchNorm during the recording.
+
+    It has no collectives, in which one rank would wait for ever.
+    """
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:

@@ -193,7 +193,7 @@ METADATA: frozenset[Any] = frozenset(
         *(torch.is_floating_point, torch.is_complex, torch.numel),
     ]
 )
-"""Functions whose result is known of a pending tensor without its values."""
+"""Functions that need no values of a pending tensor, because they ask for its metadata only."""
 
 _GRAD: Any = Tensor.grad
 _RETAINS_GRAD: Any = Tensor.retains_grad

@@ -143,8 +143,10 @@ class Recording:
         return any(save.storage == storage and save.held for save in self.saves)
 
     def saved_by(self, save: Save) -> str:
-        """The op that saved the tensor, in words. An op saves its inputs before it runs, and its results after it has
-        run."""
+        """The op that saved the tensor, in words.
+
+        An op saves its inputs before it runs, and its results after it has run.
+        """
         following = self.ops[save.before] if save.before < len(self.ops) else None
         if following is not None and following.touches(save.storage) and following.module == save.modules[-1]:
             return str(following)

@@ -21,8 +21,10 @@ def numberless(text: str) -> str:
 
 
 def joined(texts: Sequence[str]) -> str:
-    """Texts that are equal but for numbers, as one text: ``layer[1-4].0.bn1``. A range shows its ends, and may have
-    gaps."""
+    """Texts that are equal but for numbers, as one text: ``layer[1-4].0.bn1``.
+
+    A range shows its ends, and may have gaps.
+    """
     between = _NUMBER.split(texts[0])
     columns = zip(*(_NUMBER.findall(text) for text in texts), strict=True)
     numbers = [

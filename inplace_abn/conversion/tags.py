@@ -61,8 +61,8 @@ _KEEPERS = {
 }
 _KEEPING = frozenset(name for names in _KEEPERS.values() for name in names.split())
 _ONLY_TOGETHER = frozenset({"add", "sub", "maximum", "fmax", "mm", "bmm"})
-"""Ops whose result has zeros only where all of their operands have them. Zeros of matrix products are followed only
-then, too."""
+"""Ops that are followed only if all of their operands have tags. Only then sums have zeros, and only then the zeros of
+matrix products are worth following."""
 
 
 def readers(recording: Recording, z: int, op: int, activation: str, param: float) -> list[str]:

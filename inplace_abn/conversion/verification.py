@@ -35,9 +35,11 @@ class Verification:
     loss_error: float
     """The relative error of the training loss."""
     gradient_errors: dict[str, float]
-    """The errors of the gradients of parameters and inputs, in the 2-norm. Each is relative to the tensor's own
-    gradient, or to a millionth of the whole gradient, whichever is larger. It is infinite where only one model has a
-    gradient."""
+    """The errors of the gradients of parameters and inputs, in the 2-norm.
+
+    Each is relative to the tensor's own gradient, or to a millionth of the whole gradient, whichever is larger. It is
+    infinite where only one model has a gradient.
+    """
     buffer_errors: dict[str, float]
     """The relative errors of floating-point buffers, such as running statistics, after the step. The error of a running
     mean of nearly zero is relative to a millionth of the deviation."""

@@ -150,8 +150,9 @@ class Norm:
     def is_trusted(self, activation: tuple[str, float], residual: Tensor | None) -> bool:
         """Whether the guard lets the node keep z instead of x, given what follows.
 
-        If nothing was measured before, this call's measurement decides at once. If only what follows was never
-        measured, the call is torch's, and what follows is known in the next generation or measured in it.
+        If the layer was never measured, the measurement of this call decides at once. If the layer was measured, but
+        not with what follows, this call is torch's. Its measurement, or one in the next generation, then decides for
+        later calls.
         """
         observation, self.observation = self.observation, None
         state: guard.State | None = self.module._guard
@@ -176,8 +177,10 @@ class Norm:
 
 
 def is_known(module: Any, activation: tuple[str, float], with_residual: bool) -> bool:
-    """Whether what follows the norm was measured. For the identity the measurement of any activation will do, because z
-    then determines y less well."""
+    """Whether what follows the norm was measured.
+
+    The identity counts as measured if any activation was, because the z of an activation determines y less well.
+    """
     state: guard.State | None = module._guard
     if state is None or module.guard_interval == 0:
         return True
@@ -187,8 +190,10 @@ def is_known(module: Any, activation: tuple[str, float], with_residual: bool) ->
 
 
 def _versions(*tensors: Tensor | None) -> list[tuple[int, int, bool]]:
-    """The version, the address and requires_grad of each tensor. Subclasses of tensors need not have memory of their
-    own."""
+    """The version, the address and requires_grad of each tensor.
+
+    Subclasses of tensors need not have memory of their own.
+    """
     return [
         (0, 0, False) if t is None else (t._version, t.data_ptr() if type(t) in _STORED else 0, t.requires_grad)
         for t in tensors
@@ -208,8 +213,10 @@ class State:
         self.applied = applied
         """The activation whose result memory holds. It was applied in expectation, and nobody has asked for it yet."""
         self.own: Tensor | None = None
-        """A copy of the values for the node alone. It is made if the values were exposed and the norm's input is
-        gone."""
+        """A copy of the values for the node alone.
+
+        It is made if the values were exposed and the norm's input is gone.
+        """
         self.tells = True
         """Whether the guard trusts that copy for recovering the norm's input."""
         self.is_exposed = False
