@@ -1,13 +1,14 @@
 """Builds two libraries; see pyproject.toml for everything else.
 
-``inplace_abn/_kernels.so`` holds the ops. It is made against torch's stable ABI, so that one build serves torch 2.11
-and later and every Python; torch loads it. ``inplace_abn._node``, the graph node in C++, is for the torch and the
-Python that it was built with, and optional: where it does not compile, one line tells so.
+``inplace_abn/_kernels.so`` holds the ops. It is built against torch's stable ABI, so that one build serves torch 2.11
+and later and every Python. torch loads it. ``inplace_abn._node`` is the graph node in C++. It works with the torch and
+the Python that it was built with only. It is optional: if it does not compile, the build says so in one line and goes
+on.
 
-``INPLACE_ABN_FORCE_CPU=1`` leaves CUDA out, ``INPLACE_ABN_FORCE_CUDA=1`` insists on it (for instance to cross-compile
-on a machine without a GPU), ``INPLACE_ABN_NODE=0`` leaves the node out, ``INPLACE_ABN_PORTABLE=1`` makes kernels that
-ask for no newer C and C++ runtimes than manylinux_2_28 has. ``TORCH_CUDA_ARCH_LIST`` selects the architectures,
-``INPLACE_ABN_NVCC_FLAGS`` adds flags for nvcc and ``MAX_JOBS`` limits the parallel compilations.
+``INPLACE_ABN_FORCE_CPU=1`` leaves CUDA out. ``INPLACE_ABN_FORCE_CUDA=1`` insists on it, for instance to cross-compile
+on a machine without a GPU. ``INPLACE_ABN_NODE=0`` leaves the node out. ``INPLACE_ABN_PORTABLE=1`` makes kernels that
+need no newer C and C++ runtimes than those of manylinux_2_28. ``TORCH_CUDA_ARCH_LIST`` selects the architectures.
+``INPLACE_ABN_NVCC_FLAGS`` adds flags for nvcc. ``MAX_JOBS`` limits the parallel compilations.
 """
 
 import contextlib
@@ -48,19 +49,20 @@ def is_gcc() -> bool:
 
 CPU_FLAGS = ["-std=c++20", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-Wall", "-g0"]
 if platform.machine() == "x86_64":
-    # Only where the loader picks a variant with 512-bit registers: compilers use half of them unless told.
+    # Unless they are told, compilers use half of a 512-bit register. This affects only the variants for processors that
+    # have such registers.
     CPU_FLAGS.append("-mprefer-vector-width=512")
 if is_gcc():
-    # GCC would make two paths of a condition, each with all that follows, and walk both when it vectorises them.
+    # GCC would copy the code after a condition into both of its paths, and run both paths when it vectorises them.
     CPU_FLAGS.append("-fno-thread-jumps")
 else:
-    # Clang tells of loops that it does not vectorise, those that call exp and log of a double, and of conditions that
-    # are combined without a branch.
+    # Clang warns of loops that it does not vectorise, which are those that call exp and log of a double. It also warns
+    # of conditions that are combined without a branch.
     CPU_FLAGS += ["-Wno-pass-failed", "-Wno-bitwise-instead-of-logical"]
 CUDA_FLAGS = ["-std=c++20", "-O3", "--expt-relaxed-constexpr", "--extended-lambda", "-lineinfo"]
-# Division and square root of floats to 2 ulp, in few instructions and registers. Doubles stay exact.
+# Division and square root of floats are exact to 2 ulp, in few instructions and registers. Those of doubles stay exact.
 CUDA_FLAGS += ["--prec-div=false", "--prec-sqrt=false", "--compiler-options=-fvisibility=hidden"]
-# The oldest torch whose stable ABI has all that is called: major and minor in the two highest bytes.
+# The oldest torch whose stable ABI has all that the kernels call. Major and minor are the two highest bytes.
 STABLE_ABI = ("TORCH_TARGET_VERSION", f"0x{OLDEST_TORCH[0]:02x}{OLDEST_TORCH[1]:02x}000000000000")
 
 
@@ -95,13 +97,14 @@ print(f"inplace_abn: {'with the C++ node if it compiles' if with_node else 'no C
 
 kernel_sources = relative("src/kernels/*.cpp") + relative("src/kernels/cpu/*.cpp")
 nvcc_flags = CUDA_FLAGS + os.environ.get("INPLACE_ABN_NVCC_FLAGS", "").split()
-# libtorch_cpu exports some of the C++ runtime's symbols in some releases: they are to come from the runtime in all.
+# In some releases libtorch_cpu exports some of the C++ runtime's symbols. They must come from the runtime in all
+# releases, so stdc++ is the first library.
 macros, libraries, link_flags = [STABLE_ABI], ["stdc++", "torch_cpu"], []
 if cuda:
     kernel_sources += relative("src/kernels/cuda/*.cu")
     macros += [("INPLACE_ABN_WITH_CUDA", None)]
-    # CUDA's runtime becomes part of the library, so that torch may have another release of it, or none. libtorch, which
-    # is empty itself, brings libtorch_cuda where there is one.
+    # CUDA's runtime is linked statically, so that torch may have another release of it, or none. libtorch is empty
+    # itself, and brings libtorch_cuda where there is one.
     libraries += ["cudart_static", "dl", "pthread", "rt"]
     link_flags += ["-Wl,--no-as-needed", "-ltorch", "-Wl,--as-needed", "-Wl,--exclude-libs,ALL"]
 if portable:
@@ -129,7 +132,7 @@ node = cpp_extension.CppExtension(
 
 @contextlib.contextmanager
 def output_to(path: Path) -> Iterator[None]:
-    """What this process and those that it starts print goes to a file."""
+    """Sends what this process and its child processes print to a file."""
     sys.stdout.flush()
     sys.stderr.flush()
     kept = os.dup(1), os.dup(2)
@@ -148,18 +151,19 @@ def output_to(path: Path) -> Iterator[None]:
 
 class Build(cpp_extension.BuildExtension):
     def finalize_options(self) -> None:
-        """Objects stay in the source tree, so that a build finds those of the build before."""
+        """Keeps objects in the source tree, so that a build finds those of the build before."""
         super().finalize_options()
         self.build_temp = str(ROOT / "build" / ("cuda" if cuda else "cpu"))
 
     def get_ext_filename(self, ext_name: str) -> str:
-        """Without the tag of a Python ABI where Python has no part in it."""
+        """The file name. That of the kernels has no tag of a Python ABI, because they do not use Python."""
         name = Path(super().get_ext_filename(ext_name))
         plain = name.with_name(name.name.split(".", 1)[0] + name.suffix)
         return str(plain if plain.stem == "_kernels" else name)
 
     def build_extension(self, ext: Extension) -> None:
-        # A folder for each: ninja forgets what it made by another build file, and would make it again.
+        # Each extension has a folder. In a shared folder ninja would forget what another build file made, and make it
+        # again.
         folder = Path(self.build_temp)
         self.build_temp = str(folder / ext.name.rpartition(".")[2])
         try:
@@ -186,7 +190,7 @@ class Build(cpp_extension.BuildExtension):
 
 class Wheel(bdist_wheel):
     def get_tag(self) -> tuple[str, str, str]:
-        """Of any Python, where nothing in it was made for one."""
+        """The wheel's tag. A wheel without the node is for any Python."""
         *python, system = super().get_tag()
         return (*(python if with_node else ("py3", "none")), system)
 

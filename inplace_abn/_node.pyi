@@ -3,7 +3,7 @@
 from torch import Tensor
 
 torch_version: str
-"""The torch it was built for."""
+"""The version of torch that the module was built for."""
 
 def inplace_abn(
     x: Tensor,
@@ -21,8 +21,10 @@ def inplace_abn(
     activation_param: float,
     per_instance: bool,
 ) -> Tensor | None:
-    """`functions.local`, or None, with nothing done, where the call is one that Python has to look at. Whether
-    the producer of ``x`` needs its result is not looked at."""
+    """`functions.local`. Returns None, and does nothing, if the call needs Python.
+
+    It does not check whether the op that made ``x`` needs its result.
+    """
 
 def attached(
     x: Tensor,
@@ -39,12 +41,18 @@ def attached(
     per_instance: bool,
     stand_in: Tensor | None,
 ) -> Tensor | None:
-    """`functions.attached`, or None, with nothing done, where the call is one that Python has to look at."""
+    """`functions.attached`. Returns None, and does nothing, if the call needs Python."""
 
 def set_sole_holders(gradient: tuple[int, int, int] | None, output: int | None) -> None:
-    """The references to a gradient that Python has seen (from Python; from C++, before and after one from Python was
-    made to ask), and those to a saved output's storage, that leave backward alone with them. Until they are set,
-    no graph is built."""
+    """Sets the counts at which backward is the only holder of a gradient, and of a saved output.
+
+    Until they are set, no graph is built.
+
+    Args:
+        gradient: references to a gradient that Python has seen: from Python, from C++ before a reference from Python
+            was made to count them, and from C++ after that.
+        output: references to a saved output's storage.
+    """
 
 def last_observed() -> tuple[tuple[int, int, int] | None, int]:
-    """What the calling thread's last backward saw: None for a gradient that nothing but the engine refers to."""
+    """The counts that the calling thread's last backward saw; None for a gradient that only the engine refers to."""

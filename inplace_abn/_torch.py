@@ -1,6 +1,6 @@
-"""Every private name of torch that Python code uses, one line of reason each.
+"""Every private name of torch that Python code uses, each with its reason.
 
-``tests/autograd/test_private_names.py`` has a test for each, which fails with that name when it is gone.
+``tests/autograd/test_private_names.py`` has a test of each name, which fails when torch drops or changes it.
 """
 
 from __future__ import annotations
@@ -21,53 +21,53 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-# Ops below autograd cost a microsecond less than under no_grad, and are seen by modes all the same.
+# A context in which ops run below autograd. It takes a microsecond less than no_grad, and modes still see the ops.
 BelowAutograd = torch._C._AutoDispatchBelowADInplaceOrView
 
-# What comes below autograd when an op is dispatched: from there calls go on that have bumped versions.
+# The dispatch keys below autograd. A call that will bump versions itself goes on with these.
 BELOW_AUTOGRAD = torch._C._after_ADInplaceOrView_keyset
 
-# What torch's registry of ops has an entry of for each signature.
+# The class of an op with one signature, in torch's registry of ops.
 OpOverload = torch._ops.OpOverload
 
-# The functions behind torch.nn.functional, which may be called as they are.
+# The functions behind torch.nn.functional. Models may call them directly.
 nn_functions = torch._C._nn
 
-# Tensors that have a shape, a dtype and a device, and take no memory.
+# A mode in which tensors have a shape, a dtype and a device, and take no memory.
 FakeTensorMode = torch._subclasses.fake_tensor.FakeTensorMode
 
-# Whether the kernels have a backend.
+# Whether an op has a kernel for a backend.
 has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 
-# Whether one of torch.func's transforms is running: under it nothing is reused, and graphs have levels.
+# Whether a transform of torch.func is running. Under transforms nothing is reused, and graphs have levels.
 transforms_active = torch._C._are_functorch_transforms_active
 
-# Where no transform of torch.func is running.
+# A context in which no transform of torch.func is running.
 outside_of_transforms = torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack
 
 # The node that autograd's engine is running.
 current_node = torch._C._current_autograd_node
 
-# Whether the running backward pass will keep the graph (retain_graph), and with it need the saved output again.
+# Whether the running backward pass keeps the graph (retain_graph). Then the saved output may be needed again.
 keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 
-# Whether autograd allows to write to a view; without it the error comes after the writing.
+# How a view was made, which decides whether autograd allows writing to it. Autograd itself raises after the write.
 creation_meta = torch._C._autograd._get_creation_meta
 CREATED_BY_DEFAULT = torch._C._autograd.CreationMeta.DEFAULT
 
-# Whether autograd knows a tensor as a view, which it lets be written to by rules of their own.
+# Whether autograd knows a tensor as a view. It has its own rules for writing to views.
 is_view = Tensor._is_view
 
-# Whether a tensor's memory is a lazy copy of another one's.
+# Whether a tensor's memory is a lazy copy of another tensor's memory.
 is_lazy_copy = torch._C._is_cow_tensor  # type: ignore[attr-defined]
 
 # Whether a tensor has no memory, because all of it is zero.
 is_zero_tensor = Tensor._is_zerotensor
 
-# The hooks that saved tensors go through by default: saving under them is no simple reference.
+# The saved-tensor hooks that are set. They may keep a saved tensor, or replace it.
 top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
-# How many dispatch modes are active; zero in almost every call, which spares it the look at each.
+# The number of active dispatch modes. It is zero in almost every call, and then no mode needs to be looked at.
 count_dispatch_modes = torch._C._len_torch_dispatch_stack
 
 _BATCHED: list[Any] = [torch._C._parse_dispatch_key(key) for key in ("FuncTorchBatched", "Batched")]
@@ -78,37 +78,40 @@ _SelectiveCheckpointModes = (
 )
 
 
-# Calls a tensor's own functions where a subclass would see them again.
+# A context in which calls bypass the ``__torch_function__`` of tensor subclasses.
 NoTorchFunction = torch._C.DisableTorchFunctionSubclass
 
-# The same where modes would see them, too.
+# A context in which calls bypass the ``__torch_function__`` of subclasses and of modes.
 NoTorchFunctionModes = torch._C.DisableTorchFunction
 
 
 def schema_of(op: Any) -> Any:
-    """The arguments of an op, which of them it writes to, and its name."""
+    """The schema of an op: its name, its arguments, and which of them it writes to."""
     return op._schema
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
-    """The same for all handles of one piece of memory, while one of them is there."""
+    """A number that is the same for all handles of one storage, as long as there is a handle."""
     key: int = storage._cdata
     return key
 
 
 def stand_in_like(kind: type[Tensor], t: Tensor) -> Any:
-    """A tensor of a subclass, without memory, of t's shape, strides, dtype and device."""
+    """A tensor of the subclass ``kind``, without memory, of t's shape, strides, dtype and device."""
     return torch.Tensor._make_wrapper_subclass(kind, t.shape, strides=t.stride(), dtype=t.dtype, device=t.device)  # type: ignore[attr-defined]
 
 
 def in_forward_mode() -> bool:
-    """Whether tensors may have tangents, of forward-mode differentiation."""
+    """Whether forward-mode differentiation is active, so that tensors may have tangents."""
     return forward_ad._current_level >= 0
 
 
 def kinds_of_wrappers(t: Tensor) -> set[str]:
-    """Of those that torch.func's transforms have put around the tensor: "vmap", "grad", "jvp" and others. A tangent
-    outside of them is a "jvp" too."""
+    """The kinds of the wrappers that torch.func's transforms have put around the tensor: "vmap", "grad", "jvp" and
+    others.
+
+    A tangent outside of transforms is a "jvp", too.
+    """
     functorch = torch._C._functorch
     stack = functorch.get_interpreter_stack() or []
     by_level = {interpreter.level(): interpreter.key().name.lower() for interpreter in stack}
@@ -122,27 +125,32 @@ def kinds_of_wrappers(t: Tensor) -> set[str]:
 
 
 def is_batched(t: Tensor) -> bool:
-    """Whether the tensor stands for a batch of them, by vmap or ``torch.autograd.grad(is_grads_batched=True)``."""
+    """Whether the tensor stands for a batch of tensors, by vmap or ``torch.autograd.grad(is_grads_batched=True)``."""
     keys = torch._C._dispatch_keys(t)
     return any(keys.has(key) for key in _BATCHED)
 
 
 def use_count(t: Tensor) -> int:
-    """The number of references to the tensor from C++. Torch's release decides whether Python's object is one."""
+    """The number of references to the tensor from C++. Whether its Python object counts depends on torch's release."""
     count: int = t._use_count()  # type: ignore[attr-defined]
     return count
 
 
 def storage_use_count(t: Tensor) -> int:
-    """The number of references to the tensor's memory, by tensors and by Python's handles. The handle that is made here
-    counts. Torch's release decides whether handles are one object or several."""
+    """The number of references to the tensor's memory, by tensors and by Python handles.
+
+    The handle that is made here counts. Whether handles are one object or several depends on torch's release.
+    """
     storage = t.untyped_storage()
     count: int = torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]
     return count + getrefcount(storage)
 
 
 def is_exporting() -> bool:
-    """Whether torch.export is tracing. torch.compiler.is_exporting() is true in the compiler of torch 2.11, too."""
+    """Whether torch.export is tracing.
+
+    In torch 2.11 torch.compiler.is_exporting() is also true while the compiler traces.
+    """
     return torch.compiler._is_exporting_flag
 
 
@@ -157,7 +165,7 @@ def in_backward() -> bool:
 
 
 def uncompiled_autograd() -> AbstractContextManager[Any]:
-    """Where backward is not handed to a compiler, as it may be in all threads at once."""
+    """A context in which backward is not handed to a compiler. Compiled autograd may be on for all threads at once."""
     module = sys.modules.get("torch._dynamo.compiled_autograd")
     return nullcontext() if module is None else module._disable()
 
@@ -168,32 +176,37 @@ def is_captured() -> bool:
 
 
 def read_while_tracing(function: Any) -> Any:
-    """Has the compiler call the function with real tensors, when it traces, and keep the result. What torch.compiler
-    has for it imports the compiler, which takes a second."""
+    """Makes the compiler call the function with real tensors while it traces, and keep the result.
+
+    The public torch.compiler.assume_constant_result imports the compiler, which takes a second.
+    """
     function._dynamo_marked_constant = True
     return function
 
 
 def call_on_joint_graphs(wrap: Any) -> None:
-    """Has the compilers' graphs of forward and backward go through ``wrap(before)``, where ``before`` is what they went
-    through, or None; unless that is of its class already."""
+    """Makes compilers pass their joint graphs of forward and backward through ``wrap(before)``.
+
+    ``before`` is the pass that was installed before, or None. If that pass is already of the class ``wrap``, nothing is
+    done.
+    """
     config = torch._functorch.config
     if not isinstance(config.joint_custom_pass, wrap):
         config.joint_custom_pass = wrap(config.joint_custom_pass)
 
 
 def is_backward(node: torch.fx.Node) -> bool:
-    """Whether a node of a graph of forward and backward was made by autograd's backward pass."""
+    """Whether autograd's backward pass made this node of a joint graph."""
     return "backward" in node.meta.get("partitioner_tag", "")
 
 
 def compute_in_backward(node: torch.fx.Node) -> None:
-    """Has a compiler compute the node in the backward pass, of what the forward pass keeps."""
+    """Makes a compiler compute the node in the backward pass, from what the forward pass keeps."""
     node.meta["partitioner_tag"] = "must_be_in_backward"
 
 
 def decompositions() -> Mapping[Any, Callable[..., Any]] | None:
-    """What inductor takes ops apart by; None while it is not there."""
+    """Inductor's table of decompositions; None if inductor is not imported."""
     inductor = sys.modules.get("torch._inductor.decomposition")
     return None if inductor is None else inductor.select_decomp_table()  # type: ignore[no-any-return]
 
@@ -204,14 +217,19 @@ _PreDispatch = torch._C.DispatchKey.PreDispatch
 
 
 def is_watched() -> bool:
-    """Whether a dispatch mode, a tracer or a transform sees the ops that run. `is_captured` tells tracers alone, and
-    takes longer."""
+    """Whether a dispatch mode, a tracer or a transform sees the ops that run.
+
+    `is_captured` is about tracers only, and takes longer.
+    """
     return bool(
         count_dispatch_modes() or _tracing_state() is not None or _is_included(_PreDispatch) or transforms_active()
     )
 
 
 def is_checkpointed_selectively() -> bool:
-    """Whether checkpointing keeps the results of some ops and skips these when it computes again."""
+    """Whether selective checkpointing is active.
+
+    It keeps the results of some ops, and skips these ops in the recomputation.
+    """
     modes: list[Any] = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
     return any(isinstance(mode, _SelectiveCheckpointModes) for mode in modes)

@@ -17,7 +17,7 @@ from inplace_abn.settings import check_hyperparameters
 
 
 class ActivatedNorm(nn.Module):
-    """What norms with an activation have in common: parameters, running statistics, settings and state dicts."""
+    """The common part of norms with an activation: parameters, running statistics, settings and state dicts."""
 
     _version = 2
     weight: nn.Parameter | None
@@ -98,10 +98,10 @@ class ActivatedNorm(nn.Module):
 
 
 class ABN(ActivatedNorm):
-    """Batch normalisation and activation, out of place: the twin that `InPlaceABN` is compared with.
+    """Batch normalisation and activation, out of place. It is the counterpart of `InPlaceABN`.
 
-    Input and output have shape (batch, channel, \\*), and so has the optional residual, which is added before the
-    activation. The weight scales as it is, as in torch's BatchNorm.
+    Input, output and the optional residual have shape (batch, channel, \\*). The residual is added before the
+    activation. The scale is the weight itself, as in torch's BatchNorm.
 
     Args:
         num_features: number of channels.
@@ -116,18 +116,18 @@ class ABN(ActivatedNorm):
         device, dtype: of parameters and running statistics.
 
     Raises:
-        ValueError: for an argument out of range.
+        ValueError: an argument is out of range.
 
-    State dicts have the keys of torch's BatchNorm and are exchangeable with its.
+    State dicts are interchangeable with those of torch's BatchNorm.
     """
 
     def _call(self, function: Callable[..., Tensor], x: Tensor, **options: Any) -> Tensor:
-        """``function`` of x with this module's tensors and settings. A batch that is an error is not counted."""
-        # From the dictionary, because attributes of modules that are not found at once take long.
+        """Calls ``function`` with x and this module's tensors and settings. A batch that raises is not counted."""
+        # The dictionaries are read directly, because attribute access of modules is slow.
         buffers, training = self._buffers, self.training
         try:
             weight, bias = self._parameters["weight"], self._parameters["bias"]
-        except KeyError:  # torch.nn.utils.parametrize makes properties of them
+        except KeyError:  # torch.nn.utils.parametrize turns parameters into properties
             weight, bias = self.weight, self.bias
         running_mean = buffers.get("running_mean")
         batches = buffers.get("num_batches_tracked") if training and running_mean is not None else None
@@ -135,7 +135,8 @@ class ABN(ActivatedNorm):
         if self.momentum is None and batches is not None:
             momentum = (batches + 1).double().reciprocal()
         if batches is not None and not torch.compiler.is_compiling() and _torch.transforms_active():
-            # A counter that the transform has captured is an error, before the running statistics are updated.
+            # Writing to a counter that the transform has captured raises. This must happen before the running
+            # statistics are updated.
             if function is not plain.abn:
                 checks.check_transforms((x, weight, bias, options.get("residual")))
             batches.add_(0)
@@ -164,16 +165,16 @@ class ABN(ActivatedNorm):
 class InPlaceABN(guard.Guarded, ABN):
     """`ABN` that writes its result over its input and keeps nothing else for backward (arXiv 1712.02616).
 
-    The scale is ``|weight| + eps``, or with ``signed_weight`` the weight itself, kept ``eps`` away from zero, which is
-    what a standard BatchNorm's weights need. Dtypes and errors of a call are those of `inplace_abn.inplace_abn`.
+    The scale is ``|weight| + eps``. With ``signed_weight`` it is the weight itself, as in a standard BatchNorm, but
+    with a magnitude of at least ``eps``. Dtypes and errors of a call are those of `inplace_abn.inplace_abn`.
 
-    While its output would not tell what the input was, the layer keeps its input, as torch does, and returns a new
-    tensor: `inplace_abn.set_guard` says how that is watched.
+    While its input cannot be recovered exactly enough from its output, the layer keeps the input, as torch does, and
+    returns a new tensor. `inplace_abn.set_guard` controls how this is measured.
 
     Args:
-        signed_weight: keep the weight's sign.
-        keep_input: write the result to new memory, and leave the input as it is; it is not kept for backward.
-        guard_interval: optimizer steps between two measurements of whether the output tells the input; 0 for none.
+        signed_weight: scale by the weight itself, with its sign.
+        keep_input: write the result to new memory and leave the input unchanged. The input is not kept for backward.
+        guard_interval: optimizer steps between two measurements of how exactly the input can be recovered; 0 for none.
 
     The other arguments are those of `ABN`.
     """
@@ -226,7 +227,7 @@ class InPlaceABN(guard.Guarded, ABN):
 class InPlaceABNSync(InPlaceABN):
     """`InPlaceABN` with the statistics of all ranks of a process group.
 
-    Dtypes and errors of a call are those of `inplace_abn.inplace_abn_sync`. Every rank of the group has to take part in
+    Dtypes and errors of a call are those of `inplace_abn.inplace_abn_sync`. Every rank of the group must take part in
     forward and backward.
 
     Args:
@@ -278,7 +279,7 @@ class InPlaceABNSync(InPlaceABN):
         """``act(norm(x) + residual)`` with all ranks' statistics in training, written over x unless ``keep_input``."""
         options: dict[str, Any] = {"signed_weight": self.signed_weight, "residual": residual}
         if not self._is_synchronised():
-            # Warns where torch.distributed is not initialised, and is local.
+            # The function uses local statistics here. It warns if torch.distributed is not initialised.
             if not guard.lets(self, x, residual):
                 return self._call(functions.kept, x, keep_input=self.keep_input, **options)
             options["keep_input"] = self.keep_input

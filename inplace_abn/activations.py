@@ -1,5 +1,7 @@
-"""The table of activations: everything that Python knows about each. Their inverses are in
-``include/inplace_abn/activation.h``, and for compilers in ``inverses.py``."""
+"""The table of activations: everything that Python knows about each.
+
+Inverses are in ``include/inplace_abn/activation.h``, and for compilers in ``compiling/inverses.py``.
+"""
 
 from __future__ import annotations
 
@@ -16,23 +18,23 @@ class Activation(NamedTuple):
     code: int
     """Its number in ``activation.h``."""
     apply: Callable[[Tensor, float, bool], Tensor]
-    """z of y, the parameter, and whether y may be overwritten."""
+    """z as a function of y, the parameter, and whether y may be overwritten."""
     slope: Callable[[Tensor, float], Tensor]
-    """act'(y) of y and the parameter."""
+    """act'(y) as a function of y and the parameter."""
     dead: Callable[[Tensor], Tensor] | None = None
-    """Where the gradient is zero whatever arrives, infinity and NaN included."""
+    """Where dy is zero whatever dz is, even infinity or NaN."""
     special: tuple[float, ...] = ()
-    """The y next to which z tells little of y, or of the slope: minima, and jumps of the slope."""
+    """The y next to which z hardly determines y, or the slope: minima, and jumps of the slope."""
     zeros: Literal["", "negative", "positive"] = ""
-    """The sign of what is zero out of place and a tiny number in training."""
+    """The sign of the tiny numbers that replace zeros in training; empty if zeros stay zeros."""
     costly: bool = False
-    """Whether its inverse takes longer than storing what it gave: as ``is_costly`` of ``node.cpp``."""
+    """Whether its inverse takes longer than storing the inverse's result. ``is_costly`` of ``node.cpp`` is the same."""
     op: str = ""
     """The name of torch's op."""
     approximate: str = ""
-    """That op's argument of this name."""
+    """The value of that op's argument ``approximate``; empty if it has none."""
     module: Callable[[float], nn.Module] | None = None
-    """torch's module, of the parameter."""
+    """Makes torch's module with the parameter."""
     params: tuple[float, ...] = (0.0,)
     """The parameters that models have most often."""
 
@@ -47,7 +49,7 @@ def _silu_slope(y: Tensor, param: float) -> Tensor:
 
 
 TANH_SCALE, TANH_CUBIC = math.sqrt(8 / math.pi), 0.044715
-"""Of gelu_tanh, which is y * sigmoid(scale * (y + cubic * y^3))."""
+"""The constants of gelu_tanh, which is y * sigmoid(scale * (y + cubic * y^3))."""
 
 
 def _gelu_slope(y: Tensor, param: float) -> Tensor:
@@ -174,7 +176,7 @@ def find(activation: str) -> Activation:
 
 
 def taken_over(op: str, approximate: str = "") -> str | None:
-    """The activation that torch's op of this name is, given this argument."""
+    """The activation that torch's op of this name computes with this argument; None if there is none."""
     return _OPS.get((op, approximate))
 
 
@@ -205,8 +207,11 @@ def activation_backward(y: Tensor, dz: Tensor, activation: str, param: float) ->
 
 
 def exactly(y: Tensor, activation: str, param: float) -> Tensor:
-    """act(y) to y's precision: torch's kernel of hardswish for CUDA multiplies doubles by a sixth of float's precision,
-    too, and its gelu loses its tail to 1 + erf and 1 + tanh."""
+    """act(y) in the precision of y's dtype.
+
+    Torch's kernels are less exact. The kernel of hardswish for CUDA multiplies even doubles by a sixth in float's
+    precision. The kernels of gelu lose its tail in 1 + erf and 1 + tanh.
+    """
     if activation == "hardswish":
         return y * (y + 3).clamp(0, 6) / 6
     if activation == "gelu":
@@ -217,8 +222,10 @@ def exactly(y: Tensor, activation: str, param: float) -> Tensor:
 
 
 def native(activation: str, param: float, inplace: bool = False) -> nn.Module:
-    """torch's module, with ``inplace`` in place where that saves memory: others would keep a copy of what they
-    overwrite."""
+    """torch's module. With ``inplace`` it is in place where that saves memory.
+
+    Other activations would keep a copy of what they overwrite.
+    """
     entry = find(activation)
     module = nn.Identity() if entry.module is None else entry.module(param)
     if "inplace" in module.__dict__:
@@ -231,17 +238,17 @@ def is_relu(activation: str, param: float) -> bool:
 
 
 def can_be_taken_back(activation: str, param: float, dtype: torch.dtype) -> bool:
-    """Whether z gives y back within a rounding. In float16 it does not, because negative values lose bits."""
+    """Whether y can be computed from z within a rounding. In float16 it cannot, because negative values lose bits."""
     if dtype == torch.float16:
         return False
     return is_relu(activation, param) or (activation == "leaky_relu" and param >= 2.0**-12)
 
 
 def take_back(z: Tensor, activation: str, param: float) -> None:
-    """Writes y over z, where that `can_be_taken_back`."""
+    """Writes y over z. This needs `can_be_taken_back` to be true."""
     F.leaky_relu_(z, 1.0 / (relu_slope(z.dtype) if is_relu(activation, param) else param))
 
 
 def relu_slope(dtype: torch.dtype) -> float:
-    """What relu's negative values are multiplied by for backward: as in ``activation.h``."""
+    """The factor of relu's negative values, for backward. It is the same as in ``activation.h``."""
     return {torch.float64: 2.0**-300, torch.float16: 2.0**-15}.get(dtype, 2.0**-48)

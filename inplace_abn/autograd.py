@@ -1,7 +1,6 @@
-"""How autograd sees the op: as nodes that save z alone, and reuse its memory where `ownership` allows it.
+"""The autograd nodes of the op. They save z instead of x, and reuse the memory of z where `ownership` allows it.
 
-The op has run before autograd is told, so that an op that fails leaves no trace in the graph. `gradients` has the
-maths.
+The op runs before its node is made, so that an op that fails leaves no trace in the graph. `gradients` has the maths.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from inplace_abn.settings import Settings
 
 
 class _Hidden:
-    """A tensor that autograd is not to take for an input."""
+    """Wraps a tensor, so that autograd does not take it for an input."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -29,7 +28,7 @@ class _Watch:
     """Tells whether a tensor was written to, without holding its memory."""
 
     def __init__(self, t: Tensor) -> None:
-        # A detached tensor shares the version counter, and goes on sharing it when its memory is replaced.
+        # A detached tensor shares the version counter, even after its memory is replaced.
         self._counter = t.detach()
         self._counter.data = t.new_empty(0)
         self.version = 0
@@ -42,7 +41,7 @@ class _Watch:
 
 
 class InPlaceABNFunction(torch.autograd.Function):
-    """Declares that x has become z, or that ``written`` is z."""
+    """The node of z, which is x after the op has overwritten it, or ``written`` if the op wrote elsewhere."""
 
     @staticmethod
     def forward(
@@ -79,11 +78,11 @@ class InPlaceABNFunction(torch.autograd.Function):
             raise RuntimeError("inplace_abn: gradients in batches are not supported. Use ABN, which works out of place")
         settings: Settings = ctx.settings
         need = Needed(*ctx.needs_input_grad[:4])
-        # Compiled code is functional. The compiler reuses memory.
+        # Compiled code is functional. The compiler reuses memory, so nothing is reused here.
         if torch.compiler.is_compiling():
             return *gradients.gradients(need, Saved(*ctx.saved_tensors), dz, False, False, settings), *(None,) * 6
-        # Only the engine gives gradients that nobody else holds; other callers hold theirs, and may call again. Where x
-        # is a view, the engine runs autograd's node of the base, and that node calls this one.
+        # Only the engine passes gradients that nobody else holds. Other callers hold theirs, and may call again. If x
+        # is a view, the engine runs the CopySlices node of its base, and that node calls this one.
         node = _torch.current_node()
         by_engine = node is ctx or (ctx.of_view and node is not None and node.name().endswith("CopySlices"))
         own_dz = by_engine and of_stand_in is None and ownership.owns_gradient(dz, sys.getrefcount(dz))
@@ -99,21 +98,24 @@ class InPlaceABNFunction(torch.autograd.Function):
         return *gradients.gradients(need, saved, dz, own_z, own_dz, settings), *(None,) * 6
 
 
-# `torch.autograd.Function.apply` without the binding of default arguments, which takes longer than all the rest. It is
-# the same where no transform is active.
+# This is `torch.autograd.Function.apply` without its binding of default arguments, which takes longer than the rest of
+# the call. The two do the same where no transform is active.
 _apply = super(torch.autograd.Function, InPlaceABNFunction).apply
 
 
 def _is_hooked(ctx: Any) -> bool:
-    """Whether the output that was saved goes through hooks, which may keep it or hand it out again."""
+    """Whether saved-tensor hooks have packed the saved output. They may keep it or hand it out again."""
     return ctx._raw_saved_tensors[0].unpack_hook is not None
 
 
 def _unpacked(ctx: Any) -> Saved:
-    """What was saved. Raises RuntimeError if the output was modified in place.
+    """The saved tensors.
 
-    Autograd does not notice that under saved-tensor hooks; the watch does. It is no error where the hooks hand out a
-    copy that was made before.
+    Under saved-tensor hooks autograd does not notice that the output was modified in place. The watch does. A
+    modification is no error if the hooks return a copy that was made before it.
+
+    Raises:
+        RuntimeError: the output was modified in place.
     """
     modified = (
         "inplace_abn: the output of an in-place ABN has been modified in place, but its backward needs it. "
@@ -133,8 +135,11 @@ def _unpacked(ctx: Any) -> Saved:
 
 
 class TracedABNFunction(torch.autograd.Function):
-    """The node for compilers, out of place. They do not trace `InPlaceABNFunction` right: an x from outside of the
-    compiled region would lose its gradient, and later writes to z would change what was saved."""
+    """The node for compilers, out of place.
+
+    Compilers do not trace `InPlaceABNFunction` correctly: an x from outside of the compiled region would lose its
+    gradient, and later writes to z would change what was saved.
+    """
 
     @staticmethod
     def forward(
@@ -170,10 +175,10 @@ def overwritten(
     settings: Settings,
     edge: Tensor | None,
 ) -> Tensor:
-    """Makes a node for x, whose content is z by now. Returns x."""
+    """Makes the node of z for x, which the op has already overwritten. Returns x."""
     apply = InPlaceABNFunction.apply if _torch.transforms_active() else _apply
     watch = _watch(x)
-    # Transforms wrap the edge at each of their levels, so they have to see it.
+    # Transforms wrap the edge at each of their levels, so it must be a visible input.
     hidden = edge if edge is None or _torch.transforms_active() else _Hidden(edge)
     z: Tensor = apply(x, weight, bias, residual, var, settings, hidden, watch, None, None)
     if watch is not None:
@@ -192,8 +197,10 @@ def attached(
     edge: Tensor | None,
     stand_in: Tensor | None,
 ) -> Tensor:
-    """Makes a node for z, which was written elsewhere, as a function of x. Only x's place in the graph is read.
-    ``stand_in`` becomes a second output of the node."""
+    """Makes a node for z, which is already written, as a function of x. Only x's place in the graph is read.
+
+    ``stand_in`` becomes a second output of the node.
+    """
     watch = _watch(z)
     hidden = None if edge is None else _Hidden(edge)
     if stand_in is None:
@@ -206,12 +213,12 @@ def attached(
 
 
 def _watch(z: Tensor) -> _Watch | None:
-    """Hooks may take the output elsewhere, and autograd does not check the versions of what they hand out."""
+    """A watch on z if saved-tensor hooks are set. Autograd does not check the versions of what hooks return."""
     return None if _torch.top_saved_tensors_hooks(True) is None else _Watch(z)
 
 
 def as_identity(x: Tensor) -> Tensor:
-    """Makes the node of an identity for x, with which ownership is calibrated."""
+    """Makes an identity node for x. It serves to calibrate `ownership`."""
     settings = Settings("identity", 0.0, 1e-5, False, False, None)
     return overwritten(x, None, None, None, x.new_ones(x.shape[1]), settings, None)
 

@@ -1,4 +1,4 @@
-"""What is refused in Python, before anything is written; the ops check the rest."""
+"""Errors that are raised in Python, before anything is written. The ops check the rest."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def check_transforms(tensors: tuple[Tensor | None, ...]) -> None:
 
 
 def check_tensors(x: Tensor, operands: Operands) -> None:
-    """Raises for what the ops, which are chosen by device and layout, would not see as an error of this one."""
+    """Raises for errors that the ops cannot report, because device and layout choose the kernels that would check."""
     if x.layout is not torch.strided:
         raise ValueError(f"inplace_abn: expected a strided x, got layout {x.layout}")
     device = x.device
@@ -50,7 +50,10 @@ def check_tensors(x: Tensor, operands: Operands) -> None:
 
 
 def check_saved(operands: Operands, training: bool) -> None:
-    """Raises if autograd does not let a tensor be kept that backward needs, as in evaluation the running variance."""
+    """Raises if autograd forbids keeping a tensor that backward needs.
+
+    In evaluation the running variance is one of them.
+    """
     for name in ("weight", "bias", "residual", *(() if training else ("running_var",))):
         t = getattr(operands, name)
         if t is not None and t.is_inference():
@@ -61,7 +64,7 @@ def check_saved(operands: Operands, training: bool) -> None:
 
 
 def check_overwritable(x: Tensor, requires_grad: bool) -> None:
-    """Raises if autograd does not let x be overwritten, before it is."""
+    """Raises if autograd forbids overwriting x. This is called before x is overwritten."""
     if x.is_inference() and not torch.is_inference_mode_enabled():
         raise ValueError(
             f"inplace_abn: x was made under torch.inference_mode() and cannot be overwritten outside it{_REMEDY}"
@@ -97,8 +100,8 @@ def check_overwritable(x: Tensor, requires_grad: bool) -> None:
 
 
 def check_instances(x: Tensor, **vectors: Tensor | None) -> None:
-    """Raises where a sample has no statistics of its own, because it has no space or one value per channel; and for
-    vectors of another size than the number of channels."""
+    """Raises if samples have no space or only one value per channel, and so no statistics of their own. Also raises for
+    vectors whose size is not the number of channels."""
     if x.dim() < 3:
         raise ValueError(f"inplace_abn: expected x of shape (batch, channel, space, *), got {tuple(x.shape)}")
     if math.prod(x.shape[2:]) == 1:
@@ -112,11 +115,13 @@ def check_instances(x: Tensor, **vectors: Tensor | None) -> None:
 
 
 def check_count(x: Tensor, count: float | None = None) -> None:
-    """Raises for one value per channel, which has no variance; an empty batch leaves the running statistics alone.
+    """Raises for one value per channel, which has no variance. An empty batch is valid, and leaves the running
+    statistics alone.
 
-    ``count`` is that of the whole batch where x is a share of it."""
+    ``count`` is the number of values per channel of the whole batch, if x is a share of it.
+    """
     if count is None:
-        # Anything else is refused by the op.
+        # The op refuses other shapes.
         count = values_per_channel(x) if x.dim() >= 2 else 0
     if count == 1:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")

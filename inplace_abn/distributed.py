@@ -1,4 +1,4 @@
-"""What synchronised batch norm says to the other ranks. The functional collectives, which torch.compile can trace."""
+"""The collectives of synchronised batch norm. They are functional ones, which torch.compile can trace."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 
 def _level_of_caller() -> int:
-    """How far up the stack the first function is that belongs neither to this package nor to torch."""
+    """The number of frames up to the first function that belongs neither to this package nor to torch."""
     level, frame = 0, sys._getframe()
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("inplace_abn", "torch"):
         level, frame = level + 1, frame.f_back
@@ -43,7 +43,7 @@ def all_gather(t: Tensor, group: ProcessGroup) -> Tensor:
     """(ranks, n) from every rank's ``t`` of shape (n,)."""
     from torch.distributed import _functional_collectives as functional
 
-    # Its name since torch 2.13, which warns of the other one.
+    # torch 2.13 renamed the function, and warns about the old name.
     gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
     gathered: Tensor = functional.wait_tensor(gather(t.unsqueeze(0), 0, group))
     return gathered
@@ -58,7 +58,7 @@ def all_reduce(t: Tensor, group: ProcessGroup) -> Tensor:
 
 
 class AllReduce(torch.autograd.Function):
-    """`all_reduce` that autograd follows, to any order."""
+    """`all_reduce` that autograd can differentiate, to any order."""
 
     @staticmethod
     def forward(ctx: Any, t: Tensor, group: ProcessGroup) -> Tensor:

@@ -17,7 +17,7 @@ class Example:
         self.kwargs = kwargs
 
     def map_tensors(self, function: Callable[[Tensor], Tensor]) -> Example:
-        """The example with ``function`` of each tensor."""
+        """The example with ``function`` applied to each tensor."""
         args, kwargs = tree_map_only(Tensor, function, (self.args, self.kwargs))
         return Example(*args, **kwargs)
 
@@ -35,7 +35,7 @@ def examples_of(function: str, inputs: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """In lists, mappings and objects such as dataclasses."""
+    """The tensors in a value: in lists, tuples, sets, mappings and dataclasses."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):

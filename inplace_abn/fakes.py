@@ -1,5 +1,7 @@
-"""The ops for calls that are traced instead of computed: what the kernels check of shapes, dtypes and devices, and
-results without values."""
+"""The ops for calls that are traced instead of computed.
+
+They check shapes, dtypes and devices as the kernels do, and return tensors without values.
+"""
 
 from __future__ import annotations
 
@@ -258,4 +260,4 @@ FAKES: dict[str, Callable[..., Any]] = {
     "inverse": _inverse,
     "check": _check,
 }
-"""By the op's name and overload."""
+"""The fakes, by the op's name and overload."""

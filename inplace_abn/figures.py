@@ -1,4 +1,4 @@
-"""What the guard of recovery judges by: the figures of a measurement, and how large they may be."""
+"""The figures by which the guard of recovery judges, and how large they may be."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Threshold(NamedTuple):
     """Errors above which trust is lost."""
 
     x: float
-    """Of dx over the layer."""
+    """For the error of dx over the layer."""
     weight: float
-    """Of the worst channel's dweight."""
+    """For the error of the worst channel's dweight."""
 
     def exceeded(self, x: float, weight: float) -> bool:
         return x > self.x or weight > self.weight
@@ -30,18 +30,21 @@ THRESHOLDS = {
     torch.float32: Threshold(2.0**-14, 2.0**-10),
     torch.float64: Threshold(2.0**-30, 2.0**-20),
 }
-"""For dx 6, 32, 2**10 and 2**23 unit roundoffs. Typical parameters give 0.5 to 2 of them; next to the minimum of silu
-and hardswish, where errors grow as roundoff to the 3/4, 4.5 in bfloat16, 12 in float16 and 200 in float32
-(``scripts/fidelity.py``). dweight is given more room: its figure is of the worst dz, that of a real one is smaller by
-the root of the values that are summed, and among many channels there is always one whose gamma is small."""
+"""For dx these are 6, 32, 2**10 and 2**23 unit roundoffs. Typical parameters give 0.5 to 2 unit roundoffs. Next to the
+minimum of silu and hardswish errors grow as roundoff to the power of 3/4, and reach 4.5 in bfloat16, 12 in float16 and
+200 in float32 (``scripts/fidelity.py``).
+
+dweight has more room for two reasons. Its figure is that of the worst dz, and that of a real dz is smaller by the root
+of the number of values that are summed. Among many channels there is also always one whose gamma is small.
+"""
 HYSTERESIS = 4.0
 
 WIDTH = 4
-"""Figures of a rank."""
+"""The number of figures of a rank."""
 
 
 class Figures(NamedTuple):
-    """What a measurement found, as numbers."""
+    """The figures of a measurement, as numbers."""
 
     x: float
     """`recovery.Errors.x`."""
@@ -49,15 +52,21 @@ class Figures(NamedTuple):
     """The largest of `recovery.Errors.weight`, or 0 where there is no weight."""
     channel: int
     least: float
-    """The smallest magnitude of a signed weight, in units of eps below which it would scale by eps."""
+    """The smallest magnitude of a signed weight, in units of eps; infinite if there is none.
+
+    Below 1 the scale would be eps.
+    """
 
     @property
     def unknown(self) -> bool:
-        """Whether they are of a batch with infinities or NaN."""
+        """Whether the batch had infinities or NaN."""
         return math.isnan(self.x) or math.isnan(self.weight) or math.isnan(self.least)
 
     def trusted(self, before: bool, threshold: Threshold) -> bool:
-        """Whether the layer is to be trusted that was ``before``. Unknown figures change nothing."""
+        """Whether the layer is trusted now.
+
+        ``before`` says whether it was trusted until now. Unknown figures change nothing.
+        """
         if self.unknown:
             return before
         room = 1.0 if before else HYSTERESIS
@@ -72,36 +81,36 @@ def packed(errors: Errors, weight: Tensor | None, settings: Settings) -> Tensor:
     worst, channel = errors.weight.max(dim=0)
     least = torch.full_like(worst, math.inf)
     if settings.signed_weight:
-        # In the weight's dtype, as the kernels and the guard compare.
+        # The division is in the weight's dtype, in which the kernels and the guard compare.
         least = (weight.detach().abs().min() / settings.eps).double()
     return torch.stack([errors.x, worst, channel.double(), least])
 
 
 def no_figures(device: torch.device) -> Tensor:
-    """Packed figures of a rank that has not measured. They are never the worst, and of no channel."""
+    """The packed figures of a rank that has not measured. They are never the worst, and their channel is -1."""
     return torch.tensor([0.0, 0.0, -1.0, math.inf], dtype=torch.float64, device=device)
 
 
 def are_known(gathered: Tensor) -> bool:
-    """Whether any of the ranks has measured, of (ranks, 4), which is waited for."""
+    """Whether any rank has measured, by all ranks' figures of shape (ranks, 4). Waits for the device."""
     return bool((gathered[:, 2] >= 0).any())
 
 
 def worst(gathered: Tensor) -> Tensor:
-    """Packed, of all ranks' figures, (ranks, 4)."""
+    """The worst figures of all ranks, packed. ``gathered`` has shape (ranks, 4)."""
     x, weight, channel, least = gathered.double().unbind(dim=1)
     largest, rank = weight.max(dim=0)
     return torch.stack([x.max(), largest, channel[rank].clamp_min(0), least.min()])
 
 
 def unpacked(packed: Tensor) -> Figures:
-    """The figures, which are waited for."""
+    """The figures as numbers. Waits for the device."""
     x, weight, channel, least = packed.tolist()
     return Figures(x, weight, int(channel), least)
 
 
 def fetched(packed: Tensor) -> tuple[Tensor, torch.Event | None]:
-    """A copy on the host that arrives at the event."""
+    """A copy on the host, and the event at which it is complete. The event is None if the figures are on the host."""
     if packed.is_cpu:
         return packed, None
     host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=packed.is_cuda)
@@ -112,7 +121,7 @@ def fetched(packed: Tensor) -> tuple[Tensor, torch.Event | None]:
 
 
 def described(figures: Figures, threshold: Threshold) -> str:
-    """The figures beside what they may be, for messages."""
+    """The figures and their thresholds, for messages."""
     text = f"error of dx {figures.x:.2g}, of dweight {figures.weight:.2g} in channel {figures.channel}, "
     text += f"trusted up to {threshold.x:.2g} and {threshold.weight:.2g}"
     return text + (f"; a weight is {figures.least:.2g} eps" if figures.least < HYSTERESIS else "")

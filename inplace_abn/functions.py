@@ -1,9 +1,9 @@
 """``inplace_abn`` and ``inplace_abn_sync``: the forward pass, local and synchronised.
 
-The forward pass writes z over x, or beside it, and keeps z alone ("In-Place Activated BatchNorm for Memory-Optimized
-Training of DNNs", arXiv 1712.02616). `checks` refuses what cannot be done before anything is written, `writing` calls
-the ops, `autograd` makes the node of the graph, `gradients` has the backward pass, `ownership` decides what it may
-overwrite.
+The forward pass writes z over x, or to new memory, and keeps z instead of x ("In-Place Activated BatchNorm for
+Memory-Optimized Training of DNNs", arXiv 1712.02616). `checks` refuses invalid calls before anything is written.
+`writing` calls the ops. `autograd` makes the node of the graph. `gradients` has the backward pass. `ownership` decides
+which memory backward may overwrite.
 
 ``INPLACE_ABN_DISABLE=1`` in the environment makes both functions work out of place, for debugging.
 """
@@ -66,27 +66,28 @@ def inplace_abn(
         running_mean: (channel,) or None; updated in training, used otherwise.
         running_var: (channel,) or None; updated in training (with the unbiased variance), used otherwise.
         training: normalise with the statistics of ``x``; otherwise with the running ones, if there are any.
-        momentum: share of the new statistics in the running ones; a float64 tensor of one value on x's device where
-            it is only known there.
-        eps: added to the variance, and the least that scales. Positive.
+        momentum: share of the new statistics in the running ones. It may be a float64 tensor of one value on x's
+            device, if only the device knows it.
+        eps: added to the variance; also the smallest magnitude of the scale. Positive.
         activation: "identity" (or "none"), "leaky_relu", "elu", "relu", "silu", "hardswish",
             "gelu", "gelu_tanh", "mish".
         activation_param: slope of leaky_relu (>= 0; zero means relu), alpha of elu (> 0).
-        signed_weight: scale by the weight itself, sign kept and at least ``eps`` in magnitude, as a standard
-            BatchNorm's weight needs it, instead of by ``|weight| + eps``.
-        residual: of x's shape, dtype and device, in memory of its own; added before the activation. Saved beside the
-            result, because it is alive anyway: it is the input of the block it bridges.
-        keep_input: write the result to new memory and leave ``x`` as it is, which is not kept for backward. So ``x``
-            may be a leaf, a view, what its producer or anybody else needs, and the residual itself.
+        signed_weight: scale by the weight itself instead of ``|weight| + eps``, as a standard BatchNorm does. The sign
+            is kept, and the magnitude is at least ``eps``.
+        residual: of x's shape, dtype and device, in memory of its own. It is added before the activation and kept for
+            backward. That takes no extra memory if it is the input of a residual block, because that input is kept
+            anyway.
+        keep_input: write the result to new memory and leave ``x`` unchanged. ``x`` is not kept for backward. It may
+            then be a leaf, a view, the residual itself, or a tensor that other ops need.
 
     Returns:
-        ``x``, which now holds the result; or with ``keep_input`` a new tensor of its shape, dtype and memory format.
+        ``x``, which now holds the result. With ``keep_input`` a new tensor of x's shape, dtype and memory format.
 
     Raises:
-        ValueError: a wrong value or shape, one value per channel in training, or an ``x`` that autograd does not let
-            be overwritten. Nothing has been modified.
-        TypeError: a dtype that is not supported or does not combine.
-        RuntimeError: ``x``'s producer needs it for its own backward.
+        ValueError: a wrong value or shape, only one value per channel in training, or an ``x`` that autograd forbids to
+            overwrite. Nothing has been modified.
+        TypeError: a dtype that is not supported or does not combine with x's.
+        RuntimeError: the op that made ``x`` needs it for its own backward.
 
     Source: arXiv 1712.02616.
     """
@@ -98,7 +99,7 @@ def inplace_abn(
 
 
 def local(x: Tensor, operands: Operands, settings: Settings, keep_input: bool) -> Tensor:
-    """`inplace_abn` of settings that are valid and have no group."""
+    """`inplace_abn` for settings that were checked and have no group."""
     if keep_input:
         return _forward(x, operands, settings, keep_input=True)
     if _node is not None and not torch.compiler.is_compiling() and not _torch.saves_its_result(x):
@@ -138,16 +139,16 @@ def inplace_abn_sync(
 ) -> Tensor:
     """`inplace_abn` with the statistics of all ranks of ``group`` (None: the default group).
 
-    Ranks may have different batch and spatial sizes, also empty ones. Forward has one all_gather, backward one
-    all_reduce, both in training only. ``dweight`` and ``dbias`` are those of the rank's own share of the batch, to be
-    reduced with the other parameters' gradients (as DistributedDataParallel does). If torch.distributed is not
-    initialised, statistics are local, with one warning; so they are on a rank that is not in ``group``.
+    Ranks may have different batch and spatial sizes, and empty batches. In training, forward calls one all_gather, and
+    backward one all_reduce. ``dweight`` and ``dbias`` are those of the rank's own share of the batch. Reduce them with
+    the gradients of the other parameters, as DistributedDataParallel does. If torch.distributed is not initialised,
+    statistics are local, and one warning is given. Statistics are local on a rank that is not in ``group``, too.
 
-    ``watch`` is the guard's part of a module's call: while it does not trust z, the result is a new tensor and x is
-    kept, with the same distributed.
+    ``watch`` is the guard's part of a module's call. While it does not trust z, the result is a new tensor and x is
+    kept. The collectives are the same either way.
 
-    Arguments, result and errors are those of `inplace_abn`; all ranks raise together where the whole batch has less
-    than two values per channel.
+    The other arguments, the result and the errors are those of `inplace_abn`. All ranks raise together if the whole
+    batch has only one value per channel.
     """
     check_activation(activation, activation_param)
     check_hyperparameters(eps, momentum)
@@ -186,14 +187,15 @@ def kept(
     residual: Tensor | None = None,
     keep_input: bool = False,
 ) -> Tensor:
-    """`plain.kept` with the errors of `inplace_abn`: a module that keeps x for a while must not fail afterwards."""
+    """`plain.kept` with the errors of `inplace_abn`, so that a module that keeps x for a while does not fail once it
+    runs in place."""
     check_kept(x, Operands(weight, bias, residual, running_mean, running_var), training, keep_input)
     tensors = (x, weight, bias, running_mean, running_var)
     return plain.kept(*tensors, training, *settings, signed_weight=signed_weight, residual=residual)
 
 
 def check_kept(x: Tensor, operands: Operands, training: bool, keep_input: bool) -> None:
-    """Raises for what would fail in place."""
+    """Raises the errors that the call in place would raise."""
     if not is_plain() and not torch.compiler.is_compiling():
         _check(x, operands, training, _requires_grad(x, operands), keep_input)
         if not _torch.transforms_active():
@@ -212,7 +214,7 @@ def _observe_sole_holders() -> None:
     ownership.set_sole_holders(*ownership.sole_holders(autograd.as_identity, ownership.last_observed, False))
     if _node is not None:
         compiled = _node
-        # Without holders nothing is reused; with them set, graphs are built.
+        # The C++ node builds graphs only after counts were set. With None it reuses nothing.
         compiled.set_sole_holders(None, None)
         identity = (1e-5, False, ACTIVATIONS["identity"].code, 0.0, False)
         sole = ownership.sole_holders(
@@ -224,13 +226,16 @@ def _observe_sole_holders() -> None:
 
 
 def is_disabled() -> bool:
-    """Whether everything is to be out of place, for debugging."""
+    """Whether ``INPLACE_ABN_DISABLE=1`` makes every call out of place, for debugging."""
     return _DISABLED
 
 
 def is_plain() -> bool:
-    """Whether the call has to be torch's own ops, out of place. Tracers would record ops that have no gradient.
-    Selective checkpointing skips an op whose result it kept, and with it what the op writes."""
+    """Whether the call must run torch's own ops, out of place.
+
+    Tracers would record ops that have no gradient. Selective checkpointing skips an op whose result it has kept, and
+    then what the op writes is missing.
+    """
     if _DISABLED or _torch.is_exporting():
         return True
     if torch.compiler.is_compiling():
@@ -256,10 +261,11 @@ def _forward(
     if settings.training and settings.group is None and not settings.per_instance:
         checks.check_count(x)
     if keep_input and _torch.transforms_active():
-        # Under transforms, tensors that backward needs have to be inputs of the node.
+        # Under transforms the tensors that backward needs must be inputs of the node. So z is written over a copy of x,
+        # which is an input.
         x, keep_input = x.clone(), False
     if compiling and requires_grad and settings.group is None and not settings.per_instance and x.numel() > 0:
-        # Of compilers, only one that runs the ops as they are keeps the clone.
+        # Compilers remove this clone, except those that run the ops as they are.
         given = x if keep_input else x.clone()
         z: Tensor = _compiled(given, operands, settings)
         return z if keep_input else x.copy_(z)
@@ -274,7 +280,7 @@ def _forward(
         writing.written(x, z, operands, settings, False, statistics)
         return z
     if compiling:
-        # The compiler makes one buffer of three: x, its clone, and the target of the copy below.
+        # The compiler merges x, its clone, and the target of the copy below into one buffer.
         with torch.no_grad():
             data = x.clone()
             var = writing.written(data, data, operands, settings, True, statistics)
@@ -291,7 +297,7 @@ def _forward(
 
 
 def _compiled(x: Tensor, operands: Operands, settings: Settings) -> Tensor:
-    """The call for compilers: a norm and an activation, which `compiling.joint` makes one."""
+    """The call for compilers: a norm and an activation, which `compiling.joint` fuses."""
     weight, bias, residual, running_mean, running_var, momentum = operands
     param, eps = batch_norm.constant(settings.activation_param), batch_norm.constant(settings.eps)
     scale = None if weight is None else reference.gamma(weight, eps, settings.signed_weight)
@@ -301,19 +307,19 @@ def _compiled(x: Tensor, operands: Operands, settings: Settings) -> Tensor:
 
 
 def _input_edge(x: Tensor, settings: Settings) -> Tensor | None:
-    # Under transforms x may need a gradient at another level than this one.
+    # Under transforms x may need a gradient at another level than the current one.
     differentiated = x.requires_grad or _torch.transforms_active()
     return gradients.input_edge(x) if settings.group is None and differentiated else None
 
 
 def calibrate() -> None:
-    """Calibrates `ownership`, once. It has to be done before the first graph is built."""
+    """Calibrates `ownership`, once. This must happen before the first graph is built."""
     if not ownership.is_calibrated():
         ownership.calibrate(_observe_sole_holders)
 
 
 def _check(x: Tensor, operands: Operands, training: bool, requires_grad: bool, keep_input: bool) -> None:
-    """Refuses what the op does not see as an error."""
+    """Raises for errors that the op does not detect."""
     if _torch.transforms_active() or _torch.in_forward_mode():
         checks.check_transforms((x, *operands[:3]))
     checks.check_tensors(x, operands)
@@ -334,10 +340,10 @@ def attached(
     """Makes a node for z, which `writing.written` wrote with these settings, as a function of x. Returns z.
 
     Args:
-        x: of z's shape; its content may be another by now.
+        x: of z's shape. It may have been overwritten since.
         z: a tensor without graph.
         var: what `writing.written` returned.
-        stand_in: a tensor that stands for z and gets its place in the graph, too.
+        stand_in: a tensor that stands for z and gets the same place in the graph.
     """
     if _node is not None and settings.group is None:
         found: Tensor | None = _node.attached(

@@ -1,4 +1,7 @@
-"""The backward pass from z alone (arXiv 1712.02616), in memory that is backward's own where there is some."""
+"""The backward pass, which recovers xhat from z (arXiv 1712.02616).
+
+It reuses the memory of z and dz where backward owns it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from inplace_abn.settings import Settings
 
 
 class Saved(NamedTuple):
-    """What backward has of the forward pass."""
+    """The tensors that backward has from the forward pass."""
 
     z: Tensor
     weight: Tensor | None
@@ -45,14 +48,17 @@ def values_per_channel(x: Tensor) -> int:
 
 
 def gradients(need: Needed, saved: Saved, dz: Tensor, own_z: bool, own_dz: bool, settings: Settings) -> Gradients:
-    """The gradients that are needed. ``own_z`` and ``own_dz`` say whether they may be written over z and dz."""
+    """The gradients that are needed. ``own_z`` and ``own_dz`` say whether backward may overwrite z and dz."""
     compute = _local if settings.group is None else _synchronised
     return compute(need, saved, dz, own_z, own_dz, settings)
 
 
 def _local(need: Needed, saved: Saved, dz: Tensor, own_z: bool, own_dz: bool, settings: Settings) -> Gradients:
-    """Without a collective. The residual's gradient is written over dz or z, and dx over the other one. Where both may
-    be overwritten and the activation is costly to invert, xhat is written over z, so that z is inverted once."""
+    """The gradients without a collective.
+
+    The residual's gradient is written over dz or z, and dx over the other one, as far as these may be overwritten. If
+    both may be overwritten and the activation is costly to invert, xhat is written over z, so that z is inverted once.
+    """
     z, weight, bias, residual, var = saved
     reusable = [t for t, own in ((z, own_z), (dz, own_dz)) if own]
 
@@ -86,10 +92,10 @@ def _local(need: Needed, saved: Saved, dz: Tensor, own_z: bool, own_dz: bool, se
 
 
 def _synchronised(need: Needed, saved: Saved, dz: Tensor, own_z: bool, own_dz: bool, settings: Settings) -> Gradients:
-    """With a collective in between: the sums over all ranks' dy and xhat * dy, and their count.
+    """The gradients with a collective in between, which sums dy, xhat * dy and the count over all ranks.
 
-    xhat is written over z and dy over dz where these are backward's own; dx over xhat if the residual takes dy, else
-    over dy.
+    xhat is written over z, and dy over dz, if backward owns them. dx is written over xhat if dy is the residual's
+    gradient, otherwise over dy.
     """
     z, weight, bias, residual, var = saved
     xhat = z if own_z else torch.empty_like(z)
@@ -138,8 +144,8 @@ class _WithEdge(torch.autograd.Function):
 
 
 def input_edge(x: Tensor) -> Tensor:
-    """A tensor without memory that has x's place in the graph, and keeps it when x gets another one."""
-    # The tensor is no view of x. Of views, autograd renews the edge when x is overwritten.
+    """A tensor without memory that has x's place in the graph. It keeps this place when x gets another one."""
+    # The tensor must not be a view of x, because autograd renews the place of views when x is overwritten.
     (edge,) = torch.unsafe_split(x, max(1, x.shape[0]))
     if not _torch.transforms_active():
         edge.data = x.new_empty(0)
@@ -147,13 +153,13 @@ def input_edge(x: Tensor) -> Tensor:
 
 
 def differentiable(saved: Saved, dz: Tensor, edge: Tensor | None, settings: Settings) -> Gradients:
-    """For ``create_graph=True``, in plain torch.
+    """The gradients for ``create_graph=True``, in plain torch.
 
-    z alone does not do: var depends on x along xhat, a direction that z's own graph edge annihilates. So x is computed
-    from z and takes the place in the graph that ``edge`` has, the `input_edge` of x before it was overwritten;
-    everything else is a function of that x. Its mean is arbitrary, because only x - mean matters.
+    z is not enough: when x changes along xhat, var changes, but z does not. So x is computed from z. It gets the place
+    in the graph of ``edge``, the `input_edge` of x before x was overwritten, and everything else is a function of it.
+    Its mean is arbitrary, because only x - mean matters.
 
-    Samples with statistics of their own are taken for further channels.
+    Samples with their own statistics are treated as further channels.
     """
     shape = saved.z.shape
 

@@ -1,21 +1,21 @@
-"""The guard of recovery: a layer runs in place only while z still tells what xhat was (`inplace_abn.recovery`).
+"""The guard of recovery: a layer runs in place only while xhat can be recovered from z (`inplace_abn.recovery`).
 
-The rule is deterministic, so that the same seed gives the same bits. Generations count optimizer steps, of all
-optimizers of the process. A layer measures at the first generation that it sees and once in every ``guard_interval``
-generations, in the first calls of that generation, which may be of several inputs, each on a sample of the batch that
-it is given, before that is overwritten. Its mode is constant within a generation, so that micro-batches and the
-computing again of checkpoints agree, and changes at the next one, from figures whose copies were started when they were
-measured. Only the first measurement of a layer is waited for: its first step must be right, too.
+The rule is deterministic, so that the same seed gives the same bits. Generations count the steps of all optimizers of
+the process. A layer measures in the first generation that it sees, and then once in every ``guard_interval``
+generations. In such a generation it measures the first calls, each on a sample of the call's input, before the input is
+overwritten. The mode of a layer is constant within a generation, so that micro-batches and the recomputations of
+checkpoints agree. The mode changes in the next generation. The copy of the figures to the host starts when they are
+measured, so the host waits for the first measurement of a layer only: its first step must be right, too.
 
-Trust is lost above the threshold and regained below a quarter of it. A layer that is not trusted is `plain.kept`: it
-keeps x, as torch does, and scales by the weight itself, also where that is within eps of zero.
+Trust is lost above the threshold and regained below a quarter of it. A layer that is not trusted runs `plain.kept`: it
+keeps x, as torch does. A signed weight is then the scale itself, even within eps of zero.
 
-What is compiled, captured, traced or transformed by torch.func stays in the mode that the layer had: that would need
-the host to wait. What is computed again in a backward pass stays in the mode of the forward pass; it is measured if
-the forward pass was not, since reentrant checkpoints need gradients there only.
+Calls that are compiled, captured, traced or transformed by torch.func keep the mode that the layer had, because a
+measurement would make the host wait. A recomputation in a backward pass keeps the mode of the forward pass. It is
+measured if the forward pass was not, because under reentrant checkpoints only the recomputation needs gradients.
 
-Converted norms, which anything may follow, are measured by what follows. What never did is torch's until the next
-generation, in which it is measured.
+Anything may follow a converted norm, so its measurement depends on what follows. If something follows for the first
+time, the norm runs as torch's until the next generation, in which it is measured.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from inplace_abn.figures import (
 
 ON_UNTRUSTED = ("fallback", "warn", "raise")
 CALLS = 8
-"""Calls of a generation that are measured at most: where no optimizer steps, a generation never ends."""
+"""The largest number of calls that are measured in a generation. Without optimizer steps a generation never ends."""
 
 generation = 0
-"""Steps that optimizers of this process have taken."""
+"""The number of steps that optimizers of this process have taken."""
 
 _logger = logging.getLogger("inplace_abn")
 
@@ -83,36 +83,39 @@ class State:
         self.scales = True
         self.pending: list[tuple[Tensor, torch.Event | None, torch.dtype]] = []
         self.met: dict[Any, int | None] = {}
-        """When what follows the layer was measured first; None where that decided at once."""
+        """The generation in which what follows was measured first; None if that measurement decided at once."""
         self.stranger: int | None = None
-        """When something followed that never was measured."""
+        """The generation in which something followed that was never measured; None if nothing did."""
 
     def knows(self, what: Any) -> bool:
-        """Whether it was measured, in a generation before this one: all calls of a generation are to do the same."""
+        """Whether ``what`` was measured before this generation, or decided at once.
+
+        All calls of a generation must do the same.
+        """
         return what in self.met and self.met[what] != generation
 
     def learn(self, what: Any, at_once: bool) -> None:
         self.met.setdefault(what, None if at_once else generation)
 
     def is_new(self) -> bool:
-        """Whether the layer is to be measured as if it had never been."""
+        """Whether the layer must be measured as if for the first time."""
         return self.measured_at < 0 or self.stranger not in (None, generation)
 
     def is_due(self, interval: int) -> bool:
-        """Whether calls of this generation are measured, of a layer that has been."""
+        """Whether this generation's calls are measured, for a layer that was measured before."""
         if self.measured_at == generation:
             return self.calls < CALLS
         return _has_passed(self.measured_at, interval)
 
     def keep(self, figures: Tensor, dtype: torch.dtype, waited: bool) -> None:
-        """Keeps the figures of a call; those of an earlier generation are forgotten."""
+        """Keeps the figures of a call, and drops those of earlier generations."""
         if self.measured_at != generation:
             self.measured_at, self.calls, self.pending, self.stranger = generation, 0, [], None
         self.calls += 1
         self.pending.append((*((figures, None) if waited else fetched(figures)), dtype))
 
     def take(self) -> list[tuple[Figures, torch.dtype]]:
-        """The figures that wait to be looked at, once."""
+        """The figures that were kept and not taken yet. Waits for the device."""
         pending, self.pending = self.pending, []
         for _, event, _ in pending:
             if event is not None:
@@ -120,7 +123,7 @@ class State:
         return [(unpacked(figures), dtype) for figures, _, dtype in pending]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Events cannot be copied, so their figures are waited for."""
+        """Waits for the figures, because events cannot be copied."""
         for _, event, _ in self.pending:
             if event is not None:
                 event.synchronize()
@@ -128,7 +131,8 @@ class State:
 
 
 def _has_passed(since: int, interval: int) -> bool:
-    """Whether a multiple of the interval has come; a generation that is to come is another process's."""
+    """Whether a multiple of the interval has come since that generation. A generation that is still to come is from
+    another process, and counts as passed."""
     return since > generation or generation // interval > since // interval
 
 
@@ -142,9 +146,9 @@ class Guarded:
     _guard_generation: int = -1
     _trusted: bool = True
     per_instance: bool = False
-    """Whether statistics of the input are those of each sample."""
+    """Whether each sample of the input has its own statistics."""
     _revision: int = 0
-    """Compiled code is valid for one of them."""
+    """A number that changes when code that was compiled for the module is no longer valid."""
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], *rest: Any) -> None:
         forget(self)
@@ -152,22 +156,22 @@ class Guarded:
 
 
 class Look(NamedTuple):
-    """What a layer is to do in a call."""
+    """What a layer does in a call."""
 
     trusted: bool
-    """Its mode, before a measurement that is the first."""
+    """The mode of the layer. A first measurement may change it in the same call."""
     due: bool = False
-    """Whether it measures."""
+    """Whether the call is measured."""
     first: bool = False
 
 
 def look(module: Any, x: Tensor, residual: Tensor | None, empty: bool = False) -> Look:
-    """What an in-place module is to do with this x, in this generation.
+    """What an in-place module does with this x in this generation.
 
     Args:
-        module: a `Guarded` one.
-        x, residual: its arguments, which need not be valid; nothing is measured on what is not.
-        empty: whether a share of the batch counts that has no values to measure.
+        module: a `Guarded` module.
+        x, residual: its arguments. They may be invalid, and are then not measured.
+        empty: whether an x may have too few values to measure, as a rank's share of a batch may.
     """
     state: State | None = module._guard
     interval: int = module.guard_interval
@@ -197,8 +201,11 @@ def look(module: Any, x: Tensor, residual: Tensor | None, empty: bool = False) -
 
 
 def take(module: Any, figures: Tensor, first: bool, dtype: torch.dtype) -> bool:
-    """Keeps what was measured for the next generation. The first measurement of a layer is waited for and decides at
-    once. A batch with infinities or NaN tells nothing: the next call's measurement is the first then."""
+    """Keeps measured figures for the next generation, and returns whether the module is trusted.
+
+    The host waits for the first measurement of a layer, which decides at once. A batch with infinities or NaN tells
+    nothing, so the next measurement is the first again.
+    """
     state: State = module._guard
     state.keep(figures, dtype, waited=first)
     if first:
@@ -216,22 +223,25 @@ def trusts(module: Any, x: Tensor, residual: Tensor | None) -> bool:
 
 
 def lets(module: Any, x: Tensor, residual: Tensor | None) -> bool:
-    """`trusts`, of a module that is called. A compiler would make a new program of every generation."""
+    """`trusts`, for the forward pass of a module.
+
+    Compiled code does not read the generation, because a compiler would make a new program for each one.
+    """
     if torch.compiler.is_compiling():
-        # An exported program has torch's own ops in any case, and weights without values.
+        # An exported program runs torch's own ops in any case, and its weights have no values to look at.
         known = _torch.is_exporting() or (module._revision >= 0 and module._lets_compiled(x.dtype))
         return bool(module._trusted and known)
     return bool(module._trusted) if module._guard_generation == generation else trusts(module, x, residual)
 
 
 class Frozen:
-    """A mode that does not change, with no figures, as in compiled code."""
+    """A mode that does not change, without figures, as in compiled code."""
 
     def __init__(self, trusted: bool) -> None:
         self.trusted = trusted
 
     def figures(self, x: Tensor) -> Tensor:
-        """Those of a rank that has not measured; float64 of shape (4,)."""
+        """The figures of a rank that has not measured; float64 of shape (4,)."""
         return no_figures(x.device)
 
     def trusts(self, gathered: Tensor) -> bool:
@@ -239,9 +249,9 @@ class Frozen:
 
 
 class Watch(Frozen):
-    """The guard of one synchronised call, whose figures travel with the statistics.
+    """The guard of one synchronised call, whose figures are gathered with the statistics.
 
-    Where no rank has several values, there is nothing to measure by, and hardly anything to keep: x is kept.
+    If no rank has several values per channel, nothing can be measured. Then x is kept, which takes hardly any memory.
     """
 
     def __init__(self, module: Any, x: Tensor, residual: Tensor | None) -> None:
@@ -251,14 +261,14 @@ class Watch(Frozen):
         super().__init__(self.look.trusted)
 
     def figures(self, x: Tensor) -> Tensor:
-        """This rank's, of its own statistics; float64 of shape (4,)."""
+        """The figures of this rank, from its own statistics; float64 of shape (4,)."""
         self.measures = self.look.due and x.numel() > x.shape[1]
         if not self.measures:
             return super().figures(x)
         return measuring.measure(self.module, x, self.residual)
 
     def trusts(self, gathered: Tensor) -> bool:
-        """Whether the call may be in place, from all ranks' figures, (ranks, 4)."""
+        """Whether the call may be in place, by the figures of all ranks, of shape (ranks, 4)."""
         if not self.look.due:
             return self.look.trusted
         # A rank that has not measured waits for the device, as it does for the count.
@@ -268,8 +278,10 @@ class Watch(Frozen):
 
 
 def _scales(module: Any, state: State) -> bool:
-    """Whether a layer scales by its weight, which alone matters where nothing is recovered. Looked at once in an
-    interval, until the layer is measured."""
+    """Whether a layer's scale is its weight, unchanged. If nothing is recovered, only this matters.
+
+    The weight is looked at once in an interval, until the layer is measured.
+    """
     if state.scaled_at < 0 or _has_passed(state.scaled_at, module.guard_interval):
         state.scaled_at, weight = generation, module.weight
         state.scales = weight is None or not module.signed_weight or bool((weight.detach().abs() >= module.eps).all())
@@ -277,7 +289,7 @@ def _scales(module: Any, state: State) -> bool:
 
 
 def _decide(module: Any, found: list[tuple[Figures, torch.dtype]]) -> None:
-    """Changes the mode to what the figures of a generation ask for."""
+    """Sets the mode by the figures of a generation."""
     before, given = bool(module._trusted), module.guard_threshold
     now, told = before, ""
     for figures, dtype in found:
@@ -290,7 +302,7 @@ def _decide(module: Any, found: list[tuple[Figures, torch.dtype]]) -> None:
     name = module.__dict__.get("_guard_name") or f"{type(module).__name__}({module.extra_repr()})"
     text = f"{name}: z does not tell xhat ({told}); it keeps its input, as torch does"
     if not now and module.on_untrusted == "raise":
-        # As if it had not been looked at, so that the next call raises, too.
+        # The measurement is forgotten, so that the next call measures and raises, too.
         forget(module)
         raise RuntimeError(f"inplace_abn: {text}")
     module.__dict__["_trusted"] = now
@@ -306,25 +318,26 @@ def set_guard(
     threshold: float | None = None,
     on_untrusted: str = "fallback",
 ) -> nn.Module:
-    """Says how the in-place modules of ``model`` watch whether z still tells xhat. All are measured anew.
+    """Sets how the in-place modules of ``model`` watch whether xhat can be recovered from z. All are measured anew.
 
     Args:
-        model: any module; names in messages are those of its modules.
-        interval: optimizer steps between two measurements; 0 for none at all, and every layer in place. None leaves
-            it as it is (100 if nothing else was said).
-        threshold: the relative error of dx, and of the worst channel's dweight, above which a layer is not trusted; it
-            is again below a quarter. None for the default of the activations' dtype, `THRESHOLDS`: for dx 0.023 in
-            bfloat16, 2**-6 in float16, 2**-14 in float32, 2**-30 in float64.
-        on_untrusted: "fallback" keeps the layer's input, as torch does, until it is trusted again, and says so as
-            information through ``logging.getLogger("inplace_abn")``; "warn" does it with a warning there; "raise"
-            raises a RuntimeError instead, before anything is written.
+        model: any module. Messages use the names of its modules.
+        interval: optimizer steps between two measurements. With 0 nothing is measured, and every layer is in place.
+            None leaves the interval as it is (100 by default).
+        threshold: the relative error of dx, and of the worst channel's dweight, above which a layer is not trusted. The
+            layer is trusted again below a quarter of it. None for the default of the activations' dtype, `THRESHOLDS`:
+            for dx 0.023 in bfloat16, 2**-6 in float16, 2**-14 in float32, 2**-30 in float64.
+        on_untrusted: "fallback" keeps the layer's input, as torch does, until the layer is trusted again, and logs this
+            at level INFO through ``logging.getLogger("inplace_abn")``. "warn" does the same at level WARNING. "raise"
+            raises a RuntimeError before anything is written.
 
     Returns:
         ``model``.
 
     Raises:
         TypeError: ``model`` is no module.
-        ValueError: a negative interval, a threshold that is not positive, or another word. Nothing has been modified.
+        ValueError: a negative interval, a threshold that is not positive, or an unknown ``on_untrusted``. Nothing has
+            been modified.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"inplace_abn.set_guard: expected model to be a torch.nn.Module, got {type(model).__name__}")
@@ -348,7 +361,7 @@ def set_guard(
 
 
 def check_interval(interval: int) -> None:
-    """Raises ValueError for an interval that is no count of steps."""
+    """Raises ValueError for an interval that is not an integer >= 0."""
     if not isinstance(interval, int) or interval < 0:
         raise ValueError(f"inplace_abn: expected a guard_interval >= 0, got {interval}")
 
@@ -358,20 +371,20 @@ _SETTINGS = ("guard_interval", "guard_threshold", "on_untrusted", "_guard_name")
 
 
 def forget(module: Any) -> None:
-    """Has the module measure anew before its mode is decided, because its weights were replaced."""
+    """Forgets what was measured. The next measurement of the module is its first again."""
     for name in _STATE:
         module.__dict__.pop(name, None)
     renew(module)
 
 
 def renew(module: Any) -> None:
-    """Has the module compiled anew."""
-    # Of a module that was reverted, nothing is left.
+    """Makes compilers compile the module anew."""
+    # A module that was reverted has no revision any more.
     module.__dict__["_revision"] = getattr(module, "_revision", 0) + 1
 
 
 def strip(module: nn.Module) -> None:
-    """Takes away all that the guard has left on a module."""
+    """Removes all that the guard has stored on a module."""
     forget(module)
     for name in (*_SETTINGS, "_revision"):
         module.__dict__.pop(name, None)

@@ -1,7 +1,7 @@
-"""Instance norm and activation in place: statistics per sample and channel, otherwise as batch norm.
+"""Instance norm and activation in place: batch norm with statistics per sample and channel.
 
-What a sample's channels are to instance norm, channels are to batch norm. So all of a batch are further channels of one
-sample, whose parameters are repeated, and whose gradients autograd adds up.
+The ops treat a batch as one sample with batch * channel channels. The parameters are repeated for each sample, and
+autograd adds up their gradients.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ def inplace_instance_norm(
     Args:
         x: activations of shape (batch, channel, space, \\*), dtype float64, float32, bfloat16 or float16, in any
             strides without internal overlap. Overwritten with the result, unless ``keep_input``.
-        weight: (channel,) or None; scales as it is, but by at least ``eps`` in magnitude. float32 or x's dtype.
+        weight: (channel,) or None; the scale, with a magnitude of at least ``eps``. float32 or x's dtype.
         bias: (channel,) or None. float32 or x's dtype.
         running_mean: (channel,) or None; updated in training with the mean over the batch, used otherwise.
         running_var: (channel,) or None; updated in training (with the unbiased variance), used otherwise.
         training: normalise with the statistics of ``x``; otherwise with the running ones, if there are any.
         momentum: share of the new statistics in the running ones.
-        eps: added to the variance, and the least that scales. Positive.
-        activation, activation_param, residual, keep_input: as of `inplace_abn.inplace_abn`.
+        eps: added to the variance; also the smallest magnitude of the scale. Positive.
+        activation, activation_param, residual, keep_input: as for `inplace_abn.inplace_abn`.
 
     Returns:
-        ``x``, which now holds the result; or with ``keep_input`` a new tensor of its shape, dtype and memory format.
+        ``x``, which now holds the result. With ``keep_input`` a new tensor of x's shape, dtype and memory format.
 
     Raises:
-        ValueError: a wrong value or shape, one value per channel and sample in training, or an ``x`` that autograd does
-            not let be overwritten. Nothing has been modified.
-        TypeError: a dtype that is not supported or does not combine.
-        RuntimeError: ``x``'s producer needs it for its own backward.
+        ValueError: a wrong value or shape, only one value per channel and sample in training, or an ``x`` that autograd
+            forbids to overwrite. Nothing has been modified.
+        TypeError: a dtype that is not supported or does not combine with x's.
+        RuntimeError: the op that made ``x`` needs it for its own backward.
     """
     check_activation(activation, activation_param)
     check_hyperparameters(eps, momentum)
@@ -79,7 +79,7 @@ def inplace_instance_norm(
         what = (momentum, eps, activation, activation_param, residual)
         return plain.instance_norm(x, scale, bias, running_mean, running_var, True, *what)
     if running_mean is not None and not torch.compiler.is_compiling() and _torch.transforms_active():
-        # A statistic that the transform has captured is an error, before anything is written.
+        # Writing to a statistic that the transform has captured raises. This must happen before anything is written.
         running_mean.add_(0)
     settings = Settings(activation, activation_param, eps, True, True, None, per_instance=True)
     samples = x.shape[0]
@@ -91,7 +91,7 @@ def inplace_instance_norm(
 
 
 def repeated(operands: Operands, samples: int) -> Operands:
-    """With each vector once for each sample."""
+    """The operands with each vector repeated for each sample."""
     weight, bias, residual, running_mean, running_var, momentum = operands
     weight, bias, running_mean, running_var = (
         None if t is None else t.repeat(samples) for t in (weight, bias, running_mean, running_var)
@@ -100,7 +100,7 @@ def repeated(operands: Operands, samples: int) -> Operands:
 
 
 def take_means(operands: Operands, of_samples: Operands, samples: int) -> None:
-    """Makes the running statistics the means of those of samples; without a sample they stay as they were."""
+    """Sets the running statistics to the means over the samples. An empty batch leaves them unchanged."""
     if samples == 0:
         return
     for name in ("running_mean", "running_var"):
@@ -111,35 +111,36 @@ def take_means(operands: Operands, of_samples: Operands, samples: int) -> None:
 
 
 class InPlaceInstanceNorm(guard.Guarded, ActivatedNorm):
-    """Instance normalisation and activation that write their result over the input and keep nothing else for backward.
+    """Instance normalisation and activation that write the result over the input and keep nothing else for backward.
 
-    Input and output have shape (batch, channel, space, \\*), of any number of dimensions, contiguous or channels-last,
-    and so has the optional residual, which is added before the activation. Mathematics, defaults, running statistics,
-    evaluation and state dicts are those of torch's InstanceNorm1d, 2d and 3d, but that there has to be a batch: the
-    weight scales as it is, running statistics are those of the mean over the batch, batches are not counted.
+    Input, output and the optional residual have shape (batch, channel, space, \\*), with any number of spatial
+    dimensions, contiguous or channels-last. The residual is added before the activation. Mathematics, defaults, running
+    statistics, evaluation and state dicts are those of torch's InstanceNorm1d, 2d and 3d: the scale is the weight
+    itself, running statistics are means over the batch, and batches are not counted. Unlike in torch, the input must
+    have a batch dimension.
 
-    While its output would not tell what the input was, the layer keeps its input, as torch does, and returns a new
-    tensor: `inplace_abn.set_guard` says how that is watched.
+    While its input cannot be recovered exactly enough from its output, the layer keeps the input, as torch does, and
+    returns a new tensor. `inplace_abn.set_guard` controls how this is measured.
 
     Args:
         num_features: number of channels.
         eps: added to the variance. Positive.
-        momentum: share of a batch's statistics in the running ones; None for none.
+        momentum: share of a batch's statistics in the running ones; None means 0.
         affine: whether there are a ``weight`` (initially 1) and a ``bias`` (initially 0). Either may be set to None.
-        track_running_stats: whether there are ``running_mean`` and ``running_var``, which evaluation uses;
-            without them it uses the sample's statistics too.
+        track_running_stats: whether there are ``running_mean`` and ``running_var``, which evaluation uses. Without them
+            evaluation uses each sample's own statistics.
         activation: "identity" (or "none"), "leaky_relu", "elu", "relu", "silu", "hardswish",
             "gelu", "gelu_tanh", "mish".
         activation_param: slope of leaky_relu (>= 0; zero means relu), alpha of elu (> 0).
-        keep_input: write the result to new memory, and leave the input as it is; it is not kept for backward.
-        guard_interval: optimizer steps between two measurements of whether the output tells the input; 0 for none.
+        keep_input: write the result to new memory and leave the input unchanged. The input is not kept for backward.
+        guard_interval: optimizer steps between two measurements of how exactly the input can be recovered; 0 for none.
         device, dtype: of parameters and running statistics.
 
     Raises:
-        ValueError: for an argument out of range.
+        ValueError: an argument is out of range.
 
-    See `inplace_instance_norm` for the errors of a call. Without parameters and running statistics any number of
-    channels is right; another one than ``num_features`` is a warning, as of torch's.
+    The errors of a call are those of `inplace_instance_norm`. Without parameters and running statistics any number of
+    channels is accepted. If it is not ``num_features``, a warning is given, as by torch.
     """
 
     signed_weight = True

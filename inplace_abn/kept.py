@@ -1,7 +1,7 @@
-"""Synchronised batch norm and activation that keep x, for layers whose z would not tell xhat.
+"""Synchronised batch norm and activation that keep x, for layers that the guard does not trust.
 
-The collectives and what they carry are those of the in-place form, so that ranks never disagree about them, even where
-they disagree about a layer.
+The collectives and their payloads are those of the in-place form. So ranks never disagree about them, even where they
+disagree about a layer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from inplace_abn.settings import Settings
 
 
 class KeptABNFunction(torch.autograd.Function):
-    """z of x of shape (batch, channel, \\*) and the statistics of the whole batch, out of place."""
+    """z from x of shape (batch, channel, \\*) and the statistics of the whole batch, out of place."""
 
     @staticmethod
     def forward(
@@ -80,7 +80,7 @@ def _normalised(
     var: Tensor,
     settings: Settings,
 ) -> tuple[Tensor, Tensor]:
-    """xhat in the statistics' dtype, and what is activated in x's, rounded where torch rounds."""
+    """xhat in the statistics' dtype, and the activation's input in x's dtype, rounded where torch rounds."""
     inv_std = torch.rsqrt(var + settings.eps)
     xhat = (x.to(mean.dtype) - reference.per_channel(mean, x)) * reference.per_channel(inv_std, x)
     y = xhat

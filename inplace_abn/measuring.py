@@ -1,4 +1,4 @@
-"""What the guard measures of a call (`inplace_abn.guard`), and of which calls it can."""
+"""The measurements of the guard (`inplace_abn.guard`), and the calls in which it can measure."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ _KINDS = (Tensor, nn.Parameter)
 
 
 def _running(module: Any) -> tuple[Tensor | None, Tensor | None]:
-    """Subclasses may have none."""
+    """The running statistics. Subclasses may not have these buffers."""
     buffers = module._buffers
     return buffers.get("running_mean"), buffers.get("running_var")
 
 
 def is_measurable(module: Any, x: Tensor, residual: Tensor | None, empty: bool) -> bool:
-    """`is_suitable`, while no tracer, transform or capture is watching."""
+    """Whether `is_suitable` is true and no tracer, transform or capture is watching."""
     if _torch.transforms_active() or _torch.is_captured() or not is_suitable(module, x, residual, empty):
         return False
-    # Its calls are out of place, and it would count the measurement's ops among those that are computed again.
+    # Selective checkpointing makes calls out of place. It would also count the measurement's ops among those that it
+    # computes again.
     if _torch.count_dispatch_modes() > 0 and _torch.is_checkpointed_selectively():
         return False
     return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def is_suitable(module: Any, x: Tensor, residual: Tensor | None, empty: bool) -> bool:
-    """Whether the tensors are what the ops take."""
+    """Whether the ops take these tensors."""
     if type(x) not in _KINDS or x.layout is not torch.strided:
         return False
     dtype, device, shape = x.dtype, x.device, x.shape
@@ -55,22 +56,22 @@ def is_suitable(module: Any, x: Tensor, residual: Tensor | None, empty: bool) ->
     for t in (module.weight, module.bias, *buffers):
         if t is not None and (t.dim() != 1 or t.size(0) != channels or t.device != device):
             return False
-        # float64 goes with nothing but itself.
+        # float64 combines with no other dtype.
         if t is not None and t.dtype is not dtype and (t.dtype is not torch.float32 or dtype is torch.float64):
             return False
     return True
 
 
 def measure(module: Any, x: Tensor, residual: Tensor | None) -> Tensor:
-    """`Figures` in one tensor, on x's device. Nothing is waited for."""
+    """`Figures` in one tensor, on x's device. The host does not wait for them."""
     return observe(module, x).figures(module.activation, module.activation_param, residual)
 
 
 class Observation(NamedTuple):
-    """What a measurement needs of a call, taken before its x is overwritten."""
+    """What a measurement needs of a call. It is taken before the call's x is overwritten."""
 
     x: Tensor
-    """A sample."""
+    """A sample of the call's x."""
     channels: int
     mean: Tensor
     var: Tensor
@@ -80,10 +81,14 @@ class Observation(NamedTuple):
     signed_weight: bool
     training: bool
     per_instance: bool
-    """Whether mean and var are those of each of its x's samples, which are further channels of the one here."""
+    """Whether mean and var are those of each sample of the call's x. The channels of all its samples are then channels
+    of the x here."""
 
     def figures(self, activation: str, param: float, residual: Tensor | None) -> Tensor:
-        """`Figures` in one tensor, once it is known what follows. Nothing is waited for; to be asked once."""
+        """`Figures` in one tensor, for the activation and the residual that follow. The host does not wait for them.
+
+        It can be called once only, because it overwrites x.
+        """
         settings = Settings(activation, param, self.eps, self.signed_weight, self.training, None)
         weight, bias = self.weight, self.bias
         with torch.no_grad():
@@ -92,7 +97,7 @@ class Observation(NamedTuple):
                 samples = self.mean.numel() // self.channels
                 weight, bias = (None if t is None else t.repeat(samples) for t in (weight, bias))
             errors = recovery.measured(self.x, self.mean, self.var, weight, bias, added, settings)
-            # The worst sample of each channel.
+            # The worst sample of each channel counts.
             errors = Errors(errors.x, errors.weight.view(-1, self.channels).amax(dim=0))
             return packed(errors, self.weight, settings)
 

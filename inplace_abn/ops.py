@@ -1,31 +1,31 @@
-"""Loads the kernels, which registers the ops, and tells torch what they return when nothing is computed.
+"""Loads the kernels, which register the ops, and registers the fakes, which check calls that are only traced.
 
 ==================  ==========================================================================================
-``check``           raises what the forward ops would, before a collective
+``check``           raises the errors of the forward ops; for calls with a collective, before the collective
 ``statistics``      mean and biased variance of x per channel
-``combine``         merges the statistics of several shares of a batch, updates the running statistics
-``forward``         z = act(gamma * (x - mean) / sqrt(var + eps) + beta + residual), written over x; its overload
-                    ``out`` writes it to a buffer of the caller's
+``combine``         merges the statistics of several shares of a batch, and updates the running statistics
+``forward``         writes z = act(gamma * (x - mean) / sqrt(var + eps) + beta + residual) over x; its overload
+                    ``out`` writes z to a buffer of the caller's
 ``local_forward``   ``statistics`` and ``forward`` in one, with the same overload
-``backward_reduce`` **overwrites** y_act with xhat and dy_act with dy, returns the sums over dy and xhat * dy; its
+``backward_reduce`` **overwrites** y_act with xhat and dy_act with dy, and returns the sums of dy and xhat * dy; its
                     overload ``out`` writes both to buffers of the caller's, which may be y_act and dy_act themselves
-``backward``        dx = gamma / sqrt(var + eps) * (dy - mean_dy - xhat * mean_xhat_dy), written over dy; its overload
-                    ``out`` writes to a buffer of the caller's, which may be xhat or dy
-``local_backward``  ``backward_reduce`` and ``backward`` in one, writing dx, dweight, dbias and the residual's
-                    gradient (which is dy) to buffers of the caller's, those of them that are wanted; ``xhat`` is
-                    memory, perhaps y_act itself, with which a costly activation is inverted once instead of twice
+``backward``        writes dx = gamma / sqrt(var + eps) * (dy - mean_dy - xhat * mean_xhat_dy) over dy; its overload
+                    ``out`` writes dx to a buffer of the caller's, which may be xhat or dy
+``local_backward``  ``backward_reduce`` and ``backward`` in one; writes each of dx, dweight, dbias and the residual's
+                    gradient (which is dy) for which the caller gives a buffer; with the optional buffer ``xhat``,
+                    which may be y_act itself, a costly activation is inverted once instead of twice
 ``inverse``         y with act(y) = z, in the dtype of statistics
 ==================  ==========================================================================================
 
-Activations have shape (batch, channel, \\*) and dtype float64, float32, bfloat16 or float16, in any strides;
-contiguous and channels-last ones are walked without a copy. Statistics are float32 for 16-bit activations, otherwise of
-their dtype; parameters are of either. With ``per_instance``, which ``statistics``, ``local_forward`` and
-``local_backward`` take, each sample has statistics of its own, and vectors are of shape (batch * channel,), with the
-channels of one sample after another's. Ops raise ValueError or TypeError before they write anything, and bump the
-version counters of what they have written.
+Activations have shape (batch, channel, \\*) and dtype float64, float32, bfloat16 or float16, in any strides. Contiguous
+and channels-last ones are read without a copy. Statistics are float32 for 16-bit activations, and otherwise have the
+activations' dtype. Parameters have the dtype of the activations or of the statistics. With ``per_instance``, an
+argument of ``statistics``, ``local_forward`` and ``local_backward``, each sample has its own statistics. Vectors then
+have shape (batch * channel,), sample after sample. Ops raise ValueError or TypeError before they write anything. They
+bump the version counters of what they have written.
 
-Callers that go below autograd (`torch._C._AutoDispatchBelowADInplaceOrView`) bump versions themselves, with
-`torch.autograd.graph.increment_version`. Errors are a ValueError or a RuntimeError there, depending on torch's release.
+Callers that go below autograd (`torch._C._AutoDispatchBelowADInplaceOrView`) must bump versions themselves, with
+`torch.autograd.graph.increment_version`. They get errors as ValueError or RuntimeError, depending on torch's release.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ except OSError as error:
     ) from error
 
 with_cuda: bool = _torch.has_kernel("inplace_abn::forward", "CUDA")
-"""Whether the kernels are there for CUDA, too."""
+"""Whether the kernels were built for CUDA, too."""
 
 statistics = torch.ops.inplace_abn.statistics.default
 combine = torch.ops.inplace_abn.combine.default
@@ -98,8 +98,11 @@ check = torch.ops.inplace_abn.check.default
 
 
 def translated(raised: Exception) -> Exception:
-    """The kernels' complaint as what it is; anything else as it was raised. The class of an exception does not survive
-    the way from there in every release of torch, the words do (``checks.h``)."""
+    """A kernel's error as an exception of the right class. Other exceptions are returned as they are.
+
+    The class of a kernel's exception does not reach Python in every release of torch. The message does, so its words
+    decide (``checks.h``).
+    """
     message = str(raised)
     if not message.startswith("inplace_abn::"):
         return raised
@@ -109,7 +112,7 @@ def translated(raised: Exception) -> Exception:
 
 
 def run(op: Any, written: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
-    """Calls an op below autograd, which has no part in it, and tells autograd what it wrote."""
+    """Calls an op below autograd, and bumps the versions of the tensors that it has ``written``."""
     if torch.compiler.is_compiling() or _torch.transforms_active():
         with torch.no_grad():
             return op(*args, **kwargs)
@@ -126,7 +129,7 @@ _library = torch.library.Library("inplace_abn", "IMPL")
 
 
 def _bump_versions(library: torch.library.Library, op: Any) -> None:
-    """Has calls of ``op`` from elsewhere bump the version counters of what its schema says is written."""
+    """Makes calls of ``op`` other than by `run` bump the versions of what its schema says is written."""
     arguments = list(enumerate(_torch.schema_of(op).arguments))
     mutated = [(i, a) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
     positions = [i for i, a in mutated if not a.kwarg_only]

@@ -1,11 +1,14 @@
-"""Whose memory it is: backward may overwrite a tensor only if nobody else can see it.
+"""Ownership of memory: backward may overwrite a tensor only if nobody else can see it.
 
-Counted are the references to a gradient from Python and from C++, and those to the storage of a gradient and of a saved
-output. References from Python include those of the interpreter's own frames, whose number depends on its release. So a
-stand-in is handed through the same kinds of call each time; if it counts another number than when this was imported, a
-debugger, a profiler or a compiler has a hand in it, and nothing is concluded. What the counts amount to where nobody
-else holds the memory depends on torch's release; it is observed once, on graphs whose holders are known. In any doubt
-nothing is reused.
+References are counted: to a gradient from Python, to a gradient from C++, to the storage of a gradient, and to the
+storage of a saved output.
+
+References from Python include those of the interpreter's own frames, whose number depends on Python's release. So a
+stand-in is passed through the same kinds of calls each time. If its count is not the one at import, a debugger, a
+profiler or a compiler holds references, and nothing is reused.
+
+Which counts mean that nobody else holds the memory depends on torch's release. They are observed once, on graphs whose
+holders are known. In any doubt nothing is reused.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from torch import Tensor
 from inplace_abn import _torch
 
 Counts = tuple[int, int, int]
-"""Of a gradient: references from Python, from C++, and to its storage."""
+"""References to a gradient: from Python, from C++, and to its storage."""
 
 _sole_gradient: Counts | None = None
 _sole_output: int | None = None
@@ -34,7 +37,7 @@ _observed = threading.local()
 
 
 class _StandIn:
-    """Passes an argument on as `torch.autograd.function.BackwardCFunction.apply` passes gradients on."""
+    """Passes an argument on in the way `torch.autograd.function.BackwardCFunction.apply` passes gradients on."""
 
     def apply(self, *args: object) -> int:
         function = _references
@@ -49,18 +52,23 @@ _stand_in = _StandIn()
 
 
 def references_of_frames() -> int:
-    """The number of references to an object that is handed to a backward and that nobody else holds. ``map`` makes the
-    call from C, as autograd's engine does."""
+    """The number of Python references to an object that is passed to a backward and that nobody else holds.
+
+    ``map`` makes the call from C, as autograd's engine does.
+    """
     return next(map(_stand_in.apply, (object(),)))
 
 
 _frames = references_of_frames()
-"""That number, of this interpreter, without a debugger or tracer that holds frames."""
+"""The result of `references_of_frames` at import, when no debugger or tracer is expected to hold frames."""
 
 
 def _has_one_owner(t: Tensor) -> bool:
-    """Whether the memory can have one: not if torch did not allocate it itself, if it is a lazy copy, if other
-    processes share it, or if there is none, because all is zero."""
+    """Whether the memory can have a single owner.
+
+    It cannot if torch did not allocate it, if it is a lazy copy, or if other processes share it. A tensor without
+    memory, whose values are all zero, has no owner.
+    """
     if type(t) is not Tensor or t.layout is not torch.strided or _torch.transforms_active():
         return False
     storage = t.untyped_storage()
@@ -69,14 +77,14 @@ def _has_one_owner(t: Tensor) -> bool:
 
 
 def counts(t: Tensor, references: int) -> Counts | None:
-    """The counts of a tensor that has ``references`` from Python; None where its memory cannot have one owner."""
+    """The counts of a tensor with ``references`` from Python; None if its memory cannot have a single owner."""
     return (references, _torch.use_count(t), _torch.storage_use_count(t)) if _has_one_owner(t) else None
 
 
 def owns_gradient(dz: Tensor, references: int) -> bool:
-    """Whether only the calling backward holds the gradient it was given.
+    """Whether the calling backward is the only holder of the gradient that it was given.
 
-    ``references`` is ``sys.getrefcount(dz)`` in the frame that was given it.
+    ``references`` is ``sys.getrefcount(dz)`` in the frame of that backward.
     """
     seen = counts(dz, references) if references_of_frames() == _frames else None
     _observed.gradient = seen
@@ -84,9 +92,9 @@ def owns_gradient(dz: Tensor, references: int) -> bool:
 
 
 def owns_output(z: Tensor) -> bool:
-    """Whether only the calling backward holds the output that it saved, and will not need it again.
+    """Whether the calling backward is the only holder of the output that it saved, and will not need the output again.
 
-    Unpacking makes a tensor of its own, so it is the storage that others could hold.
+    Unpacking makes a new tensor. So only the count of the storage can show other holders.
     """
     seen = _torch.storage_use_count(z) if _has_one_owner(z) else None
     _observed.output = seen
@@ -94,13 +102,15 @@ def owns_output(z: Tensor) -> bool:
 
 
 def last_observed() -> tuple[Counts | None, int | None]:
-    """What the calling thread's last backward saw of its gradient and of its output."""
+    """The counts that the calling thread's last backward saw: of its gradient, and of its output's storage."""
     return getattr(_observed, "gradient", None), getattr(_observed, "output", None)
 
 
 def set_sole_holders(gradient: Counts | None, output: int | None) -> None:
-    """The counts that leave backward alone with a gradient, and with a saved output. Until they are set, nothing is
-    reused."""
+    """Sets the counts at which backward is the only holder of a gradient, and of a saved output.
+
+    Until they are set, nothing is reused.
+    """
     global _sole_gradient, _sole_output
     _sole_gradient, _sole_output = gradient, output
 
@@ -110,11 +120,11 @@ def is_calibrated() -> bool:
 
 
 def calibrate(observe: Callable[[], None]) -> None:
-    """Runs ``observe``, which is to set sole holders, if it was not run before.
+    """Runs ``observe``, which must set the counts of sole holders, unless it has run before.
 
-    It runs in a thread of its own, where no mode, hook or transform is in force, and when the first graph is built:
-    importing must not start autograd's threads, after which forked processes could not run backward. While a tool
-    monitors all threads it is put off, because such a tool may hold what is counted.
+    ``observe`` runs in a thread of its own, where no mode, hook or transform is active. It runs when the first graph is
+    built, and not at import: a process that is forked after autograd's threads have started cannot run backward. While
+    a tool monitors all threads ``observe`` is put off, because the tool may hold what is counted.
     """
     global _calibrated
     with _lock:
@@ -129,8 +139,11 @@ def calibrate(observe: Callable[[], None]) -> None:
 
 
 def _wait_for_the_end_of(thread: threading.Thread) -> None:
-    """Python forgets a thread before the system does. In between torch gives back what it keeps for the thread, and
-    needs the interpreter for that; torch 2.12 aborts a process whose interpreter ends meanwhile."""
+    """Waits until the system has ended the thread, which is later than its end in Python.
+
+    In between torch frees what it keeps for the thread, and needs the interpreter for that. torch 2.12 aborts the
+    process if the interpreter ends meanwhile.
+    """
     running = Path(f"/proc/self/task/{thread.native_id}")
     for _ in range(1000):
         if not running.exists():
@@ -152,15 +165,16 @@ def _unwatched(observe: Callable[[], None]) -> None:
 def sole_holders(
     overwritten: Callable[[Tensor], Tensor], observed: Callable[[], tuple[Any, Any]], seen_by_python: bool
 ) -> tuple[Any, Any]:
-    """What is observed of a gradient, and of an output, that have no other holder; None where that looks like one that
-    has.
+    """The counts of a gradient, and of an output, that have no other holder; None where another holder would not show.
 
-    ``overwritten`` gives a tensor a node of the in-place op, ``observed`` tells what its backward saw.
-    ``seen_by_python``: whether a hook has looked at the gradient before.
+    Args:
+        overwritten: gives a tensor a node of the in-place op.
+        observed: returns the counts that the node's backward saw.
+        seen_by_python: whether a hook looks at the gradient before backward.
     """
 
     def look(hook: Callable[[Tensor], None] | None = None, keep: bool = False, share: bool = False) -> tuple[Any, Any]:
-        # Made first, so that its own backward comes last, and its gradient waits meanwhile.
+        # ``other`` is made first. So its backward comes last, and its gradient is alive meanwhile.
         other = torch.ones(2, 1, device="cpu", requires_grad=True) * 1.0
         z = overwritten(torch.ones(2, 1, device="cpu", requires_grad=True) * 1.0)
         if hook is not None:
@@ -173,7 +187,7 @@ def sole_holders(
         return observed()
 
     held: list[Tensor] = []
-    # A debugger or tracer can only add to a count, so the least is right.
+    # A debugger or tracer can only add to a count, so the smallest count is right.
     looks = [look(hook=(lambda gradient: None) if seen_by_python else None) for _ in range(3)]
     gradient, output = (
         min((seen for seen in axis if seen is not None), default=None) for axis in zip(*looks, strict=True)

@@ -1,4 +1,7 @@
-"""Out of place, by torch's own means: what `ABN` is, and what the in-place modules become for debugging."""
+"""Norm and activation out of place, with torch's own ops.
+
+`ABN` runs these functions. The in-place modules run them while the guard does not trust them, and for debugging.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +29,13 @@ def abn(
     residual: Tensor | None = None,
     inplace: bool = True,
 ) -> Tensor:
-    """torch's batch norm, its weight as it is, and activation, the latter ``inplace`` or not.
+    """torch's batch norm, scaled by the weight itself, and the activation, which is in place if ``inplace``.
 
     The other arguments are those of `inplace_abn.functions.inplace_abn`.
     """
     training = training or running_mean is None
     if training and isinstance(momentum, Tensor):
-        # batch_norm takes numbers only, which tracers would keep and a device would have to be waited for.
+        # batch_norm takes a number only. Tracers would keep that number, and reading it would wait for the device.
         _update(running_mean, running_var, x, momentum)
         running_mean = running_var = None
     momentum = 0.0 if isinstance(momentum, Tensor) else float(momentum)
@@ -53,15 +56,15 @@ def instance_norm(
     activation_param: float = 0.01,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """torch's instance norm, its weight as it is, and activation.
+    """torch's instance norm, scaled by the weight itself, and the activation.
 
-    Arguments are those of `inplace_abn.instance_norm.inplace_instance_norm`; the result is a new tensor.
+    Arguments are those of `inplace_abn.instance_norm.inplace_instance_norm`. The result is a new tensor.
     """
     weight, bias = _of_one_dtype(weight, bias, running_mean)
-    # With several dimensions of space, torch's gradient of one channels-last sample is wrong on the CPU.
+    # On the CPU torch's gradient of one channels-last sample with several spatial dimensions is wrong.
     flat = x.flatten(2) if x.dim() > 3 else x
     y = F.instance_norm(flat, running_mean, running_var, weight, bias, training, momentum, eps).view(x.shape)
-    # Compilers make better code of ops that write to new memory.
+    # Compilers make better code from ops that write to new memory.
     return _added_and_activated(y, residual, activation, activation_param, not torch.compiler.is_compiling())
 
 
@@ -76,7 +79,7 @@ def _added_and_activated(
 def _of_one_dtype(
     weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """batch_norm takes parameters of one dtype."""
+    """Weight and bias in one dtype, because batch_norm requires that."""
     given = [t.dtype for t in (weight, bias) if t is not None]
     if not given or (running_mean is None and len(given) == 1):
         return weight, bias
@@ -99,15 +102,15 @@ def kept(
     signed_weight: bool = False,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """What an in-place module computes while z would not tell xhat: `abn`, which keeps x. A signed weight scales as it
-    is, also within eps of zero.
+    """The call of an in-place module that the guard does not trust: `abn`, which keeps x. A signed weight is the scale
+    itself, even within eps of zero.
 
-    Arguments and errors are those of `inplace_abn.functions.inplace_abn`; the result is a new tensor.
+    Arguments and errors are those of `inplace_abn.functions.inplace_abn`. The result is a new tensor.
     """
     scale = weight if weight is None or signed_weight else reference.gamma(weight, eps)
     scale, bias = _of_one_dtype(scale, bias, running_mean)
     what = (scale, bias, running_mean, running_var, training, momentum, eps, activation, activation_param, residual)
-    # Compilers make better code of ops that write to new memory.
+    # Compilers make better code from ops that write to new memory.
     return abn(x, *what, inplace=not torch.compiler.is_compiling())
 
 
@@ -133,7 +136,7 @@ def abn_sync(
     residual: Tensor | None,
     group: ProcessGroup,
 ) -> Tensor:
-    """`abn` in training, with the statistics of all ranks of ``group``, by collectives that autograd follows."""
+    """`abn` in training, with the statistics of all ranks of ``group``. Autograd can differentiate its collectives."""
     values = x.to(torch.promote_types(x.dtype, torch.float32))
     count = AllReduce.apply(values.new_full((1,), x.numel() // x.shape[1]), group)
     if count.item() == 1:

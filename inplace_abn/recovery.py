@@ -1,18 +1,18 @@
-"""What z can still tell: how exactly backward recovers xhat and the activation's slope from the rounded z.
+"""Recovery: how exactly backward recovers xhat and the activation's slope from the rounded z.
 
-z is rounded, so xhat comes back as (inverse(z) - residual - beta) / gamma with an error that is large where the
-activation saturates, where |beta| is much larger than |gamma|, where gamma is nearly zero, and next to minima. What
-that does to the gradients depends on dz, and is largest where dz follows xhat. Two figures say it, each relative to
-what an exact backward would have:
+z is rounded, so the recovered xhat, (inverse(z) - residual - beta) / gamma, has an error. The error is large where the
+activation saturates, where |beta| is much larger than |gamma|, where gamma is nearly zero, and next to minima. Its
+effect on the gradients depends on dz, and is largest where dz follows xhat. Two figures measure this effect, relative
+to an exact backward:
 
-- ``x``, of the whole layer: the error of dx that dz = xhat or dz = slope * xhat causes, or either times sqrt(var + eps)
-  as where dz follows x, whichever is largest, relative to gamma / sqrt(var + eps) * dy, root mean square over all
-  channels. Channels enter with their scale, as in dx.
+- ``x``, of the whole layer: the error of dx, relative to gamma / sqrt(var + eps) * dy, each as the root mean square
+  over all channels. Channels enter with their scale, as in dx. Four dz are considered, and the largest error counts:
+  xhat, slope * xhat, and both times sqrt(var + eps), because dz may follow x instead of xhat.
 - ``weight``, of each channel: the error of dweight that the worst dz causes, relative to |xhat| |dy|. The worst channel
-  counts: an average would hide one whose weight is driven the wrong way.
+  counts, because an average would hide a channel whose weight is driven the wrong way.
 
-Both come from the very ops that run: `measured` on values of the running batch, `predicted` on a normal distribution
-where there are no data. Source of the scheme: arXiv 1712.02616.
+Both figures come from the ops that training runs. `measured` uses values of the current batch. `predicted` uses a
+normal distribution, where there are no data. Source of the scheme: arXiv 1712.02616.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from inplace_abn.activations import Activation, find
 from inplace_abn.settings import Settings
 
 _SAMPLE = 1 << 17
-"""Values of a batch that `sample` takes at most."""
+"""About the number of values that `sample` takes of a larger batch."""
 _NODES = 1024
 _REACH = 4.7
-"""Standard deviations up to which a prediction looks: one in 10^5 values lies beyond, as many as a channel of a batch
-has. Errors of a saturated activation grow faster than the density falls, so that a wider view would tell of values that
-no batch has."""
+"""A prediction covers this many standard deviations. One value in 400,000 lies beyond, and a channel of a large batch
+has about as many. Errors of a saturated activation grow faster than the density falls, so a wider range would count
+values that no batch has."""
 _DENSITY = 1e4
-"""Values of a prediction lie so much denser next to minima and jumps, where few values make most of the error."""
+"""How much denser the values of a prediction lie next to minima and jumps, where few values cause most of the error."""
 _MEAN, _VAR = 0.37, 1.7
-"""Mean and variance of the input that predictions are made with. With 0 and 1, y would often be a number that a 16-bit
-dtype holds exactly, and its rounding would not be seen."""
+"""Mean and variance of the input for predictions. With 0 and 1, y would often be a number that a 16-bit dtype holds
+exactly, and its rounding would not show."""
 
 
 class Errors(NamedTuple):
-    """Relative errors that come from recovering xhat out of z, float64."""
+    """Relative errors that recovering xhat from z causes; float64."""
 
     x: Tensor
-    """Of dx over the layer; of shape ()."""
+    """The error of dx over the layer; of shape ()."""
     weight: Tensor
-    """Of each channel's dweight; of shape (channel,)."""
+    """The error of each channel's dweight; of shape (channel,)."""
 
     def worst(self) -> Tensor:
         """The larger of the layer's figure and its worst channel's; of shape ()."""
@@ -57,15 +57,18 @@ class Errors(NamedTuple):
 
 
 def sample(t: Tensor, per_instance: bool = False) -> Tensor:
-    """A copy of some of ``t``'s values, spread over batch and space: (1, channel, n) of (batch, channel, \\*). If
-    ``per_instance``, spread over space: (1, batch * channel, n)."""
+    """A copy of some values of ``t``, which has shape (batch, channel, \\*).
+
+    The values are spread over batch and space, and have shape (1, channel, n). With ``per_instance`` they are spread
+    over space, and have shape (1, batch * channel, n).
+    """
     values = t.detach().flatten(2) if t.dim() > 2 else t.detach().unsqueeze(2)
     batch, channels, size = values.shape
     if per_instance:
         step = max(1, size // max(1, _SAMPLE // max(1, batch * channels)))
         return values[:, :, ::step].reshape(1, batch * channels, -1).clone(memory_format=torch.contiguous_format)
     step = max(1, batch * size // max(1, _SAMPLE // max(1, channels)))
-    # Not all of one column of the images, nor of one place in all of them.
+    # With a common divisor the values could all lie in one column of the images, or at one place of all images.
     while math.gcd(step, size) > 1:
         step += 1
     places = torch.arange(0, batch * size, step, device=t.device)
@@ -82,13 +85,13 @@ def measured(
     residual: Tensor | None,
     settings: Settings,
 ) -> Errors:
-    """The errors that recovering xhat has on these very values.
+    """The errors of recovering xhat on these values.
 
-    Nothing is waited for, so the figures are on x's device.
+    The figures are on x's device, and the host does not wait for them.
 
     Args:
         x: inputs of shape (batch, channel, \\*), dtype float64, float32, bfloat16 or float16. Overwritten.
-        mean: (channel,), of what x is a sample of; float32, or float64 for a float64 x.
+        mean: (channel,), the mean that x's batch is normalised with; float32, or float64 for a float64 x.
         var: like mean.
         weight: (channel,) or None.
         bias: (channel,) or None.
@@ -96,7 +99,8 @@ def measured(
         settings: of the layer.
 
     Raises:
-        ValueError: a wrong shape. TypeError: a dtype that is not supported or does not combine.
+        ValueError: a wrong shape.
+        TypeError: a dtype that is not supported or does not combine with x's.
 
     Source: arXiv 1712.02616.
     """
@@ -113,19 +117,19 @@ class _Moments(NamedTuple):
     weight_error: Tensor
     slope: Tensor
     spread: Tensor
-    """Of x."""
+    """The variance of x, plus eps."""
 
 
 def _errors(moments: _Moments) -> Errors:
     errors = torch.stack([moments.x_error, moments.steep_error])
     sizes = torch.stack([moments.x, moments.steep])
-    # A channel of large variance has a small share in dx, except where its dz is as much larger.
+    # A channel of large variance has a small share in dx, unless its dz is larger by the same factor.
     layer = [_ratio((errors * share).sum(dim=1), (sizes * share).sum(dim=1)).max() for share in (1.0, moments.spread)]
     return Errors(torch.sqrt(torch.maximum(*layer)), torch.sqrt(_ratio(moments.weight_error, moments.slope)))
 
 
 def _ratio(error: Tensor, size: Tensor) -> Tensor:
-    """0 where there is no error, whatever the size; infinite where only what is recovered is not finite."""
+    """error / size. It is 0 where there is no error, and infinite where only the recovered values are not finite."""
     error = torch.where(error.isnan() & size.isfinite(), math.inf, error)
     return torch.where(error == 0, 0.0, error / size)
 
@@ -140,8 +144,11 @@ def _moments(
     settings: Settings,
     density: Tensor | None,
 ) -> _Moments:
-    """``density``: how much each value counts, adding up to 1, of a
-    shape that broadcasts against x; None for all alike."""
+    """The moments behind `Errors`. Overwrites x.
+
+    ``density`` is the share of each value in the averages, with a sum of 1, of a shape that broadcasts against x. With
+    None all values have the same share.
+    """
     entry = find(settings.activation)
     if settings.activation == "leaky_relu" and settings.activation_param == 0:
         entry = find("relu")
@@ -159,7 +166,7 @@ def _moments(
     slope, torchs = (_slope(entry, t, settings.activation_param) for t in (y, y.to(x.dtype).double()))
     ops.run(ops.forward, [x], x, mean, var, weight, bias, residual, *settings.arithmetic(), True)
     recovered_xhat, recovered = _recovered(x, weight, bias, residual, settings)
-    # Where the slope jumps, rounding y decides on which side it is, in torch as well.
+    # Where the slope jumps, the rounding of y decides on which side it lies, in torch as well. The nearer slope counts.
     slope = torch.where((recovered - torchs).abs() < (recovered - slope).abs(), torchs, slope)
 
     def average(t: Tensor) -> Tensor:
@@ -168,10 +175,10 @@ def _moments(
     def seen(t: Tensor) -> Tensor:
         return reference.per_channel(t, x)
 
-    # dx is combined of dy, a multiple of y and a constant, which round once more, in the arithmetic's precision.
+    # dx is the sum of dy, a multiple of y and a constant. It rounds once more, in the precision of the arithmetic.
     unit = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps / 2
     rounding = unit**2 / 3 * average(affine.square()) / gamma.square()
-    # A slope that the dtype cannot hold is none.
+    # A slope that is too small for the dtype counts as zero, and must not make the relative error large.
     least = torch.finfo(x.dtype).smallest_normal ** 2
     scale = (gamma * inv_std).square()
 
@@ -203,10 +210,10 @@ def _slope(entry: Activation, y: Tensor, param: float) -> Tensor:
 def _recovered(
     z: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, settings: Settings
 ) -> tuple[Tensor, Tensor]:
-    """xhat and the slope, as backward has them before it rounds to z's dtype; float64 of z's shape.
+    """xhat and the slope as backward has them before it rounds to z's dtype; float64 of z's shape.
 
-    Each value is a channel of its own, so that the op's sums, which are float32 at least, give the slope and its
-    product with xhat. Where the slope is zero, xhat is what the op stores.
+    Each value is passed as a channel of its own. Then the op's sums, which are at least float32, are the slope and its
+    product with xhat. Where the slope is zero, the xhat that the op stores is taken.
     """
 
     def of_each(t: Tensor | None) -> Tensor | None:
@@ -231,8 +238,10 @@ def _recovered(
 
 
 def _normal(centres: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Values of a standard normal distribution and how much each counts, of shape (1, channels or 1, values). They lie
-    densely at the ``centres`` of each channel, given in ascending order."""
+    """Values of a standard normal distribution, and the share of each, of shape (1, channels or 1, values).
+
+    The values lie densely at the ``centres`` of each channel, which are given in ascending order.
+    """
     if not centres:
         values = torch.linspace(-_REACH, _REACH, _NODES, dtype=torch.float64).view(1, 1, -1)
         density = torch.exp(-values.square() / 2)
@@ -245,7 +254,7 @@ def _normal(centres: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     found: list[Tensor] = []
     counts: list[Tensor] = []
     for centre, (start, end) in zip(places, pairwise(ends), strict=True):
-        # Equal steps of the sinh.
+        # The argument of sinh has equal steps, so the values are dense at the centre.
         low, high = (torch.asinh((t - centre) * _DENSITY) for t in (start, end))
         argument = low + (high - low) * steps
         found.append(centre + torch.sinh(argument) / _DENSITY)
@@ -263,19 +272,19 @@ def predicted(
     eps: float = 1e-5,
     signed_weight: bool = True,
 ) -> Errors:
-    """The errors to be expected where xhat is normally distributed and there is no residual.
+    """The expected errors if xhat is normally distributed and there is no residual.
 
-    An estimate: outliers and a residual make them larger.
+    This is an estimate: outliers and a residual make the errors larger.
 
     Args:
         weight: (channel,) or None, on any device.
         bias: (channel,) or None.
         dtype: of the activations in training (that of autocast, if it is used).
-        activation, activation_param, eps, signed_weight: as of `inplace_abn.inplace_abn`.
+        activation, activation_param, eps, signed_weight: as for `inplace_abn.inplace_abn`.
 
     Returns:
-        Figures on the CPU; of one channel where there is neither weight nor bias. The variance, which says how much a
-        channel enters dx, is taken to be the same for all.
+        The figures, on the CPU; of one channel if there is neither weight nor bias. All channels are taken to have the
+        same variance, which determines their share in dx.
 
     Raises:
         ValueError: an unknown activation.
@@ -288,7 +297,7 @@ def predicted(
     channels = len(given[0]) if given else 1
     scale = given[0] if weight is not None else torch.ones(channels, dtype=statistics)
     shift = given[-1] if bias is not None else torch.zeros(channels, dtype=statistics)
-    # The channels of a new model are all alike.
+    # Channels with the same parameters are computed once. In a new model all channels have the same parameters.
     pairs, channel_of = torch.stack([scale, shift]).unique(dim=1, return_inverse=True)
     settings = Settings(activation, activation_param, eps, signed_weight or weight is None, True, None)
     parts = []
@@ -310,14 +319,16 @@ class Conditioning(NamedTuple):
     channel: int
     """Its worst channel."""
     expected_error: float
-    """Of dx or of that channel's dweight, whichever is larger."""
+    """The error of dx or of that channel's dweight, whichever is larger."""
 
 
 def check_conditioning(
     model: nn.Module, dtype: torch.dtype = torch.float32, threshold: float = 1e-2
 ) -> list[Conditioning]:
-    """The modules of ``model`` that were built in place and would have gradients off by more than ``threshold`` so, by
-    prediction, worst first. The guard looks at real values instead, and lets such layers keep their input.
+    """The in-place modules of ``model`` whose predicted gradient error is larger than ``threshold``, worst first.
+
+    Only modules that were built in place are checked, not converted ones. The prediction uses the parameters alone. The
+    guard measures real values in training, and makes such layers keep their input.
 
     Args:
         model: any module.

@@ -1,8 +1,11 @@
-"""The maths in plain torch: readable, out of place, differentiable. The oracle of the tests, and what runs where the
-in-place ops must not (``create_graph=True``, ``INPLACE_ABN_DISABLE=1``).
+"""The maths in plain torch: readable, out of place and differentiable.
 
-Notation as in the paper ("In-Place Activated BatchNorm for Memory-Optimized Training of DNNs", arXiv 1712.02616):
-x is the input, y the batch norm's output, z = act(y) the result. Per channel, over the m values of batch and space,
+It is the oracle of the tests. It also runs where the in-place ops must not: with ``create_graph=True`` and with
+``INPLACE_ABN_DISABLE=1``.
+
+The notation is that of the paper ("In-Place Activated BatchNorm for Memory-Optimized Training of DNNs", arXiv
+1712.02616). x is the input, y the batch norm's output, and z = act(y) the result. mean and var are those of a channel,
+over all values of batch and space.
 
     inv_std = 1 / sqrt(var + eps)        xhat = (x - mean) * inv_std        y = gamma * xhat + beta
 """
@@ -16,23 +19,26 @@ from inplace_abn.activations import activation_backward, exactly
 
 
 def per_channel(t: Tensor, like: Tensor) -> Tensor:
-    """``t`` of shape (channel,) seen so that it broadcasts against ``like`` of shape (batch, channel, \\*)."""
+    """A view of ``t``, of shape (channel,), that broadcasts against ``like`` of shape (batch, channel, \\*)."""
     return t.view([1, -1] + [1] * (like.dim() - 2))
 
 
 def channel_sum(t: Tensor) -> Tensor:
-    """Sum over everything but the channel."""
+    """The sum over all dimensions but the channel."""
     return t.sum(dim=[d for d in range(t.dim()) if d != 1])
 
 
 def channel_mean(t: Tensor) -> Tensor:
-    """Mean over everything but the channel."""
+    """The mean over all dimensions but the channel."""
     return channel_sum(t) / (t.numel() // t.shape[1])
 
 
 def gamma(weight: Tensor, eps: float, signed_weight: bool = False) -> Tensor:
-    """The scale of the normalised values: ``|weight| + eps``, or with ``signed_weight`` the weight itself, kept ``eps``
-    away from zero. Its derivative is the weight's sign (+1 at zero), or 1 with ``signed_weight``."""
+    """The scale of the normalised values: ``|weight| + eps``. With ``signed_weight`` it is the weight itself, moved to
+    a magnitude of at least ``eps``.
+
+    Its derivative is the weight's sign (+1 at zero), or 1 with ``signed_weight``.
+    """
     if not signed_weight:
         return torch.where(weight < 0, -weight, weight) + eps
     magnitude = weight.detach().abs().clamp_min(eps)
@@ -53,7 +59,7 @@ def forward(
     signed_weight: bool = False,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """z for x of shape (batch, channel, \\*); running statistics are updated in place."""
+    """z for x of shape (batch, channel, \\*). Updates the running statistics in place."""
     if training or running_mean is None or running_var is None:
         count = x.numel() // x.shape[1]
         mean = channel_mean(x)
@@ -87,9 +93,10 @@ def backward(
     signed_weight: bool = False,
     residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(dx, dweight, dbias, dresidual) by the formulas, not by autograd, so that they can be differentiated once more.
+    """(dx, dweight, dbias, dresidual), by the formulas, so that autograd can differentiate them once more.
 
-    Without ``mean`` and ``var`` the statistics are those of x (training), with them they are constants (evaluation).
+    Without ``mean`` and ``var`` the statistics are computed from x (training). If both are given, they are constants
+    (evaluation).
     """
     frozen = mean is not None and var is not None
     if mean is None or var is None:

@@ -1,4 +1,4 @@
-"""What a call takes beside x."""
+"""The arguments of a call besides x."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from inplace_abn import activations
 
 
 class Operands(NamedTuple):
-    """What is computed with, and updated. Shapes and dtypes are those of `inplace_abn.functions.inplace_abn`."""
+    """The tensors of a call besides x, and the momentum. Running statistics are updated.
+
+    Shapes and dtypes are those of `inplace_abn.functions.inplace_abn`.
+    """
 
     weight: Tensor | None
     bias: Tensor | None
@@ -22,12 +25,12 @@ class Operands(NamedTuple):
     momentum: float | Tensor = 0.0
 
     def momentum_arguments(self) -> tuple[float, Tensor | None]:
-        """The momentum as the ops take it, which is a tensor where the device alone knows it."""
+        """The momentum as the ops take it: as a number, or as a tensor if only the device knows it."""
         return (0.0, self.momentum) if isinstance(self.momentum, Tensor) else (self.momentum, None)
 
 
 class Settings(NamedTuple):
-    """What is done."""
+    """How a call computes."""
 
     activation: str
     activation_param: float
@@ -36,10 +39,13 @@ class Settings(NamedTuple):
     training: bool
     group: ProcessGroup | None
     per_instance: bool = False
-    """Whether each sample has statistics of its own. Vectors then have the channels of one sample after another's."""
+    """Whether each sample has its own statistics.
+
+    Vectors then hold the channels of all samples, sample after sample.
+    """
 
     def activating(self, activation: tuple[str, float]) -> Settings:
-        """These with another activation and its parameter."""
+        """The settings with another activation and its parameter."""
         return self._replace(activation=activation[0], activation_param=activation[1])
 
     def arithmetic(self) -> tuple[float, bool, int, float]:

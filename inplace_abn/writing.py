@@ -1,4 +1,4 @@
-"""The forward pass: statistics, running statistics and the result are written, with what backward needs returned."""
+"""The forward pass: writes the running statistics and the result, and returns what backward needs."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ def written(
     invertible: bool,
     statistics: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Writes the result to z, which may be x, and returns the variance that backward needs. What makes z invertible
-    costs a little of its exactness, and is left out where no backward will follow."""
+    """Writes the result to z, which may be x, and returns the variance that backward needs.
+
+    ``invertible`` says whether backward will recover xhat from z. This costs a little exactness, so it is False where
+    no backward follows.
+    """
     kept = {} if z is x else {"z": z}
     weight, bias, residual, running_mean, running_var, _ = operands
     if settings.training and settings.group is None:
@@ -46,7 +49,7 @@ def written(
     mean, var = statistics or (cast(Tensor, running_mean), cast(Tensor, running_var))
     op = ops.forward_out if kept else ops.forward
     ops.run(op, [z], x, mean, var, weight, bias, residual, *settings.arithmetic(), invertible, **kept)
-    # Training may change the running variance before backward needs what it was.
+    # A later training step may change the running variance before this backward reads it.
     return var if settings.training or not invertible else var.clone()
 
 
@@ -60,10 +63,13 @@ def sync_statistics(
     group: ProcessGroup,
     watch: guard.Frozen | None,
 ) -> tuple[tuple[Tensor, Tensor], bool]:
-    """Mean and biased variance over all ranks, and whether the guard trusts z. A rank that has several values knows
-    that the whole batch has; only others look at the gathered counts (which waits for the device), so that all ranks
-    raise together or none does. The guard's figures are there in every call, measured or not, so that ranks agree on
-    what is gathered."""
+    """Mean and biased variance over all ranks, and whether the guard trusts z.
+
+    One value per channel in the whole batch is an error, which all ranks raise together. A rank with several values
+    knows that the whole batch has several. Only other ranks read the gathered counts, because reading waits for the
+    device. The guard's figures are gathered in every call, measured or not, so that ranks agree on the size of what
+    they gather.
+    """
     count = values_per_channel(x)
     mean, var = ops.run(ops.statistics, [], x)
     said = mean.new_zeros(WIDTH) if watch is None else watch.figures(x).to(mean.dtype)
@@ -72,7 +78,7 @@ def sync_statistics(
     gathered = everything[:, :-WIDTH].contiguous()
     if not torch.compiler.is_compiling() and count < 2:
         checks.check_count(x, gathered[:, -1].sum().item())
-    # Before anything is written, because it may raise.
+    # The guard may raise, so it is asked before anything is written.
     trusted = watch is None or watch.trusts(everything[:, -WIDTH:])
     running = operands.running_mean, operands.running_var
     mean, var, _ = ops.run(ops.combine, present(*running), gathered, *running, *operands.momentum_arguments())

@@ -1,1 +1,1 @@
-"""Norms under torch.compile: the graph of forward and backward, rewritten before it is divided."""
+"""Norms under torch.compile: the joint graph of forward and backward is rewritten before it is divided."""

@@ -1,8 +1,9 @@
-"""Batch norm for compilers: two ops that `compiling.joint` finds in the graph of forward and backward.
+"""Batch norm for compilers: two ops that `compiling.joint` finds in the joint graph of forward and backward.
 
-The norm's statistics are torch's own ops; what normalises with them, and its gradient, are one op each. Where the graph
-shows that an activation follows, these become plain ops that keep z instead of x; everywhere else, plain ops that are
-what torch's batch norm is. What that never sees runs as `plain_norm` and `plain_norm_backward`.
+The norm's statistics are computed by torch's own ops. The normalisation is one of the two ops, and its gradient is the
+other. Where the graph shows that an activation follows, `compiling.joint` replaces them by plain ops that keep z
+instead of x. Elsewhere it replaces them by plain ops that do the same as torch's batch norm. Where `compiling.joint`
+does not run, they run as `plain_norm` and `plain_norm_backward`.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ NORM_BACKWARD = torch.ops.inplace_abn.norm_backward.default
 
 
 def arithmetic(x: Tensor) -> torch.dtype:
-    """The dtype that activations of x's are computed in."""
+    """The dtype that x is computed with."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def gamma(weight: Tensor, eps: float) -> Tensor:
-    """A weight, kept ``eps`` away from zero: z is to tell xhat."""
+    """The weight, moved to a magnitude of at least ``eps``, so that xhat can be recovered from z."""
     magnitude = weight.abs().clamp_min(eps)
     return torch.where(weight < 0, -magnitude, magnitude)
 
@@ -66,7 +67,8 @@ def recovered(y: Tensor, weight: Tensor | None, bias: Tensor | None, residual: T
 def gradients(
     dy: Tensor, xhat: Tensor, var: Tensor, weight: Tensor | None, eps: float, training: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dx, dweight, dbias) of xhat in the dtype of the arithmetic; the last two of shape (channel,) in any case."""
+    """(dx, dweight, dbias). xhat is in the dtype of the arithmetic. dweight and dbias have shape (channel,), also
+    without a weight and a bias."""
     wide = dy.to(xhat.dtype)
     sum_dy, sum_xhat_dy = channel_sum(wide), channel_sum(wide * xhat)
     scale = torch.rsqrt(var + eps)
@@ -128,7 +130,10 @@ torch.library.register_autograd("inplace_abn::norm", _backward, setup_context=_s
 def statistics(
     x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, momentum: float | Tensor, training: bool
 ) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance of each channel, those of the batch in training, which the running ones move to."""
+    """Mean and biased variance of each channel.
+
+    In training they are those of the batch, and the running ones are updated.
+    """
     if not training:
         assert running_mean is not None
         assert running_var is not None
@@ -144,7 +149,7 @@ def statistics(
 
 
 def is_suitable(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
-    """Whether the norm is worth it: a gradient is asked for, of what the ops take."""
+    """Whether the ops are used: they must take the tensors, and a gradient must be needed."""
     if x.dim() < 2 or x.numel() == 0 or not x.is_floating_point() or _torch.is_exporting():
         return False
     requires_grad = x.requires_grad
@@ -154,7 +159,7 @@ def is_suitable(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
 
 
 def constant(value: float) -> float:
-    """The number, where a compiler would have it be any."""
+    """The value as a constant, where a compiler would make it a variable."""
     numerator, denominator = value.as_integer_ratio()
     return numerator / denominator
 
@@ -170,12 +175,12 @@ def normalised(
     eps: float,
     trusted: str,
 ) -> Tensor:
-    """torch's batch norm, for `compiling.joint` to make one with what follows.
+    """torch's batch norm, which `compiling.joint` can fuse with what follows.
 
     Args:
-        trusted: the activations of whose z x may be recovered, as `spelled_as` says them, separated by spaces.
+        trusted: the activations whose z is trusted for recovering x, as `spelled_as` names them, separated by spaces.
 
-    The other arguments are those of `inplace_abn.functions.inplace_abn`; the weight scales as it is.
+    The other arguments are those of `inplace_abn.functions.inplace_abn`. The scale is the weight itself.
     """
     mean, var = statistics(x, running_mean, running_var, momentum, training)
     y: Tensor = NORM(x, mean, var, weight, bias, eps, training, trusted)

@@ -1,6 +1,9 @@
-"""Activations of ``include/inplace_abn/activation.h`` for compilers: in plain torch z with the tag that backward reads,
-and y of such a z, where that is a multiplication. Other inverses are the kernels', in one op: backward reads y more
-than once, and what compilers fuse they compute as often as it is read. The comments there say what the tags are."""
+"""The activations of ``include/inplace_abn/activation.h`` for compilers. The comments there describe the tags.
+
+z with its tag is computed in plain torch. y is computed from z in plain torch only where that is a multiplication.
+Other inverses call the kernels in one op, because backward reads y more than once, and compilers compute what they fuse
+as often as it is read.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from inplace_abn import ops
 from inplace_abn.activations import TANH_CUBIC, TANH_SCALE, find, is_relu, relu_slope
 
 _library = torch.library.Library("inplace_abn", "FRAGMENT")
-# Elements are taken where they lie. Without the tag compilers would copy z into the strides that it had before they
+# The op takes any strides. Without flexible_layout compilers would copy z into the strides that it had before they
 # chose others.
 _library.define("untagged(Tensor z, str activation, float param) -> Tensor", tags=(torch.Tag.flexible_layout,))
 
@@ -41,7 +44,7 @@ _BITS = {
 
 
 def tagged(y: Tensor, activation: str, param: float, dtype: torch.dtype) -> Tensor:
-    """z of y, rounded to ``dtype``.
+    """z of y with its tag, rounded to ``dtype``.
 
     Args:
         y: of any shape, in the dtype of the arithmetic: float64 for float64, otherwise float32.
@@ -69,7 +72,7 @@ def tagged(y: Tensor, activation: str, param: float, dtype: torch.dtype) -> Tens
 
 
 def untagged(z: Tensor, activation: str, param: float) -> Tensor:
-    """y of what `tagged` returned, in the dtype of the arithmetic."""
+    """y of a z that `tagged` returned, in the dtype of the arithmetic."""
     if find(activation).costly:
         y: Tensor = UNTAGGED(z, activation, param)
         return y
@@ -77,14 +80,15 @@ def untagged(z: Tensor, activation: str, param: float) -> Tensor:
     if activation in ("identity", "none"):
         return value
     slope = relu_slope(z.dtype) if is_relu(activation, param) else param
-    # A zero is its own inverse, whatever its sign; compilers of loops on the CPU have no vectors of signs.
+    # The inverse of a zero is a zero, whatever its sign. A test of the sign bit is avoided, because compilers have no
+    # vector code for it on the CPU.
     return torch.where(value < 0, value * (1 / slope), value)
 
 
 def _with_low_bit(z: Tensor, where: Tensor, bit: Tensor) -> Tensor:
-    """z with its lowest bit cleared where the first mask is, and set where the second one is, too."""
+    """z with its lowest bit set where both masks are true, and cleared where only the first one is."""
     bits = _BITS[z.dtype]
-    # No view of other memory, which nobody could write to.
+    # The result is no view of other memory, because nobody could write to such a view.
     return torch.where(where, ((z.view(bits) & ~1) | bit.to(bits)).view(z.dtype), z)
 
 
@@ -100,7 +104,7 @@ def _gate(y: Tensor, activation: str) -> Tensor:
 
 
 def _flat(y: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is zero to the next layer."""
+    """The values of the flat part: tiny numbers, which are zeros to the next layer."""
     return (y * -relu_slope(dtype)).clamp_max(_flat_tagged(dtype) / 2)
 
 
@@ -110,5 +114,5 @@ def _with_flat(value: Tensor, y: Tensor, activation: str, dtype: torch.dtype) ->
 
 
 def _flat_tagged(dtype: torch.dtype) -> float:
-    """Positive values below it carry the bit."""
+    """The bound below which positive values carry the bit."""
     return 0.5 if dtype == torch.float16 else 2.0**-8

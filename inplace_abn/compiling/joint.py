@@ -1,9 +1,9 @@
-"""The graph of forward and backward, before a compiler divides it: norms become one with what follows them.
+"""Fuses norms with what follows them, in the joint graph of forward and backward, before a compiler divides that graph.
 
-In that graph nothing is written to, and everybody who reads a tensor is there to see. So it is exact what follows a
-norm: an activation that is the only reader in the forward pass, perhaps after an addition; or nothing that is known,
-but somebody whose backward keeps the norm's output anyway. Then backward takes xhat from the result z instead of x, and
-x need not be kept. Everywhere else the norm becomes what torch's is.
+No op in the joint graph writes to a tensor, and the graph has all readers of a tensor. So it is certain what follows a
+norm. A norm is fused in two cases. Either an activation is its only reader in the forward pass, perhaps after an
+addition. Or no activation follows, but the backward of a reader keeps the norm's output anyway. Then backward recovers
+xhat from the result z, and x need not be kept. Every other norm becomes plain ops that do the same as torch's.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _KEEPING = frozenset(
         _aten.baddbmm.default,
     ]
 )
-"""Ops of a backward pass that are given what somebody has kept: nobody computes that again to save memory."""
+"""Ops of a backward pass whose inputs are kept. Compilers do not compute these inputs again to save memory."""
 _VIEWS = frozenset(
     [
         *(_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default, _aten.permute.default),
@@ -43,11 +43,11 @@ _COPIES = frozenset([_aten.clone.default, _aten.copy.default, _aten.detach.defau
 
 
 class Fusion(NamedTuple):
-    """A norm that is to be one with what follows."""
+    """A norm that will be fused with what follows."""
 
     norm: fx.Node
     total: fx.Node
-    """What is activated: the norm, or its sum with the residual."""
+    """The activation's input: the norm, or its sum with the residual."""
     residual: fx.Node | None
     result: fx.Node
     """z; the total itself if there is no activation."""
@@ -56,7 +56,7 @@ class Fusion(NamedTuple):
 
 
 class Search:
-    """Looks for what may be one in a graph."""
+    """Finds the norms of a graph that can be fused."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.norms = [node for node in graph.nodes if node.target is NORM]
@@ -77,7 +77,10 @@ class Search:
         return [self.found[norm] for norm in self.norms if norm in self.found]
 
     def _trusts(self, norm: fx.Node, *what: str) -> bool:
-        """Whether it is known whose gradient is whose, z is trusted, and nobody has it computed again anyway."""
+        """Whether the norm's gradients are known, and its z is trusted for all of ``what``.
+
+        False if the norm is computed again anyway.
+        """
         trusted = str(norm.args[-1]).split()
         return norm in self.gradients and "recompute" not in norm.meta and all(name in trusted for name in what)
 
@@ -98,7 +101,7 @@ class Search:
         return Fusion(norm, total, residual, found.result, found.activation, found.param)
 
     def _kept(self, norm: fx.Node) -> Fusion | None:
-        """A norm without activation, whose output, or the sum with it, is kept anyway."""
+        """The fusion of a norm without activation whose output, or the sum with that output, is kept anyway."""
         if not self._trusts(norm, "identity"):
             return None
         if _is_read_again(norm) or any(fusion.residual is norm for fusion in self.found.values()):
@@ -111,7 +114,7 @@ class Search:
         return Fusion(norm, total, residual, total, "identity", 0.0)
 
     def _sum(self, norm: fx.Node) -> tuple[fx.Node, fx.Node | None]:
-        """The sum that is the norm's only reader, and its other operand."""
+        """The sum that is the norm's only reader, and its other operand; the norm and None if there is no such sum."""
         (total, *others) = [*norm.users] or [norm]
         if others or total.target is not _aten.add.Tensor or total.kwargs or is_backward(total):
             return norm, None
@@ -121,7 +124,7 @@ class Search:
         return total, other
 
     def _is_kept(self, residual: fx.Node) -> bool:
-        """Whether somebody keeps what is added for backward anyway."""
+        """Whether the residual is kept for backward anyway."""
         if residual.op == "placeholder" or _is_read_again(residual):
             return True
         if any(residual is fusion.result for fusion in self.found.values()):
@@ -140,7 +143,7 @@ def _is_alike(a: fx.Node, b: fx.Node) -> bool:
 
 
 def _is_read_again(node: fx.Node) -> bool:
-    """Whether an op of the backward pass reads it, perhaps through a view, that nobody would compute it again for."""
+    """Whether an op of `_KEEPING` in the backward pass reads the node, perhaps through a view."""
     for user in node.users:
         if user.target in _VIEWS and _is_read_again(user):
             return True
@@ -150,7 +153,10 @@ def _is_read_again(node: fx.Node) -> bool:
 
 
 def _gradients(graph: fx.Graph, norms: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """The nodes of each norm's gradients, where it is certain whose they are."""
+    """The gradient nodes of each norm.
+
+    Norms with the same arguments are left out, because their gradients cannot be told apart.
+    """
     by_arguments: dict[tuple[Any, ...], list[fx.Node]] = {}
     for norm in norms:
         by_arguments.setdefault(norm.args, []).append(norm)
@@ -164,7 +170,7 @@ def _gradients(graph: fx.Graph, norms: list[fx.Node]) -> dict[fx.Node, list[fx.N
 
 
 def fuse(module: fx.GraphModule, *_: Any) -> fx.GraphModule:
-    """Rewrites the graph of forward and backward, and returns it."""
+    """Rewrites the joint graph of forward and backward, and returns it."""
     graph = module.graph
     if all(node.target is not NORM for node in graph.nodes):
         return module
@@ -172,7 +178,7 @@ def fuse(module: fx.GraphModule, *_: Any) -> fx.GraphModule:
     graph.eliminate_dead_code()
     search = Search(graph)
     fused = search.run()
-    # Results take the place of others, which later fusions may have as their residual.
+    # Fused results replace nodes that may be the residuals of later fusions.
     written: dict[fx.Node, fx.Node] = {}
     for fusion in fused:
         _write_fused(graph, fusion, search.gradients[fusion.norm], written)
@@ -191,8 +197,10 @@ def fuse(module: fx.GraphModule, *_: Any) -> fx.GraphModule:
 
 
 def _without_copies(graph: fx.Graph) -> None:
-    """Has copies read where they come from. Nothing is written to, so only what is returned has to be memory of its
-    own."""
+    """Replaces copies by what they copy.
+
+    No op writes to a tensor, so only returned tensors need memory of their own.
+    """
     for node in list(graph.nodes):
         source = node.args[-1] if node.target in _COPIES else None
         if not isinstance(source, fx.Node) or node.kwargs or not _is_alike(node, source):
@@ -204,8 +212,12 @@ def _without_copies(graph: fx.Graph) -> None:
 
 
 def _keep_parameters(graph: fx.Graph) -> None:
-    """Has backward be given the weights and inputs of convolutions themselves. Where inductor likes another layout
-    better, it would hold a copy of each from the forward pass on, unless somebody looks at their memory."""
+    """Makes the forward pass hold weights and inputs of convolutions themselves for backward, if they are the graph's
+    inputs.
+
+    Where inductor prefers another layout, it would hold a copy of each from the forward pass on. An op that needs the
+    original strides prevents the copy, so such an op is added.
+    """
     for node in list(graph.nodes):
         if node.target is _aten.convolution.default and not is_backward(node):
             for source in node.args[:2]:
@@ -261,7 +273,7 @@ def _write_fused(
 
 
 def _replace(graph: fx.Graph, node: fx.Node, function: Callable[..., Any]) -> None:
-    """Has ``function`` take the place of the op."""
+    """Replaces the op by the nodes of ``function``."""
     tensors = [argument if isinstance(argument, fx.Node) else None for argument in node.args]
 
     def computed(*given: Any) -> Any:
@@ -287,7 +299,10 @@ def _replace_parts(node: fx.Node, found: Sequence[fx.Node]) -> None:
 def _inlined(
     graph: fx.Graph, function: Callable[..., Any], arguments: Sequence[fx.Node | None], like: fx.Node
 ) -> list[fx.Node]:
-    """The nodes of what ``function`` returns of these tensors, as part of the op that ``like`` is."""
+    """Inserts the nodes of ``function`` with these arguments, with the metadata of ``like``.
+
+    Returns the nodes of its results.
+    """
     given = [node for node in arguments if node is not None]
 
     def computed(*tensors: Tensor) -> Any:
@@ -322,5 +337,5 @@ class _Pass:
 
 
 def install() -> None:
-    """Has torch's compilers call `fuse`, after what the user wants to have called."""
+    """Makes torch's compilers call `fuse`, after a pass that the user has installed."""
     _torch.call_on_joint_graphs(_Pass)

@@ -1,4 +1,4 @@
-"""Who would notice a tag, by the graph of a compiler: `conversion.tags`, of a graph instead of a recording."""
+"""Finds readers that would notice a tag, as `conversion.tags` does, in a compiler's graph instead of a recording."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from inplace_abn.conversion.recording import Op, Recording, Seen
 
 
 class Readers:
-    """The forward part of a graph of forward and backward, as if it had been recorded."""
+    """The forward part of a joint graph of forward and backward, as a recording."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self._recording = Recording()
@@ -31,7 +31,7 @@ class Readers:
                     self._recording.ops.append(op)
 
     def tell_tags(self, z: fx.Node, activation: str, param: float) -> bool:
-        """Whether anybody in the forward pass reads an activation's result otherwise than a calculation."""
+        """Whether an op of the forward pass would notice the tags in an activation's result."""
         (seen,) = self._seen(z)
         return bool(tags.readers(self._recording, seen.storage, self._places[z], activation, param))
 

@@ -1,5 +1,8 @@
-"""Which activation a graph's ops spell out. Compilers take activations apart before anybody sees the graph, each
-release of torch in its own way, so the ops to look for are made by taking our own apart in the same way."""
+"""Recognises the activations that a graph's ops spell out.
+
+Compilers decompose activations before the graph can be seen, and each release of torch does so in its own way. So the
+patterns are made by decomposing our own activations in the same way.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,10 @@ from inplace_abn._torch import decompositions, is_backward
 from inplace_abn.activations import TYPICAL, activate
 
 _PARAM = 0.40234375
-"""Stands for leaky_relu's slope and elu's alpha. A number that no activation has, which 16 bits can hold."""
+"""Stands for leaky_relu's slope and elu's alpha.
+
+It is a number that no activation contains and that 16 bits can hold.
+"""
 _SPELLINGS = [
     *(("leaky_relu", _PARAM), ("elu", _PARAM), ("elu", 1.0)),
     *(what for what in TYPICAL if what[0] not in ("identity", "leaky_relu", "elu")),
@@ -24,7 +30,7 @@ _SPELLINGS = [
 
 
 class Activated(NamedTuple):
-    """A node that is the activation of another one, and that one's only use in the forward pass."""
+    """A node that activates another one, and is the only use of the other one in the forward pass."""
 
     result: fx.Node
     activation: str
@@ -32,7 +38,7 @@ class Activated(NamedTuple):
 
 
 def spelled_as(activation: str, param: float) -> str:
-    """The activation in one word, as norms are told which to trust."""
+    """The activation as one word, by which a norm names the activations that it trusts."""
     if activation == "leaky_relu":
         return "relu" if param == 0 else "leaky_relu" if param >= 2.0**-12 else f"leaky_relu={float(param)}"
     if activation == "elu":
@@ -41,7 +47,7 @@ def spelled_as(activation: str, param: float) -> str:
 
 
 def activated(y: fx.Node) -> Activated | None:
-    """What activates ``y``, if nothing else in the forward pass reads it."""
+    """The activation of ``y``; None if there is none, or if anything else in the forward pass reads ``y``."""
     for activation, param in _SPELLINGS:
         for pattern in _patterns(y, activation, param):
             found = _match(y, pattern)
@@ -52,7 +58,7 @@ def activated(y: fx.Node) -> Activated | None:
 
 
 def _patterns(y: fx.Node, activation: str, param: float) -> Iterator[fx.Graph]:
-    """The activation as it is, and taken apart as inductor does."""
+    """The patterns of an activation: as it is, and as inductor decomposes it."""
     value: Tensor = y.meta["val"]
     for taken_apart in (False, True) if decompositions() is not None else (False,):
         yield _pattern(value.dtype, activation, param, taken_apart)
@@ -66,8 +72,8 @@ def _pattern(dtype: torch.dtype, activation: str, param: float, taken_apart: boo
 
 
 def _match(y: fx.Node, pattern: fx.Graph) -> tuple[fx.Node, float] | None:
-    """The node that has the value of the pattern's result, and the activation's parameter."""
-    # Equal nodes may be there twice, since nothing was merged yet.
+    """The node that matches the pattern's result, and the activation's parameter; None if the graph does not match."""
+    # The graph may have equal nodes, because the compiler has not merged them yet.
     alike: dict[fx.Node, set[fx.Node]] = {}
     params: set[float] = set()
     output: fx.Node | None = None
@@ -95,7 +101,7 @@ def _match(y: fx.Node, pattern: fx.Graph) -> tuple[fx.Node, float] | None:
 
 
 def _is_spelled(node: fx.Node, part: fx.Node, alike: dict[fx.Node, set[fx.Node]], params: set[float]) -> bool:
-    """Whether a node does with nodes of the graph what ``part`` does with those of the pattern that they are like."""
+    """Whether a node of the graph is the same op as ``part`` of the pattern, with arguments that match."""
     if node.target is not part.target or is_backward(node):
         return False
     found: list[float] = []
@@ -117,7 +123,7 @@ def _is_spelled(node: fx.Node, part: fx.Node, alike: dict[fx.Node, set[fx.Node]]
 
 
 def given(node: fx.Node) -> list[Any]:
-    """The arguments that an op has, defaults included."""
+    """The arguments of an op, with its defaults."""
     values = []
     for i, argument in enumerate(_torch.schema_of(node.target).arguments):  # type: ignore[union-attr]
         default = argument.default_value if argument.has_default_value() else None

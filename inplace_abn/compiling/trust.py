@@ -1,8 +1,10 @@
-"""What a compiled norm may be one with: decided when it is compiled, by the weights that it has then, and looked at
-again as often as the guard measures. When the answer changes the compiler compiles anew.
+"""Decides what a compiled norm may be fused with.
 
-Compilers keep their programs on disk, by what they were given to compile. So the answers tell the version of what
-becomes of them, too.
+The decision is made when the norm is compiled, by the weights that it has then. It is reviewed as often as the guard
+measures. When the answer changes, the compiler compiles anew.
+
+Compilers keep their programs on disk, by the code that they compiled. So the answers contain the version of the sources
+that rewrite the graph.
 """
 
 from __future__ import annotations
@@ -25,24 +27,26 @@ from inplace_abn.compiling.spelled import spelled_as
 from inplace_abn.figures import HYSTERESIS, THRESHOLDS, Threshold
 
 _CHANNELS = 32
-"""That are looked at of a layer, at most."""
+"""The largest number of channels that are looked at in a layer."""
 _RESIDUAL = 4.0
-"""Standard deviation that a residual is taken to have."""
+"""The standard deviation that residuals are assumed to have."""
 
 _Answers = dict[tuple[int, torch.dtype], frozenset[str]]
 _answers: weakref.WeakKeyDictionary[Any, _Answers] = weakref.WeakKeyDictionary()
-"""What is said of modules, by their revision and the dtype: the same in all programs of a revision."""
+"""The answers for each module, by revision and dtype. All programs of a revision get the same answer."""
 
 
 @_torch.read_while_tracing
 def in_place(activation: str, param: float) -> str:
-    """What `batch_norm.normalised` is told of a norm that is to be one with this activation, and perhaps a residual."""
+    """The argument ``trusted`` of `batch_norm.normalised` for a norm that this activation follows."""
     return _told(frozenset({spelled_as(activation, param), "identity", "residual"}))
 
 
 def predicted(module: Any, dtype: torch.dtype) -> str:
-    """What `batch_norm.normalised` is told of a converted norm: the activations of whose z its input may be recovered.
-    Empty if there is none."""
+    """The argument ``trusted`` of `batch_norm.normalised` for a converted norm, by prediction.
+
+    Empty if no activation is trusted.
+    """
     answers, key = _answers.setdefault(module, {}), (module._revision, dtype)
     if key not in answers:
         answers[key] = _tolerated(module, dtype, TYPICAL, None)
@@ -50,7 +54,10 @@ def predicted(module: Any, dtype: torch.dtype) -> str:
 
 
 def trusts(module: Any, dtype: torch.dtype) -> bool:
-    """Whether an in-place module may be in place, as far as nobody has measured."""
+    """Whether a compiled in-place module may be in place, by prediction.
+
+    It is True if the guard is off or has measured the module, because then the guard's mode decides.
+    """
     if module.guard_interval == 0 or (module._guard is not None and module._guard.measured_at >= 0):
         return True
     own = module.activation, module.activation_param
@@ -63,7 +70,7 @@ def _told(found: frozenset[str]) -> str:
 
 
 def _review(*_: Any) -> None:
-    """After an optimizer's step: has those layers compiled anew of which something else is to be said."""
+    """Runs after each optimizer step. Makes compilers compile those modules anew whose answer has changed."""
     for module, answers in list(_answers.items()):
         interval = module.guard_interval
         if interval == 0 or guard.generation % interval:
@@ -84,8 +91,10 @@ register_optimizer_step_post_hook(_review)
 def _tolerated(
     module: Any, dtype: torch.dtype, candidates: list[tuple[str, float]], before: frozenset[str] | None
 ) -> frozenset[str]:
-    """The activations whose z tells xhat, and "residual" if it does so after an addition. What was not there ``before``
-    (None: nothing was said yet) needs better figures."""
+    """The activations whose z is trusted, and "residual" if z is trusted after an addition as well.
+
+    ``before`` is the previous answer, or None if there was none. A name that is not in it needs better figures.
+    """
     threshold = THRESHOLDS.get(dtype)
     if module.guard_threshold is not None:
         threshold = Threshold(module.guard_threshold, module.guard_threshold)
@@ -95,7 +104,7 @@ def _tolerated(
     gamma, beta = _channels(*tensors)
     if module.guard_interval == 0:
         return frozenset({spelled_as(*what) for what in candidates} | {"residual"})
-    # In place a weight is kept eps away from zero, which nobody is to see.
+    # In place a weight within eps of zero would be replaced by eps. Such layers are refused, so that nobody sees this.
     if module.signed_weight and tensors[0] is not None:
         least = tensors[0].abs().min().item() / module.eps
         if least < (1.0 if before else HYSTERESIS):
@@ -137,7 +146,7 @@ def _channels(weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tenso
 
 @cache
 def _version() -> str:
-    """Of the sources that say what becomes of a norm."""
+    """A hash of the sources that decide what becomes of a norm."""
     folder = Path(__file__).parent
     sources = [*sorted(folder.glob("*.py")), folder.parent / "activations.py", folder.parent / "conversion" / "tags.py"]
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]

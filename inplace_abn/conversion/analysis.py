@@ -1,4 +1,4 @@
-"""Which norms of a model can go in place, decided from what a recorded forward pass did with their memory."""
+"""Decides which norms of a model can go in place, by what a recorded forward pass did with their memory."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _NO_GAIN = "nothing would be gained: as much would be kept for backward as befor
 
 
 def analyze(model: nn.Module, /, *example_inputs: Any, **kwargs: Any) -> Plan:
-    """Tells which norms of ``model`` can go in place, why the others cannot, and what it saves.
+    """Tells which norms of ``model`` can go in place, why the others cannot, and how much memory this saves.
 
-    The model runs once in training mode, and once more to see what only evaluation does, on fake tensors: nothing is
-    computed, no memory is taken, and buffers, attributes, hooks, training flags and random generators are left as they
-    were. A model whose forward pass depends on values runs on its real tensors instead.
+    The model runs once in training mode and once in evaluation, on fake tensors: nothing is computed, and no memory is
+    taken. A model whose forward pass depends on values runs on its real tensors instead. Buffers, attributes, hooks,
+    training flags and random generators stay as they were.
 
     Args:
         model: any module. BatchNorm1d, 2d, 3d, SyncBatchNorm, InstanceNorm1d, 2d, 3d and timm's BatchNormAct2d are
-            looked at, not subclasses.
-        example_inputs: arguments of the model's forward pass. Or several `Example`, each with the arguments of a call,
-            where the model takes different ways: a norm is refused if any of them gives a reason to.
+            analyzed. Their subclasses are refused.
+        example_inputs: arguments of the model's forward pass; or several `Example`, each with the arguments of one
+            call, if the model can take different ways. A norm is refused if any of them gives a reason.
         kwargs: keyword arguments of the model's forward pass.
 
     Returns:
@@ -42,8 +42,8 @@ def analyze(model: nn.Module, /, *example_inputs: Any, **kwargs: Any) -> Plan:
     Raises:
         TypeError: ``model`` is no module, or an `Example` is mixed with other arguments.
 
-    Errors of the model's own forward pass in training mode are passed on; those in evaluation are in the plan. Scripted
-    and traced submodules are opaque: the norms in them are not looked at, what they read is.
+    Errors of the model's forward pass in training mode are passed on. Those in evaluation are in the plan. Norms in
+    scripted and traced submodules are not looked at, but what such submodules read is recorded.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"inplace_abn.analyze: expected model to be a torch.nn.Module, got {type(model).__name__}")
@@ -64,7 +64,7 @@ def analyze(model: nn.Module, /, *example_inputs: Any, **kwargs: Any) -> Plan:
 
 
 def unfit_reasons(module: nn.Module) -> list[str]:
-    """Why a norm cannot be converted whatever a forward pass does with it."""
+    """Why a norm cannot be converted, whatever a forward pass does with it."""
     if norms.converted_class(module) is None:
         return [f"{type(module).__name__} is a subclass whose forward pass is unknown"]
     reasons = []
@@ -128,7 +128,7 @@ class _Decision:
         identity = "identity", 0.0
         activations = {None if f.activation is None else (f.activation.name, f.activation.param) for f in found}
         if len(activations) > 1:
-            # Each call may have another activation, which the norm sees when it comes.
+            # Calls may have different activations. The norm sees each of them when it comes.
             return *identity, [reason for f in found for reason in f.fused_reasons or f.identity_reasons]
         known = next(iter(activations), None)
         if known is None:
@@ -160,7 +160,10 @@ class _Decision:
         return torch.float32
 
     def _with_gains(self, layers: dict[str, Layer]) -> dict[str, Layer]:
-        """What is saved by each, first without and then with residuals; what saves nothing is refused."""
+        """The layers with the bytes that each saves, first without and then with residuals.
+
+        A layer that saves nothing is refused.
+        """
         without = {name for name, layer in layers.items() if layer.convertible}
         while True:
             modes = {name: self._mode(layers[name]) for name in without}
@@ -210,8 +213,10 @@ class _Decision:
         return layers
 
     def _superfluous(self, modes: dict[str, str], gains: dict[str, int]) -> set[str]:
-        """Norms without which no less is saved. One that saves nothing itself may be needed by another, to release an
-        input that both read."""
+        """The norms without which as much is saved.
+
+        A norm that saves nothing itself may be needed by another one, to release an input that both read.
+        """
         total = sum(gains.values())
 
         def without(name: str) -> int:
@@ -221,14 +226,14 @@ class _Decision:
 
     @staticmethod
     def _more(layer: Layer, with_residual: set[str], gains: dict[str, int], before: dict[str, int]) -> int:
-        """What a layer saves with its residual, and its partner that way, beyond what they save without."""
+        """The bytes that a layer and its partner save with the residual, beyond what they save without it."""
         names = {layer.name}
         if layer.residual is not None and layer.residual.partner:
             names |= {layer.residual.partner} - with_residual
         return sum(gains[name] - before.get(name, 0) for name in names)
 
     def _charge(self, more: dict[str, int], losses: dict[str, int]) -> None:
-        """Charges residual blocks with what another norm saves no more, because they keep its input."""
+        """Charges a residual block for what another norm no longer saves because the block keeps its input."""
         for findings in self.findings:
             keepers = {
                 finding.residual.activation.result: name
@@ -246,7 +251,7 @@ class _Decision:
         return "identity" if layer.activation == "identity" else "activation"
 
     def _gains(self, modes: dict[str, str]) -> dict[str, int]:
-        """Of each norm, the most over the examples; negative if it has more held in all of them."""
+        """The most that each norm saves over the examples; negative if more is held in all of them."""
         most: dict[str, int] = {}
         for recording, findings in zip(self.recordings, self.findings, strict=True):
             if not recording.training:
@@ -289,7 +294,7 @@ def _unique(reasons: Iterable[str]) -> tuple[str, ...]:
 
 
 def _note(module: nn.Module, activation: str, param: float, dtype: torch.dtype) -> str:
-    """Why the guard will not trust the layer as it is now, as far as its parameters tell."""
+    """Why the guard will not trust the layer now, by its parameters; empty if it will."""
     weight, bias = module.weight, module.bias
     tensors = [t.detach() for t in (weight, bias) if isinstance(t, torch.Tensor)]
     if not tensors or any(t.device.type == "meta" or type(t) is not torch.Tensor for t in tensors):

@@ -1,8 +1,8 @@
 """Converts a model's norms to in-place ones, and back.
 
-A module is converted by giving it a subclass of its class (`conversion.norms`). So it stays the object it is wherever
-it is referred to, and a norm to whoever looks for norms, with its parameters, buffers, hooks, flags and state-dict
-keys. Nothing else in the model changes.
+A module is converted by giving it a subclass of its class (`conversion.norms`). So it stays the same object wherever it
+is referred to, and it stays a norm for code that looks for norms. It keeps its parameters, buffers, hooks, flags and
+state-dict keys. Nothing else in the model changes.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from inplace_abn.instance_norm import InPlaceInstanceNorm
 _logger = logging.getLogger("inplace_abn")
 
 _BUILT = (InPlaceABN, InPlaceInstanceNorm)
-"""Classes of in-place modules that never were anything else."""
+"""Classes of modules that were built in place, not converted."""
 
 
 class NormActivation(nn.Sequential):
-    """Standard norm and activation that take the place of an in-place module which was never converted."""
+    """A standard norm and an activation, in place of a module that was built in place."""
 
 
 def convert(
@@ -45,24 +45,24 @@ def convert(
     residual: bool = True,
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
 ) -> nn.Module:
-    """Makes ``model``'s norms in-place ones: BatchNorms and InstanceNorms.
+    """Makes the BatchNorms and InstanceNorms of ``model`` in-place norms.
 
-    A norm becomes a subclass of what it was (`conversion.norms`), with the same parameters, buffers and keys of
-    the state dict: optimizers made before remain valid, checkpoints load both ways. Nothing else changes. In training
-    its output waits for what follows: an activation that is known makes one of norm and activation, of which only the
-    result is kept for backward, an addition before it makes one of all three, and after anything else the norm is what
-    it was.
+    A norm becomes a subclass of its class (`conversion.norms`), with the same parameters, buffers and keys of the state
+    dict. So optimizers that were made before remain valid, and checkpoints load both ways. Nothing else changes. In
+    training the norm's output waits for what follows. A known activation is fused with the norm, and only the result is
+    kept for backward. An addition before the activation is fused as well. If anything else follows, the norm does what
+    it did before.
 
-    Without a plan all norms are converted, and leave their inputs as they are. With one those are converted that
-    it shows to save something, and their inputs are overwritten where nobody needs them again.
+    Without a plan all norms are converted, and leave their inputs unchanged. With a plan only those norms are converted
+    that save memory. They overwrite their inputs where nobody needs them again.
 
     Args:
         model: is modified. Copy it before (``copy.deepcopy``) to keep the original.
         plan_or_example: what `analyze` returned for this model or a copy of it; or an example to analyze it with: a
             tensor, a tuple of arguments, a mapping of keyword arguments or an `Example`; or None.
         sync: make all converted BatchNorms synchronise their statistics, in the default process group.
-        residual: also make norm, addition of a residual and activation one.
-        filter_fn: called with each norm and its name; those for which it is False are left as they are.
+        residual: also fuse norm, addition of a residual and activation.
+        filter_fn: called with each norm and its name. Norms for which it returns False are left as they are.
 
     Returns:
         ``model``.
@@ -71,7 +71,7 @@ def convert(
         TypeError: an argument of a wrong type.
         ValueError: the plan is not this model's. Nothing has been modified.
 
-    What was done is told in one line of information by ``logging.getLogger("inplace_abn")``.
+    One line at level INFO through ``logging.getLogger("inplace_abn")`` says what was done.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"inplace_abn.convert: expected model to be a torch.nn.Module, got {type(model).__name__}")
@@ -100,7 +100,7 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def _planned(plan: Plan, residual: bool) -> dict[str, dict[str, Any]]:
-    """How each norm that the plan chooses is adopted."""
+    """The arguments of `norms.adopt` for each norm that the plan chooses."""
     chosen: dict[str, dict[str, Any]] = {}
     for layer in plan.convertible:
         fused = layer.activation != "identity"
@@ -123,7 +123,7 @@ def _bytes(plan: Plan, chosen: Collection[str], residual: bool) -> int:
 
 
 def _make_outputs_plain(model: nn.Module) -> None:
-    """Has the model return plain tensors only."""
+    """Makes the model return plain tensors only."""
     if norms.plain_outputs not in model._forward_hooks.values():
         model.register_forward_hook(norms.plain_outputs)
 
@@ -158,24 +158,24 @@ def revert(
     batch_norm: type[nn.Module] = nn.BatchNorm2d,
     instance_norm: type[nn.Module] = nn.InstanceNorm2d,
 ) -> nn.Module:
-    """Makes ``model`` standard norms and activations again, for export, quantisation and fusion.
+    """Makes the in-place norms of ``model`` standard norms and activations again, for export, quantisation and fusion.
 
-    Converted norms get back their class, with everything that they have. In-place modules that were built as such
-    become a norm if their activation is the identity, and otherwise a Sequential of ``norm`` and ``activation``,
-    with those names in the keys; their weight becomes what it scaled by, ``|weight| + eps`` or the signed weight kept
-    eps away from zero.
+    Converted norms get their class back, and keep all that they have. A module that was built in place becomes a norm
+    if its activation is the identity. Otherwise it becomes a Sequential of ``norm`` and ``activation``, with those
+    names in the keys. Its weight becomes its scale: ``|weight| + eps``, or the signed weight with a magnitude of at
+    least eps.
 
     Args:
         model: is modified.
-        batch_norm, instance_norm: what in-place modules become that were built as such, since they do not tell the
-            number of dimensions.
+        batch_norm, instance_norm: the classes that modules that were built in place get, because such modules do not
+            know the number of dimensions.
 
     Returns:
         ``model``, or what takes its place if it is an in-place module itself.
 
     Raises:
-        ValueError: a converted norm has got another class since, other than by torch.nn.utils.parametrize; or an
-            in-place module has a weight that cannot be set to what it scaled by, because it is computed from other
+        ValueError: a converted norm has another class now, other than by torch.nn.utils.parametrize; or a module that
+            was built in place has a weight that cannot be set to its scale, because the weight is computed from other
             parameters. Nothing has been modified.
     """
     converted = [(name, module) for name, module in model.named_modules() if norms.is_converted(module)]
@@ -202,10 +202,10 @@ def revert(
 
 
 def _original_class(name: str, module: nn.Module) -> type[nn.Module]:
-    """What a converted norm is to become: the class that it had, parametrized if it is now.
+    """The class that a converted norm gets back, parametrized if the norm is parametrized now.
 
     Raises:
-        ValueError: somebody has given it another class since.
+        ValueError: the norm's class was changed after conversion.
     """
     current = type(module)
     if norms.is_made_by_conversion(current):
@@ -222,7 +222,7 @@ def _original_class(name: str, module: nn.Module) -> type[nn.Module]:
 
 
 def _check_scale(name: str, module: InPlaceABN | InPlaceInstanceNorm) -> None:
-    """Refuses a weight that is computed, by a parametrization or a hook, and is not what it scales by."""
+    """Raises ValueError for a parametrized module, and for a weight that a hook computes and that is not the scale."""
     if parametrize.is_parametrized(module):
         raise ValueError(
             f"inplace_abn.revert: {name or 'the model'} is parametrized, and not a module that was converted; use "
@@ -258,18 +258,20 @@ def _standard(module: InPlaceABN | InPlaceInstanceNorm, kind: type[nn.Module]) -
 
 
 def convert_sync(model: nn.Module, sync: bool = True, group: ProcessGroup | None = None) -> nn.Module:
-    """Makes every `InPlaceABN` of ``model`` an `InPlaceABNSync`, or with ``sync=False`` the reverse; converted norms
-    synchronise their statistics, or do not (but for those that were a SyncBatchNorm).
+    """Makes every `InPlaceABN` of ``model`` an `InPlaceABNSync`, or the reverse with ``sync=False``.
+
+    Converted norms synchronise their statistics, or stop doing so. Those that were a SyncBatchNorm do not stop.
 
     Args:
-        model: is modified; parameters, buffers and keys stay.
+        model: is modified. Parameters, buffers and keys stay.
         group: the ranks to synchronise with; None for the default group.
 
     Returns:
         ``model``.
 
     Raises:
-        TypeError: a subclass of the two, which cannot be given another class. Nothing has been modified.
+        TypeError: the model has a module of a subclass of the two, whose class cannot be changed. Nothing has been
+            modified.
     """
     found = [module for module in model.modules() if isinstance(module, InPlaceABN)]
     for module in found:
@@ -291,22 +293,22 @@ def convert_sync(model: nn.Module, sync: bool = True, group: ProcessGroup | None
 def load_public_state_dict(
     model: nn.Module, state_dict: Mapping[str, Any], strict: bool = True, layers: Collection[str] | None = None
 ) -> Any:
-    """Loads a checkpoint of the public package ``inplace-abn``, where an in-place module scales by ``|weight| + eps``.
+    """Loads a checkpoint of the public package ``inplace-abn``, whose in-place modules scale by ``|weight| + eps``.
 
-    A BatchNorm or an `InPlaceABN` with ``signed_weight=True``, which scale by the weight itself, get ``|weight| + eps``
-    as their weight; an `InPlaceABN` without gets the weight as it is.
+    A BatchNorm, or an `InPlaceABN` with ``signed_weight=True``, scales by the weight itself. So its weight becomes
+    ``|weight| + eps``. An `InPlaceABN` without ``signed_weight`` gets the weight as it is.
 
     Args:
         model: a model that was converted, reverted, or built with either kind of norm.
         state_dict: is not modified. Batch counters, which old checkpoints lack, become zero.
         strict: as for `torch.nn.Module.load_state_dict`.
-        layers: names of the norms that were in-place ones in the checkpoint's model; None if all were.
+        layers: names of the norms that were in place in the checkpoint's model; None if all were.
 
     Returns:
         What ``load_state_dict`` returns: missing and unexpected keys.
 
     Raises:
-        ValueError: ``layers`` names a module that is not there, or is no norm. Nothing has been modified.
+        ValueError: ``layers`` names a module that does not exist or is no norm. Nothing has been modified.
     """
     norms = {
         name: module

@@ -1,4 +1,4 @@
-"""What one recorded forward pass tells about a norm: the hazards, the activation that follows, the bytes."""
+"""What one recorded forward pass shows about a norm: hazards, the activation that follows, and who keeps the result."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass
 class Activation:
-    """An op that was seen to activate."""
+    """An op that activates."""
 
     name: str
     param: float
     op: int
     result: int
-    """Storage."""
+    """The storage of the result."""
     copies: tuple[int, ...]
     """Copies of its input that autograd made because the op overwrites it."""
 
 
 @dataclass
 class Finding:
-    """About one call of a norm in one recording."""
+    """What is known about one call of a norm in one recording."""
 
     call: Call
     input: int
     output: int
     op: int
     reasons: list[str] = field(default_factory=list)
-    """Why it cannot be in place at all."""
+    """Why the norm cannot be in place."""
     kept_reasons: list[str] = field(default_factory=list)
     """Why its input is not to be overwritten."""
     activation: Activation | None = None
@@ -47,22 +47,22 @@ class Finding:
     saved_by: tuple[str, ...] = ()
     residual: ResidualFinding | None = None
     copied: tuple[int, ...] = ()
-    """Copies of its input in another memory format, which are normalised in its stead."""
+    """Copies of its input in another memory format. The norm normalises them instead of the input."""
 
 
 @dataclass
 class ResidualFinding:
     activation: Activation
     storage: int
-    """Of what is added."""
+    """The storage of the residual."""
     total: int
-    """Storage of the sum."""
+    """The storage of the sum."""
     reasons: list[str]
     partner: str = ""
 
 
 def examine(recording: Recording, name: str) -> list[Finding]:
-    """About each call of the norm of that name."""
+    """A finding about each call of the norm of that name."""
     calls = recording.calls.get(name, [])
     return [_examined(recording, call, len(calls)) for call in calls]
 
@@ -94,9 +94,9 @@ def _examined(recording: Recording, call: Call, calls: int) -> Finding:
 def examine_residual(
     recording: Recording, findings: Mapping[str, Sequence[Finding]], name: str, unfit: Mapping[str, Sequence[str]]
 ) -> None:
-    """Adds to the findings what a residual would make of them, if an addition and an activation follow.
+    """Adds a `ResidualFinding` to each finding of the norm that an addition and an activation follow.
 
-    ``unfit`` has the reasons against each BatchNorm that do not depend on the recording.
+    ``unfit`` has the reasons against each norm that do not depend on the recording.
     """
     for finding in findings[name]:
         if finding.op >= 0 and finding.activation is None:
@@ -138,7 +138,7 @@ def _residual(
         own = {n: f for n, found in findings.items() for f in found if f.output == r.storage and f.activation is None}
         partner = next(iter(own), "")
         if partner and addition.tensors[0].storage != finding.output:
-            return None  # The other one takes this one as its residual.
+            return None  # The other norm takes this one's output as its residual.
         if partner:
             reasons += [f"{partner}: {reason}" for reason in (*own[partner].reasons, *unfit[partner])]
             modified = _modified_reasons(recording, own[partner].output, own[partner].op)
@@ -147,8 +147,11 @@ def _residual(
 
 
 def _normalised(recording: Recording, call: Call, op: int) -> tuple[Seen, Seen, tuple[int, ...]]:
-    """What a norm normalised, its result, and the storages of copies that it made before. Instance norms are batch
-    norms of one sample, to which all channels of all samples belong, in contiguous memory."""
+    """The tensor that a norm normalised, its result, and the storages of copies that it made of its input.
+
+    torch computes an instance norm as a batch norm of one sample. This sample has all channels of all samples, in
+    contiguous memory.
+    """
     x, y = recording.ops[op].tensors[0], recording.ops[op].results[0]
     given = call.input
     if given is None or math.prod(given.shape) != math.prod(x.shape):
@@ -206,7 +209,10 @@ def _kept_reasons(recording: Recording, calls: int, call: Call, x: Seen, op: int
 
 
 def _fused_reasons(recording: Recording, y: int, op: int, activation: Activation) -> list[str]:
-    """Why y, which is activated, cannot vanish."""
+    """Why norm and activation cannot be fused.
+
+    Either something else needs y, the pre-activation, or the result is used in a way that is wrong in place.
+    """
     reasons = []
     z = activation.result
     for i in recording.touching(y, op):
@@ -232,7 +238,7 @@ def _fused_reasons(recording: Recording, y: int, op: int, activation: Activation
 
 
 def _watched_reasons(what: str, watches: Sequence[Watch]) -> list[str]:
-    """Why a tensor that vanishes, or has another content in place, is missed without any op that reads it."""
+    """Why a tensor is needed without an op that reads it. In place it vanishes, or has another content."""
     words = {
         "gradient": f"{what}'s gradient is hooked: {{}}",
         "node": f"{what}'s graph node is asked for, where a hook would see other gradients: {{}}",
@@ -244,12 +250,15 @@ def _watched_reasons(what: str, watches: Sequence[Watch]) -> list[str]:
 
 
 def _node_reasons(recording: Recording, z: int, op: int) -> list[str]:
-    """A hook on the node of the result gets the gradients of all of the node's inputs, which are others in place."""
+    """Why the result's graph node is needed.
+
+    A hook on the node gets the gradients of all of the node's inputs. In place the node has other inputs.
+    """
     return _watched_reasons("its output", [w for w in recording.watched(z, op) if w.kind == "node"])
 
 
 def _modified_reasons(recording: Recording, z: int, op: int) -> list[str]:
-    """Why z, which backward needs, will not be what it was."""
+    """Why z, which backward needs, will be modified."""
     for i in recording.touching(z, op):
         later = recording.ops[i]
         if z in later.writes:
@@ -265,7 +274,7 @@ def _activation_after(recording: Recording, y: Seen, op: int) -> Activation | No
     copies: list[int] = []
     for i in recording.touching(y.storage, op):
         reader = recording.ops[i]
-        # In a custom autograd Function, whose backward is its own, there is no grad mode.
+        # Inside of a custom autograd Function there is no grad mode, and its backward is its own.
         known = _known_activation(reader) if reader.differentiable or not recording.ops[op].differentiable else None
         written = y.storage in reader.writes
         whole = bool(reader.tensors) and math.prod(reader.tensors[0].shape) == math.prod(y.shape)
@@ -274,7 +283,7 @@ def _activation_after(recording: Recording, y: Seen, op: int) -> Activation | No
             return Activation(*known, i, result, tuple(copies) if written else ())
         if written:
             return None
-        # Autograd copies what an op overwrites but backward needs.
+        # Autograd copies a tensor that an op overwrites but backward needs.
         copies = [reader.results[0].storage] if reader.name == "clone" else []
         copies = [copy for copy in copies if recording.is_held(copy)]
     return None

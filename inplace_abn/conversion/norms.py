@@ -1,4 +1,4 @@
-"""Norms that torch's or timm's became by conversion: what they were, computed in place where that is right."""
+"""The classes of converted norms: they do what torch's or timm's norms do, in place where that is right."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from inplace_abn.instance_norm import repeated, take_means
 from inplace_abn.settings import Operands, Settings
 
 PLAIN = ("plain", 0.0)
-"""What is expected of a norm whose output nobody activates."""
+"""The expectation of a norm whose output nobody activates."""
 
 _SETTINGS = ("_overwrites", "_keeps_output", "_fuses_residual", "_synchronised", "_group")
 _STATE = ("_expected", "_seen", "_seen_generation", "_plain_since")
 
 
 class InPlaceNorm(guard.Guarded):
-    """Of a norm that was converted: it goes on being one, with the same state.
+    """The part that all converted norms have in common. A converted norm stays a norm, with the same state.
 
-    In training its output is a tensor that waits for what follows (`conversion.pending`). What it learns of that in
-    one generation of the guard is expected from the next one on, so that it does the same in all micro-batches and
-    recomputations of a step. Where no graph is recorded, under tracers, compilers, transforms and dispatch modes, and
-    while the guard does not trust it, it is what it was.
+    In training the norm's output is a tensor that waits for what follows (`conversion.pending`). What follows in one
+    generation of the guard is expected from the next generation on. So all micro-batches and recomputations of a step
+    do the same. For compilers the norm is `compiling.batch_norm`. Where no graph is recorded, under tracers, transforms
+    and dispatch modes, and while the guard does not trust the norm, it does what it did before conversion.
     """
 
     signed_weight = True
     _overwrites: bool = False
-    """Whether nobody needs its input again."""
+    """Whether the input may be overwritten, because nobody needs it again."""
     _keeps_output: bool = False
-    """Whether it is in place although nobody activates its output, because somebody keeps that anyway."""
+    """Whether the norm is in place although nobody activates its output, because something keeps the output anyway."""
     _fuses_residual: bool = True
     _synchronised: bool = False
     _group: ProcessGroup | None = None
@@ -54,7 +54,7 @@ class InPlaceNorm(guard.Guarded):
         return self._native(x) if y is None else y
 
     def _normalised(self, x: Tensor) -> Tensor | None:
-        """What the norm makes of x, mostly a `Pending` tensor; None where it is to be what it was."""
+        """The norm's output, mostly a `Pending` tensor; None where the norm does what it did before conversion."""
         if not torch.is_grad_enabled():
             return None
         if torch.compiler.is_compiling():
@@ -71,13 +71,14 @@ class InPlaceNorm(guard.Guarded):
             return None
         module._check_input_dim(x)
         functions.calibrate()
-        # If nothing is known, or nothing good, x has to be there in case that what is measured is bad.
+        # If nothing was measured yet, or the layer is not trusted, x must stay as it is, because the measurement may be
+        # bad.
         decisive = look.due and (look.first or not look.trusted)
         observation = measuring.observe(self, x) if look.due else None
         if observation is not None and decisive and self._scales_otherwise():
             guard.take(self, observation.figures(*IDENTITY, None), True, x.dtype)
             return None
-        # Where nothing was measured, which may be while the guard is paused, y may have to be computed again.
+        # If nothing was measured, as may be while the guard is paused, y may have to be computed again.
         overwritten = self._overwrites and not decisive and is_known(self, IDENTITY, False) and _is_overwritable(x)
         applied = IDENTITY
         if expected is not None and can_be_taken_back(*expected, x.dtype):
@@ -104,13 +105,13 @@ class InPlaceNorm(guard.Guarded):
         return pending(norm, memory, None, applied)
 
     def _compiled(self, x: Tensor) -> Tensor | None:
-        """The norm for compilers, which see what follows; None where it is to be what it was."""
+        """The norm for compilers, which see what follows; None where the norm does what it did before conversion."""
         module: Any = self
         if self.per_instance or self._participating() is not None or functions.is_disabled():
             return None
         if _torch.transforms_active() or not batch_norm.is_suitable(x, module.weight, module.bias):
             return None
-        # Compilers guard what they read.
+        # Compilers compile anew when an attribute changes that they have read here.
         trusted = self._predicted(x.dtype) if self._trusted and self._revision >= 0 else ""
         if not trusted:
             return None
@@ -122,13 +123,16 @@ class InPlaceNorm(guard.Guarded):
         what = (training, momentum, batch_norm.constant(module.eps), trusted)
         return batch_norm.normalised(x, weight, bias, running_mean, running_var, *what)
 
-    # A method, because the compiler of torch 2.11 gives a function no module.
+    # This is a method, because the compiler of torch 2.11 does not pass a module to a function.
     @_torch.read_while_tracing
     def _predicted(self, dtype: torch.dtype) -> str:
         return trust.predicted(self, dtype)
 
     def _scales_otherwise(self) -> bool:
-        """Whether weights are so small that others take their place in place, which nobody is to see."""
+        """Whether a weight is within eps of zero.
+
+        In place the scale would then have the magnitude eps, which would change the result.
+        """
         module: Any = self
         return module.weight is not None and bool((module.weight.detach().abs() < module.eps).any())
 
@@ -163,18 +167,18 @@ class InPlaceNorm(guard.Guarded):
         return distributed.participating_group(self._group or getattr(self, "process_group", None))
 
     def synchronise(self, sync: bool, group: ProcessGroup | None) -> None:
-        """Has statistics be those of all ranks of ``group`` (None: the default one), or of this rank alone."""
+        """Makes statistics those of all ranks of ``group`` (None: the default one), or those of this rank alone."""
         if not isinstance(self, nn.SyncBatchNorm):
             self.__dict__.update(_synchronised=sync, _group=group if sync else None)
         elif sync and group is not None:
             self.__dict__["_group"] = group
 
     def activations(self) -> set[str]:
-        """Names of those that followed in this generation of the guard."""
+        """The names of the activations that followed in this generation of the guard."""
         return {what[0] for what in self._seen if len(what) > 1}
 
     def _expectation(self) -> tuple[str, float] | None:
-        """What follows, as far as the generations before tell."""
+        """What is expected to follow, by earlier generations."""
         if self._seen_generation != guard.generation:
             state = self.__dict__
             seen, state["_seen"], state["_seen_generation"] = self._seen, set(), guard.generation
@@ -244,11 +248,11 @@ _CLASSES: dict[type[nn.Module], type[nn.Module]] = {
 }
 
 KINDS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
-"""Classes of the norms that are looked at."""
+"""The base classes of all norms that are looked at."""
 
 
 def has_own_activation(module: nn.Module) -> bool:
-    """Whether it is timm's BatchNorm with activation, which timm need not be imported for."""
+    """Whether the module is timm's BatchNormAct2d. This does not import timm."""
     return (
         isinstance(module, nn.modules.batchnorm._BatchNorm)
         and type(module).__name__.removeprefix("InPlace") == "BatchNormAct2d"
@@ -257,7 +261,7 @@ def has_own_activation(module: nn.Module) -> bool:
 
 
 def converted_class(module: nn.Module) -> type[nn.Module] | None:
-    """The class that a norm gets by conversion; None if it is none that can be."""
+    """The class that a norm gets by conversion; None if the norm cannot be converted."""
     kind = type(module)
     if has_own_activation(module) and not isinstance(module, InPlaceNorm):
         return _with_activation(kind)
@@ -278,7 +282,7 @@ def original_class(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def _with_activation(base: type[nn.Module]) -> type[nn.Module]:
-    """The subclass of a BatchNorm that has an activation of its own."""
+    """The converted class of a BatchNorm that has an activation of its own."""
     if base in _CLASSES:
         return _CLASSES[base]
 
@@ -291,7 +295,7 @@ def _with_activation(base: type[nn.Module]) -> type[nn.Module]:
             return base.forward(self, x)  # type: ignore[no-any-return]
         return self.act(self.drop(self._native(x) if y is None else y))  # type: ignore[no-any-return]
 
-    # Copies and pickles would look for the class by its name.
+    # Without this, copies and pickles would look for the class by its name, which no module has.
     def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
         return _made_again, (base,), self.__getstate__()
 
@@ -315,7 +319,7 @@ def adopt(
     fuses_residual: bool = True,
     synchronised: bool = False,
 ) -> None:
-    """Gives a norm the class that it has when converted."""
+    """Gives a norm its class after conversion, and the settings."""
     kind = converted_class(module)
     assert kind is not None
     module.__class__ = kind
@@ -331,7 +335,7 @@ def adopt(
 
 
 def release(module: nn.Module) -> None:
-    """Takes away what conversion has left on a norm, but for the class."""
+    """Removes what conversion has stored on a norm. The class stays."""
     guard.strip(module)
     for name in (*_SETTINGS, *_STATE):
         module.__dict__.pop(name, None)
@@ -343,13 +347,13 @@ def plain_outputs(module: nn.Module, args: Any, result: Any) -> Any:
 
 
 def _as_leaf(module: Any, x: fx.Proxy) -> Any:
-    """What a tracer keeps of a call: the call."""
+    """The call of the module, as a node of the trace."""
     tracer: Any = x.tracer
     return tracer.create_proxy("call_module", tracer.path_of_module(module), (x,), {})
 
 
 def _operands(module: Any) -> Operands:
-    """What this call computes with. Counts the call, which instance norms do not."""
+    """The operands of this call. Also counts the batch in training, which instance norms do not do."""
     running = (module._buffers.get("running_mean"), module._buffers.get("running_var"))
     momentum = 0.0 if module.momentum is None else module.momentum
     if module.training and not module.track_running_stats:
@@ -362,7 +366,7 @@ def _operands(module: Any) -> Operands:
 
 
 def _may_wait(module: Any, x: Tensor) -> bool:
-    """Whether a graph is recorded of plain tensors, and nobody watches the ops."""
+    """Whether the output can wait: a graph of plain tensors is recorded, and nobody watches the ops."""
     weight, bias = module.weight, module.bias
     if type(x) is not Tensor or _torch.is_watched() or _torch.in_forward_mode() or functions.is_disabled():
         return False

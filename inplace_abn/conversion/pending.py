@@ -1,13 +1,13 @@
-"""A norm's output while it is not known yet what follows.
+"""A norm's output while it is not yet known what follows the norm.
 
-Everything is computed when the norm is called; what waits is only the graph node. The `Pending` tensor stands for the
-norm's output y. An activation that is called with it activates y's memory and makes one node of norm and activation, an
-addition before makes it one of all three, and whatever else is called with it gets a plain tensor. If the activation is
-one that the layer expects, it is applied when the norm is called, and taken back if something else comes.
+Everything is computed when the norm is called. Only the graph node waits. A `Pending` tensor stands for the norm's
+output y. If an activation is called with it, y's memory is activated, and norm and activation become one node. If an
+addition comes before the activation, all three become one node. Any other function gets a plain tensor. If the layer
+expects an activation, the activation is applied when the norm is called. It is taken back if something else follows.
 
-A pending tensor has no memory, but a place in the graph: `WaitingFunction`, the node of a norm without activation. So
-what looks at it without torch's ``__torch_function__`` (custom autograd functions, scripted functions, ops of other
-libraries) gets the right values and the right gradients, in memory that nobody else sees.
+A pending tensor has no memory, but it has a place in the graph: the node of `WaitingFunction`, which is the norm
+without activation. Some code bypasses ``__torch_function__``: custom autograd functions, scripted functions, ops of
+other libraries. Such code gets the right values and the right gradients, in memory that nobody else sees.
 """
 
 from __future__ import annotations
@@ -30,18 +30,19 @@ class Pending(Tensor):
     """A tensor without memory that stands for a norm's output."""
 
     _state: State | None
-    """None once it is settled what the tensor stands for."""
+    """None after it was decided what the tensor stands for."""
     _plain: Tensor | None
     _shown: Tensor | None
-    """What ops below autograd have seen."""
+    """The values that ops below autograd have seen."""
     _node: Any
-    """Where it was put in the graph. It is elsewhere once a custom function, or an op below autograd, wrote to it."""
+    """The tensor's graph node when it was placed. The tensor has another node once a custom function, or an op below
+    autograd, has written to it."""
     _version_of_plain: int
-    """The plain tensor's when it was put there."""
+    """The version of the plain tensor when this tensor was placed."""
     _leads: bool
-    """Whether the plain tensor comes after it in the graph."""
+    """Whether the plain tensor comes after this one in the graph."""
     _taken_from: str | None
-    """The norm, if the memory became that of an activation, or of a sum, whose node is not after this one's."""
+    """The norm's name, if an activation or a sum took the memory, but not this tensor's place in the graph."""
 
     @classmethod
     def __torch_function__(
@@ -61,7 +62,7 @@ class Pending(Tensor):
             if result is not None:
                 return result
         if func in METADATA:
-            # The plain tensor's shape may have been changed in place.
+            # The plain tensor is asked, because its shape may have been changed in place.
             args = tuple(t._plain if type(t) is Pending and t._plain is not None else t for t in args)
             with _torch.NoTorchFunction():
                 return func(*args, **kwargs)
@@ -78,13 +79,13 @@ class Pending(Tensor):
 
         args, kwargs = tree_map_only(Pending, made_plain, (args, kwargs))
         result = func(*args, **kwargs)
-        # The pending tensor's version follows the plain one's, so that autograd sees that it was modified.
+        # The pending tensor's version follows the plain one's, so that autograd notices modifications.
         increment_version([t for t, values, version in given if values._version != version])
         for t, values, version in given:
             if writes or values._version != version:
                 t._follow()
-        # An op that returns an argument returns the pending tensor, not the plain one: they must stay one tensor if a
-        # custom function writes to it later.
+        # A function that returns an argument returns the pending tensor, not the plain one. The two must stay one
+        # tensor for the caller, because a custom function may write to it later.
         return next((t for t, values, _ in given if values is result), result)
 
     @classmethod
@@ -135,11 +136,11 @@ class Pending(Tensor):
             self._node = self.grad_fn
 
     def _is_left_behind(self) -> bool:
-        """Whether the plain tensor was written to through a view, and got another place in the graph by it."""
+        """Whether the plain tensor was written to through a view, and thereby got another place in the graph."""
         return not self._leads and self._plain is not None and self._plain._version != self._version_of_plain
 
     def _follow(self) -> None:
-        """Moves to the plain tensor's place in the graph, which may be another one by now."""
+        """Moves this tensor to the plain tensor's place in the graph, which may have changed."""
         values = self._plain
         if values is None or self._has_moved():
             return
@@ -177,7 +178,7 @@ class Overwritten(Tensor):
 
 
 def pending(norm: Norm, memory: Tensor, residual: Tensor | None, applied: tuple[str, float]) -> Pending:
-    """A tensor that stands for the norm's output, which memory holds."""
+    """A tensor that stands for the norm's output, which ``memory`` holds."""
     made = _placed(_torch.stand_in_like(Pending, memory), State(norm, memory, residual, applied))
     if norm.overwritten and norm.x is not None:
         norm.x.__class__ = Overwritten
@@ -193,9 +194,10 @@ def _placed(t: Any, state: State) -> Pending:
 
 
 def plain(t: Any, to_write: bool = False) -> Tensor:
-    """The plain tensor that a pending one stands for, made once.
+    """The plain tensor that a pending one stands for. It is made once.
 
-    A caller under no_grad may be a custom function, whose node already leads to the pending tensor's.
+    A caller under no_grad may be a custom function, whose node already leads to the pending tensor's node. So the plain
+    tensor then comes after the pending one in the graph.
     """
     if type(t) is not Pending:
         return t  # type: ignore[no-any-return]
@@ -206,7 +208,7 @@ def plain(t: Any, to_write: bool = False) -> Tensor:
     moved = t._has_moved()
     if t._plain is not None and not moved:
         if t._is_left_behind():
-            # Under no_grad the caller may be a custom function, whose edges in the graph are chosen already.
+            # Under no_grad the caller may be a custom function, whose edges in the graph are already chosen.
             if not torch.is_grad_enabled():
                 raise RuntimeError(_LEFT_BEHIND)
             t._follow()
@@ -225,7 +227,7 @@ def plain(t: Any, to_write: bool = False) -> Tensor:
     ):
         return _unfused(t, state, to_write)
     else:
-        # Under no_grad, too: the pending tensor has its place in the graph there.
+        # The plain tensor gets a place in the graph even under no_grad.
         with torch.inference_mode(False), torch.enable_grad():
             t._plain = stand(t, (t._values(),))
         t._leads = True
@@ -234,15 +236,18 @@ def plain(t: Any, to_write: bool = False) -> Tensor:
 
 
 def _unfused(t: Pending, state: State, to_write: bool) -> Tensor:
-    """The norm's output as torch makes it. It is made in place where x was overwritten, and in layers whose output
-    somebody keeps for backward anyway."""
+    """The norm's output, without an activation.
+
+    It is y's memory where x was overwritten, and in layers whose output is kept for backward anyway. Otherwise torch
+    computes it from x.
+    """
     norm = state.norm
     keeps_output = norm.module._keeps_output and not to_write
     if state.memory is not None and (norm.overwritten or keeps_output):
         y = _attached(state, IDENTITY, None)
         if y is not None:
             norm.saw("kept" if keeps_output else "plain")
-            # The caller may write to what it gets, but not to what backward needs.
+            # The caller may write to its result, but must not write to what backward needs.
             return _settled(t, y if keeps_output else y.clone())
     y = norm.native()
     if state.residual is not None:
@@ -260,7 +265,7 @@ def _settled(t: Pending, result: Tensor) -> Tensor:
 
 
 def _attached(state: State, activation: tuple[str, float], stand_in: Tensor | None) -> Tensor | None:
-    """The memory, activated, with a node of its own; None if the guard does not trust the layer."""
+    """The activated memory, with a node of its own; None if the guard does not trust the layer."""
     norm, residual = state.norm, state.residual
     if not norm.is_trusted(activation, residual):
         return None
@@ -271,13 +276,16 @@ def _attached(state: State, activation: tuple[str, float], stand_in: Tensor | No
         z = functions.attached(norm.x, memory, Operands(norm.weight, norm.bias, residual), norm.var, settings, stand_in)
     state.memory = None
     if norm.overwritten:
-        # x is the same memory, and the result has to be its only holder.
+        # x has the same memory, and the result must be its only holder.
         norm.x = None
     return z
 
 
 def _asked_of_graph(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A hook, or a gradient, of pending tensors. It counts all that was computed with them."""
+    """Adds a hook to pending tensors, or computes their gradient.
+
+    The gradient contains all that was computed with them.
+    """
 
     def in_graph(t: Pending) -> Tensor:
         if t._taken_from is not None:
@@ -290,7 +298,7 @@ def _asked_of_graph(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return t if t._leads else values
 
     given = [*args]
-    # Only of this argument the place in the graph matters; of the others the values do.
+    # The place in the graph matters for this argument only. For the other arguments the values matter.
     at = 1 if func is torch.autograd.grad else 0
     given[at] = tree_map_only(Pending, in_graph, given[at])
     given, kwargs = (
@@ -302,7 +310,7 @@ def _asked_of_graph(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _is_plain_surroundings() -> bool:
-    """Whether nothing watches the ops that run. A mode or tracer that did would miss a node that is made here."""
+    """Whether nothing watches the ops that run. A mode or tracer would miss a node that is made here."""
     return not _torch.is_watched()
 
 
@@ -338,7 +346,7 @@ def _activated(call: Activating) -> Tensor | None:
 
 
 def _added(call: Adding) -> Tensor | None:
-    """y plus what is added to it, still pending; None if that is no residual."""
+    """The sum of y and a residual, still pending; None if the other operand cannot be a residual."""
     for t, other in ((call.first, call.second), (call.second, call.first)):
         if t is other or not _is_fusible(t) or t._state.residual is not None or not t._state.norm.fuses_residual():
             continue
@@ -359,7 +367,7 @@ def _as_residual(other: Any, state: State) -> Tensor | None:
         return None
     if type(other) is Pending:
         if _is_fusible(other) and other._state is not None and other._state.residual is None:
-            # Both nodes save the same tensor: it is the other's output and this one's residual.
+            # Both nodes save the same tensor. It is the output of the other norm, and the residual of this one.
             other._state.norm.saw("residual")
             y = _attached(other._state, IDENTITY, other)
             if y is not None:

@@ -1,4 +1,4 @@
-"""What `inplace_abn.analyze` found: per norm a verdict, its reasons, and the bytes it saves."""
+"""The result of `inplace_abn.analyze`: for each norm a verdict, its reasons, and the bytes it saves."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from inplace_abn.conversion import table
 
 @dataclass(frozen=True)
 class Residual:
-    """Norm, addition and activation that ``residual=`` makes one."""
+    """A norm, an addition and an activation that ``residual=True`` fuses."""
 
     activation: str
     activation_param: float
     bytes_saved: int
-    """Per training step, if they are made one."""
+    """Per training step, if the three are fused."""
     reasons: tuple[str, ...] = ()
-    """Why they cannot; empty if they can."""
+    """Why they cannot be fused; empty if they can."""
     partner: str = ""
-    """A norm that makes the other operand, and goes in place with this one."""
+    """The norm that makes the other operand, if it goes in place with this one."""
 
 
 @dataclass(frozen=True)
@@ -30,26 +30,26 @@ class Layer:
 
     name: str
     kind: str
-    """Its class."""
+    """The name of its class."""
     producer: str
     """The op that makes its input."""
     activation: str
-    """What was seen to follow; "identity" if none that is known did."""
+    """The activation that follows; "identity" if no known one does."""
     activation_param: float
     reasons: tuple[str, ...]
     """Why it is refused; empty if it is converted."""
     kept: tuple[str, ...] = ()
-    """Why its input is kept as it is, and the result written beside it; empty if it is overwritten."""
+    """Why its input stays as it is, and the result goes to new memory; empty if the input is overwritten."""
     bytes_saved: int = 0
-    """Activation memory that the forward pass holds for backward natively, but not in place."""
+    """Bytes of activations that the forward pass holds for backward natively, but not in place."""
     saved_by: tuple[str, ...] = ()
     """The ops that keep its output, or its activation's, for backward."""
     followed_by: str = ""
     """The op that reads its output first, if that is not the activation."""
     residual: Residual | None = None
     note: str = ""
-    """Why it keeps its input at first although it is converted, as a layer does whose output would not tell what the
-    input was; empty if it does not."""
+    """Why the layer keeps its input at first although it is converted: the input could not be recovered from the
+    output. Empty if it does not."""
 
     @property
     def convertible(self) -> bool:
@@ -58,11 +58,14 @@ class Layer:
 
 @dataclass(frozen=True)
 class Plan:
-    """The verdict on every norm of a model, by name. Print it, or see `to_dict`."""
+    """The verdict on every norm of a model. Print it, or use `to_dict`."""
 
     layers: tuple[Layer, ...]
     evaluation_errors: tuple[str, ...] = ()
-    """Of the model's forward pass in evaluation, which therefore nothing is known of; one for each example."""
+    """The errors of the model's forward pass in evaluation, for examples that raise one.
+
+    Nothing is then known of the evaluation.
+    """
     residual: bool = True
     """Whether residual blocks are converted too. ``residual=False`` of `inplace_abn.convert` leaves them out."""
 
@@ -73,28 +76,30 @@ class Plan:
 
     @property
     def bytes_saved(self) -> int:
-        """By all layers that are converted, per training step."""
+        """The bytes that all converted layers save per training step."""
         return sum(layer.bytes_saved for layer in self.convertible)
 
     @property
     def residuals(self) -> tuple[Layer, ...]:
-        """The layers that are one with an addition and an activation, unless ``residual=False``."""
+        """The layers that are fused with an addition and an activation, unless ``residual=False``."""
         return tuple(layer for layer in self.layers if layer.residual is not None and not layer.residual.reasons)
 
     @property
     def residual_bytes_saved(self) -> int:
-        """What these save more."""
+        """The bytes that `residuals` save in addition."""
         return sum(layer.residual.bytes_saved for layer in self.residuals if layer.residual is not None)
 
     @property
     def waiting(self) -> tuple[Layer, ...]:
-        """The layers that are converted, but keep their input as long as their output would not tell it."""
+        """The converted layers that keep their input until it can be recovered from their output."""
         return tuple(layer for layer in self.layers if layer.note and (layer.convertible or self._has_residual(layer)))
 
     @property
     def bytes_waiting(self) -> int:
-        """The part of what is saved (of `residual_bytes_saved` too, where residual blocks are converted) that is not
-        while all layers of `waiting` keep their input."""
+        """The bytes that are not saved while all layers of `waiting` keep their input.
+
+        They are a part of `bytes_saved`, and of `residual_bytes_saved` where residual blocks are converted.
+        """
         saved = sum(layer.bytes_saved for layer in self.waiting if layer.convertible)
         return saved + sum(
             r.bytes_saved for layer in self.waiting if (r := layer.residual) and self._has_residual(layer)
@@ -104,7 +109,7 @@ class Plan:
         return self.residual and layer.residual is not None and not layer.residual.reasons
 
     def to_dict(self) -> dict[str, Any]:
-        """Of plain values only, for json."""
+        """The plan as a dictionary of plain values, for json."""
         return {
             "layers": [asdict(layer) | {"convertible": layer.convertible} for layer in self.layers],
             "converted": len(self.convertible),
@@ -122,12 +127,14 @@ class Plan:
         return self.table(shutil.get_terminal_size((100, 24)).columns)
 
     def table(self, width: int) -> str:
-        """A row for each norm, or for several that are equal but for numbers in their names, reasons and bytes; the
-        reasons below it; and the totals.
+        """The table: a row for each norm, the reasons below it, and the totals.
+
+        Several norms share a row if only the numbers in their names, producers and reasons, and their bytes, are
+        different.
 
         Args:
-            width: of the lines, at least 60. Names and reasons are wrapped, and where the input comes from is left out
-                if there is no room.
+            width: of the lines, at least 60. Names and reasons are wrapped. The column "input from" is left out if
+                there is no room for it.
         """
         width = max(width, 60)
         groups: dict[tuple[str, ...], list[Layer]] = {}
@@ -178,16 +185,16 @@ class Plan:
         return "\n".join(lines)
 
     def _partners(self) -> dict[str, str]:
-        """Norms that go in place with a residual block's own, by name, and whose they are."""
+        """The name of each residual block's partner, and the name of the norm whose residual the partner makes."""
         return {layer.residual.partner: layer.name for layer in self.residuals if layer.residual is not None}
 
     @property
     def converted(self) -> tuple[Layer, ...]:
-        """The layers of which `inplace_abn.convert` makes an in-place norm, those of residual blocks included."""
+        """The layers that `inplace_abn.convert` makes in-place norms, including those of residual blocks."""
         return tuple(layer for layer in self.layers if self._verdict(layer)[1] != "refused")
 
     def _verdict(self, layer: Layer) -> tuple[str, str]:
-        """The activation that is one with the norm, and what becomes of it."""
+        """The activation that is fused with the norm, and the verdict on the norm."""
         if self._has_residual(layer) and layer.residual is not None:
             return layer.residual.activation, "residual"
         if layer.convertible:

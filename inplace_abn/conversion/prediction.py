@@ -1,4 +1,4 @@
-"""What autograd will hold of a recorded forward pass once norms are in place."""
+"""Predicts what autograd will hold of a recorded forward pass once norms are in place."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ class Planned(NamedTuple):
 
 
 def saved(recording: Recording, planned: Sequence[Planned]) -> dict[str, int]:
-    """Bytes that each norm saves, by name; negative if it has more held than before. Their sum is what all save.
+    """The bytes that each norm saves, by name; negative if more is held than before. Their sum is what all norms save.
 
-    What several norms have to release before it is gone, such as an input that two of them read, is shared by them.
+    Some memory is free only after several norms have released it, such as an input that two norms read. These norms
+    share its bytes.
     """
     by_storage: dict[int, list[int]] = {}
     for i, save in enumerate(recording.saves):
@@ -35,7 +36,7 @@ def saved(recording: Recording, planned: Sequence[Planned]) -> dict[str, int]:
                 if _is_released(recording.saves[i], name, finding, mode):
                     released.setdefault(i, name)
         added.update(dict.fromkeys(_kept(finding, mode), name))
-    # These are there anyway.
+    # These storages are alive anyway.
     elsewhere = recording.inputs | recording.state | (recording.alive - recording.outputs)
     bytes_saved = {name: 0 for name, _, _ in planned}
     for storage, saves in by_storage.items():
@@ -61,7 +62,7 @@ def _sums(finding: Finding, mode: str) -> set[int]:
 
 
 def _natively_kept(finding: Finding, mode: str) -> set[int]:
-    """Storages of which some saves may go."""
+    """Storages that autograd keeps natively, and that can be released in place."""
     activation = _activation(finding, mode)
     copies = activation.copies if activation else ()
     return {finding.input, *finding.copied, *_sums(finding, mode), *copies}

@@ -14,16 +14,16 @@ from torch import Tensor, nn
 
 @contextmanager
 def preserved(model: nn.Module) -> Iterator[None]:
-    """Gives back buffers, attributes, hooks, training flags and the state of random generators as they were."""
+    """Restores buffers, attributes, hooks, training flags and the state of random generators at the end."""
     attributes = [(module, dict(vars(module))) for module in model.modules()]
-    # Buffers, hooks and submodules are entries of dicts; what models collect is mostly in lists.
+    # Buffers, hooks and submodules are entries of dicts. What models collect is mostly in lists.
     containers = [
         (value, copy.copy(value))
         for _, values in attributes
         for value in values.values()
         if isinstance(value, (dict, list, set))
     ]
-    # A scripted module has its flag elsewhere.
+    # A scripted module keeps its training flag elsewhere.
     flags = [(module, module.training) for module in model.modules()]
     values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     devices = [*{t.device for t in (*model.parameters(), *model.buffers()) if t.device.type == "cuda"}]
@@ -58,7 +58,10 @@ def preserved(model: nn.Module) -> Iterator[None]:
 
 
 class _LocalStatistics(nn.modules.batchnorm._BatchNorm):
-    """A SyncBatchNorm during the recording, without collectives: one rank alone would wait for ever."""
+    """The class of a SyncBatchNorm during the recording.
+
+    It has no collectives, in which one rank would wait for ever.
+    """
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:

@@ -1,5 +1,7 @@
-"""What a call of torch's does with a pending tensor: an activation, an addition, nothing, a look at its metadata, or
-anything else."""
+"""Recognises what a call of torch does with a pending tensor.
+
+It is an activation, an addition, nothing, a question about its metadata, or anything else.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ Reading = Callable[[tuple[Any, ...], Mapping[str, Any]], "Activating | Adding | 
 
 
 def _given(names: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The arguments by name; None if there are others."""
+    """The arguments by name; None if there are arguments without one of these names."""
     if len(args) > len(names):
         return None
     given = dict(zip(names, args, strict=False))
@@ -55,7 +57,11 @@ def _given(names: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, A
 
 
 def _activating(activation: str, *options: str, default: float = 0.0, in_place: bool = False) -> Reading:
-    """Of a function with these arguments after the first: "param", "inplace", or factors that have to be 1."""
+    """Reads the calls of an activation function.
+
+    ``options`` are its arguments after the first: "negative_slope" or "alpha", "inplace", and the factors "scale" and
+    "input_scale", which have to be 1.
+    """
     names = ("input", *options)
     param_name = next((name for name in options if name in ("negative_slope", "alpha")), "")
 
@@ -84,7 +90,7 @@ def _adding(in_place: bool) -> Reading:
 
 
 def _dropping(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Passing | None:
-    """Of a dropout, where it drops nothing."""
+    """Reads the calls of a dropout, which passes its input on if it drops nothing."""
     given = _given(("input", "p", "training", "inplace"), args, kwargs)
     if given is None or (given.get("p", 0.5) != 0 and given.get("training", True)):
         return None
@@ -95,7 +101,7 @@ _aten, _nn = torch.ops.aten, _torch.nn_functions
 _CURVED = sorted(
     entry.op for entry in ACTIVATIONS.values() if entry.op not in ("", "relu", "leaky_relu", "elu", "gelu")
 )
-"""Ops that take nothing but the tensor, and whose function can be told to work in place."""
+"""Ops that take only the tensor, and whose function has an argument ``inplace``."""
 
 
 def _curved(op: str) -> Iterator[tuple[Reading, tuple[Any, ...]]]:
@@ -144,11 +150,11 @@ _SPELLINGS: list[tuple[Reading, tuple[Any, ...]]] = [
 ]
 
 KNOWN: dict[Any, Reading] = {function: read for read, functions in _SPELLINGS for function in functions}
-"""How to read the calls of functions that may activate or add, or do nothing."""
+"""How to read the calls of each function that may activate, add, or do nothing."""
 
 
 def is_writing(function: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether torch's conventions say that the function writes to what it is given."""
+    """Whether torch's conventions say that the function writes to an argument."""
     name: str = getattr(function, "__name__", "")
     in_place = name.endswith("_") and not name.endswith("__")
     return in_place or name in _WRITING or kwargs.get("out") is not None or kwargs.get("inplace") is True
@@ -187,7 +193,7 @@ METADATA: frozenset[Any] = frozenset(
         *(torch.is_floating_point, torch.is_complex, torch.numel),
     ]
 )
-"""Functions that ask for what a pending tensor tells without being computed."""
+"""Functions that need no values of a pending tensor, because they ask for its metadata only."""
 
 _GRAD: Any = Tensor.grad
 _RETAINS_GRAD: Any = Tensor.retains_grad

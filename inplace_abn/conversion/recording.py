@@ -1,7 +1,7 @@
-"""One forward pass of a model, recorded: which storages each op reads and writes, and which autograd keeps.
+"""The recording of one forward pass: which storages each op reads and writes, and which autograd keeps.
 
-Everything is told by storages, because views, reshapes and splits hide who really owns memory. A storage's number is
-never given twice: the recorder holds a weak reference, which keeps the address taken but not the memory.
+The recording names storages instead of tensors, because views, reshapes and splits hide who owns memory. A storage's
+number is never used twice. For this the recorder holds weak references, which keep the address but not the memory.
 """
 
 from __future__ import annotations
@@ -25,37 +25,37 @@ from inplace_abn.conversion.preservation import local_statistics, preserved
 from inplace_abn.example import Example, tensors_in
 
 _MEMORY = ("numpy", "__array__", "tolist", "data_ptr", "untyped_storage", "storage", "__dlpack__", "__reduce_ex__")
-"""Methods of a tensor that give its values or its memory away without an op."""
+"""Methods of a tensor that hand out its values or its memory without an op."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """A tensor, without holding it."""
+    """What is known of a tensor, without holding the tensor."""
 
     storage: int
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
     whole: bool
-    """Whether it covers its storage, once."""
+    """Whether the tensor covers its whole storage, and each element once."""
 
 
 @dataclass(frozen=True)
 class Op:
-    """An op below autograd that does more than to make a view."""
+    """An op below autograd. Ops that only make a view are left out."""
 
     name: str
-    """Without namespace and overload."""
+    """The op's name, without namespace and overload."""
     module: str
     """The innermost module that was being called."""
     tensors: tuple[Seen, ...]
     values: dict[str, Any]
-    """Arguments that are no tensors, by name, defaults included."""
+    """Arguments that are no tensors, by name, with defaults."""
     reads: frozenset[int]
     writes: frozenset[int]
     results: tuple[Seen, ...]
     differentiable: bool
-    """Whether autograd would record it: not so under no_grad, which is also inside of a custom autograd Function."""
+    """Whether autograd would record it. It would not under no_grad, and so not inside of a custom autograd Function."""
 
     def touches(self, storage: int) -> bool:
         return storage in self.reads or storage in self.writes
@@ -91,12 +91,12 @@ class Save:
     modules: tuple[str, ...]
     """Modules that were being called, the innermost last."""
     held: bool = True
-    """Whether the graph of the result holds it; not so in branches that lead nowhere."""
+    """Whether the graph of the result holds the tensor. It does not in branches that lead nowhere."""
 
 
 @dataclass(frozen=True)
 class Watch:
-    """Something that learns of a tensor or of its gradient without an op."""
+    """Something that sees a tensor or its gradient without an op."""
 
     storage: int
     before: int
@@ -105,7 +105,7 @@ class Watch:
     """"gradient" (a hook on it), "node" (its grad_fn was asked for), "function" (a custom autograd Function made a view
     of it), "memory" (its values were given away) or "truth" (it was converted to bool)."""
     what: str
-    """In words."""
+    """A description in words."""
 
 
 @dataclass
@@ -124,14 +124,14 @@ class Recording:
     state: set[int] = field(default_factory=set)
     """Storages of parameters and buffers."""
     alive: set[int] = field(default_factory=set)
-    """Storages that somebody else than autograd still holds after the pass."""
+    """Storages that something other than autograd still holds after the pass."""
 
     def touching(self, storage: int, after: int) -> list[int]:
         """Numbers of the ops beyond ``after`` that read or write the storage."""
         return [i for i in range(after + 1, len(self.ops)) if self.ops[i].touches(storage)]
 
     def watched(self, storage: int, after: int, until: int | None = None) -> list[Watch]:
-        """Who learned of the storage beyond op ``after``, and not beyond the start of op ``until``."""
+        """The watches of the storage after op ``after``, and before op ``until``."""
         return [
             w
             for w in self.watches
@@ -139,11 +139,14 @@ class Recording:
         ]
 
     def is_held(self, storage: int) -> bool:
-        """Whether autograd keeps it after the pass."""
+        """Whether autograd keeps the storage after the pass."""
         return any(save.storage == storage and save.held for save in self.saves)
 
     def saved_by(self, save: Save) -> str:
-        """An op saves its inputs before it runs, its results after."""
+        """The op that saved the tensor, in words.
+
+        An op saves its inputs before it runs, and its results after it has run.
+        """
         following = self.ops[save.before] if save.before < len(self.ops) else None
         if following is not None and following.touches(save.storage) and following.module == save.modules[-1]:
             return str(following)
@@ -161,7 +164,7 @@ class Recording:
 
 
 class _Ticket:
-    """What autograd keeps in place of a tensor; it lives as long as the tensor would."""
+    """An object that autograd keeps instead of a tensor. It lives as long as the tensor would."""
 
 
 class _Recorder(TorchDispatchMode):
@@ -234,8 +237,11 @@ class _Recorder(TorchDispatchMode):
             )
 
     def pack(self, t: Tensor) -> _Ticket:
-        """The saved-tensor hook. Autograd keeps a ticket instead of the tensor, so that tensors which live on after the
-        pass are held by somebody else."""
+        """The saved-tensor hook.
+
+        Autograd keeps a ticket instead of the tensor. So something else holds the tensors that are alive after the
+        pass.
+        """
         ticket = _Ticket()
         with _torch.NoTorchFunctionModes():
             self.recording.saves.append(Save(self.storage(t), len(self.recording.ops), tuple(self._modules)))
@@ -285,7 +291,7 @@ class _Recorder(TorchDispatchMode):
         self.recording.outputs = {self.storage(t) for t in tensors_in(result)}
         known = self.recording.outputs | self.recording.inputs | self.recording.state
         if self._alive() - known:
-            # Reference cycles would keep alive what nobody can reach.
+            # Reference cycles would keep tensors alive that nobody can reach.
             gc.collect()
         self.recording.alive = self._alive()
         saves = zip(self.recording.saves, self._tickets, strict=True)
@@ -296,7 +302,7 @@ class _Recorder(TorchDispatchMode):
 
 
 class _Watcher(TorchFunctionMode):
-    """Tells the recorder what is done with tensors above autograd, without an op."""
+    """Tells the recorder what happens to tensors above autograd, without an op."""
 
     def __init__(self, recorder: _Recorder) -> None:
         super().__init__()
@@ -309,7 +315,7 @@ class _Watcher(TorchFunctionMode):
         recorder, name = self._recorder, getattr(func, "__name__", "")
         if name == "__get__":
             result = func(*args, **kwargs)
-            # The node of a custom function stays what it is.
+            # Conversion does not change the node of a custom function.
             if getattr(func.__self__, "__name__", "") == "grad_fn" and not isinstance(result, BackwardCFunction):
                 recorder.watch(args[0], "node", f"grad_fn in {recorder.module}")
             return result
@@ -327,7 +333,7 @@ class _Watcher(TorchFunctionMode):
 
 
 def _custom_function(t: Tensor) -> str:
-    """The custom autograd Function that made the tensor, or what it is a view of; empty if none did."""
+    """The custom autograd Function that made the tensor or its base; empty if none did."""
     for node in (t.grad_fn, t._base.grad_fn if t._base is not None else None):
         if isinstance(node, BackwardCFunction):
             return node.name().removesuffix("Backward")
@@ -335,12 +341,12 @@ def _custom_function(t: Tensor) -> str:
 
 
 def is_scripted(module: nn.Module) -> bool:
-    """Whether TorchScript runs it: its ops are seen, but it takes neither hooks nor other parameters."""
+    """Whether TorchScript runs the module. Its ops are seen, but it takes neither hooks nor other parameters."""
     return isinstance(module, torch.jit.ScriptModule)
 
 
 def _replaceable(tensors: Iterable[tuple[str, Tensor]], scripted: Sequence[str]) -> dict[str, Tensor]:
-    """Those that no scripted module owns, of which a call takes no others."""
+    """The tensors that no scripted module owns. A scripted module always uses its own."""
     return {name: t for name, t in tensors if not any(name.startswith(prefix) for prefix in scripted)}
 
 
@@ -392,11 +398,12 @@ def _hook(module: nn.Module, name: str, recorder: _Recorder) -> list[Any]:
 def record(model: nn.Module, example: Example) -> tuple[list[Recording], str]:
     """The recording of ``model(*example.args, **example.kwargs)`` in training mode, and one in evaluation.
 
-    Nothing is computed, unless the model needs to know values (``.item()``, ``float(tensor)``): then it runs with the
-    tensors that it has. Either way the model is left as it was.
+    The model runs on fake tensors, so nothing is computed. If it needs values (``.item()``, ``float(tensor)``), it runs
+    on real tensors instead. Either way the model is left as it was.
 
     Returns:
-        The recordings, and the error of the evaluation, which is then missing; empty if there was none.
+        The recordings, and the error of the evaluation, or an empty text. If there was an error, the recording of the
+        evaluation is missing.
 
     Errors in training mode are passed on.
     """

@@ -1,4 +1,4 @@
-"""Tables that fit a terminal, and names and sentences that differ in their numbers only, told as one."""
+"""Tables that fit a terminal. Names and sentences that differ in their numbers only become one."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ def shape_of(name: str) -> str:
 
 
 def numberless(text: str) -> str:
-    """A text without its numbers; those that have the same are one text in `joined`."""
+    """A text without its numbers. Texts that are equal without their numbers become one text in `joined`."""
     return _NUMBER.sub("\0", text)
 
 
 def joined(texts: Sequence[str]) -> str:
-    """Texts that are equal but for numbers, as one: ``layer[1-4].0.bn1``. A range has its ends, and maybe gaps."""
+    """Texts that are equal but for numbers, as one text: ``layer[1-4].0.bn1``.
+
+    A range shows its ends, and may have gaps.
+    """
     between = _NUMBER.split(texts[0])
     columns = zip(*(_NUMBER.findall(text) for text in texts), strict=True)
     numbers = [
@@ -31,7 +34,7 @@ def joined(texts: Sequence[str]) -> str:
 
 
 def broken(text: str, width: int) -> list[str]:
-    """The text in lines of that width, which end at a dot or space where they can."""
+    """The text in lines of at most that width. They end at a dot or space where possible."""
     lines = [""]
     for piece in re.findall(r"[^. ]*[. ]|[^. ]+", text):
         if lines[-1] and len(lines[-1]) + len(piece.rstrip()) > width:
@@ -42,13 +45,13 @@ def broken(text: str, width: int) -> list[str]:
 
 
 def lay_out(rows: Sequence[Sequence[str]], right: Sequence[int], width: int) -> list[str]:
-    """Each row as lines below one another, none longer than ``width``.
+    """Each row as lines below one another, and a rule. No line is longer than ``width``.
 
     Args:
         rows: of equally many cells; the first is the header.
-        right: the columns whose cells are aligned at their ends.
-        width: of a line. The last column is left out where it has no room, and then the first cell of a row is broken
-            into lines that leave room for the others.
+        right: the columns whose cells are aligned to the right.
+        width: of a line. The first cell of a row is broken into lines if there is not enough room for the others. The
+            last column is left out if there is no room for it.
     """
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     others = sum(widths[1:-1]) + len(_GAP) * (len(widths) - 2)

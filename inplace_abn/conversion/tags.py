@@ -1,12 +1,11 @@
-"""Who would notice that relu's, hardswish's and gelu's zeros are tiny numbers in training.
+"""Finds readers that notice the tags of relu, hardswish and gelu, whose zeros are tiny numbers in training.
 
-In place a relu's zero is a negative number next to zero, and the zero of hardswish's flat part, or of gelu's tail, a
-positive one, because backward reads from it what was activated. A calculation does not see this, but a comparison with
-zero does, and so do roots, roundings and whatever orders values. Tags go along through all ops that make zeros of
-zeros.
+In place, a relu's zero is a tiny negative number. A zero of hardswish's flat part, or of gelu's tail, is a tiny
+positive number. From these numbers backward recovers what was activated. A calculation does not notice the difference.
+Comparisons with zero, roots, roundings and ops that order values do. Tags are kept by all ops that make zeros of zeros.
 
-The last bit of a silu or mish is no more than a rounding, which batch normalisation computed in another order has as
-well.
+The tag of a silu or mish, its last bit, is no more than a rounding. Batch normalisation that is computed in another
+order rounds as well.
 """
 
 from __future__ import annotations
@@ -62,14 +61,15 @@ _KEEPERS = {
 }
 _KEEPING = frozenset(name for names in _KEEPERS.values() for name in names.split())
 _ONLY_TOGETHER = frozenset({"add", "sub", "maximum", "fmax", "mm", "bmm"})
-"""Zero where all of their operands are; or, of matrices, whose zeros are worth following only then."""
+"""Ops that are followed only if all of their operands have tags. Only then sums have zeros, and only then the zeros of
+matrix products are worth following."""
 
 
 def readers(recording: Recording, z: int, op: int, activation: str, param: float) -> list[str]:
-    """What the recording shows to read ``z``, the storage of the activation's result, otherwise than a calculation.
+    """The readers of ``z``, the storage of the activation's result, that notice a tag.
 
     Args:
-        op: number of the activation's op; z is followed beyond it.
+        op: number of the activation's op. Later ops are looked at.
         activation, param: as in `inplace_abn.settings`.
 
     Returns:
@@ -112,7 +112,7 @@ def readers(recording: Recording, z: int, op: int, activation: str, param: float
 
 
 def _reading(op: Op, name: str, own: list[Seen], tagged: set[int], comparisons: frozenset[str]) -> str:
-    """What the op does that tells a tag from a zero, in words; empty if it is a calculation."""
+    """How the op distinguishes a tag from a zero, in words; empty if it does not."""
     values = op.values
     if name in _COMPARISONS:
         other = values.get("other")

@@ -19,40 +19,44 @@ from inplace_abn.conversion.preservation import preserved
 from inplace_abn.example import Example, examples_of, tensors_in
 
 _TOLERANCE = 1e-9
-# Next to the minimum of an activation a rounding of z moves y by its square root.
+# Next to the minimum of an activation, a rounding of z moves y by the square root of that rounding.
 _TOLERANCE_AT_MINIMA = 1e-6
-# In place rounds otherwise in each layer, forward and backward, and in each more than once.
+# A layer in place rounds differently, in forward and in backward, and more than once in each.
 _ROUNDINGS = 16
 _PERTURBATIONS = 3
-# However ill-conditioned a model is, a larger difference is told.
+# A larger error is never accepted, however ill-conditioned the model is.
 _LARGEST_TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True)
 class Verification:
-    """What `verify` found. True if the models agree."""
+    """The result of `verify`. It is true if the models agree."""
 
     loss_error: float
-    """Of the training loss, relative."""
+    """The relative error of the training loss."""
     gradient_errors: dict[str, float]
-    """Per parameter and input, in the 2-norm, relative to the whole gradient's or the parameter's own, whichever is
-    larger; infinite where only one model has a gradient."""
+    """The errors of the gradients of parameters and inputs, in the 2-norm.
+
+    Each is relative to the tensor's own gradient, or to a millionth of the whole gradient, whichever is larger. It is
+    infinite where only one model has a gradient.
+    """
     buffer_errors: dict[str, float]
-    """Running statistics after the step, relative; a mean of nearly zero relative to a millionth of the deviation."""
+    """The relative errors of floating-point buffers, such as running statistics, after the step. The error of a running
+    mean of nearly zero is relative to a millionth of the deviation."""
     evaluation_error: float
-    """Of the outputs in evaluation, relative."""
+    """The relative error of the outputs in evaluation."""
     tolerance: float
-    """What is accepted of each error, whatever the model's own sensitivity."""
+    """What is accepted for each error, whatever the model's own sensitivity is."""
     output_error: float = 0.0
-    """Of the outputs in training that take no part in the loss, such as masks and indices, relative."""
+    """The relative error of outputs in training that take no part in the loss, such as masks and indices."""
     sensitivity: dict[str, float] = field(default_factory=dict)
-    """By how much the original differs from itself when its inputs, parameters and buffers, and what its BatchNorms are
-    given and return, are moved by one rounding of float64; by the names of `errors`. Empty where all errors are within
-    ``tolerance``, or that was given."""
+    """The differences of the original from itself when its inputs, parameters and buffers, and its norms' inputs and
+    outputs, are moved by one rounding of float64. They have the names of `errors`. Empty if all errors are within
+    ``tolerance``, or if `verify` was called with a tolerance."""
 
     @property
     def errors(self) -> dict[str, float]:
-        """All of them, by what they are of, such as "loss", "gradient of fc.weight" and "buffer bn.running_mean"."""
+        """All errors by name, such as "loss", "gradient of fc.weight" and "buffer bn.running_mean"."""
         return {
             "loss": self.loss_error,
             "evaluation": self.evaluation_error,
@@ -62,13 +66,15 @@ class Verification:
         }
 
     def accepted(self, name: str) -> float:
-        """The error that is accepted of what `errors` has by this name: ``tolerance``, or sixteen times the original's
-        own sensitivity, which counts up to 1e-6."""
+        """The accepted value of the error that has this name in `errors`.
+
+        It is ``tolerance``, or sixteen times the original's own sensitivity up to 1e-6, whichever is larger.
+        """
         return max(self.tolerance, min(_ROUNDINGS * self.sensitivity.get(name, 0.0), _LARGEST_TOLERANCE))
 
     @property
     def worst(self) -> tuple[str, float]:
-        """The error that exceeds what is accepted of it by the largest factor, or comes closest, and whose it is."""
+        """The name and the value of the error that is largest in relation to its accepted value."""
         errors = self.errors
         name = max(errors, key=lambda n: _order(errors[n]) / self.accepted(n))
         return name, errors[name]
@@ -102,22 +108,22 @@ def verify(
 ) -> Verification:
     """Runs a training step and an evaluation of both models in float64, from the same random state.
 
-    Where the errors exceed what is accepted, the original is run again, three times, with its inputs, parameters and
-    buffers, and what its BatchNorms are given and return, moved by one rounding each: sixteen times the largest
-    difference that this makes to a tensor is accepted of it, up to 1e-6. So an ill-conditioned model, which amplifies
-    roundings, is not taken for a wrong one.
+    If an error exceeds the default tolerance, the original runs three more times. Each time its inputs, parameters and
+    buffers, and its norms' inputs and outputs, are moved by one rounding. For each tensor the accepted error is sixteen
+    times the largest difference that this makes, up to 1e-6. So an ill-conditioned model, which amplifies roundings, is
+    not taken for a wrong one.
 
-    The loss is a fixed random combination of all outputs, so that every one of them counts. The models, which are
-    copied, are left as they were.
+    The loss is a fixed random combination of all outputs, so that every output counts. The models are copied, and stay
+    as they were.
 
     Args:
         model: the original.
         converted: made from a copy of it, with the same parameters.
-        example: arguments of the forward pass, or several `Example`, each with the arguments of a call, of which each
-            error is the largest. Floating-point tensors become float64.
-        tolerance: relative error that is accepted of every tensor. None: 1e-9, or 1e-6 if there is an activation with
-            a minimum, and what the original's own sensitivity explains. An argument of the model that has this name is
-            given within an `Example`.
+        example: arguments of the forward pass; or several `Example`, each with the arguments of one call. Each error is
+            then the largest of all calls. Floating-point tensors become float64.
+        tolerance: the relative error that is accepted for every tensor. None: 1e-9, or 1e-6 if an activation has a
+            minimum, and more if the original's own sensitivity explains it. Pass an argument of the model that has this
+            name within an `Example`.
         kwargs: keyword arguments of the forward pass.
 
     Returns:
@@ -148,7 +154,7 @@ def verify(
 
 
 def _activations(model: nn.Module) -> set[str]:
-    """What its in-place modules have activated with."""
+    """The activations that the model's in-place modules have applied."""
     fixed = {m.activation for m in model.modules() if isinstance(m, ActivatedNorm)}
     return fixed.union(*(m.activations() for m in model.modules() if isinstance(m, norms.InPlaceNorm)))
 
@@ -170,7 +176,7 @@ def _united(found: Sequence[Verification]) -> Verification:
 
 
 def _largest(errors: Iterable[float]) -> float:
-    """NaN is larger than anything."""
+    """The largest error. NaN is larger than any number."""
     return max(errors, key=_order, default=0.0)
 
 
@@ -194,8 +200,10 @@ def _compared(actual: _Run, expected: _Run, tolerance: float) -> Verification:
 
 
 def _deviation(buffers: dict[str, Tensor], name: str) -> float:
-    """Of the values that a running mean is of. Where they cancel, as behind a norm without bias, the mean is what their
-    rounding left."""
+    """The deviation of the values whose running mean the buffer is, over all channels; 0 for other buffers.
+
+    Where the values cancel, as after a norm without bias, the mean is what their rounding left.
+    """
     norm, dot, kind = name.rpartition(".")
     var = buffers.get(f"{norm}{dot}running_var") if kind == "running_mean" else None
     return 0.0 if var is None else float(var.double().sum().sqrt())
@@ -217,7 +225,7 @@ class _Run:
 
 
 def _run(model: nn.Module, example: Example, seed: int = 0) -> _Run:
-    """A training step and an evaluation; with a seed, all that they start from is moved by one rounding."""
+    """Runs a training step and an evaluation. With a seed, all that they start from is moved by one rounding."""
     model = copy.deepcopy(model).double()
     moving = torch.Generator().manual_seed(seed)
 
@@ -234,7 +242,8 @@ def _run(model: nn.Module, example: Example, seed: int = 0) -> _Run:
         return tree_map_only(Tensor, double, result)
 
     if seed:
-        # What a norm is given has rounded before, by more than its own size where large terms cancel in the norm.
+        # The input of a norm was rounded before. Where large terms cancel in the norm, that rounding is larger than the
+        # result itself.
         for module in model.modules():
             if isinstance(module, norms.KINDS):
                 module.register_forward_pre_hook(lambda _, args: moved(args))
@@ -277,7 +286,7 @@ def _run(model: nn.Module, example: Example, seed: int = 0) -> _Run:
 
 
 def _error(actual: Tensor | None, expected: Tensor | None, scale: float = 0.0) -> float:
-    """In the 2-norm, relative to ``expected``'s; what is nearly zero, next to ``scale``, is measured by that."""
+    """The difference in the 2-norm, relative to ``expected`` or to a millionth of ``scale``, whichever is larger."""
     if actual is None or expected is None:
         return 0.0 if actual is expected else math.inf
     if actual.shape != expected.shape:

@@ -1,5 +1,7 @@
-"""What a pending tensor stands for (`conversion.pending`): a norm's call, the memory that holds its result, and the
-places in the graph that such a tensor may have."""
+"""What a pending tensor stands for (`conversion.pending`).
+
+This is a norm's call, the memory that holds its result, and the graph nodes that a pending tensor may have.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ _GONE = (
 
 
 class Norm:
-    """What a norm was called with, and what it computed with it."""
+    """A norm's call: what it was called with, and what it computed."""
 
     def __init__(
         self,
@@ -57,8 +59,10 @@ class Norm:
         return str(self.module.__dict__.get("_guard_name") or type(self.module).__name__)
 
     def is_unchanged(self) -> bool:
-        """Whether x has the place in the graph that it had, the parameters are what they were, and what is saved for
-        backward goes where it went: checkpoints, which begin or end in between, count what is saved."""
+        """Whether x has its place in the graph, the parameters are unchanged, and saved-tensor hooks are the same.
+
+        Checkpoints are saved-tensor hooks that count what is saved. One may have begun or ended in between.
+        """
         if _versions(self.weight, self.bias) != self._versions or _torch.top_saved_tensors_hooks(True) != self._hooks:
             return False
         return self.has_its_place()
@@ -72,12 +76,16 @@ class Norm:
             return x.requires_grad == requires_grad and x.grad_fn is node and x.output_nr == number
 
     def fuses_residual(self) -> bool:
-        """Whether what is added may take the memory. Where the output was seen to be kept, others read it again."""
+        """Whether a sum may be written over the norm's output.
+
+        It may not if the norm's input was overwritten and the output is known to be kept, because others read the
+        output again.
+        """
         module = self.module
         if not module._fuses_residual or (self.overwritten and module._keeps_output):
             return False
         if self.overwritten and not is_known(module, IDENTITY, True):
-            # Without x there would be no way back.
+            # Without x the output could not be computed again.
             module._guard.stranger = guard.generation
             return False
         return True
@@ -98,12 +106,12 @@ class Norm:
         return ""
 
     def has_other_parameters(self) -> bool:
-        """Whether autograd would refuse the parameters as modified. Where their memory is does not matter."""
+        """Whether autograd would refuse the parameters as modified. They may have moved to other memory."""
         versions = _versions(self.weight, self.bias)
         return any(now[0] != then[0] for now, then in zip(versions, self._versions, strict=True))
 
     def native(self) -> Tensor:
-        """y as torch makes it, of x, which its node keeps. Running statistics are left alone."""
+        """y as torch computes it from x, with a node that keeps x. Running statistics are not updated."""
         why = self.why_gone()
         if why:
             raise RuntimeError(_GONE.format(name=self.name, why=why))
@@ -123,7 +131,10 @@ class Norm:
         return F.batch_norm(x, mean, var, weight, bias, s.training, 0.0, s.eps)
 
     def native_gradients(self, g: Tensor, needed: Sequence[bool]) -> list[Tensor | None]:
-        """Of x, weight and bias, from y's gradient, as torch computes them. Of these with ``create_graph=True``."""
+        """The gradients of x, weight and bias from y's gradient, as torch computes them.
+
+        With ``create_graph=True`` they depend on x, weight and bias in the graph.
+        """
         tensors = self.x, self.weight, self.bias
         create_graph = torch.is_grad_enabled()
         if not create_graph:
@@ -137,8 +148,12 @@ class Norm:
         return [next(found) if need else None for need in needed]
 
     def is_trusted(self, activation: tuple[str, float], residual: Tensor | None) -> bool:
-        """Whether the guard lets the node keep z alone, of what follows. What is measured decides at once if nothing is
-        known yet; what was never measured before is measured, and is torch's until the next generation."""
+        """Whether the guard lets the node keep z instead of x, given what follows.
+
+        If the layer was never measured, the measurement of this call decides at once. If the layer was measured, but
+        not with what follows, this call is torch's. Its measurement, or one in the next generation, then decides for
+        later calls.
+        """
         observation, self.observation = self.observation, None
         state: guard.State | None = self.module._guard
         if observation is not None:
@@ -153,16 +168,19 @@ class Norm:
         return False
 
     def saw(self, *what: Any) -> None:
-        """Tells the layer what followed."""
+        """Stores on the module what followed."""
         self.module._seen.add(what)
         if what == ("plain",) and self.observation is not None:
-            # Nothing was measured: the next call has to.
+            # Nothing was measured, so the next call must measure.
             self.observation = None
             self.module.__dict__["_guard_generation"] = -1
 
 
 def is_known(module: Any, activation: tuple[str, float], with_residual: bool) -> bool:
-    """Whether what follows the norm was measured, or something that tells less of y."""
+    """Whether what follows the norm was measured.
+
+    The identity counts as measured if any activation was, because the z of an activation determines y less well.
+    """
     state: guard.State | None = module._guard
     if state is None or module.guard_interval == 0:
         return True
@@ -172,7 +190,10 @@ def is_known(module: Any, activation: tuple[str, float], with_residual: bool) ->
 
 
 def _versions(*tensors: Tensor | None) -> list[tuple[int, int, bool]]:
-    """Version, memory and flag. Subclasses of tensors need not have memory of their own."""
+    """The version, the address and requires_grad of each tensor.
+
+    Subclasses of tensors need not have memory of their own.
+    """
     return [
         (0, 0, False) if t is None else (t._version, t.data_ptr() if type(t) in _STORED else 0, t.requires_grad)
         for t in tensors
@@ -183,20 +204,23 @@ _STORED = (Tensor, torch.nn.Parameter)
 
 
 class State:
-    """What a pending tensor stands for: memory, and what was done with it."""
+    """What a pending tensor stands for: memory, and what was done with that memory."""
 
     def __init__(self, norm: Norm, memory: Tensor, residual: Tensor | None, applied: tuple[str, float]) -> None:
         self.norm = norm
         self.memory: Tensor | None = memory
         self.residual = residual
         self.applied = applied
-        """The activation that memory holds the result of, which nobody has asked for yet."""
+        """The activation whose result memory holds. It was applied in expectation, and nobody has asked for it yet."""
         self.own: Tensor | None = None
-        """A copy of the values for the node alone, if they were exposed and the norm's input is no more."""
+        """A copy of the values for the node alone.
+
+        It is made if the values were exposed and the norm's input is gone.
+        """
         self.tells = True
-        """Whether that copy tells what the norm's input was."""
+        """Whether the guard trusts that copy for recovering the norm's input."""
         self.is_exposed = False
-        """Whether somebody has seen the values whom torch does not tell of."""
+        """Whether code that bypasses ``__torch_function__`` has seen the values."""
         self._version = memory._version
         self._residual_version = _versions(residual)
 
@@ -207,7 +231,10 @@ class State:
         return self.memory is not None and self.has_its_residual() and self.norm.is_unchanged()
 
     def take_back(self) -> Tensor:
-        """The memory, which holds the norm's output, the residual added, and nothing else."""
+        """The memory, with the norm's output and the residual, without an activation.
+
+        An activation that was applied in expectation is taken back.
+        """
         memory = self.memory
         assert memory is not None
         if memory._version != self._version:
@@ -220,7 +247,7 @@ class State:
         return memory
 
     def activate(self, activation: tuple[str, float]) -> Tensor:
-        """The memory, activated so that it tells what it was."""
+        """The memory, activated with tags, so that backward can recover the norm's output."""
         memory = self.memory
         assert memory is not None
         if self.applied != activation or memory._version != self._version:
@@ -236,8 +263,10 @@ class State:
         return memory
 
     def expose(self) -> Tensor:
-        """The values, which may be modified, for whom torch does not tell of. Backward goes by the norm's input, as
-        torch's does, or where that is no more by a copy of them."""
+        """The values, for code that bypasses ``__torch_function__``. That code may modify them.
+
+        Backward then uses the norm's input, as torch's does. If the input is gone, backward uses a copy of the values.
+        """
         norm = self.norm
         self.is_exposed = True
         with torch.inference_mode(False), torch.no_grad():
@@ -261,7 +290,7 @@ class State:
 
 
 class WaitingFunction(torch.autograd.Function):
-    """The norm, and the addition, without activation: the place in the graph of a pending tensor."""
+    """The graph node of a pending tensor: the norm, and the addition, without activation."""
 
     @staticmethod
     def forward(
@@ -313,7 +342,7 @@ class WaitingFunction(torch.autograd.Function):
 
 
 class StandsForFunction(torch.autograd.Function):
-    """One tensor with the values of another, and after it in the graph."""
+    """Places one tensor after another one in the graph. The two have the same values."""
 
     @staticmethod
     def forward(before: Tensor, after: Sequence[Tensor]) -> Tensor:
@@ -328,6 +357,6 @@ class StandsForFunction(torch.autograd.Function):
         return g, None
 
 
-# As in autograd.py: what ``apply`` comes to where no transform is active.
+# As in autograd.py, this is ``apply`` without the binding of default arguments.
 wait = super(torch.autograd.Function, WaitingFunction).apply
 stand = super(torch.autograd.Function, StandsForFunction).apply

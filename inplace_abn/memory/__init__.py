@@ -2,8 +2,8 @@
 
     python -m inplace_abn.memory torchvision.models:resnet50 --input 8x3x512x512 --convert --png memory.png
 
-measures any model that is a module object or that a function makes, with ``--kwargs '{"model_name": "resnet50"}'`` for
-its arguments.
+measures any model that is a module object, or that a function makes. ``--kwargs '{"model_name": "resnet50"}'`` gives
+the function's arguments.
 """
 
 from inplace_abn.memory.command import load_model, main, parse_shape

@@ -23,7 +23,7 @@ def parse_shape(text: str) -> tuple[int, ...]:
     """``"8x3x512x512"`` as numbers.
 
     Raises:
-        ValueError: something else than positive numbers with ``x`` between them.
+        ValueError: the text is not positive numbers with ``x`` between them.
     """
     parts = text.lower().split("x")
     if not all(part.isdigit() and int(part) > 0 for part in parts):
@@ -42,7 +42,7 @@ def load_model(text: str, kwargs: Mapping[str, Any] | None = None) -> nn.Module:
     """The model that ``MODULE:FACTORY`` names: a module object, or what calling it with ``kwargs`` returns.
 
     Raises:
-        ValueError: the text or what it names is something else, or calling it fails.
+        ValueError: the text has another form, or names something else, or the call fails.
         ImportError: there is no such Python module.
     """
     found = _named(text)
@@ -162,7 +162,7 @@ def _told(plan: Plan) -> str:
 
 
 def _show(text: str) -> None:
-    """Prints a plan, with colours where rich is installed and the output a terminal."""
+    """Prints a plan, with colours if rich is installed and the output is a terminal."""
     try:
         from rich.console import Console
         from rich.text import Text
@@ -170,7 +170,7 @@ def _show(text: str) -> None:
         print(text)
         return
     styled = Text(text)
-    # In its column, which a gap follows.
+    # A verdict is coloured in its own column only, where a gap follows it.
     styled.highlight_regex(r"refused(?=  )", "red")
     styled.highlight_regex(r"(in place|beside input|residual)(?=  )", "green")
     Console(soft_wrap=True).print(styled, highlight=False)

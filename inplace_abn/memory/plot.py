@@ -12,15 +12,15 @@ if TYPE_CHECKING:
     from inplace_abn.memory.step import Usage
 
 NATIVE, CONVERTED = (0.84, 0.37, 0.0), (0.0, 0.45, 0.70)
-"""Colours that are told apart without red and green."""
+"""Colours that can be distinguished without seeing red and green."""
 
 
 def check_plot(path: str) -> None:
-    """Whether `save_plot` can write a picture of that name, found out by doing so with nothing in it.
+    """Raises if `save_plot` cannot write a picture to ``path``. An existing file stays as it is.
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: it has no format that the file's name tells.
+        ValueError: matplotlib has no format for the file's suffix.
         OSError: the file cannot be written.
     """
     figure = _figure()
@@ -44,11 +44,11 @@ def _figure() -> Any:
 
 
 def save_plot(report: MemoryReport, path: str, title: str = "") -> None:
-    """Writes the timeline of the report as a picture, in the format that the file's name tells.
+    """Writes the timeline of the report as a picture, in the format that the file's suffix names.
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: it has no format that the file's name tells.
+        ValueError: matplotlib has no format for the file's suffix.
         OSError: the file cannot be written.
     """
     figure = _figure()
@@ -83,8 +83,10 @@ def draw_timeline(axes: Any, report: MemoryReport) -> None:
 
 
 def _places(usage: Usage) -> list[float]:
-    """Of the timeline's events: those of forward between 0 and 1, those of backward between 1 and 2, evenly. So
-    pictures of native and converted models are comparable, and what else the machine was doing does not show."""
+    """The places of the timeline's events: from 0 to 1 in forward, and from 1 to 2 in backward, evenly spaced.
+
+    So pictures of native and converted models are comparable, and the machine's other work does not show.
+    """
     forward = sum(time <= usage.backward_start for time, _ in usage.timeline)
     backward = len(usage.timeline) - forward
     return [i / forward for i in range(forward)] + [1 + i / backward for i in range(backward)]

@@ -1,4 +1,4 @@
-"""What a model's training step takes, as it is and converted."""
+"""The memory of a model's training step, native and converted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from inplace_abn.memory.step import Usage, measure
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Of a model as it is, and converted if that was asked for."""
+    """The memory of a model's training step, and that of a converted copy if it was measured."""
 
     before: Usage
     after: Usage | None = None
@@ -56,22 +56,22 @@ def memory_report(
     """Measures a training step of ``model`` and, unless ``converted`` is False, of a converted copy of it.
 
     Args:
-        model: left as it is, but for its buffers, which a training step updates.
-        example: arguments of the forward pass; or several `Example`, of which all are analyzed and the first is
+        model: left as it is, except that a training step updates its buffers and that its gradients are set to None.
+        example: arguments of the forward pass; or several `Example`. All of them are analyzed, and the first one is
             measured.
         converted: measure a converted copy too.
-        residual: as for `inplace_abn.convert`. The plan then tells of it.
-        progress: show a bar, for which tqdm is needed.
-        kwargs: keyword arguments of the forward pass. Those that are named as an option of this function are given
+        residual: as for `inplace_abn.convert`. The plan contains it.
+        progress: show a bar, which needs tqdm.
+        kwargs: keyword arguments of the forward pass. Pass those that have the name of an option of this function
             within an `Example`.
 
     Returns:
-        Both measurements and the plan; print it.
+        Both measurements and the plan. Print it to see a table.
 
     Raises:
         TypeError: an `Example` is mixed with other arguments.
         ValueError: no output requires grad.
-        ImportError: a bar is wanted, but tqdm is not installed.
+        ImportError: ``progress`` is True, but tqdm is not installed.
     """
     examples = examples_of("inplace_abn.memory.memory_report", example, kwargs)
     with _bar(progress) as bar:
@@ -85,7 +85,7 @@ def memory_report(
 
 
 class _Progress:
-    """Counts calls of submodules, and shows them. How many there are is known after the first measurement."""
+    """Counts calls of submodules, and shows the count as a bar. The total is known after the first measurement."""
 
     def __init__(self, shown: Any = None) -> None:
         self.count = 0
@@ -93,7 +93,7 @@ class _Progress:
 
     def tick(self) -> None:
         self.count += 1
-        # A converted model may make more calls, which the end of the bar does not wait for.
+        # A converted model may make more calls than the total. The bar does not show these.
         if self._shown is not None and (self._shown.total is None or self._shown.n < self._shown.total):
             self._shown.update()
 

@@ -24,33 +24,33 @@ class Usage:
     """Memory of one training step, in bytes above what was allocated before it."""
 
     held: int
-    """By the forward pass, for backward."""
+    """What the forward pass holds for backward."""
     peak: int
-    """At any moment of forward and backward."""
+    """The most at any moment of forward and backward."""
     timeline: tuple[tuple[float, int], ...]
     """(milliseconds since the start, bytes allocated), at each event of the allocator."""
     backward_start: float
-    """Milliseconds since the start."""
+    """When backward starts, in milliseconds since the start."""
 
 
 def measure(model: nn.Module, /, *example: Any, tick: Callable[[], None] | None = None, **kwargs: Any) -> Usage:
-    """Runs one training step of ``model`` and tells what the allocator did.
+    """Measures the memory of one training step of ``model``.
 
-    The loss is the sum of the outputs. Buffers are updated and gradients set to None, as by a training step that is
-    then forgotten. On CUDA the bytes are those of the caching allocator.
+    The loss is the sum of the outputs. The step runs twice, and the second one is measured. Buffers are updated, and
+    gradients are set to None. On CUDA the bytes are those of the caching allocator.
 
     Args:
-        model: on the device of its inputs; is put into training mode for the step.
+        model: on the device of its inputs. It is in training mode during the step.
         example: arguments of the forward pass, or one `Example`.
-        tick: called after each call of a submodule, for a progress bar. An argument of the model that has this name is
-            given within an `Example`.
+        tick: called after each call of a submodule without children, for a progress bar. Pass an argument of the model
+            that has this name within an `Example`.
         kwargs: keyword arguments of the forward pass.
 
     Returns:
         Bytes held after the forward pass, the peak of the step, and the timeline.
 
     Raises:
-        TypeError: an `Example` is mixed with other arguments, or there are several: a step has one.
+        TypeError: an `Example` is mixed with other arguments, or there are several.
         ValueError: no output requires grad.
     """
     first, *more = examples_of("inplace_abn.memory.measure", example, kwargs)
@@ -62,18 +62,18 @@ def measure(model: nn.Module, /, *example: Any, tick: Callable[[], None] | None 
     model.zero_grad(set_to_none=True)
     with _ticking(model, tick), _quiet():
         try:
-            # What libraries allocate once is not the step's.
+            # The first step is not measured, because libraries allocate some memory only once.
             _loss(model, first).backward()
             model.zero_grad(set_to_none=True)
             gc.collect()
-            # A training step makes its own copies of the weights.
+            # The measured step must make its own copies of the weights for autocast.
             torch.clear_autocast_cache()
             if cuda:
                 torch.cuda.synchronize()
                 torch.cuda.reset_peak_memory_stats()
                 start = torch.cuda.memory_allocated()
             activities = [torch.profiler.ProfilerActivity.CPU]
-            # Few steps are of those in which the guard measures.
+            # The guard measures in few steps only, so the measured step is one without.
             with guard.paused(), torch.profiler.profile(profile_memory=True, activities=activities) as profile:
                 loss = _loss(model, first)
                 held = torch.cuda.memory_allocated() - start if cuda else 0
@@ -140,7 +140,7 @@ def _ticking(model: nn.Module, tick: Callable[[], None] | None) -> Iterator[None
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """The profiler writes a line on standard error each time that it starts or stops."""
+    """Silences the profiler, which writes a line to standard error each time it starts or stops."""
     before = os.environ.get("KINETO_LOG_LEVEL")
     os.environ["KINETO_LOG_LEVEL"] = "6"
     try:
