@@ -1,5 +1,6 @@
 """Fixtures that tests share: the available devices, a fixed seed, and on request one thread or a fresh compiler."""
 
+import gc
 import os
 
 import pytest
@@ -67,6 +68,13 @@ def pytest_generate_tests(metafunc):
 def node(request, monkeypatch):
     if getattr(request, "param", "") == "Python node":
         monkeypatch.setattr(functions, "_node", None)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_objects_to_collect():
+    """Many tests and most measurements collect garbage. They do not look through what exists before a module's tests."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -77,7 +77,7 @@ std::optional<Counts> sole_gradient;
 std::optional<int64_t> sole_output;
 thread_local std::pair<std::optional<Counts>, int64_t> observed;
 
-// Of tensors that stand for others.
+// The dispatch keys of tensors that stand for others.
 constexpr c10::DispatchKeySet opaque{
     c10::DispatchKey::Python,    c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper,
     c10::DispatchKey::Negative,  c10::DispatchKey::Conjugate,        c10::DispatchKey::Functionalize,
