@@ -28,7 +28,7 @@ class Activation(NamedTuple):
     zeros: Literal["", "negative", "positive"] = ""
     """The sign of the tiny numbers that replace zeros in training; empty if zeros stay zeros."""
     costly: bool = False
-    """Whether its inverse takes longer than storing the inverse's result. ``is_costly`` of ``node.cpp`` is the same."""
+    """Whether its inverse takes so long that compilers call the kernels' op for it."""
     op: str = ""
     """The name of torch's op."""
     approximate: str = ""

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from inplace_abn import _torch, distributed, ops, reference
-from inplace_abn.activations import find
 from inplace_abn.settings import Settings
 
 
@@ -57,7 +56,7 @@ def _local(need: Needed, saved: Saved, dz: Tensor, own_z: bool, own_dz: bool, se
     """The gradients without a collective.
 
     The residual's gradient is written over dz or z, and dx over the other one, as far as these may be overwritten. If
-    both may be overwritten and the activation is costly to invert, xhat is written over z, so that z is inverted once.
+    both may be overwritten, the op may write xhat over z, so that z is inverted once.
     """
     z, weight, bias, residual, var = saved
     reusable = [t for t, own in ((z, own_z), (dz, own_dz)) if own]
@@ -86,7 +85,7 @@ def _local(need: Needed, saved: Saved, dz: Tensor, own_z: bool, own_dz: bool, se
         dweight=dweight,
         dbias=dbias,
         dresidual=dresidual,
-        xhat=z if find(settings.activation).costly and own_z and own_dz and need.x else None,
+        xhat=z if own_z and own_dz and need.x else None,
     )
     return Gradients(dx, dweight, dbias, dresidual)
 

@@ -72,7 +72,7 @@ def node(request, monkeypatch):
 
 @pytest.fixture(autouse=True, scope="module")
 def few_objects_to_collect():
-    """Many tests and most measurements collect garbage. They do not look through what exists before a module's tests."""
+    """Many tests and measurements collect garbage. They do not look through what exists before a module's tests."""
     gc.collect()
     gc.freeze()
 

@@ -56,13 +56,6 @@ using LocalBackward = void(const Tensor& y_act, const Tensor& dy_act, const Tens
                            const OptTensor& dx, const OptTensor& dweight, const OptTensor& dbias,
                            const OptTensor& dresidual, const OptTensor& xhat);
 
-// Whether an activation's inverse takes longer than to store its result; by its code in activation.h, like `costly` in
-// activations.py.
-bool is_costly(int64_t activation) {
-  constexpr int64_t elu = 2, silu = 4;
-  return activation == elu || activation >= silu;
-}
-
 void bump_version(const OptTensor& t) {
   if (t.has_value() && t->defined() && !t->is_inference()) t->unsafeGetTensorImpl()->bump_version();
 }
@@ -173,8 +166,8 @@ Tensor write(const Tensor& x, const OptTensor& weight, const OptTensor& bias, co
   return var;
 }
 
-// The residual's gradient is written over dz or z, and dx over the other one, as far as backward owns them. xhat is
-// written over z if it owns both and the activation's inverse takes longer than to store its result.
+// The residual's gradient is written over dz or z, and dx over the other one, as far as backward owns them. If it owns
+// both, the op may write xhat over z, so that z is inverted once.
 variable_list gradients(const Saved& saved, const Tensor& dz, const Needed& need, bool own_z, bool own_dz,
                         const Settings& s) {
   const auto& [z, weight, bias, residual, var] = saved;
@@ -193,7 +186,7 @@ variable_list gradients(const Saved& saved, const Tensor& dz, const Needed& need
   };
   const OptTensor dresidual = activation_sized(need.residual), dx = activation_sized(need.x);
   const OptTensor dweight = per_channel(need.weight, weight), dbias = per_channel(need.bias, bias);
-  const OptTensor xhat = is_costly(s.activation) && own_z && own_dz && need.x ? OptTensor(z) : std::nullopt;
+  const OptTensor xhat = own_z && own_dz && need.x ? OptTensor(z) : std::nullopt;
   call<LocalBackward>("inplace_abn::local_backward", z, dz, var, weight, bias, residual, s.eps, s.signed_weight,
                       s.activation, s.activation_param, s.training, s.per_instance, dx, dweight, dbias, dresidual,
                       xhat);

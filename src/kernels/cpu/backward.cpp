@@ -186,6 +186,87 @@ void visit(const Args& args, const View<scalar_t>& dresidual, const F& f) {
   });
 }
 
+// Stores the gradients of channel c's parameters. Returns dx as a combination of dy and xhat if `of_xhat`, else of dy
+// and y.
+template <typename scalar_t>
+auto finish_channel(const LocalBackwardArgs<scalar_t>& args, int64_t c, const Sums& sums, bool of_xhat) {
+  using opmath_t = opmath_type<scalar_t>;
+  const auto& affine = args.affine;
+  const auto count = static_cast<double>(args.extent.batch * args.extent.space);
+  const auto gamma = static_cast<double>(affine.gamma(c)), beta = static_cast<double>(affine.beta(c));
+  const auto inv_std = static_cast<double>(affine.inv_std(args.var.load(c)));
+  const double sum_xhat_dy = sums.dy_centred / gamma;
+  if (args.dweight) args.dweight.store(c, sum_xhat_dy * static_cast<double>(affine.dgamma(c)));
+  if (args.dbias) args.dbias.store(c, sums.dy);
+  if (args.dx.data == nullptr) return Combination<opmath_t>{1, 0, 0};
+  if (!args.training) return Combination<opmath_t>{static_cast<opmath_t>(gamma * inv_std), 0, 0};
+  const double from_y = -inv_std * sum_xhat_dy / count;
+  return Combination<opmath_t>{
+      static_cast<opmath_t>(gamma * inv_std), static_cast<opmath_t>(of_xhat ? gamma * from_y : from_y),
+      static_cast<opmath_t>(-gamma * inv_std * sums.dy / count - (of_xhat ? 0 : from_y * beta))};
+}
+
+// Inverts z once. The first pass stores xhat, and dy in the memory of dresidual, which may be that of dx.
+template <typename scalar_t, typename Res, typename Act>
+void invert_once(const LocalBackwardArgs<scalar_t>& args, const View<scalar_t>& dresidual, Res residual, Act act) {
+  const StoreXhatAndDy<scalar_t> store{args.xhat, dresidual};
+  const View<const scalar_t> xhat{args.xhat.data, args.xhat.batch_stride, args.xhat.channel_stride};
+  const View<const scalar_t> dy{dresidual.data, dresidual.batch_stride, dresidual.channel_stride};
+  const auto finish = [&](int64_t c, const Sums& sums) { return finish_channel(args, c, sums, true); };
+  if (args.extent.order == Order::rows) {
+    const RowGrid grid(args.extent, {args.z.batch_stride, args.dz.batch_stride, args.dx.batch_stride,
+                                     args.xhat.batch_stride, residual.row_stride(args.z)});
+    const ChannelArrays<opmath_type<scalar_t>, 3> k(grid);
+    reduce_all_rows(args.extent, grid, args.z, args.dz, args.affine, residual, act, store,
+                    [&](int64_t c, const Sums& sums) { set(k, c, finish(c, sums)); });
+    combine_all_rows(grid, xhat, dy, args.dx, k);
+    return;
+  }
+  reduce_and_apply_planes<Sums>(args.extent, sizeof(scalar_t),
+                                panel_sums_of(args.z, args.dz, args.affine, residual, act, store), finish,
+                                panel_combiner(xhat, dy, args.dx));
+}
+
+// Inverts z for the sums, if any are wanted, and again for dx, if it is: dy where only dresidual is wanted.
+template <typename scalar_t, typename Res, typename Act>
+void invert_twice(const LocalBackwardArgs<scalar_t>& args, bool reduce, const View<scalar_t>& dx, Res residual,
+                  Act act) {
+  const DoNotStore<scalar_t> store;
+  const auto finish = [&](int64_t c, const Sums& sums) { return finish_channel(args, c, sums, false); };
+  if (args.extent.order == Order::rows) {
+    const int64_t like = args.z.batch_stride;
+    const RowGrid grid(args.extent, {like, args.dz.batch_stride, dx.data == nullptr ? like : dx.batch_stride,
+                                     residual.row_stride(args.z)});
+    const ChannelArrays<opmath_type<scalar_t>, 3> k(grid);
+    const auto set_finished = [&](int64_t c, const Sums& sums) { set(k, c, finish(c, sums)); };
+    if (reduce) {
+      reduce_all_rows(args.extent, grid, args.z, args.dz, args.affine, residual, act, store, set_finished);
+    } else {
+      for (int64_t c = 0; c < grid.channels; ++c) set_finished(c, Sums{});
+    }
+    if (dx.data == nullptr) return;
+    apply_rows(grid, [&](int64_t first, int64_t rows, int64_t fold, int64_t width) {
+      invert_and_combine_rows(args.z.data + first * args.z.batch_stride, args.z.batch_stride * fold,
+                              args.dz.data + first * args.dz.batch_stride, args.dz.batch_stride * fold,
+                              dx.data + first * dx.batch_stride, dx.batch_stride * fold, rows, width, k[0], k[1], k[2],
+                              residual.rows(first, fold), act);
+    });
+    return;
+  }
+  const auto reduction = panel_sums_of(args.z, args.dz, args.affine, residual, act, store);
+  reduce_and_apply_planes<Sums>(
+      args.extent, sizeof(scalar_t),
+      [&](int64_t first, int64_t channels, const Panel& panel, Sums* sums) {
+        if (reduce) reduction(first, channels, panel, sums);
+      },
+      finish,
+      [&](int64_t first, int64_t channels, const Panel& panel, const Combination<opmath_type<scalar_t>>* k) {
+        if (dx.data == nullptr) return;
+        invert_and_combine_panel(panel.view(args.z, first), panel.view(args.dz, first), panel.view(dx, first), channels,
+                                 panel.runs, panel.length, k, residual.panel(panel, first), act);
+      });
+}
+
 }  // namespace
 
 template <typename scalar_t>
@@ -233,79 +314,16 @@ void backward(const BackwardArgs<scalar_t>& args) {
 
 template <typename scalar_t>
 void local_backward(const LocalBackwardArgs<scalar_t>& args) {
-  using opmath_t = opmath_type<scalar_t>;
-  const auto& affine = args.affine;
-  const bool reduce = args.training || args.dweight || args.dbias;
-  const auto count = static_cast<double>(args.extent.batch * args.extent.space);
   // If only one of dx and dresidual is wanted, both views alias it. dx is written last; if it is not wanted, it is dy.
-  const bool want_dx = args.dx.data != nullptr;
-  const View<scalar_t> dx = want_dx ? args.dx : args.dresidual;
+  const View<scalar_t> dx = args.dx.data != nullptr ? args.dx : args.dresidual;
   const View<scalar_t> dresidual = args.dresidual.data != nullptr ? args.dresidual : args.dx;
-  // With memory for xhat, z is inverted once: the first pass stores xhat in it, and dy in dresidual's.
-  const bool once = args.xhat.data != nullptr && want_dx && reduce;
-  // Stores the parameters' gradients, and returns dx as a combination of dy and y, or of dy and xhat.
-  const auto finish = [&](int64_t c, const Sums& sums) {
-    const auto gamma = static_cast<double>(affine.gamma(c)), beta = static_cast<double>(affine.beta(c));
-    const auto inv_std = static_cast<double>(affine.inv_std(args.var.load(c)));
-    const double sum_xhat_dy = sums.dy_centred / gamma;
-    if (args.dweight) args.dweight.store(c, sum_xhat_dy * static_cast<double>(affine.dgamma(c)));
-    if (args.dbias) args.dbias.store(c, sums.dy);
-    if (!want_dx) return Combination<opmath_t>{1, 0, 0};
-    if (!args.training) return Combination<opmath_t>{static_cast<opmath_t>(gamma * inv_std), 0, 0};
-    const double from_y = -inv_std * sum_xhat_dy / count;
-    return Combination<opmath_t>{
-        static_cast<opmath_t>(gamma * inv_std), static_cast<opmath_t>(once ? gamma * from_y : from_y),
-        static_cast<opmath_t>(-gamma * inv_std * sums.dy / count - (once ? 0 : from_y * beta))};
-  };
+  const bool reduce = args.training || args.dweight || args.dbias;
+  const bool may_store = reduce && args.xhat.data != nullptr && args.dx.data != nullptr;
   visit<scalar_t>(args, dresidual, [&](auto residual, auto act) {
-    const StoreXhatAndDy<scalar_t> store{args.xhat, dresidual};
-    if (args.extent.order == Order::rows) {
-      const int64_t like = args.z.batch_stride;
-      const RowGrid grid(args.extent, {like, args.dz.batch_stride, dx.data == nullptr ? like : dx.batch_stride,
-                                       once ? args.xhat.batch_stride : like, residual.row_stride(args.z)});
-      const ChannelArrays<opmath_t, 3> k(grid);
-      const auto set_finished = [&](int64_t c, const Sums& sums) { set(k, c, finish(c, sums)); };
-      if (once) {
-        reduce_all_rows(args.extent, grid, args.z, args.dz, affine, residual, act, store, set_finished);
-        combine_all_rows(grid, {args.xhat.data, args.xhat.batch_stride, 0}, {dresidual.data, dresidual.batch_stride, 0},
-                         dx, k);
-        return;
-      }
-      if (reduce) {
-        reduce_all_rows(args.extent, grid, args.z, args.dz, affine, residual, act, DoNotStore<scalar_t>{},
-                        set_finished);
-      } else {
-        for (int64_t c = 0; c < grid.channels; ++c) set_finished(c, Sums{});
-      }
-      if (dx.data == nullptr) return;
-      apply_rows(grid, [&](int64_t first, int64_t rows, int64_t fold, int64_t width) {
-        invert_and_combine_rows(args.z.data + first * args.z.batch_stride, args.z.batch_stride * fold,
-                                args.dz.data + first * args.dz.batch_stride, args.dz.batch_stride * fold,
-                                dx.data + first * dx.batch_stride, dx.batch_stride * fold, rows, width, k[0], k[1],
-                                k[2], residual.rows(first, fold), act);
-      });
-      return;
+    if constexpr (is_costly<decltype(act)>) {
+      if (may_store) return invert_once(args, dresidual, residual, act);
     }
-    if (once) {
-      const View<const scalar_t> xhat{args.xhat.data, args.xhat.batch_stride, args.xhat.channel_stride};
-      const View<const scalar_t> dy{dresidual.data, dresidual.batch_stride, dresidual.channel_stride};
-      reduce_and_apply_planes<Sums>(args.extent, sizeof(scalar_t),
-                                    panel_sums_of(args.z, args.dz, affine, residual, act, store), finish,
-                                    panel_combiner(xhat, dy, dx));
-      return;
-    }
-    const auto reduction = panel_sums_of(args.z, args.dz, affine, residual, act, DoNotStore<scalar_t>{});
-    reduce_and_apply_planes<Sums>(
-        args.extent, sizeof(scalar_t),
-        [&](int64_t first, int64_t channels, const Panel& panel, Sums* sums) {
-          if (reduce) reduction(first, channels, panel, sums);
-        },
-        finish,
-        [&](int64_t first, int64_t channels, const Panel& panel, const Combination<opmath_t>* k) {
-          if (dx.data == nullptr) return;
-          invert_and_combine_panel(panel.view(args.z, first), panel.view(args.dz, first), panel.view(dx, first),
-                                   channels, panel.runs, panel.length, k, residual.panel(panel, first), act);
-        });
+    invert_twice(args, reduce, dx, residual, act);
   });
 }
 

@@ -93,6 +93,16 @@ constexpr bool takes_long = has_minimum<Act>;
 template <typename scalar_t>
 constexpr bool takes_long<Hardswish<scalar_t>> = true;
 
+// Whether a second inversion takes longer than to store the result of the first.
+template <typename Act>
+constexpr bool is_costly = takes_long<Act>;
+template <typename scalar_t>
+constexpr bool is_costly<Elu<scalar_t>> = true;
+template <typename scalar_t>
+constexpr bool is_costly<Lookup<scalar_t>> = true;
+template <>
+inline constexpr bool is_costly<Call> = true;
+
 // As visit_activation, for passes that call `inverse`.
 template <typename scalar_t, typename F>
 void visit_inverse(const ActivationArgs& args, const F& f) {
