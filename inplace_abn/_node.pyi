@@ -54,5 +54,5 @@ def set_sole_holders(gradient: tuple[int, int, int] | None, output: int | None) 
         output: references to a saved output's storage.
     """
 
-def last_observed() -> tuple[tuple[int, int, int] | None, int]:
+def last_counts() -> tuple[tuple[int, int, int] | None, int]:
     """The counts that the calling thread's last backward saw; None for a gradient that only the engine refers to."""

@@ -210,8 +210,8 @@ def _requires_grad(x: Tensor, operands: Operands) -> bool:
     return False
 
 
-def _observe_sole_holders() -> None:
-    ownership.set_sole_holders(*ownership.sole_holders(autograd.as_identity, ownership.last_observed, False))
+def _count_sole_holders() -> None:
+    ownership.set_sole_holders(*ownership.sole_holders(autograd.as_identity, ownership.last_counts, False))
     if _node is not None:
         compiled = _node
         # The C++ node builds graphs only after counts were set. With None it reuses nothing.
@@ -219,7 +219,7 @@ def _observe_sole_holders() -> None:
         identity = (1e-5, False, ACTIVATIONS["identity"].code, 0.0, False)
         sole = ownership.sole_holders(
             lambda x: compiled.inplace_abn(x, None, None, None, None, None, True, 0.0, None, *identity),
-            compiled.last_observed,
+            compiled.last_counts,
             True,
         )
         compiled.set_sole_holders(*sole)
@@ -315,7 +315,7 @@ def _input_edge(x: Tensor, settings: Settings) -> Tensor | None:
 def calibrate() -> None:
     """Calibrates `ownership`, once. This must happen before the first graph is built."""
     if not ownership.is_calibrated():
-        ownership.calibrate(_observe_sole_holders)
+        ownership.calibrate(_count_sole_holders)
 
 
 def _check(x: Tensor, operands: Operands, training: bool, requires_grad: bool, keep_input: bool) -> None:

@@ -7,7 +7,7 @@ References from Python include those of the interpreter's own frames, whose numb
 stand-in is passed through the same kinds of calls each time. If its count is not the one at import, a debugger, a
 profiler or a compiler holds references, and nothing is reused.
 
-Which counts mean that nobody else holds the memory depends on torch's release. They are observed once, on graphs whose
+Which counts mean that nobody else holds the memory depends on torch's release. They are counted once, on graphs whose
 holders are known. In any doubt nothing is reused.
 """
 
@@ -33,7 +33,7 @@ _sole_gradient: Counts | None = None
 _sole_output: int | None = None
 _calibrated = False
 _lock = threading.Lock()
-_observed = threading.local()
+_last = threading.local()
 
 
 class _StandIn:
@@ -87,7 +87,7 @@ def owns_gradient(dz: Tensor, references: int) -> bool:
     ``references`` is ``sys.getrefcount(dz)`` in the frame of that backward.
     """
     seen = counts(dz, references) if references_of_frames() == _frames else None
-    _observed.gradient = seen
+    _last.gradient = seen
     return seen is not None and seen == _sole_gradient
 
 
@@ -97,13 +97,13 @@ def owns_output(z: Tensor) -> bool:
     Unpacking makes a new tensor. So only the count of the storage can show other holders.
     """
     seen = _torch.storage_use_count(z) if _has_one_owner(z) else None
-    _observed.output = seen
+    _last.output = seen
     return seen is not None and seen == _sole_output and not _torch.keeps_graph()
 
 
-def last_observed() -> tuple[Counts | None, int | None]:
+def last_counts() -> tuple[Counts | None, int | None]:
     """The counts that the calling thread's last backward saw: of its gradient, and of its output's storage."""
-    return getattr(_observed, "gradient", None), getattr(_observed, "output", None)
+    return getattr(_last, "gradient", None), getattr(_last, "output", None)
 
 
 def set_sole_holders(gradient: Counts | None, output: int | None) -> None:
@@ -119,19 +119,19 @@ def is_calibrated() -> bool:
     return _calibrated
 
 
-def calibrate(observe: Callable[[], None]) -> None:
-    """Runs ``observe``, which must set the counts of sole holders, unless it has run before.
+def calibrate(count: Callable[[], None]) -> None:
+    """Runs ``count``, which must set the counts of sole holders, unless it has run before.
 
-    ``observe`` runs in a thread of its own, where no mode, hook or transform is active. It runs when the first graph is
+    ``count`` runs in a thread of its own, where no mode, hook or transform is active. It runs when the first graph is
     built, and not at import: a process that is forked after autograd's threads have started cannot run backward. While
-    a tool monitors all threads ``observe`` is put off, because the tool may hold what is counted.
+    a tool monitors all threads ``count`` is put off, because the tool may hold what is counted.
     """
     global _calibrated
     with _lock:
         if _calibrated or _is_monitored():
             return
         with _torch.uncompiled_autograd():
-            thread = threading.Thread(target=_unwatched, args=(observe,))
+            thread = threading.Thread(target=_unwatched, args=(count,))
             thread.start()
             thread.join()
             _wait_for_the_end_of(thread)
@@ -156,20 +156,20 @@ def _is_monitored() -> bool:
     return monitoring is not None and any(monitoring.get_tool(tool) is not None for tool in range(6))
 
 
-def _unwatched(observe: Callable[[], None]) -> None:
+def _unwatched(count: Callable[[], None]) -> None:
     sys.settrace(None)
     sys.setprofile(None)
-    observe()
+    count()
 
 
 def sole_holders(
-    overwritten: Callable[[Tensor], Tensor], observed: Callable[[], tuple[Any, Any]], seen_by_python: bool
+    overwritten: Callable[[Tensor], Tensor], last_counts: Callable[[], tuple[Any, Any]], seen_by_python: bool
 ) -> tuple[Any, Any]:
     """The counts of a gradient, and of an output, that have no other holder; None where another holder would not show.
 
     Args:
         overwritten: gives a tensor a node of the in-place op.
-        observed: returns the counts that the node's backward saw.
+        last_counts: returns the counts that the node's backward saw.
         seen_by_python: whether a hook looks at the gradient before backward.
     """
 
@@ -184,7 +184,7 @@ def sole_holders(
         del z
         loss.backward()
         del kept
-        return observed()
+        return last_counts()
 
     held: list[Tensor] = []
     # A debugger or tracer can only add to a count, so the smallest count is right.

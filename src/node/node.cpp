@@ -68,7 +68,7 @@ using Counts = std::tuple<int64_t, int64_t, int64_t>;
 // Until they are known, neither is reused.
 std::optional<Counts> sole_gradient;
 std::optional<int64_t> sole_output;
-thread_local std::pair<std::optional<Counts>, int64_t> observed;
+thread_local std::pair<std::optional<Counts>, int64_t> counted;
 
 // The dispatch keys of tensors that stand for others.
 constexpr c10::DispatchKeySet opaque{
@@ -84,7 +84,7 @@ bool has_one_owner(const Tensor& t) {
 }
 
 bool owns_gradient(const Tensor& dz) {
-  observed.first = std::nullopt;
+  counted.first = std::nullopt;
   if (!has_one_owner(dz) || dz.storage().use_count() != 1) return false;
   // The list that the engine hands over holds one reference. Another node's input, a consumer's saved tensor, and the
   // object of a Python variable would each hold another.
@@ -92,14 +92,14 @@ bool owns_gradient(const Tensor& dz) {
   if (before == 1) return true;
   const pybind11::gil_scoped_acquire gil;
   const auto object = pybind11::reinterpret_steal<pybind11::object>(THPVariable_Wrap(dz));
-  observed.first = Counts{object.ref_count(), before, static_cast<int64_t>(dz.use_count())};
-  return observed.first == sole_gradient;
+  counted.first = Counts{object.ref_count(), before, static_cast<int64_t>(dz.use_count())};
+  return counted.first == sole_gradient;
 }
 
 // Unpacking made a tensor of its own, so it is the storage that others could hold.
 bool owns_output(const Tensor& z) {
-  observed.second = static_cast<int64_t>(z.storage().use_count());
-  return has_one_owner(z) && observed.second == sole_output && !torch::autograd::get_current_graph_task_keep_graph();
+  counted.second = static_cast<int64_t>(z.storage().use_count());
+  return has_one_owner(z) && counted.second == sole_output && !torch::autograd::get_current_graph_task_keep_graph();
 }
 
 // The arguments of a call that are no tensors.
@@ -365,6 +365,6 @@ PYBIND11_MODULE(_node, m) {
     inplace_abn::sole_gradient = gradient;
     inplace_abn::sole_output = output;
   });
-  m.def("last_observed", [] { return inplace_abn::observed; });
+  m.def("last_counts", [] { return inplace_abn::counted; });
   m.attr("torch_version") = TORCH_VERSION;
 }

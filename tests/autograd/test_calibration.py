@@ -82,7 +82,7 @@ def forget():
 
 
 def calibrate():
-    ownership.calibrate(functions._observe_sole_holders)
+    ownership.calibrate(functions._count_sole_holders)
 
 
 def sole():
@@ -142,7 +142,7 @@ def test_calibration_in_a_thread_in_a_backward_and_in_transforms(uncalibrated, m
 
 def test_a_calibration_that_cannot_tell_leaves_reuse_off(uncalibrated, monkeypatch):
     monkeypatch.setattr(functions, "_node", None)
-    monkeypatch.setattr(ownership, "last_observed", lambda: ((1, 1, 1), 1))
+    monkeypatch.setattr(ownership, "last_counts", lambda: ((1, 1, 1), 1))
     calibrate()
     assert ownership._sole_gradient is None
     assert ownership._sole_output is None
