@@ -1,6 +1,7 @@
 """Every private name of torch that Python code uses, each with its reason.
 
-``tests/autograd/test_private_names.py`` has a test of each name, which fails when torch drops or changes it.
+``tests/autograd/test_private_names.py`` has a test of each name, which fails when torch drops or changes it. The tests
+of names for compilers are in ``tests/compiling/test_private_names_of_compilers.py``.
 """
 
 from __future__ import annotations

@@ -44,6 +44,7 @@ EMULATED = {
     "test_instance_norm",
     "test_ops",
     "test_residual",
+    "test_schemas",
 }
 
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]

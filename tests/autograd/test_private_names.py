@@ -1,15 +1,13 @@
 """The private names of torch that ``inplace_abn/_torch.py`` uses do what the package needs. A test that fails here
-shows what a release of torch has changed."""
+shows what a release of torch has changed.
+
+Names that are for tracers and compilers are in ``tests/compiling/test_private_names_of_compilers.py``.
+"""
 
 import ast
 from pathlib import Path
 
-import pytest
 import torch
-import torch._dynamo.compiled_autograd
-from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
-from torch._dynamo.backends.common import aot_autograd
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -52,21 +50,6 @@ def test_outside_of_transforms():
 
     torch.func.grad(look)(torch.ones(2))
     assert seen == [False, True]
-
-
-@pytest.mark.parametrize("strict", [False, True])
-def test_exporting_is_told_from_compiling(strict, fresh_compiler):
-    class Looks(torch.nn.Module):
-        def forward(self, x):
-            seen.append(_torch.is_exporting())
-            return x * 2
-
-    seen = []
-    torch.export.export(Looks(), (torch.ones(2),), strict=strict)
-    assert seen[0] if seen else strict
-    doubled = torch.compile(lambda x: x * (2 if _torch.is_exporting() else 3), backend="eager", fullgraph=True)
-    assert doubled(torch.ones(1)).item() == 3
-    assert not _torch.is_exporting()
 
 
 def test_wrappers_of_transforms_are_told():
@@ -197,23 +180,6 @@ def test_saves_its_result():
     assert not _torch.saves_its_result(x)
 
 
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
-@pytest.mark.filterwarnings("ignore:.*torch.jit")
-def test_tracers_are_told():
-    seen = []
-
-    def look(x):
-        seen.append(_torch.is_captured())
-        return x * 2
-
-    x = torch.ones(2)
-    for options in ({}, {"tracing_mode": "symbolic"}, {"pre_dispatch": True}):
-        make_fx(look, **options)(x)
-    torch.jit.trace(look, x, check_trace=False)
-    assert seen == [True] * 4
-    assert not _torch.is_captured()
-
-
 def test_tangents_are_told():
     assert not _torch.in_forward_mode()
     with torch.autograd.forward_ad.dual_level():
@@ -231,24 +197,6 @@ def test_ops_go_on_below_autograd_with_the_keys_that_come_after_it():
 def test_kernels_of_a_backend_are_told():
     assert _torch.has_kernel("inplace_abn::forward", "CPU")
     assert not _torch.has_kernel("inplace_abn::forward", "XPU")
-
-
-def test_autograd_is_compiled_nowhere_within(fresh_compiler):
-    def backward():
-        (torch.ones(2, requires_grad=True) * 2).sum().backward()
-
-    compiled = []
-
-    def compiler(graph):
-        compiled.append(graph)
-        return graph
-
-    with torch._dynamo.compiled_autograd._enable(compiler):
-        with _torch.uncompiled_autograd():
-            backward()
-        assert compiled == []
-        backward()
-        assert len(compiled) == 1
 
 
 def test_raw_saved_tensors_tell_hooks(monkeypatch):
@@ -273,7 +221,8 @@ def test_every_private_name_is_tested():
     tree = ast.parse(Path(_torch.__file__).read_text())
     names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
     names += [t.id for node in tree.body if isinstance(node, ast.Assign) for t in node.targets]
-    text = Path(__file__).read_text()
+    tests = Path(__file__).parents[1].rglob("test_private_names*.py")
+    text = "".join(path.read_text() for path in tests)
     assert len(names) > 15
     assert [n for n in names if not n.startswith("_") and f"_torch.{n}" not in text] == []
 
@@ -311,14 +260,6 @@ def test_a_storage_has_one_key():
 
 def test_functions_behind_the_functional_ones():
     assert torch.equal(_torch.nn_functions.silu(torch.ones(2)), torch.nn.functional.silu(torch.ones(2)))
-
-
-def test_fake_tensors_have_no_values():
-    with _torch.FakeTensorMode():
-        t = torch.ones(2, 3) @ torch.ones(3, 4)
-    assert t.shape == (2, 4)
-    with pytest.raises(RuntimeError):
-        t.tolist()
 
 
 def test_no_torch_function_mode_sees_a_call():
@@ -375,107 +316,3 @@ def test_stand_in_like_has_no_memory_and_may_be_an_output_of_a_node():
         assert Made.apply(x, (t,)) is t
         (g,) = torch.autograd.grad(t, x, torch.ones_like(like))
         assert torch.equal(g, torch.ones_like(g))
-
-
-def test_is_watched():
-    seen = []
-
-    def look(x):
-        seen.append(_torch.is_watched())
-        return x * 2
-
-    class Mode(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            return func(*args, **(kwargs or {}))
-
-    x = torch.ones(2)
-    look(x)
-    with Mode():
-        look(x)
-    make_fx(look)(x)
-    make_fx(look, pre_dispatch=True)(x)
-    torch.jit.trace(look, x, check_trace=False)
-    torch.func.vmap(look)(x)
-    assert seen == [False, *[True] * 5]
-
-
-def test_what_is_read_while_tracing_is_a_constant_of_the_program(fresh_compiler):
-    class Module(torch.nn.Module):
-        def forward(self, x):
-            return x * self.doubled()
-
-        @_torch.read_while_tracing
-        def doubled(self):
-            return float(self.weight.sum()) * 2
-
-    module = Module()
-    module.weight = torch.nn.Parameter(torch.ones(3))
-    assert torch.equal(torch.compile(module, backend="eager", fullgraph=True)(torch.ones(2)), torch.full((2,), 6.0))
-
-
-def test_joint_graphs_are_passed_on_with_backward_marked(fresh_compiler):
-    seen = {}
-
-    class Pass:
-        def __init__(self, before):
-            self.before = before
-
-        def __call__(self, module, inputs):
-            for node in module.graph.nodes:
-                seen[str(node.target)] = _torch.is_backward(node)
-            return module if self.before is None else self.before(module, inputs)
-
-    with torch._functorch.config.patch(joint_custom_pass=None):
-        _torch.call_on_joint_graphs(Pass)
-        _torch.call_on_joint_graphs(Pass)
-        assert torch._functorch.config.joint_custom_pass.before is None
-        torch.compile(torch.sin, backend="aot_eager")(torch.ones(2, requires_grad=True)).sum().backward()
-    assert not seen["aten.sin.default"]
-    assert seen["aten.cos.default"]
-
-
-class Double(torch.autograd.Function):
-    """Its backward pass multiplies matrices that the forward pass has, too."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return 2 * x
-
-    @staticmethod
-    def backward(ctx, gradient):
-        (x,) = ctx.saved_tensors
-        return gradient * (x @ x)
-
-
-@pytest.mark.parametrize("told", [False, True])
-def test_what_is_costly_is_computed_in_backward_if_compilers_are_told(fresh_compiler, told):
-    graphs = []
-
-    class Pass:
-        def __init__(self, before):
-            pass
-
-        def __call__(self, module, inputs):
-            for node in module.graph.nodes:
-                if told and node.target is torch.ops.aten.mm.default:
-                    _torch.compute_in_backward(node)
-            return module
-
-    def keep(module, inputs):
-        graphs.append({node.target for node in module.graph.nodes})
-        return make_boxed_func(module.forward)
-
-    backend = aot_autograd(fw_compiler=keep, partition_fn=min_cut_rematerialization_partition)
-    with torch._functorch.config.patch(joint_custom_pass=None):
-        _torch.call_on_joint_graphs(Pass)
-        torch.compile(Double.apply, backend=backend)(torch.ones(2, 2, requires_grad=True)).sum().backward()
-    assert [torch.ops.aten.mm.default in graph for graph in graphs] == [not told, told]
-
-
-def test_decompositions_take_silu_apart():
-    import torch._inductor.decomposition
-
-    table = _torch.decompositions()
-    assert table is not None
-    assert torch.ops.aten.silu.default in table

@@ -5,8 +5,8 @@ import json
 
 import pytest
 import torch
+from analyzed_nets import Net, images, plain
 from foreign_nets import conv, spread
-from test_analyze import Net, images, plain
 from torch import nn
 
 from inplace_abn import Example, analyze, convert, verify

@@ -5,15 +5,18 @@ import copy
 import pytest
 import torch
 from cases import relative_error
-from programs import PROGRAMS
+from programs import SEEN
+from sum_programs import SUMS
 from torch import nn
 from torch.utils._pytree import tree_leaves
 from unseen_functions import Gated, scripted_gate
+from unseen_programs import UNSEEN
 
 from inplace_abn import convert, guard, revert
 from inplace_abn.conversion import norms
 from inplace_abn.conversion.pending import Pending
 
+PROGRAMS = SEEN | SUMS | UNSEEN
 # What the norm knows before the first call: nothing, that relu or leaky_relu follows, that somebody keeps its output
 # for backward, or that it is to do what torch's norm does.
 KNOWN = {

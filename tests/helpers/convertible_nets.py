@@ -3,12 +3,18 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from foreign_nets import CalledActivation, ResNet, hugging_face, mobilenet, spread, timm_net
+from foreign_nets import CalledActivation, ResNet, conv, hugging_face, mobilenet, spread, timm_net
 from torch import nn
 
 
 def images(size=32):
     return torch.randn(2, 3, size, size)
+
+
+def chain(blocks):
+    return nn.Sequential(
+        *[m for _ in range(blocks) for m in (conv(4, 4), nn.BatchNorm2d(4), nn.ReLU(inplace=True))], conv(4, 4)
+    )
 
 
 def inception():

@@ -1,7 +1,8 @@
 """Programs that call a norm and use its output. A program maps (net, a) to the tensors that the loss is made of.
 
 ``net`` has ``conv``, the norms ``bn``, ``bn2`` and ``bn3`` (which takes ``a`` itself), a tensor ``r`` with the shape of
-the norms' outputs, and a list ``kept``.
+the norms' outputs, and a list ``kept``. Programs that add to the norm's output are in ``sum_programs.py``, and those
+that call custom or scripted functions in ``unseen_programs.py``.
 """
 
 import threading
@@ -11,15 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from unseen_functions import (
-    Doubled,
-    DoubledInPlace,
-    Gated,
-    Passed,
-    scripted_gate,
-    scripted_relu,
-    scripted_relu_in_place,
-)
 
 
 def rebind(function):
@@ -51,29 +43,6 @@ def parameters_changed(net, a):
     z = F.relu(h)
     net.train()
     return z
-
-
-def residual_changed(net, a):
-    r = net.r * 1.0
-    h = net.bn(net.conv(a)) + r
-    s = F.leaky_relu(h, 0.1)
-    r = r * 2
-    return s, r
-
-
-def residual_modified(net, a):
-    r = net.r * 1.0
-    h = net.bn(net.conv(a)) + r
-    r.mul_(2)
-    return F.relu(h), r
-
-
-def residual_modified_in_place(net, a):
-    r = net.r * 1.0
-    h = net.bn(net.conv(a))
-    h += r
-    r.mul_(2)
-    return h * h, r
 
 
 def no_grad_between(net, a):
@@ -194,33 +163,6 @@ def called_functionally(net, a):
     return F.relu(torch.func.functional_call(net.bn, state, (net.conv(a),)))
 
 
-def both_norms(net, a):
-    return F.relu(net.bn(net.conv(a)) + net.bn2(net.conv(a * 2)))
-
-
-def both_norms_in_place(net, a):
-    h, r = net.bn(net.conv(a)), net.bn2(net.conv(a * 2))
-    h += r
-    return F.relu(h, inplace=True)
-
-
-def residual_is_used_too(net, a):
-    h, r = net.bn(net.conv(a)), net.bn2(net.conv(a * 2))
-    h += r
-    return F.relu_(h), r.sin()
-
-
-def three(net, a):
-    return F.relu(net.bn(net.conv(a)) + net.r + net.r.sin())
-
-
-def sum_used_too(net, a):
-    h = net.bn(net.conv(a))
-    s = h + net.r
-    z = F.relu(s)
-    return z, s.sin(), h.cos()
-
-
 def norm_of_norm(net, a):
     return F.relu(net.bn2(net.bn(net.conv(a))))
 
@@ -241,11 +183,6 @@ def of_what_is_needed_again(net, a):
 def pre_activation(net, a):
     x = net.conv(a)
     return F.relu(net.bn(x)) * 2 + x, net.bn2(x).relu_()
-
-
-def residual_is_the_input(net, a):
-    x = net.conv(a)
-    return F.relu(net.bn(x) + x)
 
 
 def frozen(net, a):
@@ -316,17 +253,6 @@ def out_argument(net, a):
     return F.relu(h) * out
 
 
-def saved_by_a_function(net, a):
-    h = net.bn(net.conv(a))
-    return Gated.apply(h), F.relu(h)
-
-
-def in_place_function(net, a):
-    h = net.bn(net.conv(a))
-    z = DoubledInPlace.apply(h)
-    return z * z
-
-
 def metadata(net, a):
     h = net.bn(net.conv(a))
     assert isinstance(h, torch.Tensor)
@@ -343,108 +269,11 @@ def metadata(net, a):
     return F.relu(h)
 
 
-def changed(change, function):
-    """A program that changes the norm's output in place, and then gives it to a function whose call it does not see."""
-
-    def program(net, a):
-        h = net.bn(net.conv(a))
-        change(h)
-        return function(h), h * 1.5
-
-    return program
-
-
-def changed_between_functions(net, a):
-    h = net.bn(net.conv(a))
-    DoubledInPlace.apply(h)
-    h.mul_(3)
-    DoubledInPlace.apply(h)
-    h.add_(net.r)
-    return Gated.apply(h), h.sin()
-
-
-def changed_after_a_function(net, a):
-    h = net.bn(net.conv(a))
-    z = scripted_relu(h) + 0
-    h.mul_(2)
-    return Gated.apply(h), z
-
-
-def item_set(h):
-    h[:, 0] = 0.5
-
-
 def shape_changed(net, a):
     h = net.bn(net.conv(a))
     h.unsqueeze_(0)
     net.kept.extend([h.dim(), len(h), h.size(1), *h.shape])
     return F.relu(h)
-
-
-def detached(net, a):
-    h = net.bn(net.conv(a))
-    h.detach_()
-    net.kept.append(int(h.requires_grad))
-    return Gated.apply(h) + net.r
-
-
-def written_by_another_name(net, a):
-    """An op in place returns the tensor itself, wherever in the graph a custom function has put that tensor."""
-    h = net.bn(net.conv(a))
-    g = h
-    g += 1
-    w = DoubledInPlace.apply(h)
-    return g * 1.0, w.sin()
-
-
-def returned_as_it_is(net, a):
-    h = net.bn(net.conv(a))
-    g = h.contiguous()
-    DoubledInPlace.apply(h)
-    return g * 1.0, net.bn2(h)
-
-
-def gradient_of_it(function):
-    """A program that takes the gradient of all that was computed with the norm's output, by custom functions and by
-    torch's."""
-
-    def program(net, a):
-        h = net.bn(net.conv(a))
-        z = function(h)
-        (g,) = torch.autograd.grad(z.square().sum(), h, retain_graph=True)
-        return z, g
-
-    return program
-
-
-def hooked_after_a_function(net, a):
-    h = net.bn(net.conv(a))
-    z = Gated.apply(h)
-    h.register_hook(lambda g: g * 0.5)
-    return z
-
-
-def hooked_after_both(net, a):
-    h = net.bn(net.conv(a))
-    s, z = h.sin(), Gated.apply(h)
-    h.register_hook(lambda g: g * 0.5)
-    return z, s
-
-
-def retained_after_a_function(net, a):
-    h = net.bn(net.conv(a))
-    z = Gated.apply(h)
-    h.retain_grad()
-    z.square().sum().backward(retain_graph=True)
-    net.kept.append(h.grad.norm().item())
-    return z
-
-
-def thawed_after_the_call(net, a):
-    net.bn.weight.requires_grad_(False)
-    h = net.bn(net.conv(a))
-    net.bn.weight.requires_grad_(True)
-    return Gated.apply(h), h.sin()
 
 
 def under_a_transform(net, a):
@@ -453,14 +282,7 @@ def under_a_transform(net, a):
     return g, torch.func.vmap(lambda t: (t * h[0]).sum())(net.r), F.silu(h)
 
 
-def sum_under_a_transform(net, a):
-    s = net.bn(net.conv(a)) + net.r
-    return torch.func.grad(lambda t: (F.relu(s) * t).sum().sin())(net.r), s
-
-
-PROGRAMS = {
-    "written by another name": written_by_another_name,
-    "returned as it is": returned_as_it_is,
+SEEN = {
     "relu": after(F.relu),
     "relu in place": after(lambda h: F.relu(h, inplace=True)),
     "torch.relu": after(torch.relu),
@@ -501,9 +323,6 @@ PROGRAMS = {
     "unused": then(lambda net, h: net.r * 2),
     "unused and used": then(lambda net, h: F.relu(net.bn2(net.r))),
     "flags": parameters_changed,
-    "another residual of the name": residual_changed,
-    "residual modified": residual_modified,
-    "residual modified, nothing follows": residual_modified_in_place,
     "read without grad": no_grad_between,
     "activated without grad": activated_without_grad,
     "in place without grad": in_place_without_grad,
@@ -524,37 +343,15 @@ PROGRAMS = {
     "checkpoint ends": checkpoint_ends_with_it(use_reentrant=False),
     "reentrant checkpoint ends": checkpoint_ends_with_it(use_reentrant=True),
     "functional_call": called_functionally,
-    "residual": then(lambda net, h: F.relu(h + net.r)),
-    "residual first": then(lambda net, h: F.relu(net.r + h)),
-    "torch.add": then(lambda net, h: F.relu(torch.add(h, net.r))),
-    "torch.add, alpha 2": then(lambda net, h: F.relu(torch.add(h, net.r, alpha=2))),
-    "add_": then(lambda net, h: h.add_(net.r).relu_()),
-    "sub": then(lambda net, h: F.relu(h - net.r)),
-    "add a number": then(lambda net, h: F.relu(h + 1)),
-    "sum()": then(lambda net, h: F.relu(sum([h, net.r]))),
-    "broadcast residual": then(lambda net, h: F.relu(h + net.r[:1])),
-    "residual of another dtype": then(lambda net, h: F.relu(h + net.r.float())),
-    "transposed residual": then(lambda net, h: F.relu(h + net.r.transpose(2, 3).contiguous().transpose(2, 3))),
-    "residual into which it is added": then(lambda net, h: F.relu((net.r * 1).add_(h))),
-    "residual without activation": then(lambda net, h: h + net.r),
-    "residual and silu": then(lambda net, h: F.silu(h + net.r, inplace=True)),
-    "itself": then(lambda net, h: F.relu(h + h)),
-    "both norms": both_norms,
-    "both norms in place": both_norms_in_place,
-    "residual used too": residual_is_used_too,
-    "three": three,
-    "sum used too": sum_used_too,
     "norm of a norm": norm_of_norm,
     "called twice": called_twice,
     "a leaf": of_a_leaf,
     "input needed again": of_what_is_needed_again,
     "pre-activation": pre_activation,
-    "residual is the input": residual_is_the_input,
     "frozen statistics": frozen,
     "frozen parameters": weights_frozen,
     "backward twice": backward_twice,
     "second order": second_order(F.silu),
-    "second order of a function": second_order(Doubled.apply),
     "second order of nothing": second_order(torch.tanh),
     "linear algebra": own_linear_algebra,
     "containers": concatenated,
@@ -562,36 +359,7 @@ PROGRAMS = {
     "item assignment": written_to,
     "view written to": part_written_later,
     "out=": out_argument,
-    "custom function": after(Doubled.apply),
-    "custom function that makes a view": after(Passed.apply),
-    "custom function, then relu": after(lambda h: F.relu(Passed.apply(h) * 1)),
-    "relu, then custom function": after(lambda h: Doubled.apply(F.relu(h))),
-    "relu_, then custom function": rebind(lambda h: h.relu_()),
-    "relu_ of a name, then custom function": after(lambda h: (F.relu_(h), Doubled.apply(h))),
-    "add_ of a name, then custom function": then(lambda net, h: (h.add_(net.r), Doubled.apply(h))),
-    "saved by a function, then relu": saved_by_a_function,
-    "custom function in place": in_place_function,
-    "scripted relu": after(scripted_relu),
-    "scripted relu_": after(lambda h: scripted_relu_in_place(h) * 1.5),
-    "scripted relu_, then the name": rebind(scripted_relu_in_place),
-    "scripted gate": after(scripted_gate),
     "metadata": metadata,
-    "mul_, then custom function": changed(lambda h: h.mul_(2), Gated.apply),
-    "tanh_, then scripted gate": changed(lambda h: h.tanh_(), scripted_gate),
-    "item assignment, then custom function": changed(item_set, Gated.apply),
-    "dropout in place, then custom function": changed(lambda h: F.dropout(h, 0.0, True, True), Gated.apply),
-    "mul_ without grad, then custom function": changed(torch.no_grad()(lambda h: h.mul_(2)), Gated.apply),
-    "changed between functions": changed_between_functions,
-    "changed after a function": changed_after_a_function,
     "shape changed in place": shape_changed,
-    "detached in place": detached,
-    "gradient of a custom function": gradient_of_it(Gated.apply),
-    "gradient of both": gradient_of_it(lambda h: Gated.apply(h) + h.sin()),
-    "gradient of both, in other order": gradient_of_it(lambda h: h.sin() * Gated.apply(h)),
-    "hook after a custom function": hooked_after_a_function,
-    "hook after both": hooked_after_both,
-    "retain_grad after a custom function": retained_after_a_function,
-    "thawed after the call": thawed_after_the_call,
     "under a transform": under_a_transform,
-    "sum under a transform": sum_under_a_transform,
 }

@@ -1,32 +1,18 @@
-"""The memory report, as a function and on the command line."""
+"""The memory report: what is measured, its prediction and its plot."""
 
 import builtins
 import copy
-import os
-import pickle
-import re
-import subprocess
-import sys
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from convertible_nets import chain
 from foreign_nets import ResNet, conv, spread
 from torch import nn
 
-import inplace_abn
-from inplace_abn import Example, Plan, analyze, convert, verify
+from inplace_abn import Example, analyze, convert, verify
 from inplace_abn.conversion.norms import InPlaceNorm
-from inplace_abn.conversion.plan import Layer
-from inplace_abn.memory import Usage, load_model, main, measure, memory_report, parse_shape, save_plot
+from inplace_abn.memory import Usage, measure, memory_report, save_plot
 from inplace_abn.memory.plot import _places
-
-
-def chain(blocks):
-    return nn.Sequential(
-        *[m for _ in range(blocks) for m in (conv(4, 4), nn.BatchNorm2d(4), nn.ReLU(inplace=True))], conv(4, 4)
-    )
 
 
 def test_held_bytes_are_those_of_the_saved_activations():
@@ -109,40 +95,6 @@ def test_what_is_missing_is_named(monkeypatch, package, tmp_path):
     }
     with pytest.raises(ImportError, match=rf"needs {package}: pip install 'inplace-abn\[demo\]'"):
         uses[package]()
-
-
-def test_shapes_and_factories_are_read_or_refused():
-    assert parse_shape("8x3x512x512") == (8, 3, 512, 512)
-    for text in ("", "8x", "8x-3", "axb", "0x3"):
-        with pytest.raises(ValueError, match="expected a shape"):
-            parse_shape(text)
-    assert isinstance(load_model("foreign_nets:ResNet"), ResNet)
-    assert isinstance(load_model("torch.nn:Identity"), nn.Identity)
-    for text, message in (
-        ("torch.nn", "expected MODULE:FACTORY"),
-        ("torch.nn:Nothing", "torch.nn has no Nothing"),
-        ("builtins:dict", r"to give a torch\.nn\.Module, got dict"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            load_model(text)
-    with pytest.raises(ImportError):
-        load_model("no_such_module:f")
-
-
-def test_the_command_prints_plan_and_report_and_draws(capsys, tmp_path):
-    pytest.importorskip("matplotlib")
-    png = tmp_path / "memory.png"
-    main(["foreign_nets:ResNet", "--input", "2x3x32x32", "--convert", "--png", str(png)])
-    out = capsys.readouterr().out
-    assert "norms go in place" in out
-    assert "held for backward" in out
-    assert png.exists()
-    main(["foreign_nets:ResNet", "--input", "2x3x32x32"])
-    assert "in place" not in capsys.readouterr().out
-    for wrong in (["nothing", "--input", "2x3"], ["torch.nn:Identity", "--input", "two"]):
-        with pytest.raises(SystemExit):
-            main(wrong)
-        assert "expected" in capsys.readouterr().err
 
 
 def test_all_functions_take_the_arguments_of_a_call_alike():
@@ -264,174 +216,6 @@ def test_the_bar_does_not_go_beyond_its_end(monkeypatch):
     (bar,) = seen
     # The converted model may call its modules another number of times.
     assert bar.total * 0.9 < bar.n <= bar.total
-
-
-def layer(name, saved=1024, **options):
-    return Layer(name, "BatchNorm2d", f"convolution in {name}", "relu", 0.01, (), bytes_saved=saved, **options)
-
-
-def rows_of(plan, width=200):
-    """The cells of the rows between the table's rules."""
-    lines = plan.table(width).splitlines()
-    first, last = (i for i, line in enumerate(lines) if line.startswith("---"))
-    return [line.split() for line in lines[first + 1 : last] if not line.startswith("    ")]
-
-
-@pytest.mark.parametrize("width", [60, 80, 200])
-def test_no_line_of_a_table_is_longer_than_the_terminal_and_nothing_is_cut(width, monkeypatch):
-    """Long reasons and long names are broken into lines, whatever their length."""
-    monkeypatch.setenv("COLUMNS", str(width))
-    plan = replace(analyze(ResNet(), torch.randn(2, 3, 32, 32)), residual=False)
-    named = [replace(x, name=f"{'encoder.' * 9}{x.name}") for x in plan.layers]
-    plan = replace(plan, layers=tuple(named))
-    lines = str(plan).splitlines()
-    assert max(map(len, lines)) <= width
-    everything = "".join(str(plan).split())
-    assert "encoder." * 3 in everything
-    for one in plan.layers:
-        assert all("".join(re.split(r"[\d\s]+", reason)[0]) in everything for reason in one.reasons)
-
-
-def test_a_table_is_a_hundred_columns_wide_where_there_is_no_terminal():
-    plan = Plan((layer("stem.bn", kept=("it is read again " * 20,)),))
-    code = f"import pickle; print(pickle.loads({pickle.dumps(plan)!r}))"
-    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
-    assert 90 < max(map(len, done.stdout.splitlines())) <= 100
-
-
-def test_rows_that_differ_in_indices_only_are_one_row_with_their_number_and_sum():
-    names = ("layer1.0.bn1", "layer1.0.bn2", "layer1.1.bn1", "layer1.1.bn2", "layer2.10.bn1", "head.1", "head.4")
-    rows = rows_of(Plan(tuple(layer(name) for name in names)))
-    assert [row[:6] for row in rows] == [
-        ["layer[1-2].[0-10].bn1", "3", "relu", "in", "place", "3.0"],
-        ["layer1.[0-1].bn2", "2", "relu", "in", "place", "2.0"],
-        ["head.[1-4]", "2", "relu", "in", "place", "2.0"],
-    ]
-
-
-def test_rows_with_another_activation_verdict_or_reason_are_rows_of_their_own():
-    same = layer("a.0.bn", kept=("3 others read its input",))
-    others = (
-        layer("a.1.bn", kept=("somebody reads its input",)),
-        layer("a.2.bn"),
-        replace(layer("a.3.bn"), activation="silu"),
-        replace(layer("a.4.bn"), reasons=("nothing would be gained",)),
-        layer("a.5.bn", kept=("4 others read its input",)),
-    )
-    plan = Plan((same, *others))
-    assert [row[:2] for row in rows_of(plan)] == [
-        ["a.[0-5].bn", "2"],
-        *([f"a.{i}.bn", "1"] for i in range(1, 5)),
-    ]
-    assert "[3-4] others read its input" in plan.table(100)
-    assert plan.table(100).count("others read") == 1
-
-
-def test_bytes_end_in_one_column_and_add_up():
-    sizes = (512, 20 * 1024, 3 * 2**20)
-    text = Plan(tuple(layer(name, size) for name, size in zip("abc", sizes, strict=True))).table(100)
-    lines = [line for line in text.splitlines() if re.search(r"\d (B|KiB|MiB)\b", line)][:4]
-    assert len({re.search(r"\d (B|KiB|MiB)\b", line).end() for line in lines}) == 1
-    assert lines[3].split()[:4] == ["total", "3", "3.0", "MiB"]
-    report = str(memory_report(chain(2), torch.randn(2, 4, 16, 16))).splitlines()
-    assert len({len(line) for line in report}) == 1
-
-
-def test_a_model_without_norms_has_a_table_of_none():
-    assert rows_of(Plan(())) == []
-    assert "0 of 0 norms go in place" in str(Plan(()))
-
-
-@pytest.mark.parametrize(
-    ("model", "options"),
-    [
-        ("foreign_nets:ResNet", ["--kwargs", '{"width": 4}']),
-        ("foreign_nets:ResNet", ["--no-residual"]),
-        ("two_inputs:net", ["2x3x16x16"]),
-    ],
-)
-def test_the_command_says_what_was_converted_and_ends_with_two_lines_that_do_the_same(
-    model, options, capsys, tmp_path, monkeypatch
-):
-    (tmp_path / "two_inputs.py").write_text(
-        "from torch import nn\n"
-        "class Net(nn.Sequential):\n"
-        "    def forward(self, x, y):\n"
-        "        return super().forward(x + y)\n"
-        "net = Net(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.SiLU(), nn.Conv2d(4, 4, 1))\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    main([model, "--input", "2x3x16x16", *options, "--convert"])
-    out = capsys.readouterr().out
-    *_, first, second = out.splitlines()
-    done = {}
-    exec(f"{first}\n{second}", done)
-    count = sum(isinstance(m, InPlaceNorm) for m in done["model"].modules())
-    assert count > 0
-    assert re.search(rf"^{count} of \d+ norms were converted", out, re.MULTILINE)
-    if "--kwargs" in options:
-        assert done["model"].fc.in_features == 8
-
-
-@pytest.mark.parametrize("installed", [True, False])
-def test_the_command_prints_the_same_with_and_without_rich(installed, capsys, monkeypatch):
-    if installed:
-        pytest.importorskip("rich")
-    else:
-        monkeypatch.setitem(sys.modules, "rich.console", None)
-    main(["foreign_nets:ResNet", "--input", "2x3x32x32", "--convert"])
-    plan = analyze(ResNet(), torch.randn(2, 3, 32, 32))
-    assert capsys.readouterr().out.startswith(f"{plan}\n\n")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--no-residual"], "add --convert"),
-        (["--png", "no/such/folder/out.png"], "No such file or directory"),
-        (["--png", "."], "Is a directory"),
-        (["--png", "out.txt"], "expected a picture in one of the formats"),
-        (["--kwargs", "{"], "expected JSON"),
-        (["--kwargs", "3"], "expected a JSON object"),
-        (["--kwargs", '{"width": []}'], r"ResNet\(width=\[\]\) failed: TypeError"),
-        (["--kwargs", '{"depth": 3}'], r"ResNet\(depth=3\) failed: TypeError"),
-    ],
-)
-def test_the_command_refuses_before_it_measures(arguments, message, capsys, monkeypatch, tmp_path):
-    """Errors must come before minutes of measuring, and as messages without a traceback."""
-    pytest.importorskip("matplotlib")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("inplace_abn.memory.memory_report", None)
-    with pytest.raises(SystemExit) as stopped:
-        main(["foreign_nets:ResNet", "--input", "2x3x32x32", *arguments])
-    assert stopped.value.code == 2
-    error = capsys.readouterr().err
-    assert re.search(message, error), error
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_the_command_gives_the_factory_its_arguments(capsys):
-    main(["foreign_nets:ResNet", "--kwargs", '{"width": 4}', "--input", "2x3x32x32", "--convert"])
-    assert "layer[1-2].[0-1].bn2" in capsys.readouterr().out
-    assert load_model("foreign_nets:ResNet", {"width": 4}).fc.in_features == 8
-    for text in ("torch.nn:init.math.pi", "foreign_nets:BasicBlock"):
-        with pytest.raises(ValueError, match=r"failed: TypeError|to be a module or to make one, got float"):
-            load_model(text)
-
-
-def test_the_command_finds_models_in_the_current_folder(tmp_path):
-    (tmp_path / "mine.py").write_text(
-        "from torch import nn\n"
-        "def make():\n"
-        "    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.SiLU(), nn.Conv2d(4, 4, 1))\n"
-    )
-    command = [sys.executable, "-m", "inplace_abn.memory", "mine:make", "--input", "2x3x16x16", "--convert"]
-    environment = os.environ | {"PYTHONPATH": str(Path(inplace_abn.__file__).parents[1])}
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stderr
-    assert "silu" in done.stdout
-    assert "saved" in done.stdout
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

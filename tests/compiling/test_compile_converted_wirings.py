@@ -1,0 +1,185 @@
+"""Compiled converted norms have native gradients, whatever the program around them does."""
+
+import copy
+
+import pytest
+import torch
+import torch._dynamo
+import torch._functorch.config
+import torch.nn.functional as F
+from compiled_converted_nets import ACTIVATIONS, batch, compiled_pair, made, step
+from compiled_nets import assert_same
+from torch import nn
+
+from inplace_abn import convert
+
+pytestmark = [
+    pytest.mark.usefixtures("fresh_compiler"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit"),
+]
+
+
+class Wired(nn.Module):
+    """A norm between convolutions. ``wiring`` is what a test does with the norm's output."""
+
+    def __init__(self, wiring):
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 4, 1)
+        self.norm = nn.BatchNorm2d(8)
+        self.wiring = wiring
+        nn.init.uniform_(self.norm.weight, 0.5, 1.5)
+        nn.init.normal_(self.norm.bias, std=0.3)
+
+    def forward(self, x):
+        return self.last(self.wiring(self.norm(self.first(x))))
+
+
+def pre_activation_is_read_again(y):
+    return F.silu(y) + y
+
+
+def pre_activation_is_read_by_a_mask(y):
+    return F.relu(y) * (y > 0.5)
+
+
+def activated_twice(y):
+    return F.relu(y) + F.silu(y)
+
+
+def zeros_are_compared(y):
+    z = F.relu(y)
+    return z + (z == 0)
+
+
+def zeros_are_compared_behind_a_view(y):
+    z = F.relu(y)
+    return z + (z.flatten(2).flip(2) != 0).view_as(z)
+
+
+def modified_in_place(y):
+    z = F.silu(y)
+    z += 1
+    return z.mul_(2)
+
+
+def scaled_sum(y):
+    return F.relu(torch.add(y, y.detach(), alpha=0.5))
+
+
+def sum_with_itself(y):
+    return F.relu(y + y)
+
+
+def broadcast_sum(y):
+    return F.relu(y + y.mean((2, 3), keepdim=True))
+
+
+def sum_with_a_view(y):
+    return F.relu(y + y.transpose(2, 3).reshape(y.shape))
+
+
+def own_spelling_of_silu(y):
+    return y * torch.sigmoid(y)
+
+
+def own_spelling_of_leaky_relu(y):
+    return torch.where(y > 0, y, 0.2 * y)
+
+
+WIRINGS = [
+    pre_activation_is_read_again,
+    pre_activation_is_read_by_a_mask,
+    activated_twice,
+    zeros_are_compared,
+    zeros_are_compared_behind_a_view,
+    modified_in_place,
+    scaled_sum,
+    sum_with_itself,
+    broadcast_sum,
+    sum_with_a_view,
+    own_spelling_of_silu,
+    own_spelling_of_leaky_relu,
+]
+
+
+@pytest.mark.parametrize("wiring", WIRINGS, ids=lambda wiring: wiring.__name__)
+def test_wirings_are_native(wiring, device):
+    torch.manual_seed(5)
+    native, x = Wired(wiring).to(device, torch.float64), batch(device)
+    module, compiled = compiled_pair(native)
+    assert_same(step(compiled, module, x), step(native, native, x))
+
+
+def test_a_graph_break_between_norm_and_activation(device):
+    def broken(y):
+        torch._dynamo.graph_break()
+        return F.relu(y)
+
+    torch.manual_seed(5)
+    native, x = Wired(broken).to(device, torch.float64), batch(device)
+    module = convert(copy.deepcopy(native))
+    assert_same(step(torch.compile(module, backend="aot_eager"), module, x), step(native, native, x))
+
+
+@pytest.mark.parametrize("part", ["first", "second", "both"])
+def test_compiled_and_eager_parts_of_one_model(part, device):
+    native, x = nn.Sequential(made(device=device), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 1)), batch(device)
+    native.to(device, torch.float64)
+    module = convert(copy.deepcopy(native))
+    first, second = module[0], module[1:]
+    if part != "second":
+        first = torch.compile(first, backend="aot_eager", fullgraph=True)
+    if part != "first":
+        second = torch.compile(second, backend="aot_eager", fullgraph=True)
+    assert_same(step(lambda x: second(first(x)), module, x), step(native, native, x))
+
+
+@pytest.mark.parametrize("activation", ["relu", "silu", "identity"])
+def test_an_output_that_is_modified_afterwards_is_right_or_an_error(activation, device):
+    act = ACTIVATIONS[activation]
+    native = nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8)).to(device, torch.float64)
+    module, x = convert(copy.deepcopy(native)), batch(device)
+    compiled = torch.compile(lambda x: act(module(x)), backend="aot_eager", fullgraph=True)
+    expected = step(lambda x: act(native(x)).clone().mul_(2), native, x)
+    try:
+        actual = step(lambda x: compiled(x).mul_(2), module, x)
+    except RuntimeError as error:
+        assert "inplace operation" in str(error)
+    else:
+        assert_same(actual, expected)
+
+
+def test_a_retained_graph_gives_the_same_gradients_again(device):
+    native, x = made(device=device), batch(device)
+    module, compiled = compiled_pair(native)
+    module.zero_grad()
+    # A graph of AOT autograd that reuses memory cannot be run twice.
+    with torch._functorch.config.patch(donated_buffer=False):
+        loss = compiled(x).square().sum()
+        loss.backward(retain_graph=True)
+        first = [p.grad.clone() for p in module.parameters()]
+        loss.backward()
+    native.zero_grad()
+    native(x).square().sum().backward()
+    assert_same(first, [p.grad for p in native.parameters()])
+    assert_same([p.grad for p in module.parameters()], [2 * p.grad for p in native.parameters()])
+
+
+def test_compiled_autograd(device):
+    native, x = made(device=device), batch(device)
+    module, compiled = compiled_pair(native)
+    expected = step(native, native, x)
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):
+        actual = step(compiled, module, x)
+    assert_same(actual, expected)
+
+
+def test_a_checkpointed_region(device):
+    native, x = made(device=device), batch(device)
+    module = convert(copy.deepcopy(native))
+
+    def function(x):
+        return torch.utils.checkpoint.checkpoint(module, x, use_reentrant=False)
+
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    assert_same(step(compiled, module, x), step(native, native, x))

@@ -1,0 +1,91 @@
+"""A net that is converted and then compiled, and what a step with it gives and holds."""
+
+import copy
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from inplace_abn import convert
+
+ACTIVATIONS = {
+    "relu": nn.ReLU(),
+    "relu in place": nn.ReLU(inplace=True),
+    "functional relu": lambda y: F.relu(y),
+    "leaky_relu": nn.LeakyReLU(0.2),
+    "leaky_relu of slope 0": nn.LeakyReLU(0.0),
+    "elu": nn.ELU(),
+    "silu": nn.SiLU(inplace=True),
+    "hardswish": nn.Hardswish(),
+    "gelu": nn.GELU(),
+    "gelu tanh": nn.GELU("tanh"),
+    "mish": nn.Mish(),
+    "identity": nn.Identity(),
+}
+PLANE = 4 * 9 * 10
+"""The number of values of a channel in the batches of the tests. A tensor with fewer values is no activation."""
+
+
+class Net(nn.Module):
+    """A chain, and two residual blocks. The other branch of the first block is a norm, too. All share one
+    activation."""
+
+    def __init__(self, activation):
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(3 if i == 0 else 8, 8, 3, padding=1, bias=False) for i in range(4))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(8) for _ in range(4))
+        self.last = nn.Conv2d(8, 4, 1)
+        self.activation = activation
+        for norm in self.norms:
+            nn.init.uniform_(norm.weight, 0.5, 1.5)
+            nn.init.normal_(norm.bias, std=0.3)
+            with torch.no_grad():
+                norm.weight[0] *= -1
+
+    def block(self, i, x):
+        return self.norms[i](self.convs[i](x))
+
+    def forward(self, x):
+        a = self.activation(self.block(0, x))
+        b = self.activation(self.block(1, a) + self.block(2, a))
+        return self.last(self.activation(self.block(3, b) + b))
+
+
+def made(activation="relu", device="cpu", kind=Net):
+    torch.manual_seed(3)
+    return kind(ACTIVATIONS[activation]).to(device, torch.float64)
+
+
+def batch(device="cpu", shape=(4, 3, 9, 10)):
+    torch.manual_seed(4)
+    return torch.randn(shape, dtype=torch.float64, device=device)
+
+
+def step(function, module, x):
+    module.zero_grad()
+    x = x.clone().requires_grad_()
+    y = function(x)
+    (y * y.detach().cos()).sum().backward()
+    return [y.detach(), x.grad, *(p.grad.clone() for p in module.parameters()), *(b.clone() for b in module.buffers())]
+
+
+def held(function, x):
+    """Bytes of activations that autograd keeps."""
+    sizes = {}
+
+    def pack(t):
+        storage = t.untyped_storage()
+        if storage.nbytes() >= PLANE * t.element_size():
+            sizes[storage._cdata] = storage.nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y = function(x)
+    del y
+    return sum(sizes.values())
+
+
+def compiled_pair(native, backend="aot_eager", **options):
+    """Returns a converted copy, and the same copy compiled."""
+    module = convert(copy.deepcopy(native))
+    return module, torch.compile(module, backend=backend, fullgraph=True, **options)

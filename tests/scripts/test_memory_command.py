@@ -1,0 +1,142 @@
+"""The memory command: its arguments, what it prints, and what it refuses before it measures."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from foreign_nets import ResNet
+from torch import nn
+
+import inplace_abn
+from inplace_abn import analyze
+from inplace_abn.conversion.norms import InPlaceNorm
+from inplace_abn.memory import load_model, main, parse_shape
+
+
+def test_shapes_and_factories_are_read_or_refused():
+    assert parse_shape("8x3x512x512") == (8, 3, 512, 512)
+    for text in ("", "8x", "8x-3", "axb", "0x3"):
+        with pytest.raises(ValueError, match="expected a shape"):
+            parse_shape(text)
+    assert isinstance(load_model("foreign_nets:ResNet"), ResNet)
+    assert isinstance(load_model("torch.nn:Identity"), nn.Identity)
+    for text, message in (
+        ("torch.nn", "expected MODULE:FACTORY"),
+        ("torch.nn:Nothing", "torch.nn has no Nothing"),
+        ("builtins:dict", r"to give a torch\.nn\.Module, got dict"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_model(text)
+    with pytest.raises(ImportError):
+        load_model("no_such_module:f")
+
+
+def test_the_command_prints_plan_and_report_and_draws(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    png = tmp_path / "memory.png"
+    main(["foreign_nets:ResNet", "--input", "2x3x32x32", "--convert", "--png", str(png)])
+    out = capsys.readouterr().out
+    assert "norms go in place" in out
+    assert "held for backward" in out
+    assert png.exists()
+    main(["foreign_nets:ResNet", "--input", "2x3x32x32"])
+    assert "in place" not in capsys.readouterr().out
+    for wrong in (["nothing", "--input", "2x3"], ["torch.nn:Identity", "--input", "two"]):
+        with pytest.raises(SystemExit):
+            main(wrong)
+        assert "expected" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        ("foreign_nets:ResNet", ["--kwargs", '{"width": 4}']),
+        ("foreign_nets:ResNet", ["--no-residual"]),
+        ("two_inputs:net", ["2x3x16x16"]),
+    ],
+)
+def test_the_command_says_what_was_converted_and_ends_with_two_lines_that_do_the_same(
+    model, options, capsys, tmp_path, monkeypatch
+):
+    (tmp_path / "two_inputs.py").write_text(
+        "from torch import nn\n"
+        "class Net(nn.Sequential):\n"
+        "    def forward(self, x, y):\n"
+        "        return super().forward(x + y)\n"
+        "net = Net(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.SiLU(), nn.Conv2d(4, 4, 1))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    main([model, "--input", "2x3x16x16", *options, "--convert"])
+    out = capsys.readouterr().out
+    *_, first, second = out.splitlines()
+    done = {}
+    exec(f"{first}\n{second}", done)
+    count = sum(isinstance(m, InPlaceNorm) for m in done["model"].modules())
+    assert count > 0
+    assert re.search(rf"^{count} of \d+ norms were converted", out, re.MULTILINE)
+    if "--kwargs" in options:
+        assert done["model"].fc.in_features == 8
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_the_command_prints_the_same_with_and_without_rich(installed, capsys, monkeypatch):
+    if installed:
+        pytest.importorskip("rich")
+    else:
+        monkeypatch.setitem(sys.modules, "rich.console", None)
+    main(["foreign_nets:ResNet", "--input", "2x3x32x32", "--convert"])
+    plan = analyze(ResNet(), torch.randn(2, 3, 32, 32))
+    assert capsys.readouterr().out.startswith(f"{plan}\n\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--no-residual"], "add --convert"),
+        (["--png", "no/such/folder/out.png"], "No such file or directory"),
+        (["--png", "."], "Is a directory"),
+        (["--png", "out.txt"], "expected a picture in one of the formats"),
+        (["--kwargs", "{"], "expected JSON"),
+        (["--kwargs", "3"], "expected a JSON object"),
+        (["--kwargs", '{"width": []}'], r"ResNet\(width=\[\]\) failed: TypeError"),
+        (["--kwargs", '{"depth": 3}'], r"ResNet\(depth=3\) failed: TypeError"),
+    ],
+)
+def test_the_command_refuses_before_it_measures(arguments, message, capsys, monkeypatch, tmp_path):
+    """Errors must come before minutes of measuring, and as messages without a traceback."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("inplace_abn.memory.memory_report", None)
+    with pytest.raises(SystemExit) as stopped:
+        main(["foreign_nets:ResNet", "--input", "2x3x32x32", *arguments])
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err
+    assert re.search(message, error), error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command_gives_the_factory_its_arguments(capsys):
+    main(["foreign_nets:ResNet", "--kwargs", '{"width": 4}', "--input", "2x3x32x32", "--convert"])
+    assert "layer[1-2].[0-1].bn2" in capsys.readouterr().out
+    assert load_model("foreign_nets:ResNet", {"width": 4}).fc.in_features == 8
+    for text in ("torch.nn:init.math.pi", "foreign_nets:BasicBlock"):
+        with pytest.raises(ValueError, match=r"failed: TypeError|to be a module or to make one, got float"):
+            load_model(text)
+
+
+def test_the_command_finds_models_in_the_current_folder(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from torch import nn\n"
+        "def make():\n"
+        "    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.SiLU(), nn.Conv2d(4, 4, 1))\n"
+    )
+    command = [sys.executable, "-m", "inplace_abn.memory", "mine:make", "--input", "2x3x16x16", "--convert"]
+    environment = os.environ | {"PYTHONPATH": str(Path(inplace_abn.__file__).parents[1])}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "silu" in done.stdout
+    assert "saved" in done.stdout
