@@ -117,14 +117,15 @@ INPLACE_ABN_INLINE void reduce_block(const scalar_t* z, const scalar_t* dz, int6
   stored.finish(count);
 }
 
-// Adds a run to lanes. `residual` and `store` are at the run's first element.
+// Adds a run to lanes. They are the caller's own memory, hence `__restrict__`. `residual` and `store` are at the run's
+// first element.
 template <typename scalar_t, typename opmath_t, typename Res, typename Act, typename Store>
 INPLACE_ABN_CLONES void reduce_run(const scalar_t* z, const scalar_t* z_ahead, const scalar_t* dz,
                                    const scalar_t* dz_ahead, int64_t length, ChannelValues<opmath_t> values,
-                                   Res residual, Act act, Store store, opmath_t* sums_dy, opmath_t* sums_dy_centred) {
+                                   Res residual, Act act, Store store, opmath_t* __restrict__ sum_dy,
+                                   opmath_t* __restrict__ sum_dy_centred) {
   constexpr int64_t wide = sum_lanes<opmath_t>, narrow = vector_lanes<scalar_t>;
   const bool ragged = length % narrow != 0;
-  Lanes<opmath_t> sum_dy(sums_dy), sum_dy_centred(sums_dy_centred);
   RunEnd<scalar_t> z_end, dz_end;
   typename Res::End residual_end;
   typename Store::End store_end;
@@ -133,15 +134,15 @@ INPLACE_ABN_CLONES void reduce_run(const scalar_t* z, const scalar_t* z_ahead, c
     dz_end.take(dz, length, scalar_t(0));  // spare lanes have no gradient, so they add nothing
     residual_end.take(residual, length);
     reduce_block<narrow>(z_end.data(), dz_end.data(), narrow, values, residual_end.get(), act, store_end.get(),
-                         z_end.repeated(length), sum_dy.values, sum_dy_centred.values);
+                         z_end.repeated(length), sum_dy, sum_dy_centred);
   }
   int64_t i = 0;
   while (i + wide <= length) {
     const int64_t count = next_block<block_size<scalar_t, wide, Act>, wide>(length - i);
     prefetch(z_ahead + i, count);
     prefetch(dz_ahead + i, count);
-    reduce_block<wide>(z + i, dz + i, count, values, residual.at(0, 0, i), act, store.at(0, 0, i), 0, sum_dy.values,
-                       sum_dy_centred.values);
+    reduce_block<wide>(z + i, dz + i, count, values, residual.at(0, 0, i), act, store.at(0, 0, i), 0, sum_dy,
+                       sum_dy_centred);
     i += count;
   }
   for (; i < length; i += narrow) {
@@ -149,12 +150,10 @@ INPLACE_ABN_CLONES void reduce_run(const scalar_t* z, const scalar_t* z_ahead, c
     prefetch(dz_ahead + i, narrow);
     if (i + narrow <= length) {
       reduce_block<narrow>(z + i, dz + i, narrow, values, residual.at(0, 0, i), act, store.at(0, 0, i), 0,
-                           sum_dy.values + i % wide, sum_dy_centred.values + i % wide);
+                           sum_dy + i % wide, sum_dy_centred + i % wide);
     }
   }
   if (ragged) store_end.store(store, length);
-  sum_dy.finish();
-  sum_dy_centred.finish();
 }
 
 template <typename scalar_t, typename opmath_t, typename Res, typename Act, typename Store>

@@ -47,10 +47,9 @@ INPLACE_ABN_CLONES scalar_t sample_mean(const scalar_t* run, int64_t length) {
 // Adds a run's deviations from `shift`, and their squares, to lanes. `ahead` is prefetched meanwhile.
 template <typename scalar_t, typename opmath_t>
 INPLACE_ABN_CLONES void add_run(const scalar_t* run, const scalar_t* ahead, int64_t length, scalar_t first_shift,
-                                opmath_t* deviations, opmath_t* squares) {
+                                opmath_t* __restrict__ deviation, opmath_t* __restrict__ square) {
   constexpr int64_t wide = sum_lanes<opmath_t>, narrow = vector_lanes<scalar_t>, most = block_size<scalar_t, wide>;
   const auto shift = static_cast<opmath_t>(first_shift);
-  Lanes<opmath_t> deviation(deviations), square(squares);
   int64_t i = 0;
   while (i + wide <= length) {
     const int64_t count = next_block<most, wide>(length - i);
@@ -60,8 +59,8 @@ INPLACE_ABN_CLONES void add_run(const scalar_t* run, const scalar_t* ahead, int6
       INPLACE_ABN_INDEPENDENT
       for (int64_t l = 0; l < wide; ++l) {
         const opmath_t d = values[first + l] - shift;
-        deviation.values[l] += d;
-        square.values[l] += d * d;
+        deviation[l] += d;
+        square[l] += d * d;
       }
     }
     i += count;
@@ -72,8 +71,8 @@ INPLACE_ABN_CLONES void add_run(const scalar_t* run, const scalar_t* ahead, int6
     INPLACE_ABN_ONE_VECTOR
     for (int32_t l = 0; l < narrow; ++l) {
       const opmath_t d = l < repeated ? opmath_t(0) : values[l] - shift;
-      deviation.values[lane + l] += d;
-      square.values[lane + l] += d * d;
+      deviation[lane + l] += d;
+      square[lane + l] += d * d;
     }
   };
   for (; i + narrow <= length; i += narrow) {
@@ -86,8 +85,6 @@ INPLACE_ABN_CLONES void add_run(const scalar_t* run, const scalar_t* ahead, int6
     end.take(run, length, first_shift);
     add_vector(end.data(), i % wide, end.repeated(length));
   }
-  deviation.finish();
-  square.finish();
 }
 
 // The moments of each channel of a panel.

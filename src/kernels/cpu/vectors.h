@@ -82,20 +82,6 @@ class RunEnd {
   alignas(64) scalar_t values_[lanes];
 };
 
-// A copy of a channel's lanes for one run, written back by `finish`. Compilers keep it in registers; lanes that a
-// pointer leads to would be stored for every vector.
-template <typename opmath_t>
-class Lanes {
- public:
-  INPLACE_ABN_INLINE explicit Lanes(opmath_t* lanes) : lanes_(lanes) { memcpy(values, lanes, sizeof(values)); }
-  INPLACE_ABN_INLINE void finish() const { memcpy(lanes_, values, sizeof(values)); }
-
-  alignas(64) opmath_t values[sum_lanes<opmath_t>];
-
- private:
-  opmath_t* lanes_;
-};
-
 template <typename opmath_t>
 INPLACE_ABN_CLONES double total(const opmath_t (&values)[sum_lanes<opmath_t>]) {
   double sums[8] = {};
