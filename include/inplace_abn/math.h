@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <type_traits>
 
 #include "inplace_abn/fits.h"
@@ -72,23 +73,27 @@ INPLACE_ABN_INLINE float expm1_reduced(float r) {
   return r + r2 * (low + r2 * (middle + r2 * high));
 }
 
-constexpr float least_exponent = -87.0f, largest_exponent = 88.0f;
+constexpr float least_exponent = -87.0f, largest_exponent = 88.37f;
+
+// `exponential` of x, which is anything where 2^n is no normal number.
+INPLACE_ABN_INLINE float exp_or_limit(float x, float exponential) {
+  const float above_zero = x < least_exponent ? 0.0f : exponential;
+  return x > largest_exponent ? std::numeric_limits<float>::infinity() : above_zero;
+}
 
 INPLACE_ABN_INLINE float exp_float(float x) {
-  const float low = x > largest_exponent ? largest_exponent : x;
-  const Reduced reduced = reduce(low < least_exponent ? least_exponent : low);
-  return reduced.power + reduced.power * expm1_reduced(reduced.r);
+  const Reduced reduced = reduce(x);
+  return exp_or_limit(x, reduced.power + reduced.power * expm1_reduced(reduced.r));
 }
 
 // 2^n * 2^f with n + f = x / ln 2. The polynomial's relative error is 3e-6; that of the product x / ln 2 adds up to
 // 8e-6.
 INPLACE_ABN_INLINE float exp_coarse_float(float x) {
   constexpr float shifter = 0x1.8p23f, log2_e = 0x1.715476p0f;
-  const float low = x > largest_exponent ? largest_exponent : x, bounded = low < least_exponent ? least_exponent : low;
-  const float shifted = bounded * log2_e + shifter, f = bounded * log2_e - (shifted - shifter);
+  const float shifted = x * log2_e + shifter, f = x * log2_e - (shifted - shifter);
   const float high = 0.24024744f + f * (0.05591786f + f * 0.009570102f);
   const float power = 0.9999993f + f * (0.6931218f + f * high);
-  return bits_to<float>(bits_to<int32_t>(power) + (bits_to<int32_t>(shifted) << 23));
+  return exp_or_limit(x, bits_to<float>(bits_to<uint32_t>(power) + (bits_to<uint32_t>(shifted) << 23)));
 }
 
 INPLACE_ABN_INLINE float expm1_float(float x) {
@@ -136,7 +141,7 @@ INPLACE_ABN_INLINE float log1p_float(float x) {
     return standard(argument)
 #endif
 
-// On the host a float x is bounded to [-87, 88].
+// On the host a float result is zero for x below -87, and infinite above 88.37.
 template <typename opmath_t>
 INPLACE_ABN_INLINE opmath_t exp_bounded(opmath_t x) {
   INPLACE_ABN_MATH(exp, x, std::exp);

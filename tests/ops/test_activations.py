@@ -146,6 +146,20 @@ def test_zeros_in_training_are_zero_to_the_next_layer(name, largest, device):
         assert (z != 0).all()
 
 
+@pytest.mark.parametrize("name", ["silu", "mish"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_far_below_the_minimum_values_and_gradients_vanish(dtype, name, device):
+    """However large y is. In float32 exp(-y) is infinite below -88, and in float64 below -710."""
+    largest = -torch.finfo(dtype).max
+    values = [-87.5, -88.5, -89.0, -100.0, -720.0, -6e4, max(largest, -1e30), largest]
+    z = act(torch.tensor(values, dtype=dtype, device=device), name, 0.0, invertible=True)
+    assert (z.double().abs() <= max(1e-35, torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps)).all()
+    recovered, derivative = invert(z, torch.ones_like(z), name, 0.0)
+    assert (recovered <= -10).all()
+    assert recovered.isfinite().all()
+    assert (derivative.abs() <= 1e-4).all()
+
+
 @pytest.mark.parametrize("case", NAMES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_nan_stays_nan_and_infinity_does_not_hide(dtype, case, device):
