@@ -16,8 +16,10 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "emulated: runs the CUDA kernels on the CPU")
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if workers > 1:
-        # Several processes that each use every processor would wait for each other.
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
+        # Several processes that each use every processor would wait for each other. Tests start further processes.
+        threads = max(1, (os.cpu_count() or 1) // workers)
+        torch.set_num_threads(threads)
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))
 
 
 # These tests run with the graph node in C++ and with the one in Python. Compilers trace the one in Python in any case.
