@@ -52,7 +52,7 @@ INPLACE_ABN_INLINE int64_t sign_mask(double v) {
 
 namespace math_detail {
 
-// x = n * ln 2 + r with |r| <= ln 2 / 2, for -87 <= x <= 88. The sum's last mantissa bits are n.
+// x = n * ln 2 + r with |r| <= ln 2 / 2, for -87 <= x <= 88.37. The sum's last mantissa bits are n.
 struct Reduced {
   float r;
   float power;  // 2^n

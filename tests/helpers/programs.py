@@ -32,10 +32,6 @@ def then(function):
     return lambda net, a: function(net, net.bn(net.conv(a)))
 
 
-def silent(_):
-    return None
-
-
 def parameters_changed(net, a):
     h = net.bn(net.conv(a))
     net.eval()

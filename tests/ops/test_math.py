@@ -11,10 +11,15 @@ INCLUDE = Path(__file__).parents[2] / "include"
 STEP = 509
 
 PROGRAM = """
+#include <algorithm>
 #include <cstdio>
 #include "inplace_abn/math.h"
 
 using namespace inplace_abn;
+
+double larger(double a, double b) {
+  return b != b ? HUGE_VAL : std::max(a, b);
+}
 
 // The largest error over floats from `from` to `to`, which have one sign: in units in the last place, and relative.
 template <typename Ours, typename Exact>
@@ -25,8 +30,9 @@ void report(const char* name, float from, float to, const Ours& ours, const Exac
     const auto x = bits_to<float>(static_cast<uint32_t>(bits));
     const double y = exact(static_cast<double>(x)), error = std::abs(ours(x) - y);
     const double ulp = std::ldexp(1.0, std::max(std::ilogb(y), -126) - 23);
-    if (!(error / ulp <= ulps)) ulps = error / ulp;
-    if (!(error / std::abs(y) <= relative)) relative = error / std::abs(y);
+    if (error == 0) continue;
+    ulps = larger(ulps, error / ulp);
+    relative = larger(relative, error / std::abs(y));
   }
   std::printf("%s %.17g %.17g\\n", name, ulps, relative);
 }
