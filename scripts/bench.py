@@ -2,9 +2,10 @@
 """Times batch norm and activation in place against torch's own, and against the least time that moving the bytes takes.
 
 Prints tables in Markdown, and writes bench.md, bench.json and bench.png to --out. All contenders of a case take turns
-in one process (benchmark/timing.py says how they are timed). If --peer-python names an interpreter that has the public
-package, that package is timed in a process of its own. Every run is a fresh process, because malloc reads its settings
-when a process starts.
+in one process (benchmark/timing.py says how they are timed). Every run is a fresh process, because malloc reads its
+settings when a process starts. --peer adds the public package, from a folder that this command fills:
+
+    pip install --no-deps --no-build-isolation --target FOLDER inplace-abn
 """
 
 from __future__ import annotations
@@ -18,23 +19,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import zoo
 from benchmark import machine, report
 from benchmark.cases import DTYPES, GROUPS, LAYOUTS, shape_of
-from benchmark.contenders import ACTIVATIONS, CONTENDERS
-from benchmark.nets import NETS, recipe
+from benchmark.contenders import ACTIVATIONS, COMPILE, CONTENDERS
 from benchmark.worker import Worker
 
 SETTINGS = [f"{dtype}:{layout}" for dtype in DTYPES for layout in LAYOUTS]
 CPU_SETTINGS = ["fp32:contiguous", "fp32:channels_last", "bf16:contiguous", "bf16:channels_last"]
 CUDA_SETTINGS = ["bf16:channels_last", "fp32:contiguous"]
 DEFAULTS: dict[str, tuple[Any, Any]] = {
-    "groups": (list(GROUPS), ["core", "small"]),
+    # Compiling takes longer than a quick run may.
+    "contenders": (list(CONTENDERS), [name for name in CONTENDERS if name != COMPILE]),
     "seconds": (2.0, 0.3),
     "min_rounds": (7, 3),
     # A case that has begun before the limit is finished.
     "time_limit": (None, 40),
     "overhead": (15, 3),
-    "nets": (list(NETS), ["resnet50"]),
+    "nets": ([], ["demo:relu"]),
+    "net_batch": ([8], [2]),
     "steps": (10, 3),
 }
 """The default of each option, in a full run and in a quick run."""
@@ -42,7 +45,7 @@ DEFAULTS: dict[str, tuple[Any, Any]] = {
 
 def net_name(text: str) -> str:
     try:
-        recipe(text)
+        zoo.named(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return text
@@ -50,41 +53,41 @@ def net_name(text: str) -> str:
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     contenders = "; ".join(f"{name}: {what}" for name, what in CONTENDERS.items())
-    parser = argparse.ArgumentParser(description=__doc__, epilog=f"contenders: {contenders}")
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=f"contenders: {contenders}", formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     add("--device", default="cpu", help="cpu, or cuda with an index if there are several")
     add("--threads", type=int, default=torch.get_num_threads())
-    add("--quick", action="store_true", help="few shapes, one small net that is not compiled, under a minute")
+    add("--quick", action="store_true", help="few shapes, one small net, nothing compiled, under a minute")
     add("--malloc", choices=[*machine.MODES, "both"], help="both on CPU, default on CUDA")
-    add("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), metavar="NAME")
-    add("--groups", nargs="*", choices=GROUPS, metavar="NAME", help=f"of shapes: {', '.join(GROUPS)}")
+    add("--contenders", nargs="+", choices=CONTENDERS, metavar="NAME", help="by default all")
+    add("--peer", type=Path, metavar="FOLDER", help="where the public inplace_abn package is installed")
+    add("--groups", nargs="*", choices=GROUPS, default=list(GROUPS), metavar="NAME", help=f"of {', '.join(GROUPS)}")
     add("--shapes", nargs="+", type=shape_of, metavar="NxCxHxW", help="instead of the groups' own")
-    add("--activations", nargs="+", choices=ACTIVATIONS, metavar="NAME", help="instead of the groups' own")
+    add("--activations", nargs="+", choices=ACTIVATIONS, default=["leaky_relu", "silu"], metavar="NAME")
     settings = f"by default {' '.join(CPU_SETTINGS)}, on CUDA {' '.join(CUDA_SETTINGS)}"
     add("--settings", nargs="+", choices=SETTINGS, metavar="DTYPE:LAYOUT", help=settings)
     add("--seconds", type=float, help="to go on sampling a case (default 2, quick 0.3)")
     add("--time-limit", type=float, help="seconds after which no further case is begun")
-    add("--peer-python", metavar="PATH", help="an interpreter that has the public inplace_abn package")
-    add("--scaling", action="store_true", help="also time one thread against --threads")
     add("--overhead", type=int, metavar="ROUNDS", help="of the call overhead's timing, 0 for none")
     add("--callgrind", action="store_true", help="count the instructions of a call; needs valgrind, takes minutes")
-    public = "public ones where their package is installed: torchvision:resnet18, timm:resnet50, smp:Unet-resnet18"
-    add("--nets", nargs="*", type=net_name, metavar="NAME", help=f"{', '.join(NETS)}, or {public}, ultralytics:yolo11n")
+    nets = "torchvision:resnet18, timm:resnet50, smp:Unet-resnet18, ultralytics:yolo11n, demo:relu"
+    add("--nets", nargs="*", type=net_name, metavar="NAME", help=f"whose packages are installed, such as {nets}")
     add("--eager-nets", action="store_true", help="do not compile nets, which on a CPU takes minutes for each")
-    add("--net-batch", type=int, help="instead of the nets' own")
-    add("--net-size", type=int, help="of an image, instead of the nets' own; a multiple of 32")
+    add("--net-batch", type=int, nargs="+", help="images per step (default 8, quick 2)")
+    add("--net-size", type=int, default=128, help="of an image (default %(default)s)")
     add("--steps", type=int, help="training steps to time (default 10, quick 3)")
-    add("--memory-budget", type=float, metavar="GIB", help="find the largest batch that fits")
     add("--out", type=Path, default=Path("runs/bench"), help="folder of the results")
     add("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     on_cuda = torch.device(args.device).type == "cuda"
     if on_cuda and not torch.cuda.is_available():
         parser.error("torch sees no CUDA device")
-    if on_cuda and args.scaling:
-        parser.error("--scaling is about the threads of a CPU")
     if on_cuda and args.malloc not in (None, "default"):
         parser.error("--malloc is about the memory of a CPU")
+    if args.peer is not None and not (args.peer / "inplace_abn").is_dir():
+        parser.error(f"--peer {args.peer} has no folder inplace_abn")
     settings_here = CUDA_SETTINGS if on_cuda else CPU_SETTINGS[:3] if args.quick else CPU_SETTINGS
     by_device = {"malloc": "default" if on_cuda else "both", "settings": settings_here}
     for name, value in (by_device | {name: values[args.quick] for name, values in DEFAULTS.items()}).items():
@@ -123,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     text = report.full_report(result)
     (args.out / "bench.md").write_text(text + "\n")
     print(text)
-    report.save_chart(args.out / "bench.png", runs)
+    report.save_chart(args.out / "bench.png", runs[-1])
 
 
 if __name__ == "__main__":

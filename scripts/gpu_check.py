@@ -34,7 +34,8 @@ CHECKED = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test
 CHECKED += ("-k", "test_small_tensors_of_any_alignment and (float32 or bfloat16)")
 BENCH = (sys.executable, "scripts/bench.py", "--device", "cuda", "--time-limit", "{limit}")
 # Nets are trained on GPUs in this dtype and layout.
-NETS = (*BENCH, "--groups", "--overhead", "0", "--settings", "bf16:channels_last", "--nets")
+NETS = (*BENCH, "--groups", "--overhead", "0", "--settings", "bf16:channels_last", "--net-size", "224", "--nets")
+PUBLIC = ("torchvision:resnet50", "demo:silu", "torchvision:efficientnet_b0", "smp:DeepLabV3Plus-resnet50")
 PROBE = (sys.executable, "-c", "import torch; torch.zeros(1, device='cuda')")
 # Seconds that a tool has after an interrupt to write its report.
 GRACE = 15
@@ -76,9 +77,9 @@ STEPS = {
     "memcheck": Step((*sanitizer("memcheck", "--report-api-errors", "no"), *CHECKED), 120),
     "racecheck": Step((*sanitizer("racecheck"), *CHECKED), 120),
     "synccheck": Step((*sanitizer("synccheck"), *CHECKED), 90),
-    "bench": Step((*BENCH, "--groups", "core", "small", "--nets", "--out", "{out}/ops"), 260),
-    "nets": Step((*NETS, "resnet50", "unet", "efficientnet", "deeplab", "--out", "{out}/nets"), 510),
-    "batches": Step((*NETS, "resnet50", "unet", "--memory-budget", "16", "--out", "{out}/batches"), 510),
+    "bench": Step((*BENCH, "--out", "{out}/ops"), 260),
+    "nets": Step((*NETS, *PUBLIC, "--net-batch", "64", "--out", "{out}/nets"), 510),
+    "batches": Step((*NETS, *PUBLIC[:1], "--net-batch", "32", "128", "--out", "{out}/batches"), 510),
     "huge": Step((*PYTEST, "-m", "huge", "tests"), 180),
     "suite": Step((*PYTEST, "-m", "not huge", "tests"), 500, True),
 }

@@ -1,21 +1,18 @@
 #!/usr/bin/env python
 """Measures memory and time of a training step of public models, native and converted, for the table of README.md.
 
-    python scripts/models_table.py --steps 12                 # measures, prints, and writes it into README.md
-    python scripts/models_table.py --steps 0 --no-write       # memory only, printed only
+    python scripts/models_table.py                # prints the table, and writes it into README.md
+    python scripts/models_table.py --steps 0      # leaves out the times
 
 The models are those of `scripts/zoo.py`, which says what to install. They have random weights, and run in float32 on
-the CPU. Each is measured in a process of its own, in which the native and the converted model take turns.
+the CPU. The native and the converted model take turns.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import json
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -85,32 +82,18 @@ def written(text: str, table: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument(
-        "names", nargs="*", help=f"of models, which are printed only; all without any: {', '.join(NETS)}"
-    )
     parser.add_argument("--steps", type=int, default=12, help="that are timed; 0 for memory only")
-    parser.add_argument("--no-write", action="store_true", help="leave README.md as it is")
-    parser.add_argument("--json", action="store_true", help="measure in this process, and print numbers")
     args = parser.parse_args()
-    if unknown := [name for name in args.names if name not in NETS]:
-        parser.error(f"expected one of {', '.join(NETS)}, got {unknown[0]!r}")
-    names = args.names or list(NETS)
-    if args.json:
-        print(json.dumps({name: measured(name, args.steps) for name in names}))
-        return
     lines = [zoo.line(COLUMNS), zoo.line(["---"] * len(COLUMNS))]
     print(*lines, sep="\n", flush=True)
-    for name in names:
-        command = [sys.executable, __file__, name, "--steps", str(args.steps), "--json"]
-        out = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-        lines.append(row(name, json.loads(out.splitlines()[-1])[name]))
+    for name in NETS:
+        lines.append(row(name, measured(name, args.steps)))
         print(lines[-1], flush=True)
     threads = torch.get_num_threads()
     given = f"float32, CPU, {threads} thread{'s' if threads > 1 else ''}"
-    lines += ["", f"{given}, {zoo.versions(zoo.ZOO[name] for name in names)}."]
+    lines += ["", f"{given}, {zoo.versions(zoo.ZOO[name] for name in NETS)}."]
     print(*lines[-2:], sep="\n")
-    if not (args.no_write or args.names):
-        README.write_text(written(README.read_text(encoding="utf-8"), "\n".join(lines) + "\n"), encoding="utf-8")
+    README.write_text(written(README.read_text(encoding="utf-8"), "\n".join(lines) + "\n"), encoding="utf-8")
 
 
 if __name__ == "__main__":

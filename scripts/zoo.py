@@ -157,11 +157,20 @@ def hf_mobilevit(package: Any) -> nn.Module:
     return package.MobileViTForImageClassification(package.MobileViTConfig(image_size=64))  # type: ignore[no-any-return]
 
 
-PACKAGES = {"timm": timm, "torchvision": torchvision, "smp": smp, "ultralytics": ultralytics}
+def demo(activation: str) -> Entry:
+    """The demo's segmentation net, which needs torch alone."""
+    return Entry("segmentation.net", "torch", lambda package: package.UNet(11, activation))
+
+
+PACKAGES = {"timm": timm, "torchvision": torchvision, "smp": smp, "ultralytics": ultralytics, "demo": demo}
 
 
 def named(name: str) -> Entry:
-    """The model that ``torchvision:resnet18`` or ``smp:Unet-resnet18`` names. Raises ValueError for other packages."""
+    """The model that a name such as ``torchvision:resnet18``, ``smp:Unet-resnet18`` or ``demo:relu`` stands for.
+
+    Raises:
+        ValueError: the package is none of `PACKAGES`.
+    """
     package, _, model = name.partition(":")
     if package not in PACKAGES or not model:
         raise ValueError(f"expected one of {', '.join(PACKAGES)}, a colon and a model's name, got {name!r}")

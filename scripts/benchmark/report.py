@@ -10,21 +10,21 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from benchmark.cases import SMALL
-from benchmark.contenders import CHECKPOINT, COMPILE, EAGER, FLOOR, NO_CUDNN, OURS, PEER
+from benchmark.contenders import CHECKPOINT, COMPILE, EAGER, NO_CUDNN, OURS, PEER
 from benchmark.steps import CONTENDERS as NET_CONTENDERS
 from benchmark.steps import EAGER_NATIVE
 from benchmark.timing import PHASES
 
 RIVALS = (EAGER, COMPILE, CHECKPOINT, PEER, NO_CUDNN)
-LABELS = {PEER: "peer (separate process)"}
-COLOURS = {
-    OURS: "tab:blue",
-    EAGER: "tab:orange",
-    NO_CUDNN: "tab:brown",
-    COMPILE: "tab:green",
-    CHECKPOINT: "tab:purple",
-    PEER: "tab:gray",
+DRAWN = {
+    EAGER: ("BatchNorm + activation (eager)", "#999999"),
+    COMPILE: ("the same by torch.compile", "#e69f00"),
+    CHECKPOINT: ("the same by checkpointing", "#56b4e9"),
+    OURS: ("inplace_abn", "#0072b2"),
 }
+"""The contenders of the chart, with their labels and colours."""
+TOP = 2.4
+"""Higher bars of the chart are cut off here. Their labels say how high they are."""
 Record = dict[str, Any]
 
 
@@ -43,28 +43,23 @@ def number(value: float | None, suffix: str = "") -> str:
 
 
 def spread(quartiles: Sequence[float] | None, suffix: str = "") -> str:
-    """The median, and the quartiles around it if they are known."""
-    if quartiles is None or len(quartiles) == 1:
-        return number(quartiles[0] if quartiles else None, suffix)
+    """The median, and the quartiles around it."""
+    if quartiles is None:
+        return "-"
     return f"{number(quartiles[1], suffix)} ({number(quartiles[0])}-{number(quartiles[2])})"
 
 
-def middle(quartiles: Sequence[float]) -> float:
-    """The median of three quartiles, or the only number that is given."""
-    return quartiles[len(quartiles) // 2]
-
-
-def of_floor(records: Iterable[Record], contender: str, phase: str) -> list[float]:
-    """The median ratio of a contender's time to the floor's, for each case that has it."""
-    timings = [r["timings"].get(contender, {}) for r in records]
-    return [middle(timing["of_floor"][phase]) for timing in timings if "of_floor" in timing]
+def of_floor(records: Iterable[Record], phase: str) -> list[float]:
+    """The median ratio of our time to the floor's, for each case that has it."""
+    timings = [r["timings"].get(OURS, {}) for r in records]
+    return [timing["of_floor"][phase][1] for timing in timings if "of_floor" in timing]
 
 
 def times_faster(records: Iterable[Record], than: str) -> list[float]:
     """The median time of the contender ``than`` over ours, forward and backward together, for each case that has
     both."""
     both = [r["timings"] for r in records if OURS in r["timings"] and than in r["timings"]]
-    return [middle(t[than]["ms"]["both"]) / middle(t[OURS]["ms"]["both"]) for t in both]
+    return [t[than]["ms"]["both"][1] / t[OURS]["ms"]["both"][1] for t in both]
 
 
 def grouped(records: Iterable[Record], *keys: str) -> dict[tuple[str, ...], list[Record]]:
@@ -97,10 +92,9 @@ def heading(run: Record) -> str:
         )
     else:
         lines.append(f"malloc {run['malloc']['setting']} ({run['malloc']['page_faults_64MiB']} page faults per 64 MiB)")
-    lines.append(f"load average {run['load_before']} before, {run['load_after']} after")
-    if "peer" in run:
-        version, torch_version = run["peer"]["package"]["version"], run["peer"]["torch"]
-        lines.append(f"peer: inplace-abn {version}, torch {torch_version}, in a separate process")
+    lines.append(f"load average {run['load_before']:.2f} before, {run['load_after']:.2f} after")
+    if run["peer"]:
+        lines.append(f"peer: the public package, {run['peer']}")
     lines += [f"left out: {what}" for what in run["skipped"]]
     return "\n".join(f"- {line}" for line in lines)
 
@@ -115,7 +109,7 @@ def ops_table(run: Record) -> str:
         for name, timing in r["timings"].items():
             ratios = [timing.get(ratio, {}).get("both") for ratio in ("speedup", "of_floor")]
             cells = [spread(timing["ms"][phase]) for phase in PHASES] + [spread(ratio, "x") for ratio in ratios]
-            rows.append([*what, LABELS.get(name, name), *cells])
+            rows.append([*what, name, *cells])
         for note in r["notes"]:
             noted.setdefault(note, []).append(" ".join(what))
     notes = [f"- {note}: " + (cases[0] if len(cases) == 1 else f"{len(cases)} cases") for note, cases in noted.items()]
@@ -130,35 +124,21 @@ def means_table(run: Record) -> str:
     names = [name for name in RIVALS if times_faster(run["ops"], name)]
     keys = ("group", "dtype", "layout", "activation")
     header = [*keys, "shapes", *(f"{phase} / floor" for phase in PHASES)]
-    header += [f"{LABELS.get(name, name)} / in-place" for name in names] + [f"least {EAGER} / in-place"]
+    header += [f"{name} / in-place" for name in names] + [f"least {EAGER} / in-place"]
     rows = []
     for setting, records in grouped(run["ops"], *keys).items():
-        floors = [mean(of_floor(records, OURS, phase)) for phase in PHASES]
+        floors = [mean(of_floor(records, phase)) for phase in PHASES]
         means = [mean(times_faster(records, name)) for name in names]
         least = number(min(times_faster(records, EAGER), default=None))
         rows.append([*setting, str(len(records)), *floors, *means, least])
     return table(header, rows)
 
 
-def scaling_table(run: Record) -> str:
-    columns = [(name, phase) for name in (OURS, FLOOR) for phase in PHASES]
-    speedups = [[r["speedup"][name][phase] for name, phase in columns] for r in run["scaling"]]
-    rows = [
-        [dimensions(r["shape"]), r["dtype"], r["layout"], *(spread(cell, "x") for cell in cells)]
-        for r, cells in zip(run["scaling"], speedups, strict=True)
-    ]
-    rows.append(
-        ["geometric mean", "", "", *(mean([middle(cell) for cell in column]) for column in zip(*speedups, strict=True))]
-    )
-    header = ["shape", "dtype", "layout", *map(" ".join, columns)]
-    return f"1 to {run['machine']['threads']} threads:\n\n{table(header, rows)}" if speedups else ""
-
-
 def overhead_table(run: Record) -> str:
     if "overhead" not in run:
         return ""
     calls = run["overhead"]["calls"]
-    counts = {name: (middle(call["us"]), call.get("instructions")) for name, call in calls.items()}
+    counts = {name: (call["us"][1], call.get("instructions")) for name, call in calls.items()}
 
     def net(name: str, column: int) -> str:
         """A statement's cost beyond that of "neither", over the same difference of eager."""
@@ -176,8 +156,8 @@ def net_name(net: Record) -> str:
 
 
 def nets_tables(run: Record) -> str:
-    """Tables of memory, time and the largest batch in training steps. There is a column for each contender, and a note
-    on each that failed."""
+    """Tables of memory and time of training steps. There is a column for each contender, and a note on each that
+    failed."""
     nets = run["nets"]
     names = [name for name in NET_CONTENDERS if any(name in (*net["contenders"], *net["notes"]) for net in nets)]
 
@@ -187,15 +167,11 @@ def nets_tables(run: Record) -> str:
 
     def time(got: Record, eager: Record) -> str:
         ratio = f", {spread(got['ratio'], 'x')}" if "ratio" in got and got is not eager else ""
-        return number(middle(got["ms"])) + ratio
-
-    def batch(got: Record, _: Record) -> str:
-        return str(got.get("largest_batch", "-"))
+        return number(got["ms"][1]) + ratio
 
     parts = {
         "MiB held after forward / at peak, beyond what is held between steps (of eager native's)": memory,
         "ms per step, and in how many times eager native's time (quartiles)": time,
-        **{f"largest batch within {net['budget'] / 2**30:g} GiB": batch for net in nets if net["budget"]},
     }
     texts = []
     for title, cell in parts.items():
@@ -211,7 +187,7 @@ def nets_tables(run: Record) -> str:
 
 def full_report(result: Record) -> str:
     """All sections of all runs."""
-    sections = (heading, ops_table, means_table, scaling_table, overhead_table, nets_tables)
+    sections = (heading, ops_table, means_table, overhead_table, nets_tables)
     parts = []
     for run in result["runs"]:
         parts.append(f"## malloc {run['malloc']['mode']}" if "gpu" not in run["machine"] else "## CUDA")
@@ -219,50 +195,39 @@ def full_report(result: Record) -> str:
     return "\n\n".join(filter(None, parts))
 
 
-def bars(run: Record) -> dict[str, dict[str, list[float]]]:
-    """The heights of the bars, by setting, then by contender, one for each phase.
-
-    A height is the geometric mean of the time over the floor's. The mean is over those cases in which all contenders of
-    the setting took part. Small tensors are left out, because their time is the overhead of a call.
-    """
-    result: dict[str, dict[str, list[float]]] = {}
-    ops = [r for r in run["ops"] if r["group"] != SMALL and all("of_floor" in t for t in r["timings"].values())]
-    for setting, records in grouped(ops, "activation", "dtype", "layout").items():
-        names = list(dict.fromkeys(name for r in records for name in r["timings"]))
-        cases = [r for r in records if len(r["timings"]) == len(names)]
-        if cases:
-            result["\n".join(setting)] = {
-                name: [statistics.geometric_mean(of_floor(cases, name, phase)) for phase in PHASES] for name in names
-            }
+def bars(run: Record) -> dict[str, dict[str, float]]:
+    """The heights of the bars, by activation and dtype, then by contender: the time over eager's, the geometric mean
+    over shapes and layouts. Small tensors are left out, because their time is the overhead of a call."""
+    large = [r for r in run["ops"] if r["group"] != SMALL and times_faster([r], EAGER)]
+    result = {}
+    for setting, records in grouped(large, "activation", "dtype").items():
+        eager = statistics.geometric_mean(times_faster(records, EAGER))
+        times = {name: times_faster(records, name) for name in DRAWN}
+        result["\n".join(setting)] = {
+            name: statistics.geometric_mean(values) / eager for name, values in times.items() if values
+        }
     return result
 
 
-def save_chart(path: Path, runs: Sequence[Record]) -> None:
-    """Writes a PNG with a panel for each run and phase. Writes nothing if no case has a floor.
-
-    The bars of a panel are times over the floor's, by setting and contender, on a logarithmic scale. A line marks the
-    floor.
-    """
-    drawn = [(run, settings) for run in runs if (settings := bars(run))]
-    if not drawn:
+def save_chart(path: Path, run: Record) -> None:
+    """Writes a PNG with the bars of a run. Writes nothing if there are none."""
+    settings = bars(run)
+    if not settings:
         return
-    figure = Figure(figsize=(24, 5 * len(drawn)), layout="constrained")
-    axes = figure.subplots(len(drawn), len(PHASES), squeeze=False, sharey="row")
-    for row, (run, settings) in zip(axes, drawn, strict=True):
-        names = [name for name in COLOURS if any(name in contenders for contenders in settings.values())]
-        width = 0.8 / len(names)
-        top = max(ratio for contenders in settings.values() for ratios in contenders.values() for ratio in ratios)
-        for at, (axis, phase) in enumerate(zip(row, PHASES, strict=True)):
-            for i, name in enumerate(names):
-                bar = {j: got[name][at] for j, got in enumerate(settings.values()) if name in got}
-                places = [j + (i - (len(names) - 1) / 2) * width for j in bar]
-                drawn_bars = axis.bar(places, bar.values(), width, label=LABELS.get(name, name), color=COLOURS[name])
-                axis.bar_label(drawn_bars, map(number, bar.values()), fontsize=7)
-            axis.axhline(1, color="black", linewidth=1.2, label="floor")
-            axis.set_xticks(range(len(settings)), list(settings), fontsize=8)
-            axis.set(title="forward + backward" if phase == "both" else phase, yscale="log")
-            axis.set_ylim(0.5, 1.5 * top)
-        where = "CUDA" if "gpu" in run["machine"] else f"malloc {run['malloc']['mode']}"
-        row[0].set_ylabel(f"{where}\ntime / floor")
-    axes[0][0].legend(fontsize=8, ncols=3)
-    figure.savefig(path, dpi=80)
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    axes = figure.add_subplot()
+    names = [name for name in DRAWN if any(name in heights for heights in settings.values())]
+    width = 0.8 / len(names)
+    for i, name in enumerate(names):
+        label, colour = DRAWN[name]
+        bar = {j: heights[name] for j, heights in enumerate(settings.values()) if name in heights}
+        places = [j + (i - (len(names) - 1) / 2) * width for j in bar]
+        drawn = axes.bar(places, [min(x, TOP) for x in bar.values()], 0.92 * width, label=label, color=colour)
+        labels = [f"{height:.1f} ↑" if height > TOP else f"{height:.2f}" for height in bar.values()]
+        axes.bar_label(drawn, labels, padding=2, fontsize=9)
+    axes.set_xticks(range(len(settings)), list(settings))
+    axes.set_ylabel("time of forward + backward\n(eager = 1, lower is better)")
+    axes.set_ylim(0, TOP + 0.2)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside upper center", ncols=len(names), frameon=False, fontsize=9)
+    figure.savefig(path, dpi=150)

@@ -1,16 +1,15 @@
 """Measures whole training steps of a net, native and converted, in eager mode and compiled.
 
-Results are the time, the memory that the allocator reports, and the largest batch that fits. All contenders have the
-same initial weights and the same batch, and they take turns. Before it is measured, each contender runs one small step
-in eager mode, in which the guard of converted norms decides. Then it runs `WARM_UP` steps, the first of which compiles.
-The activation modules of compiled contenders are out of place.
+Results are the time and the memory that the allocator reports. All contenders have the same initial weights and the
+same batch, and they take turns. Before it is measured, each contender runs one small step in eager mode, in which the
+guard of converted norms decides. Then it runs `WARM_UP` steps, the first of which compiles. The activation modules of
+compiled contenders are out of place.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -26,8 +25,6 @@ from inplace_abn.example import tensors_in
 from inplace_abn.memory import measure
 
 WARM_UP = 2
-LIMIT = 1 << 16
-"""The largest batch that is tried."""
 
 
 class Contender(NamedTuple):
@@ -79,12 +76,6 @@ class Training:
         self.optimizer.zero_grad()
         self.loss().backward()
         self.optimizer.step()
-
-    def resident(self) -> int:
-        """Bytes of parameters, buffers, momenta and the batch."""
-        state = [value for values in self.optimizer.state.values() for value in values.values()]
-        tensors = [*self.net.parameters(), *self.net.buffers(), self.images, *state]
-        return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
@@ -158,100 +149,23 @@ def memory(training: Training) -> dict[str, int]:
     return {"held": usage.held, "peak": usage.peak}
 
 
-def expected_batch(training: Training, held: int, peak: int, budget: int) -> int:
-    """The number of images for which ``budget`` bytes should suffice.
-
-    Parameters, momenta and gradients are taken to need a fixed number of bytes, and everything else to grow with the
-    number of images. In a small batch the gradients of parameters may take memory that activations have left. The peak
-    may then exceed ``held`` by less than the gradients, so what grows is at least ``held``.
-    """
-    gradients = sum(parameter.nbytes for parameter in training.net.parameters() if parameter.requires_grad)
-    fixed = training.resident() - training.images.nbytes + gradients
-    growing = training.images.nbytes + max(held, peak - gradients)
-    return len(training.images) * (budget - fixed) // growing
-
-
-def largest(fits: Callable[[int], bool], guess: int, least: int, limit: int = LIMIT) -> int:
-    """The largest number from ``least`` to ``limit`` that fits, or 0 if ``least`` does not fit.
-
-    Below a number that fits, all numbers are taken to fit. The answer is exact to an eighth of itself. The search moves
-    away from ``guess`` in steps that double, and then halves the interval. If the guess is right, two numbers are
-    tried.
-    """
-    good, bad = least - 1, limit + 1
-    at = min(max(guess, least), limit)
-    stride = max(1, at // 8)
-    while bad - good > max(1, good // 8):
-        if fits(at):
-            good, at = at, at + stride
-        else:
-            bad, at = at, at - stride
-        stride *= 2
-        if not good < at < bad:
-            at = (good + bad) // 2
-    return good if good >= least else 0
-
-
-def out_of_memory(error: BaseException | None) -> bool:
-    """Whether the device's memory was exhausted: by an allocation, by the workspaces of cuDNN, or while compiling."""
-    return error is not None and (
-        isinstance(error, torch.cuda.OutOfMemoryError)
-        or "unable to find an engine" in str(error)
-        or out_of_memory(error.__cause__)
-    )
-
-
-def fits_budget(make: Callable[[], Training], device: torch.device, budget: int) -> bool:
-    """Whether training steps need at most ``budget`` bytes. On CUDA two steps run with the allocator limited to that.
-    On the CPU the allocator's events are added up."""
-    # Otherwise the nets of other batches count towards the limit of recompilations.
-    torch._dynamo.reset()
-    if device.type != "cuda":
-        training = make()
-        return training.resident() + memory(training)["peak"] <= budget
-    release()
-    total = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, budget / total), device)
-    try:
-        training = make()
-        with guard.paused():
-            training.step()
-            training.step()
-        torch.cuda.synchronize(device)
-    except RuntimeError as error:
-        if not out_of_memory(error):
-            raise
-        return False
-    finally:
-        training = None  # type: ignore[assignment]
-        release()
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
-    return True
-
-
-def release() -> None:
-    """Gives unused memory back to the device."""
-    gc.collect()
-    torch.cuda.empty_cache()
-
-
 def measure_net(
     course: Course,
     batch: int,
     steps: int,
-    budget: int | None = None,
     contenders: Sequence[str] = tuple(CONTENDERS),
     has_time: Callable[[str], bool] = lambda _: True,
 ) -> dict[str, Any]:
     """Measures all contenders of one net.
 
     Returns:
-        For each contender the quartiles of its milliseconds per step and of their ratio to eager native's, its memory,
-        and with a ``budget`` in bytes its largest batch. Also a note on each contender that failed.
+        For each contender its memory, and the quartiles of its milliseconds per step and of their ratio to eager
+        native's. Also a note on each contender that failed.
     """
     measured: dict[str, dict[str, Any]] = {}
     notes: dict[str, str] = {}
     trainings: dict[str, Training] = {}
+    # Otherwise the nets of other calls count towards the limit of recompilations.
     torch._dynamo.reset()
     for name in filter(has_time, contenders):
         try:
@@ -259,29 +173,12 @@ def measure_net(
         except Exception as error:
             notes[name] = reason(error)
     timed = time_steps(trainings, steps, notes)
-    guesses: dict[str, int] = {}
     for name, ms in timed.items():
-        # Each training is released after its memory was measured. The search for the largest batch needs the memory.
-        training = trainings.pop(name)
         try:
-            got: dict[str, Any] = {"ms": quartiles(ms)} | memory(training)
-            if EAGER_NATIVE in timed:
-                got["ratio"] = quartiles([a / b for a, b in zip(ms, timed[EAGER_NATIVE], strict=True)])
-            if budget is not None:
-                guesses[name] = expected_batch(training, got["held"], got["peak"], budget)
-            measured[name] = got
+            measured[name] = {"ms": quartiles(ms)} | memory(trainings[name])
         except Exception as error:
             notes[name] = reason(error)
-        del training
-    for name, guess in guesses.items():
-
-        def fits(batch: int, name: str = name) -> bool:
-            if not has_time(f"{name}, batch of {batch}"):
-                raise TimeoutError("no time left to find the largest batch")
-            return fits_budget(lambda: course.training(CONTENDERS[name], batch), course.device, budget)
-
-        try:
-            measured[name]["largest_batch"] = largest(fits, guess, 2)
-        except Exception as error:
-            notes[name] = reason(error)
+            continue
+        if EAGER_NATIVE in timed:
+            measured[name]["ratio"] = quartiles([a / b for a, b in zip(ms, timed[EAGER_NATIVE], strict=True)])
     return {"contenders": measured, "notes": notes}

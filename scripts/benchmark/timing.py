@@ -20,8 +20,6 @@ On CUDA the marks are events. A turn has so many iterations that their x exceed 
 `MAX_POOL` iterations. All x and all gradients are prepared first. Then all forwards run, then all backwards. Each finds
 the cache full of the tensors of the others. The device is kept busy while the host queues the turn, so that events
 measure the device and not the host.
-
-This module imports torch alone, because the interpreter that has the public package imports it, too.
 """
 
 from __future__ import annotations
@@ -110,9 +108,8 @@ def _one(device: torch.device, dtype: torch.dtype, requires_grad: bool) -> Tenso
     return torch.ones((), device=device, dtype=dtype, requires_grad=requires_grad)
 
 
-def module_iteration(module: nn.Module, call: Callable[[Tensor], Tensor] | None = None) -> Iteration:
-    """One forward and backward of ``call``, by default of ``module`` itself. The parameters are those of ``module``."""
-    call = module if call is None else call
+def module_iteration(module: nn.Module, call: Callable[[Tensor], Tensor]) -> Iteration:
+    """One forward and backward of ``call``. The parameters are those of ``module``."""
     parameters = list(module.parameters())
     device = parameters[0].device
 

@@ -3,7 +3,6 @@
 import contextlib
 import io
 import json
-import sys
 import time
 from types import SimpleNamespace
 
@@ -15,7 +14,7 @@ pytest.importorskip("matplotlib")
 
 import bench
 from benchmark import machine, report, steps, timing
-from benchmark.cases import CORE, GROUPS, QUICK, Case, Setting, make_cases, shape_of
+from benchmark.cases import CORE, GROUPS, Case, Setting, make_cases, shape_of
 from benchmark.contenders import CHECKPOINT, COMPILE, EAGER, FLOOR, OURS, PEER, make_contender, make_iterations
 
 from inplace_abn import ops
@@ -152,29 +151,52 @@ def test_arithmetic():
 
 
 def test_cases():
-    assert shape_of("16x64x112x112") in GROUPS[CORE].shapes
+    assert shape_of("16x64x112x112") in GROUPS[CORE]
     with pytest.raises(ValueError, match="four sizes"):
         shape_of("1x2")
     settings = [FP32, Setting("bf16", "channels_last")]
-    cases = make_cases([CORE], settings, quick=True)
-    assert len(cases) == 3 * len(QUICK[CORE].shapes)
-    assert len(make_cases([CORE], settings)) == 6 * len(GROUPS[CORE].shapes)
-    assert make_cases([CORE], settings, cuda=True)[0].shape == (128, 64, 112, 112)
+    activations = ["leaky_relu", "silu"]
+    assert len(make_cases([CORE], settings, activations, quick=True)) == 4
+    assert len(make_cases([CORE], settings, activations)) == 4 * len(GROUPS[CORE])
+    assert make_cases([CORE], settings, activations, cuda=True)[0].shape == (128, 64, 112, 112)
+    assert [case.shape for case in make_cases([CORE], [FP32], ["relu"], shapes=[(1, 2, 3, 4)])] == [(1, 2, 3, 4)]
     x = Case(CORE, (2, 4, 5, 5), *settings[1], "relu").random(CPU)
     assert x.dtype == torch.bfloat16
     assert x.is_contiguous(memory_format=torch.channels_last)
+
+
+PUBLIC_PACKAGE = """
+import torch
+
+from .version import __version__
+
+
+class InPlaceABN(torch.nn.BatchNorm2d):
+    def __init__(self, channels, activation):
+        super().__init__(channels)
+        assert activation == "leaky_relu"
+
+    def forward(self, x):
+        if x.dtype != torch.float32:
+            raise RuntimeError("wrong dtype")
+        return torch.nn.functional.leaky_relu_(super().forward(x))
+"""
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     """The folder, the JSON and the output of a run."""
     out = tmp_path_factory.mktemp("bench")
+    package = out / "peer/inplace_abn"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(PUBLIC_PACKAGE)
+    (package / "version.py").write_text("__version__ = '0.1'")
     options = "--quick --threads 1 --malloc warmed --shapes 2x4x8x8 --groups core --activations relu silu --seconds 0"
-    options += " --settings fp32:contiguous --scaling --overhead 2 --nets efficientnet timm:none --net-batch 2"
+    options += " --settings fp32:contiguous bf16:contiguous --overhead 2 --nets demo:silu timm:none --net-batch 2 3"
     options += " --net-size 32 --steps 2 --contenders in-place eager checkpoint peer floor --time-limit 1000"
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        bench.main([*options.split(), "--peer-python", sys.executable, "--out", str(out)])
+        bench.main([*options.split(), "--peer", str(out / "peer"), "--out", str(out)])
     return out, json.loads((out / "bench.json").read_text()), printed.getvalue()
 
 
@@ -182,38 +204,61 @@ def test_tiny_run(tiny):
     out, result, printed = tiny
     assert (out / "bench.png").stat().st_size > 1000
     (run,) = result["runs"]
-    (skipped,) = run["skipped"]
-    assert skipped.startswith("net timm:none fp32:contiguous: ")
+    assert [what.partition(": ")[0] for what in run["skipped"]] == [
+        "net timm:none fp32:contiguous",
+        "net timm:none bf16:contiguous",
+    ]
     assert run["malloc"]["mode"] == "warmed"
     assert run["malloc"]["page_faults_64MiB"] < 100
-    relu, silu = run["ops"]
-    assert list(relu["timings"]) == [OURS, EAGER, CHECKPOINT, FLOOR, PEER]
-    assert set(silu["timings"]) == {OURS, EAGER, CHECKPOINT, FLOOR}
-    assert "peer left out: has no silu" in silu["notes"]
+    relu, relu_bf16, silu, _ = run["ops"]
+    assert list(relu["timings"]) == [OURS, EAGER, CHECKPOINT, PEER, FLOOR]
+    assert relu["notes"] == []
+    assert list(silu["timings"]) == list(relu_bf16["timings"]) == [OURS, EAGER, CHECKPOINT, FLOOR]
+    assert silu["notes"] == ["peer left out: ValueError: it has no silu"]
+    assert relu_bf16["notes"] == ["peer left out: RuntimeError: wrong dtype"]
     for timed in relu["timings"].values():
         for phase in timing.PHASES:
             lower, median, upper = timed["ms"][phase]
             assert 0 < lower <= median <= upper
         assert set(timed) >= {"ms", "speedup", "of_floor"}
-    assert run["peer"]["separate_process"] is True
     assert set(run["overhead"]["calls"]) == {OURS, f"{OURS}, Python", "keep_input", "converted", EAGER, "neither"}
-    assert set(run["scaling"][0]["speedup"]) == {OURS, FLOOR}
-    (net,) = run["nets"]
-    assert list(net["contenders"]) == [steps.EAGER_NATIVE, steps.EAGER_CONVERTED]
-    for got in net["contenders"].values():
-        assert set(got) == {"ms", "ratio", "held", "peak"}
+    assert [(net["dtype"], net["batch"]) for net in run["nets"]] == [("fp32", 2), ("fp32", 3), ("bf16", 2), ("bf16", 3)]
+    for net in run["nets"]:
+        assert list(net["contenders"]) == [steps.EAGER_NATIVE, steps.EAGER_CONVERTED]
+        for got in net["contenders"].values():
+            assert set(got) == {"ms", "ratio", "held", "peak"}
     assert (out / "bench.md").read_text() == printed
-    assert "separate process" in printed
+    assert "- peer: the public package, 0.1" in printed
 
 
-def test_tables_tell_means_net_overhead_and_scaling():
+def test_the_chart_has_geometric_means_over_shapes_and_layouts_relative_to_eager(tmp_path):
+    def record(times, group=CORE, layout="contiguous"):
+        timings = {name: {"ms": {"both": [0.0, ms, 9.0]}} for name, ms in times.items()}
+        return TINY._asdict() | {"group": group, "layout": layout, "timings": timings}
+
+    run = {
+        "ops": [
+            record({OURS: 1.0, EAGER: 2.0, COMPILE: 8.0}),
+            record({OURS: 1.0, EAGER: 8.0, COMPILE: 2.0}, layout="channels_last"),
+            record({OURS: 1.0, EAGER: 100.0}, group="small"),
+        ]
+    }
+    assert report.bars(run) == {"relu\nfp32": pytest.approx({EAGER: 1, COMPILE: 1, OURS: 0.25})}
+    report.save_chart(tmp_path / "chart.png", run)
+    assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
+    report.save_chart(tmp_path / "none.png", {"ops": []})
+    assert not (tmp_path / "none.png").exists()
+
+
+def test_tables_tell_means_and_net_overhead():
     quartiles = {phase: [1.0, 2.0, 3.0] for phase in timing.PHASES}
     timings = {
-        OURS: {"ms": quartiles, "of_floor": {phase: [2.0] for phase in timing.PHASES}},
-        EAGER: {"ms": {phase: [8.0] for phase in timing.PHASES}},
+        OURS: {"ms": quartiles, "of_floor": quartiles},
+        EAGER: {"ms": {phase: [7.0, 8.0, 9.0] for phase in timing.PHASES}},
     }
-    case = TINY.record() | {"timings": timings, "notes": []}
-    other = case | {"timings": timings | {OURS: timings[OURS] | {"of_floor": {p: [8.0] for p in timing.PHASES}}}}
+    case = TINY._asdict() | {"timings": timings, "notes": []}
+    of_floor = {phase: [7.0, 8.0, 9.0] for phase in timing.PHASES}
+    other = case | {"timings": timings | {OURS: timings[OURS] | {"of_floor": of_floor}}}
     text = report.means_table({"ops": [case, other]})
     assert text.endswith("| core | fp32 | contiguous | relu | 2 | 4.00 | 4.00 | 4.00 | 4.00 | 4.00 |")
     calls = {OURS: 70, EAGER: 50, "neither": 10}
@@ -221,12 +266,6 @@ def test_tables_tell_means_net_overhead_and_scaling():
     text = report.overhead_table({"overhead": {"shape": [2, 8, 4, 4], "calls": calls}})
     assert "| in-place | 70.0 (69.0-71.0) | 7000 | 1.50 | 1.50 |" in text
     assert "| neither | 10.0 (9.00-11.0) | 1000 | - | - |" in text
-    scaled = [
-        TINY.record() | {"speedup": {name: {p: [1.0, v, 9.0] for p in timing.PHASES} for name in (OURS, FLOOR)}}
-        for v in (2.0, 8.0)
-    ]
-    text = report.scaling_table({"machine": {"threads": 2}, "scaling": scaled})
-    assert text.endswith("| geometric mean |  |  | 4.00 | 4.00 | 4.00 | 4.00 | 4.00 | 4.00 |")
 
 
 def test_cuda_report_without_cuda(tiny):
@@ -257,6 +296,7 @@ def test_floor_of_a_device_follows_from_its_bandwidth(monkeypatch):
         ["--shapes", "1x2"],
         ["--nets", "alexnet"],
         ["--nets", "keras:vgg"],
+        ["--peer", "nowhere"],
         ["--activations", "x"],
     ],
 )

@@ -6,7 +6,6 @@ import importlib.util
 import io
 import re
 import shlex
-import sys
 from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
@@ -241,28 +240,6 @@ def test_the_models_table_is_written_between_its_markers():
         "| timm resnet50 | 8x3x224x224 | 4.0 MiB → 1.0 MiB, **-75%** | 8.0 MiB → 6.0 MiB, **-25%** | 0.98 of native |"
     )
     assert models_table.row(name, usage).endswith("| - |")
-
-
-def test_the_speed_picture_has_the_ratios_of_the_report(monkeypatch, tmp_path):
-    pytest.importorskip("matplotlib")
-    import plot_speed
-
-    header = "| group | dtype | layout | activation | eager / in-place | compile / in-place | checkpoint / in-place |"
-    rows = [
-        f"| core | {dtype} | contiguous | {activation} | 4 | 8 | 2 |"
-        for dtype in ("fp32", "bf16")
-        for activation in ("leaky_relu", "silu")
-    ]
-    report = tmp_path / "bench.md"
-    report.write_text("\n".join(["## malloc warmed", header, "|".join(["", *["---"] * 7, ""]), *rows]))
-    table = plot_speed.means(report.read_text(), "warmed")
-    assert plot_speed.relative(table["silu", "bf16"], "compile / in-place") == pytest.approx(2)
-    assert plot_speed.relative(table["silu", "bf16"], "") == pytest.approx(0.25)
-    monkeypatch.setattr(sys, "argv", ["plot_speed.py", str(report), str(tmp_path / "speed.png")])
-    plot_speed.main()
-    assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(ValueError, match="expected a table"):
-        plot_speed.means(report.read_text(), "default")
 
 
 def test_forward_and_backward_take_half_of_the_memory_picture_each_whatever_their_times():
