@@ -1,6 +1,7 @@
 """In-place activated batch normalisation: batch norm and activation in one, in half the memory."""
 
 from inplace_abn.abn import ABN, InPlaceABN, InPlaceABNSync
+from inplace_abn.conditioning import check_conditioning
 from inplace_abn.conversion.analysis import analyze
 from inplace_abn.conversion.convert import convert, convert_sync, load_public_state_dict, revert
 from inplace_abn.conversion.plan import Plan
@@ -10,7 +11,6 @@ from inplace_abn.functions import inplace_abn, inplace_abn_sync
 from inplace_abn.group import active_group, set_active_group
 from inplace_abn.guard import set_guard
 from inplace_abn.instance_norm import InPlaceInstanceNorm, inplace_instance_norm
-from inplace_abn.recovery import check_conditioning
 
 __version__ = "2.0.0"
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 from types import ModuleType
@@ -22,7 +23,7 @@ def load() -> ModuleType | None:
         return None
     logger = logging.getLogger("inplace_abn")
     try:
-        from inplace_abn import _node
+        _node = importlib.import_module("inplace_abn._node")
     except ImportError as error:
         logger.info("graph nodes are made in Python: the C++ node cannot be loaded (%s)", error)
         return None

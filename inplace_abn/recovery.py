@@ -23,7 +23,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from inplace_abn import ops, reference
 from inplace_abn.activations import Activation, find
@@ -309,41 +309,3 @@ def predicted(
         mean, var = torch.full_like(scales, _MEAN), torch.full_like(scales, _VAR)
         parts.append(_moments(x, mean, var, scales, shifts, None, settings, density))
     return _errors(_Moments(*(torch.cat(moments)[channel_of] for moments in zip(*parts, strict=True))))
-
-
-class Conditioning(NamedTuple):
-    """A layer whose gradients would be inexact."""
-
-    name: str
-    """The layer's qualified name."""
-    channel: int
-    """Its worst channel."""
-    expected_error: float
-    """The error of dx or of that channel's dweight, whichever is larger."""
-
-
-def check_conditioning(
-    model: nn.Module, dtype: torch.dtype = torch.float32, threshold: float = 1e-2
-) -> list[Conditioning]:
-    """The in-place modules of ``model`` whose predicted gradient error is larger than ``threshold``, worst first.
-
-    Only modules that were built in place are checked, not converted ones. The prediction uses the parameters alone. The
-    guard measures real values in training, and makes such layers keep their input.
-
-    Args:
-        model: any module.
-        dtype: of the activations in training (that of autocast, if it is used).
-        threshold: relative error of dx, or of a channel's dweight, that is still acceptable.
-    """
-    from inplace_abn.abn import InPlaceABN
-    from inplace_abn.instance_norm import InPlaceInstanceNorm
-
-    found = []
-    for name, module in model.named_modules():
-        if isinstance(module, (InPlaceABN, InPlaceInstanceNorm)):
-            how = (module.activation, module.activation_param, module.eps, module.signed_weight)
-            errors = predicted(module.weight, module.bias, dtype, *how)
-            error = errors.worst().item()
-            if error > threshold:
-                found.append(Conditioning(name, int(errors.weight.argmax()), error))
-    return sorted(found, key=lambda c: -c.expected_error)

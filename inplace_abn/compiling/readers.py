@@ -1,4 +1,4 @@
-"""Finds readers that would notice a tag, as `conversion.tags` does, in a compiler's graph instead of a recording."""
+"""Finds readers that would notice a tag, as `inplace_abn.tags` does, in a compiler's graph instead of a recording."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from typing import Any
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
-from inplace_abn import _torch
+from inplace_abn import _torch, tags
 from inplace_abn._torch import is_backward
-from inplace_abn.conversion import tags
-from inplace_abn.conversion.recording import Op, Recording, Seen
+from inplace_abn.recording import Op, Recording, Seen
 
 
 class Readers:

@@ -148,5 +148,5 @@ def _channels(weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tenso
 def _version() -> str:
     """A hash of the sources that decide what becomes of a norm."""
     folder = Path(__file__).parent
-    sources = [*sorted(folder.glob("*.py")), folder.parent / "activations.py", folder.parent / "conversion" / "tags.py"]
+    sources = [*sorted(folder.glob("*.py")), *(folder.parent / name for name in ("activations.py", "tags.py"))]
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]

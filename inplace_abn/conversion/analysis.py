@@ -15,9 +15,9 @@ from inplace_abn.conversion.findings import Finding, examine, examine_residual
 from inplace_abn.conversion.plan import Layer, Plan, Residual
 from inplace_abn.conversion.prediction import Planned, saved
 from inplace_abn.conversion.recorder import record
-from inplace_abn.conversion.recording import Recording
 from inplace_abn.example import examples_of
 from inplace_abn.figures import THRESHOLDS
+from inplace_abn.recording import Recording
 from inplace_abn.settings import check_hyperparameters
 
 _NO_GAIN = "nothing would be gained: as much would be kept for backward as before"

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from inplace_abn import tags
 from inplace_abn.activations import taken_over
-from inplace_abn.conversion import tags
-from inplace_abn.conversion.recording import Call, Op, Recording, Seen, Watch
+from inplace_abn.recording import Call, Op, Recording, Seen, Watch
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 

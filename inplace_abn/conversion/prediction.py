@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from inplace_abn.conversion.findings import Activation, Finding
-from inplace_abn.conversion.recording import Recording, Save
+from inplace_abn.recording import Recording, Save
 
 
 class Planned(NamedTuple):

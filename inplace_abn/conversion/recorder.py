@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from inplace_abn import _torch
 from inplace_abn.conversion.preservation import local_statistics, preserved
-from inplace_abn.conversion.recording import Call, Op, Recording, Save, Seen, Watch
 from inplace_abn.example import Example, tensors_in
+from inplace_abn.recording import Call, Op, Recording, Save, Seen, Watch
 
 _MEMORY = ("numpy", "__array__", "tolist", "data_ptr", "untyped_storage", "storage", "__dlpack__", "__reduce_ex__")
 """Methods of a tensor that hand out its values or its memory without an op."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 
 from inplace_abn.activations import find, is_relu
-from inplace_abn.conversion.recording import Op, Recording, Seen
+from inplace_abn.recording import Op, Recording, Seen
 
 _NEGATIVE = frozenset({"eq", "ne", "ge", "lt"})
 _POSITIVE = frozenset({"eq", "ne", "gt", "le"})
