@@ -144,15 +144,7 @@ def abn_sync(
     mean = AllReduce.apply(reference.channel_sum(values), group) / count
     centred = values - reference.per_channel(mean, x)
     var = AllReduce.apply(reference.channel_sum(centred.square()), group) / count
-    if running_mean is not None and running_var is not None:
-        with torch.no_grad():
-            running_mean.lerp_(mean.to(running_mean), momentum)
-            running_var.lerp_((var * count / (count - 1)).to(running_var), momentum)
-    y = centred * reference.per_channel(torch.rsqrt(var + eps), x)
-    if weight is not None:
-        y = y * reference.per_channel(weight, x)
-    if bias is not None:
-        y = y + reference.per_channel(bias, x)
-    if residual is not None:
-        y = y + residual
+    reference.update(running_mean, running_var, mean, var, count, momentum)
+    xhat = centred * reference.per_channel(torch.rsqrt(var + eps), x)
+    y = reference.scaled(xhat, weight, bias, residual)
     return activate(y.to(x.dtype), activation, activation_param)

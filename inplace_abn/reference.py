@@ -45,6 +45,29 @@ def gamma(weight: Tensor, eps: float, signed_weight: bool = False) -> Tensor:
     return weight + (torch.where(weight < 0, -magnitude, magnitude) - weight).detach()
 
 
+def scaled(xhat: Tensor, scale: Tensor | None, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+    """y for xhat of shape (batch, channel, \\*)."""
+    y = xhat if scale is None else xhat * per_channel(scale, xhat)
+    if bias is not None:
+        y = y + per_channel(bias, xhat)
+    return y if residual is None else y + residual
+
+
+@torch.no_grad()
+def update(
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    mean: Tensor,
+    var: Tensor,
+    count: int | Tensor,
+    momentum: float | Tensor,
+) -> None:
+    """Updates the running statistics, if there are any, by those of ``count`` values per channel."""
+    if running_mean is not None and running_var is not None:
+        running_mean.lerp_(mean.to(running_mean), momentum)
+        running_var.lerp_((var * count / (count - 1)).to(running_var), momentum)
+
+
 def forward(
     x: Tensor,
     weight: Tensor | None,
@@ -64,20 +87,12 @@ def forward(
         count = x.numel() // x.shape[1]
         mean = channel_mean(x)
         var = channel_mean((x - per_channel(mean, x)).square())
-        if running_mean is not None and running_var is not None:
-            with torch.no_grad():
-                running_mean.lerp_(mean.to(running_mean), momentum)
-                running_var.lerp_((var * count / (count - 1)).to(running_var), momentum)
+        update(running_mean, running_var, mean, var, count, momentum)
     else:
         mean, var = running_mean, running_var
-    y = (x - per_channel(mean, x)) * per_channel(torch.rsqrt(var + eps), x)
-    if weight is not None:
-        y = y * per_channel(gamma(weight, eps, signed_weight), x)
-    if bias is not None:
-        y = y + per_channel(bias, x)
-    if residual is not None:
-        y = y + residual
-    return exactly(y, activation, activation_param)
+    xhat = (x - per_channel(mean, x)) * per_channel(torch.rsqrt(var + eps), x)
+    scale = None if weight is None else gamma(weight, eps, signed_weight)
+    return exactly(scaled(xhat, scale, bias, residual), activation, activation_param)
 
 
 def backward(
@@ -105,12 +120,7 @@ def backward(
     inv_std = torch.rsqrt(var + eps)
     scale = torch.ones_like(inv_std) if weight is None else gamma(weight, eps, signed_weight)
     xhat = (x - per_channel(mean, x)) * per_channel(inv_std, x)
-    y = xhat * per_channel(scale, x)
-    if bias is not None:
-        y = y + per_channel(bias, x)
-    if residual is not None:
-        y = y + residual
-    dy = activation_backward(y, dz, activation, activation_param)
+    dy = activation_backward(scaled(xhat, scale, bias, residual), dz, activation, activation_param)
     dx = dy
     if not frozen:
         dx = dy - per_channel(channel_mean(dy), x) - xhat * per_channel(channel_mean(xhat * dy), x)
