@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +50,10 @@ def spread(quartiles: Sequence[float] | None, suffix: str = "") -> str:
     return f"{number(quartiles[1], suffix)} ({number(quartiles[0])}-{number(quartiles[2])})"
 
 
-def of_floor(records: Iterable[Record], phase: str) -> list[float]:
-    """The median ratio of our time to the floor's, for each case that has it."""
+def of_floor(records: Iterable[Record]) -> list[float]:
+    """The median ratio of our time to the floor's, forward and backward together, for each case that has both."""
     timings = [r["timings"].get(OURS, {}) for r in records]
-    return [timing["of_floor"][phase][1] for timing in timings if "of_floor" in timing]
+    return [timing["of_floor"]["both"][1] for timing in timings if "of_floor" in timing]
 
 
 def times_faster(records: Iterable[Record], than: str) -> list[float]:
@@ -70,8 +71,8 @@ def grouped(records: Iterable[Record], *keys: str) -> dict[tuple[str, ...], list
     return groups
 
 
-def mean(values: Sequence[float]) -> str:
-    return number(statistics.geometric_mean(values) if values else None)
+def mean(values: Sequence[float]) -> float | None:
+    return statistics.geometric_mean(values) if values else None
 
 
 def dimensions(shape: Sequence[int]) -> str:
@@ -118,20 +119,23 @@ def ops_table(run: Record) -> str:
     return "\n".join([table(header, rows), *([""] if notes else []), *notes])
 
 
-def means_table(run: Record) -> str:
-    """A row for each group, dtype, layout and activation. Cells are geometric means over the shapes: of the time over
-    the floor's, and of the speed-ups."""
-    names = [name for name in RIVALS if times_faster(run["ops"], name)]
-    keys = ("group", "dtype", "layout", "activation")
-    header = [*keys, "shapes", *(f"{phase} / floor" for phase in PHASES)]
-    header += [f"{name} / in-place" for name in names] + [f"least {EAGER} / in-place"]
-    rows = []
-    for setting, records in grouped(run["ops"], *keys).items():
-        floors = [mean(of_floor(records, phase)) for phase in PHASES]
-        means = [mean(times_faster(records, name)) for name in names]
-        least = number(min(times_faster(records, EAGER), default=None))
-        rows.append([*setting, str(len(records)), *floors, *means, least])
-    return table(header, rows)
+def means_table(runs: Sequence[Record]) -> str:
+    """A row for each group, activation, dtype and layout. A cell has a number for each run: the geometric mean over the
+    shapes of our time over the floor's, or of a rival's time over ours, or the least such ratio of eager's."""
+    names = [name for name in RIVALS if any(times_faster(run["ops"], name) for run in runs)]
+    keys = ("group", "activation", "dtype", "layout")
+    of_runs = [grouped(run["ops"], *keys) for run in runs]
+
+    def cell(setting: tuple[str, ...], of: Callable[[Sequence[Record]], float | None]) -> str:
+        return " / ".join(number(of(records.get(setting, ()))) for records in of_runs)
+
+    header = [*keys, "in-place / floor", *(f"{name} / in-place" for name in names), f"least {EAGER} / in-place"]
+    figures = [lambda records: mean(of_floor(records))]
+    figures += [lambda records, name=name: mean(times_faster(records, name)) for name in names]
+    figures += [lambda records: min(times_faster(records, EAGER), default=None)]
+    rows = [[*setting, *(cell(setting, figure) for figure in figures)] for setting in dict.fromkeys(chain(*of_runs))]
+    modes = " / ".join(run["malloc"]["mode"] for run in runs)
+    return f"Means over the shapes, malloc {modes}:\n\n{table(header, rows)}" if rows else ""
 
 
 def overhead_table(run: Record) -> str:
@@ -187,11 +191,12 @@ def nets_tables(run: Record) -> str:
 
 def full_report(result: Record) -> str:
     """All sections of all runs."""
-    sections = (heading, ops_table, means_table, overhead_table, nets_tables)
+    sections = (heading, ops_table, overhead_table, nets_tables)
     parts = []
     for run in result["runs"]:
         parts.append(f"## malloc {run['malloc']['mode']}" if "gpu" not in run["machine"] else "## CUDA")
         parts += [section(run) for section in sections]
+    parts.append(means_table(result["runs"]))
     return "\n\n".join(filter(None, parts))
 
 

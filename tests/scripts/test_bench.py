@@ -259,8 +259,10 @@ def test_tables_tell_means_and_net_overhead():
     case = TINY._asdict() | {"timings": timings, "notes": []}
     of_floor = {phase: [7.0, 8.0, 9.0] for phase in timing.PHASES}
     other = case | {"timings": timings | {OURS: timings[OURS] | {"of_floor": of_floor}}}
-    text = report.means_table({"ops": [case, other]})
-    assert text.endswith("| core | fp32 | contiguous | relu | 2 | 4.00 | 4.00 | 4.00 | 4.00 | 4.00 |")
+    runs = [{"malloc": {"mode": mode}, "ops": ops} for mode, ops in (("default", [case, other]), ("warmed", [other]))]
+    text = report.means_table(runs)
+    assert text.startswith("Means over the shapes, malloc default / warmed:")
+    assert text.endswith("| core | relu | fp32 | contiguous | 4.00 / 8.00 | 4.00 / 4.00 | 4.00 / 4.00 |")
     calls = {OURS: 70, EAGER: 50, "neither": 10}
     calls = {name: {"us": [us - 1, us, us + 1], "instructions": 100 * us} for name, us in calls.items()}
     text = report.overhead_table({"overhead": {"shape": [2, 8, 4, 4], "calls": calls}})
