@@ -70,7 +70,8 @@ def step(function, module, x):
 
 
 def held(function, x):
-    """Bytes of activations that autograd keeps."""
+    """Bytes of activations that autograd keeps. x needs a gradient as in `step`, or a compiled function would be
+    compiled once more."""
     sizes = {}
 
     def pack(t):
@@ -80,7 +81,7 @@ def held(function, x):
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        y = function(x)
+        y = function(x.clone().requires_grad_())
     del y
     return sum(sizes.values())
 
