@@ -3,12 +3,11 @@
 import copy
 import logging
 import pickle
-import subprocess
-import sys
 import types
 
 import buffers
 import compiled_nets
+import fresh
 import pytest
 import torch
 import torch.nn.functional as F
@@ -320,8 +319,8 @@ def test_switched_off_it_is_out_of_place():
         "z = N(3)(x); assert torch.equal(x, y) and z is not x;"
         "torch.testing.assert_close(z, torch.nn.functional.leaky_relu(torch.nn.InstanceNorm1d(3)(x)))"
     )
-    environment = {"INPLACE_ABN_DISABLE": "1", "PATH": "", "PYTHONPATH": ":".join(sys.path)}
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+    result = fresh.run_code(code, INPLACE_ABN_DISABLE="1")
+    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
