@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import sys
 import tempfile
-import warnings
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -31,7 +30,7 @@ def run(function, *args, **environment):
 
 
 def run_code(code, **environment):
-    """Runs the text of a program, without warnings."""
+    """Runs the text of a program."""
     return run(_execute, code, **environment)
 
 
@@ -44,5 +43,4 @@ def _call(outputs, environment, module, name, *args):
 
 
 def _execute(code):
-    warnings.simplefilter("ignore")
     exec(code, {"__name__": "__main__"})
