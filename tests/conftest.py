@@ -1,6 +1,7 @@
 """Fixtures that tests share: the available devices, a fixed seed, and on request one thread or a fresh compiler."""
 
 import gc
+import logging
 import os
 
 import pytest
@@ -94,6 +95,24 @@ manual_seed = torch.manual_seed if torch.cuda.is_available() else torch.default_
 @pytest.fixture(autouse=True)
 def seed():
     manual_seed(0)
+
+
+@pytest.fixture
+def logged():
+    """A function of a level. It returns the list of the package's log records, which grows by all from this level
+    on."""
+    logger, handler, records = logging.getLogger("inplace_abn"), logging.Handler(), []
+    handler.emit = records.append
+    before = logger.level
+    logger.addHandler(handler)
+
+    def at(level):
+        logger.setLevel(level)
+        return records
+
+    yield at
+    logger.removeHandler(handler)
+    logger.setLevel(before)
 
 
 @pytest.fixture
