@@ -52,8 +52,8 @@ class Layer(NamedTuple):
     def settings(self) -> Settings:
         return Settings(self.activation, ACTIVATIONS[self.activation], EPS, True, True, None)
 
-    def gradients(self, dz: Tensor, native: bool, dtype: torch.dtype) -> Sequence[Tensor]:
-        """Returns dx and dweight, computed in ``dtype``."""
+    def output(self, native: bool, dtype: torch.dtype) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Returns z, computed in ``dtype``, and its leaves x and weight."""
         x, residual = self.x.to(dtype), None if self.residual is None else self.residual.to(dtype)
         weight, bias = (t.to(torch.promote_types(dtype, torch.float32)).requires_grad_() for t in self.parameters)
         leaf, param = x.clone().requires_grad_(), ACTIVATIONS[self.activation]
@@ -63,18 +63,26 @@ class Layer(NamedTuple):
         else:
             how = (True, 0.1, EPS, self.activation, param)
             z = inplace_abn(leaf.clone(), weight, bias, None, None, *how, signed_weight=True, residual=residual)
-        return torch.autograd.grad(z, (leaf, weight), dz.to(dtype))
+        return z, (leaf, weight)
+
+    def gradients(self, dzs: Sequence[Tensor], native: bool, dtype: torch.dtype) -> list[Sequence[Tensor]]:
+        """Returns dx and dweight for each of ``dzs``, computed in ``dtype``."""
+        if not native:
+            # Each dz gets a graph of its own, as in training. Backward reuses the memory of a graph that is not kept.
+            return [torch.autograd.grad(*self.output(False, dtype), dz.to(dtype)) for dz in dzs]
+        z, leaves = self.output(True, dtype)
+        return [torch.autograd.grad(z, leaves, dz.to(dtype), retain_graph=True) for dz in dzs]
 
 
 class Errors(NamedTuple):
     """The relative errors for several gradients dz: of dx, and of the dweight of each channel."""
 
-    x: list[float]
+    x: list[Tensor]
     weight: list[Tensor]
 
     def worst(self, of_channels: Callable[[Tensor], Tensor] = torch.max) -> Pair:
         """The largest errors. ``of_channels`` reduces the errors of all channels to one number."""
-        return Pair(max(self.x), max(of_channels(each).item() for each in self.weight))
+        return Pair(max(self.x).item(), max(of_channels(each).item() for each in self.weight))
 
 
 def errors(layer: Layer) -> tuple[Errors, Errors]:
@@ -101,31 +109,35 @@ def errors(layer: Layer) -> tuple[Errors, Errors]:
     ours, torchs = z.double() * recovered.double() - xhat * slope, xhat * (rounded - slope)
     least = torch.finfo(x.dtype).smallest_normal
     noise = torch.randn_like(xhat) + 2 * x.double()
-    of_dx = [(xhat, (False, True)), (xhat * slope, (False, True)), (noise, (False, True))]
-    of_dweight = [(ours, (False,)), (torchs, (True,)), (xhat, (False, True))]
+    dx, dweight, in_place, native = 0, 1, False, True
+    cases = [
+        (xhat, (dx, dweight), (in_place, native)),
+        (xhat * slope, (dx,), (in_place, native)),
+        (noise, (dx,), (in_place, native)),
+        (ours, (dweight,), (in_place,)),
+        (torchs, (dweight,), (native,)),
+    ]
+    dzs = []
+    for direction, _, _ in cases:
+        sizes = reference.channel_mean(direction.square()).clamp_min(1e-300).sqrt()
+        dzs.append((direction / reference.per_channel(sizes, x)).to(x.dtype))
+    exact = layer.gradients(dzs, True, torch.float64)
+    scale, counts = (reference.per_channel(inv_std, x) * layer.gamma).abs(), x.numel() // x.shape[1]
+    spread = reference.channel_mean(slope.square()).add(least**2).sqrt()
     found = Errors([], []), Errors([], [])
-    for i, directions in enumerate((of_dx, of_dweight)):
-        for direction, contenders in directions:
-            sizes = reference.channel_mean(direction.square()).clamp_min(1e-300).sqrt()
-            direction = direction / reference.per_channel(sizes, x)
-            dz = direction.to(x.dtype)
-            exact = layer.gradients(dz, True, torch.float64)[i]
-            if i == 0:
-                dy = slope * dz.double()
-                size = (reference.per_channel(inv_std, x) * layer.gamma).abs().mul(dy.abs() + least).norm()
-            else:
-                counts = x.numel() // x.shape[1]
-                spread = reference.channel_mean(slope.square()).add(least**2).sqrt()
-                size = counts * reference.channel_mean(dz.double().square()).sqrt() * spread
-            for native in contenders:
-                off = layer.gradients(dz, native, x.dtype)[i].double() - exact
-                # A relative error is zero where the error is zero, even if the size is zero, too.
-                off = off.norm() if i == 0 else off.abs()
-                relative = torch.where(off == 0, 0.0, off / size)
-                if i == 0:
-                    found[native].x.append(relative.item())
+    for contender in (in_place, native):
+        chosen = [i for i, (_, _, contenders) in enumerate(cases) if contender in contenders]
+        gradients = layer.gradients([dzs[i] for i in chosen], contender, x.dtype)
+        for i, given in zip(chosen, gradients, strict=True):
+            dz = dzs[i].double()
+            for which in cases[i][1]:
+                off = given[which].double() - exact[i][which]
+                if which == dx:
+                    off, size = off.norm(), scale.mul((slope * dz).abs() + least).norm()
                 else:
-                    found[native].weight.append(relative)
+                    off, size = off.abs(), counts * reference.channel_mean(dz.square()).sqrt() * spread
+                # A relative error is zero where the error is zero, even if the size is zero, too.
+                found[contender][which].append(torch.where(off == 0, 0.0, off / size))
     return found
 
 

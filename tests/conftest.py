@@ -1,6 +1,7 @@
 """Fixtures that tests share: the available devices, a fixed seed, and on request one thread or a fresh compiler."""
 
 import gc
+import logging
 import os
 
 import pytest
@@ -87,9 +88,31 @@ def full_precision():
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
 
 
+# torch.manual_seed also formats the stack, and keeps it, for every kind of device that is not there.
+manual_seed = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
+
+
 @pytest.fixture(autouse=True)
 def seed():
-    torch.manual_seed(0)
+    manual_seed(0)
+
+
+@pytest.fixture
+def logged():
+    """A function of a level. It returns the list of the package's log records, which grows by all from this level
+    on."""
+    logger, handler, records = logging.getLogger("inplace_abn"), logging.Handler(), []
+    handler.emit = records.append
+    before = logger.level
+    logger.addHandler(handler)
+
+    def at(level):
+        logger.setLevel(level)
+        return records
+
+    yield at
+    logger.removeHandler(handler)
+    logger.setLevel(before)
 
 
 @pytest.fixture

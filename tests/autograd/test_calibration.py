@@ -1,11 +1,10 @@
 """Calibration: the first graph shows the reference counts of a sole holder, wherever that graph is built."""
 
-import os
-import subprocess
 import sys
 import threading
 from contextlib import contextmanager, nullcontext
 
+import fresh
 import pytest
 import torch
 import torch._dynamo.compiled_autograd
@@ -166,6 +165,11 @@ def held_gradients_keep_their_content():
                 assert torch.equal(gradient, expected)
 
 
+def node_of_this_test():
+    """The environment of a process whose graph nodes are of the kind that this test is run with."""
+    return {"INPLACE_ABN_NODE": "0" if functions._node is None else "1"}
+
+
 def after_a_compilation_that_failed():
     """After this, Python calls have one reference more in some releases, because the compiler goes on evaluating
     frames."""
@@ -181,10 +185,8 @@ def after_a_compilation_that_failed():
 
 def test_references_of_a_compiler_that_evaluates_frames_are_no_holders():
     # The compiler goes on until the process ends, so this needs a process of its own.
-    command = [sys.executable, "-c", "import test_calibration as t; t.after_a_compilation_that_failed()"]
-    environment = os.environ | {"INPLACE_ABN_NODE": "0" if functions._node is None else "1"}
-    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    subprocess.run(command, cwd=os.path.dirname(__file__), env=environment, check=True)
+    result = fresh.run(after_a_compilation_that_failed, **node_of_this_test())
+    assert result.returncode == 0, result.stderr
 
 
 class KeepsLocals:
@@ -317,7 +319,5 @@ for module in (InPlaceABN, InPlaceABNSync):
     ],
 )
 def test_in_a_process_of_its_own(code, environment):
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], env=os.environ | environment, capture_output=True, text=True
-    )
+    result = fresh.run_code(code, **node_of_this_test() | environment)
     assert result.returncode == 0, result.stderr

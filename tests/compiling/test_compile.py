@@ -1,7 +1,6 @@
 """Compiled by torch.compile, modules have the results of eager mode."""
 
 import copy
-import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
@@ -10,6 +9,7 @@ import torch._dynamo
 import torch.nn.functional as F
 from cases import INDUCTOR, needs_compiler, parameters
 from compiled_nets import SHAPE, WIRINGS, abn, assert_same, drawn, expected_abn, net
+from fresh import CONTEXT
 from torch import nn
 
 from inplace_abn import ABN, InPlaceABN, functions
@@ -178,7 +178,7 @@ def assert_right_or_refused(backend, device, compiled_node):
 def test_compiled_wirings_are_right_or_refused(backend, device):
     """Runs in a process of its own, because torch leaves its frame evaluator in place for good after a compilation that
     failed."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(1, CONTEXT) as pool:
         pool.submit(assert_right_or_refused, backend, device, functions._node is not None).result()
 
 

@@ -231,8 +231,8 @@ def test_residual_blocks_go_in_place_unless_that_is_declined():
     assert verify(block, convert(copy.deepcopy(block), x), x)
 
 
-def test_a_filter_chooses_and_one_line_tells(caplog):
-    caplog.set_level(logging.INFO, "inplace_abn")
+def test_a_filter_chooses_and_one_line_tells(logged):
+    records = logged(logging.INFO)
     model, x = make("resnet"), images()
     seen = []
 
@@ -245,7 +245,7 @@ def test_a_filter_chooses_and_one_line_tells(caplog):
     chosen = [name for name, m in model.named_modules() if isinstance(m, InPlaceNorm)]
     assert chosen == [f"layer1.{i}.bn{j}" for i in (0, 1) for j in (1, 2)]
     convert(make("resnet"), x)
-    lines = [record.message for record in caplog.records]
+    lines = [record.getMessage() for record in records]
     assert lines[0] == "4 of 10 norms"
     assert re.fullmatch(r"10 of 10 norms, [\d.]+ KiB", lines[1])
 

@@ -1,12 +1,10 @@
 """The table of a plan: its rows, its width and its columns."""
 
-import os
 import pickle
 import re
-import subprocess
-import sys
 from dataclasses import replace
 
+import fresh
 import pytest
 import torch
 from convertible_nets import chain
@@ -45,9 +43,9 @@ def test_no_line_of_a_table_is_longer_than_the_terminal_and_nothing_is_cut(width
 
 def test_a_table_is_a_hundred_columns_wide_where_there_is_no_terminal():
     plan = Plan((layer("stem.bn", kept=("it is read again " * 20,)),))
-    code = f"import pickle; print(pickle.loads({pickle.dumps(plan)!r}))"
-    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    code = f"import os, pickle; os.environ.pop('COLUMNS', None); print(pickle.loads({pickle.dumps(plan)!r}))"
+    done = fresh.run_code(code)
+    assert done.returncode == 0, done.stderr
     assert 90 < max(map(len, done.stdout.splitlines())) <= 100
 
 

@@ -1,7 +1,7 @@
 """Runs tests on every rank of a gloo process group.
 
-Starting a process and importing torch takes seconds, so the processes stay for the whole session. Every test gets a new
-process group in them.
+Starting a process takes a while, so the processes stay for the whole session. Every test gets a new process group in
+them.
 """
 
 import contextlib
@@ -11,7 +11,6 @@ import gc
 import importlib
 import inspect
 import itertools
-import multiprocessing
 import multiprocessing.connection
 import os
 import tempfile
@@ -23,6 +22,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from fresh import CONTEXT
 
 TIMEOUT = 180
 GRACE = 5
@@ -117,10 +117,9 @@ class _Ranks:
             pytest.fail("\n".join(what for _, what in sorted(failures)), pytrace=False)
 
     def _start(self, world_size):
-        context = multiprocessing.get_context("spawn")
         while len(self.processes) < world_size:
-            here, there = context.Pipe()
-            process = context.Process(target=_work, args=(there, self.environment), daemon=True)
+            here, there = CONTEXT.Pipe()
+            process = CONTEXT.Process(target=_work, args=(there, self.environment), daemon=True)
             process.start()
             there.close()
             self.processes.append(process)

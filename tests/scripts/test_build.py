@@ -10,6 +10,7 @@ import zipfile
 from pathlib import Path
 
 import check_symbols
+import fresh
 import pytest
 import torch
 
@@ -20,22 +21,23 @@ PACKAGE = Path(inplace_abn.__file__).parent
 KERNELS = PACKAGE / "_kernels.so"
 
 
-# An editable installation puts finders before the path. They are removed.
-IMPORT = """
-import sys
-sys.meta_path = [finder for finder in sys.meta_path if "editable" not in repr(finder).lower()]
-sys.path.insert(0, ".")
-"""
-
-
 def run_in(folder, *command, **environment):
     return subprocess.run(
         command, cwd=folder, env=os.environ | environment, capture_output=True, text=True, check=False
     )
 
 
+# An editable installation puts finders before the path. They are removed.
+IMPORT = """
+import os, sys
+sys.meta_path = [finder for finder in sys.meta_path if "editable" not in repr(finder).lower()]
+sys.path.insert(0, ".")
+os.chdir({folder!r})
+"""
+
+
 def import_in(folder, code="import inplace_abn"):
-    return run_in(folder, sys.executable, "-c", IMPORT + code)
+    return fresh.run_code(IMPORT.format(folder=str(folder)) + code)
 
 
 @pytest.fixture

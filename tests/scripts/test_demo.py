@@ -242,9 +242,11 @@ def test_every_norm_of_the_net_converts_and_gradients_are_the_same(activation):
     assert inplace_abn.verify(native, converted, images)
 
 
-def test_two_processes_train_with_synchronised_statistics(tmp_path):
+def test_two_processes_train_with_synchronised_statistics(folder, tmp_path):
+    # Validation of a folder is shorter than that of scenes.
+    data = ["--data", str(folder), "--classes", "3"]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [demo.__file__, *TINY, "--out", str(tmp_path)]
+    command += [demo.__file__, *TINY, *data, "--out", str(tmp_path)]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=240, env=os.environ | {"OMP_NUM_THREADS": "1"}
     )
