@@ -1,4 +1,5 @@
-"""Fixtures that tests share: the available devices, a fixed seed, and on request one thread or a fresh compiler."""
+"""Fixtures that tests share: the available devices, a fixed seed, and on request log records, one thread or a fresh
+compiler."""
 
 import gc
 import logging

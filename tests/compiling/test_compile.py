@@ -174,12 +174,17 @@ def assert_right_or_refused(backend, device, compiled_node):
     assert {"leaf", "view_of_leaf"} <= set(refused)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_compiled_wirings_are_right_or_refused(backend, device):
-    """Runs in a process of its own, because torch leaves its frame evaluator in place for good after a compilation that
-    failed."""
+@pytest.fixture(scope="module")
+def another_process():
     with ProcessPoolExecutor(1, CONTEXT) as pool:
-        pool.submit(assert_right_or_refused, backend, device, functions._node is not None).result()
+        yield pool
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiled_wirings_are_right_or_refused(backend, device, another_process):
+    """Runs in another process, because torch leaves its frame evaluator in place for good after a compilation that
+    failed."""
+    another_process.submit(assert_right_or_refused, backend, device, functions._node is not None).result()
 
 
 @pytest.mark.parametrize("backend", [*BACKENDS, INDUCTOR])
