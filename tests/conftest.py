@@ -59,6 +59,11 @@ def pytest_addoption(parser):
     parser.addoption("--fuzz", type=int, default=1, help="how many times as many random cases on the emulated device")
 
 
+def pytest_collection_modifyitems(items):
+    # If the longest tests came last, one process would run them while the others have nothing left to do.
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
 def pytest_generate_tests(metafunc):
     if "device" in metafunc.fixturenames:
         emulation = [EMULATION] if metafunc.module.__name__.split(".")[-1] in EMULATED else []

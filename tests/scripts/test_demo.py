@@ -242,6 +242,7 @@ def test_every_norm_of_the_net_converts_and_gradients_are_the_same(activation):
     assert inplace_abn.verify(native, converted, images)
 
 
+@pytest.mark.slow
 def test_two_processes_train_with_synchronised_statistics(folder, tmp_path):
     # Validation of a folder is shorter than that of scenes.
     data = ["--data", str(folder), "--classes", "3"]
