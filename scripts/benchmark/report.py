@@ -223,16 +223,17 @@ def save_chart(path: Path, run: Record) -> None:
     axes = figure.add_subplot()
     names = [name for name in DRAWN if any(name in heights for heights in settings.values())]
     width = 0.8 / len(names)
+    top = min(TOP, max(height for heights in settings.values() for height in heights.values()))
     for i, name in enumerate(names):
         label, colour = DRAWN[name]
         bar = {j: heights[name] for j, heights in enumerate(settings.values()) if name in heights}
         places = [j + (i - (len(names) - 1) / 2) * width for j in bar]
-        drawn = axes.bar(places, [min(x, TOP) for x in bar.values()], 0.92 * width, label=label, color=colour)
-        labels = [f"{height:.1f} ↑" if height > TOP else f"{height:.2f}" for height in bar.values()]
+        drawn = axes.bar(places, [min(x, top) for x in bar.values()], 0.92 * width, label=label, color=colour)
+        labels = [f"{height:.1f} ↑" if height > top else f"{height:.2f}" for height in bar.values()]
         axes.bar_label(drawn, labels, padding=2, fontsize=9)
     axes.set_xticks(range(len(settings)), list(settings))
     axes.set_ylabel("time of forward + backward\n(eager = 1, lower is better)")
-    axes.set_ylim(0, TOP + 0.2)
+    axes.set_ylim(0, 1.1 * top)
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside upper center", ncols=len(names), frameon=False, fontsize=9)
     figure.savefig(path, dpi=150)
