@@ -64,7 +64,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--contenders", nargs="+", choices=CONTENDERS, metavar="NAME", help="by default all")
     add("--peer", type=Path, metavar="FOLDER", help="where the public inplace_abn package is installed")
     add("--groups", nargs="*", choices=GROUPS, default=list(GROUPS), metavar="NAME", help=f"of {', '.join(GROUPS)}")
-    add("--shapes", nargs="+", type=shape_of, metavar="NxCxHxW", help="instead of the groups' own")
+    add("--shapes", nargs="+", type=shape_of, metavar="NxCxHxW", help="instead of the groups")
     add("--activations", nargs="+", choices=ACTIVATIONS, default=["leaky_relu", "silu"], metavar="NAME")
     settings = f"by default {' '.join(CPU_SETTINGS)}, on CUDA {' '.join(CUDA_SETTINGS)}"
     add("--settings", nargs="+", choices=SETTINGS, metavar="DTYPE:LAYOUT", help=settings)

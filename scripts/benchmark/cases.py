@@ -65,13 +65,15 @@ def make_cases(
     cuda: bool = False,
     quick: bool = False,
 ) -> list[Case]:
-    """The cases of ``groups``, each in every setting. ``shapes`` replace those of the groups. A quick run takes one
-    shape of each group."""
+    """The cases of ``groups``, or those of ``shapes``, each in every setting. A quick run takes one shape of each
+    group. On CUDA the batches of large tensors of a group are larger."""
     settings, activations = list(settings), list(activations)
+    part = slice(2, 3) if quick else slice(None)
+    tensors = {CORE: tuple(shapes)} if shapes else {name: GROUPS[name][part] for name in groups}
     cases = []
-    for group in groups:
-        for batch, *rest in shapes or (GROUPS[group][2:3] if quick else GROUPS[group]):
-            if cuda and group != SMALL and shapes is None:
+    for group, chosen in tensors.items():
+        for batch, *rest in chosen:
+            if cuda and group != SMALL and not shapes:
                 batch *= CUDA_BATCH_FACTOR
             cases += [Case(group, (batch, *rest), *setting, name) for name in activations for setting in settings]
     return cases

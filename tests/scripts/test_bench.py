@@ -159,7 +159,7 @@ def test_cases():
     assert len(make_cases([CORE], settings, activations, quick=True)) == 4
     assert len(make_cases([CORE], settings, activations)) == 4 * len(GROUPS[CORE])
     assert make_cases([CORE], settings, activations, cuda=True)[0].shape == (128, 64, 112, 112)
-    assert [case.shape for case in make_cases([CORE], [FP32], ["relu"], shapes=[(1, 2, 3, 4)])] == [(1, 2, 3, 4)]
+    assert [case.shape for case in make_cases(GROUPS, [FP32], ["relu"], shapes=[(1, 2, 3, 4)])] == [(1, 2, 3, 4)]
     x = Case(CORE, (2, 4, 5, 5), *settings[1], "relu").random(CPU)
     assert x.dtype == torch.bfloat16
     assert x.is_contiguous(memory_format=torch.channels_last)
