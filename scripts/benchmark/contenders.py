@@ -24,7 +24,7 @@ CONTENDERS = {
     OURS: "InPlaceABN",
     EAGER: "torch's BatchNorm2d and activation, in place where torch saves memory by that",
     NO_CUDNN: "the same with torch's own CUDA kernels",
-    COMPILE: "the same under torch.compile, activation out of place: in place, its code is twice as slow",
+    COMPILE: "the same under torch.compile, activation out of place: in place, its code is several times slower",
     CHECKPOINT: "the same under torch.utils.checkpoint",
     PEER: "the public package's InPlaceABN",
     FLOOR: "forward x.sum(); x.mul_(s), backward x.sum(); g.sum(); g.add_(x)",
