@@ -3,8 +3,9 @@
 
 Prints tables in Markdown, and writes bench.md, bench.json and bench.png to --out. All contenders of a case take turns
 in one process (benchmark/timing.py says how they are timed). Every run is a fresh process, because malloc reads its
-settings when a process starts. --peer adds the public package, from a folder that this command fills:
+settings when a process starts. --peer adds the public package, from a folder that these commands fill:
 
+    pip install "setuptools-scm<8"
     pip install --no-deps --no-build-isolation --target FOLDER inplace-abn
 """
 
