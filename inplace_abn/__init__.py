@@ -1,12 +1,9 @@
 """In-place activated batch normalisation: batch norm and activation in one, in half the memory."""
 
 from inplace_abn.abn import ABN, InPlaceABN, InPlaceABNSync
-from inplace_abn.conditioning import check_conditioning
-from inplace_abn.conversion.analysis import analyze
-from inplace_abn.conversion.convert import convert, convert_sync, load_public_state_dict, revert
-from inplace_abn.conversion.plan import Plan
+from inplace_abn.conversion.convert import convert, load_public_state_dict, revert
+from inplace_abn.conversion.report import Report, analyze, report
 from inplace_abn.conversion.verification import Verification, verify
-from inplace_abn.example import Example
 from inplace_abn.functions import inplace_abn, inplace_abn_sync
 from inplace_abn.group import active_group, set_active_group
 from inplace_abn.guard import set_guard
@@ -16,21 +13,19 @@ __version__ = "2.0.0"
 
 __all__ = [
     "ABN",
-    "Example",
     "InPlaceABN",
     "InPlaceABNSync",
     "InPlaceInstanceNorm",
-    "Plan",
+    "Report",
     "Verification",
     "active_group",
     "analyze",
-    "check_conditioning",
     "convert",
-    "convert_sync",
     "inplace_abn",
     "inplace_abn_sync",
     "inplace_instance_norm",
     "load_public_state_dict",
+    "report",
     "revert",
     "set_active_group",
     "set_guard",

@@ -271,6 +271,30 @@ class InPlaceABNSync(InPlaceABN):
             dtype=dtype,
         )
 
+    @classmethod
+    def convert_sync_abn(cls, model: nn.Module, group: ProcessGroup | None = None) -> nn.Module:
+        """Makes every `InPlaceABN` of ``model`` an `InPlaceABNSync`, as `torch.nn.SyncBatchNorm` does with BatchNorms.
+
+        Args:
+            model: is modified. Parameters, buffers and keys stay.
+            group: the ranks to synchronise with; None for the default group.
+
+        Returns:
+            ``model``.
+
+        Raises:
+            TypeError: the model has a module of a subclass of the two, whose class cannot be changed. Nothing has been
+                modified.
+        """
+        found = [module for module in model.modules() if isinstance(module, InPlaceABN)]
+        for module in found:
+            if type(module) not in (InPlaceABN, cls):
+                raise TypeError(f"inplace_abn.convert_sync_abn: expected no subclass, got {type(module).__name__}")
+        for module in found:
+            module.__class__ = cls
+            module.__dict__["group"] = group
+        return model
+
     def set_group(self, group: ProcessGroup | None) -> None:
         """Makes this module synchronise with ``group``; None for the default group."""
         self.group = group

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from inplace_abn.abn import InPlaceABNSync
+from inplace_abn.conversion.norms import InPlaceNorm
 
 _world: ProcessGroup | None = None
 _groups: dict[frozenset[int], ProcessGroup] = {}
@@ -42,7 +43,7 @@ def active_group(active: bool) -> ProcessGroup:
 
 
 def set_active_group(network: nn.Module, group: ProcessGroup | None) -> None:
-    """Makes every `InPlaceABNSync` in ``network`` synchronise with ``group`` (None: the default group)."""
+    """Makes every synchronised norm in ``network`` synchronise with ``group`` (None: the default group)."""
     for module in network.modules():
-        if isinstance(module, InPlaceABNSync):
+        if isinstance(module, (InPlaceABNSync, InPlaceNorm)):
             module.set_group(group)

@@ -147,6 +147,8 @@ class Guarded:
     _trusted: bool = True
     per_instance: bool = False
     """Whether each sample of the input has its own statistics."""
+    why_untrusted: str = ""
+    """Why the module keeps its input, in words; empty if it runs in place."""
     _revision: int = 0
     """A number that changes when code that was compiled for the module is no longer valid."""
 
@@ -305,7 +307,7 @@ def _decide(module: Any, found: list[tuple[Figures, torch.dtype]]) -> None:
         # The measurement is forgotten, so that the next call measures and raises, too.
         forget(module)
         raise RuntimeError(f"inplace_abn: {text}")
-    module.__dict__["_trusted"] = now
+    module.__dict__.update(_trusted=now, why_untrusted="" if now else f"its input is not recoverable: {told}")
     if now:
         _logger.info("%s: z tells xhat again (%s); it runs in place", name, told)
     else:
@@ -366,7 +368,7 @@ def check_interval(interval: int) -> None:
         raise ValueError(f"inplace_abn: expected a guard_interval >= 0, got {interval}")
 
 
-_STATE = ("_guard", "_guard_generation", "_trusted")
+_STATE = ("_guard", "_guard_generation", "_trusted", "why_untrusted")
 _SETTINGS = ("guard_interval", "guard_threshold", "on_untrusted", "_guard_name")
 
 

@@ -1,4 +1,4 @@
-"""Finds readers that notice the tags of relu, hardswish and gelu, whose zeros are tiny numbers in training.
+"""Follows the tags of relu, hardswish and gelu, whose zeros are tiny numbers in training, and finds who notices them.
 
 In place, a relu's zero is a tiny negative number. A zero of hardswish's flat part, or of gelu's tail, is a tiny
 positive number. From these numbers backward recovers what was activated. A calculation does not notice the difference.
@@ -10,10 +10,15 @@ order rounds as well.
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Collection, Hashable
+from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
+from inplace_abn import _torch
 from inplace_abn.activations import find, is_relu
-from inplace_abn.recording import Op, Recording, Seen
+from inplace_abn.trial import tensors_in
 
 _NEGATIVE = frozenset({"eq", "ne", "ge", "lt"})
 _POSITIVE = frozenset({"eq", "ne", "gt", "le"})
@@ -65,87 +70,132 @@ _ONLY_TOGETHER = frozenset({"add", "sub", "maximum", "fmax", "mm", "bmm"})
 matrix products are worth following."""
 
 
-def readers(recording: Recording, z: int, op: int, activation: str, param: float) -> list[str]:
-    """The readers of ``z``, the storage of the activation's result, that notice a tag.
+class Seen(NamedTuple):
+    """What is known of a tensor, without holding the tensor."""
 
-    Args:
-        op: number of the activation's op. Later ops are looked at.
-        activation, param: as in `inplace_abn.settings`.
+    storage: int
+    dtype: torch.dtype
+    whole: bool
+    """Whether the tensor covers its whole storage."""
 
-    Returns:
-        Reasons in words; empty if there is no reader, or if the activation has no such zeros.
-    """
-    name = "relu" if is_relu(activation, param) else activation
-    sign = find(name).zeros
-    if not sign:
-        return []
-    what = f"its {name}'s zeros are tiny {sign} numbers in training"
-    comparisons = _POSITIVE if sign == "positive" else _NEGATIVE
-    tagged = {z}
-    chosen: dict[int, Op] = {}
-    found = []
-    for i in range(op + 1, len(recording.ops)):
-        reader = recording.ops[i]
-        found += [f"{chosen[s]} chooses by them, and {reader} reads its choice" for s in reader.reads & chosen.keys()]
-        own = [t for t in reader.tensors if t.storage in tagged]
+
+class Op(NamedTuple):
+    """A call of an op below autograd."""
+
+    name: str
+    """The op's name, without namespace, overload and the underscore of ops in place."""
+    tensors: tuple[Seen, ...]
+    values: dict[str, Any]
+    """Arguments that are no tensors, by name, with defaults."""
+    writes: frozenset[int]
+
+
+def storage_of(t: Tensor) -> int:
+    return _torch.storage_key(t.untyped_storage())
+
+
+def seen(t: Tensor) -> Seen:
+    return Seen(storage_of(t), t.dtype, t.numel() * t.element_size() == t.untyped_storage().nbytes())
+
+
+def op_of(function: _torch.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Op:
+    """A call of ``function`` with tensors, or with what stands for them in ``args``."""
+    schema = _torch.schema_of(function)
+    tensors: list[Seen] = []
+    values: dict[str, Any] = {}
+    writes: set[int] = set()
+    for i, argument in enumerate(schema.arguments):
+        value = args[i] if i < len(args) else kwargs.get(argument.name, argument.default_value)
+        found = [seen(t) for t in tensors_in(value)]
+        tensors += found
+        if not found:
+            values[argument.name] = value
+        elif argument.alias_info is not None and argument.alias_info.is_write:
+            writes.update(t.storage for t in found)
+    return Op(schema.name.split("::")[-1].removesuffix("_"), tuple(tensors), values, frozenset(writes))
+
+
+def sign_of(activation: str, param: float) -> str:
+    """The sign of the tiny numbers that stand for zeros: "negative", "positive", or empty if there are none."""
+    return find("relu" if is_relu(activation, param) else activation).zeros
+
+
+class Follower:
+    """Follows tags from op to op. A source is a layer that tags its output."""
+
+    def __init__(self) -> None:
+        self.tagged: dict[int, dict[Hashable, str]] = {}
+        """The sources of each storage's tags, and the sign of their tiny numbers."""
+        self.chosen: dict[int, tuple[Op, Collection[Hashable]]] = {}
+        """The storages of what ops have chosen by tagged values, such as the indices of a pooling."""
+
+    def add(self, storage: int, source: Hashable, sign: str) -> None:
+        self.tagged.setdefault(storage, {})[source] = sign
+
+    def knows(self, op: Op) -> bool:
+        """Whether an operand has tags, or was chosen by them."""
+        return any(t.storage in self.tagged or t.storage in self.chosen for t in op.tensors)
+
+    def readings(self, op: Op) -> dict[Hashable, str]:
+        """The sources whose tags the op notices, and how, in words."""
+        found: dict[Hashable, str] = {}
+        for t in op.tensors:
+            by, sources = self.chosen.get(t.storage, (None, ()))
+            if by is not None:
+                found |= dict.fromkeys(sources, f"{by.name} chooses by them, and {op.name} reads its choice")
+        for t in op.tensors:
+            for source, sign in self.tagged.get(t.storage, {}).items():
+                reading = self._reading(op, _POSITIVE if sign == "positive" else _NEGATIVE)
+                if reading:
+                    found[source] = f"{op.name} {reading}"
+        return found
+
+    def keeps(self, op: Op) -> bool:
+        """Whether the result has zeros where the tagged tensors have them."""
+        name, values = op.name, op.values
+        own = [t for t in op.tensors if t.storage in self.tagged]
         if not own:
-            continue
-        name = reader.name.removesuffix("_")
-        reading = _reading(reader, name, own, tagged, comparisons)
-        if reading:
-            found.append(f"{reader} {reading}")
-        keeps = _keeps(reader, name, own, tagged)
-        for result in reader.results:
+            return False
+        if name in _ONLY_TOGETHER:
+            return len(own) == len(op.tensors) and "other" not in values
+        if name in ("div", "pow"):
+            return op.tensors[0].storage in self.tagged and "self" not in values
+        if name in ("hardtanh", "clamp", "clamp_min"):
+            least = values.get("min_val", values.get("min"))
+            return least is not None and least < 0
+        return name == "clamp_max" or name in _KEEPING
+
+    def follow(self, op: Op, results: Collection[Seen]) -> None:
+        """Notes which results of the op have tags, or were chosen by them."""
+        sources = {s: sign for t in op.tensors for s, sign in self.tagged.get(t.storage, {}).items()}
+        keeps = self.keeps(op)
+        for result in results:
             if not result.dtype.is_floating_point:
-                if keeps and name not in _READS and result.storage not in reader.writes:
-                    chosen[result.storage] = reader
+                if keeps and op.name not in _READS and result.storage not in op.writes:
+                    self.chosen[result.storage] = op, sources
             elif keeps:
-                tagged.add(result.storage)
-            elif result.storage in reader.writes and result.whole:
-                tagged.discard(result.storage)
-    kept = (recording.outputs | recording.alive) & chosen.keys()
-    found += [f"{chosen[s]} chooses by them, and its choice is kept or returned" for s in sorted(kept)]
-    for watch in recording.watches:
-        if watch.storage in tagged and watch.before > op and watch.kind in ("memory", "truth"):
-            found.append(f"{watch.what} reads them")
-    return [f"{what}, and {reason}" if not reason.count("chooses") else f"{what}: {reason}" for reason in found]
+                self.tagged[result.storage] = {**self.tagged.get(result.storage, {}), **sources}
+            elif result.storage in op.writes and result.whole:
+                self.tagged.pop(result.storage, None)
 
-
-def _reading(op: Op, name: str, own: list[Seen], tagged: set[int], comparisons: frozenset[str]) -> str:
-    """How the op distinguishes a tag from a zero, in words; empty if it does not."""
-    values = op.values
-    if name in _COMPARISONS:
-        other = values.get("other")
-        if len(op.tensors) > 1:
-            return "compares them with other values"
-        return "compares them with zero" if other == 0 and name in comparisons else ""
-    if name == "pow":
-        exponent = values.get("exponent")
-        base = op.tensors[0].storage in tagged and "self" not in values
-        if not base:
-            return ""
-        whole = isinstance(exponent, (int, float)) and float(exponent).is_integer() and exponent >= 0
-        return "" if whole else "takes a power that is no whole number"
-    if name in ("linalg_vector_norm", "norm") and values.get("ord", values.get("p")) == 0:
-        return "tells zeros from other numbers"
-    if name in ("div", "true_divide"):
-        if values.get("rounding_mode") == "floor":
-            return "rounds"
-        return "divides by them" if any(t.storage in tagged for t in op.tensors[1:]) else ""
-    if name == "_to_copy" and any(result.dtype == torch.bool for result in op.results):
-        return "tells zeros from other numbers"
-    return _READS.get(name, "")
-
-
-def _keeps(op: Op, name: str, own: list[Seen], tagged: set[int]) -> bool:
-    """Whether the result has zeros where the tagged tensors have them."""
-    if name in _ONLY_TOGETHER:
-        return len(own) == len(op.tensors) and "other" not in op.values
-    if name in ("div", "pow"):
-        return op.tensors[0].storage in tagged and "self" not in op.values
-    if name in ("hardtanh", "clamp", "clamp_min"):
-        least = op.values.get("min_val", op.values.get("min"))
-        return least is not None and least < 0
-    if name == "clamp_max":
-        return True
-    return name in _KEEPING
+    def _reading(self, op: Op, comparisons: Collection[str]) -> str:
+        """How the op distinguishes a tag from a zero, in words; empty if it does not."""
+        name, values = op.name, op.values
+        first_is_tagged = op.tensors[0].storage in self.tagged and "self" not in values
+        if name in _COMPARISONS:
+            if len(op.tensors) > 1:
+                return "compares them with other values"
+            return "compares them with zero" if values.get("other") == 0 and name in comparisons else ""
+        if name == "pow":
+            exponent = values.get("exponent")
+            whole = isinstance(exponent, (int, float)) and float(exponent).is_integer() and exponent >= 0
+            return "takes a power that is no whole number" if first_is_tagged and not whole else ""
+        if name in ("linalg_vector_norm", "norm") and values.get("ord", values.get("p")) == 0:
+            return "tells zeros from other numbers"
+        if name in ("div", "true_divide"):
+            if values.get("rounding_mode") == "floor":
+                return "rounds"
+            return "divides by them" if any(t.storage in self.tagged for t in op.tensors[1:]) else ""
+        if name == "_to_copy" and values.get("dtype") == torch.bool:
+            return "tells zeros from other numbers"
+        return _READS.get(name, "")

@@ -96,7 +96,7 @@ class Search:
             return None
         if residual is not None and not (self._trusts(norm, "residual") and self._is_kept(residual)):
             return None
-        if self.readers.tell_tags(found.result, found.activation, found.param):
+        if self.readers.reads_tags(found.result, found.activation, found.param):
             return None
         return Fusion(norm, total, residual, found.result, found.activation, found.param)
 

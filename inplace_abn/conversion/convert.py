@@ -8,22 +8,18 @@ state-dict keys. Nothing else in the model changes.
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch import nn
 from torch.nn.utils import parametrize
 
 from inplace_abn import reference
-from inplace_abn.abn import InPlaceABN, InPlaceABNSync
+from inplace_abn.abn import InPlaceABN
 from inplace_abn.activations import find
 from inplace_abn.conversion import norms
-from inplace_abn.conversion.analysis import analyze, unfit_reasons
-from inplace_abn.conversion.plan import Plan, readable
-from inplace_abn.example import Example
 from inplace_abn.guard import strip
 from inplace_abn.instance_norm import InPlaceInstanceNorm
 
@@ -38,119 +34,65 @@ class NormActivation(nn.Sequential):
 
 
 def convert(
-    model: nn.Module,
-    plan_or_example: Plan | Example | Tensor | tuple[Any, ...] | Mapping[str, Any] | None = None,
-    *,
-    sync: bool = False,
-    residual: bool = True,
-    filter_fn: Callable[[nn.Module, str], bool] | None = None,
+    model: nn.Module, *, sync: bool = False, filter_fn: Callable[[nn.Module, str], bool] | None = None
 ) -> nn.Module:
     """Makes the BatchNorms and InstanceNorms of ``model`` in-place norms.
 
     A norm becomes a subclass of its class (`conversion.norms`), with the same parameters, buffers and keys of the state
-    dict. So optimizers that were made before remain valid, and checkpoints load both ways. Nothing else changes. In
-    training the norm's output waits for what follows. A known activation is fused with the norm, and only the result is
-    kept for backward. An addition before the activation is fused as well. If anything else follows, the norm does what
-    it did before.
-
-    Without a plan all norms are converted, and leave their inputs unchanged. With a plan only those norms are converted
-    that save memory. They overwrite their inputs where nobody needs them again.
+    dict. So optimizers that were made before remain valid, and checkpoints load both ways. Nothing else changes, and
+    the model does not run. In training the norm's output waits for what follows. A known activation is fused with the
+    norm, and only the result is kept for backward. An addition before the activation is fused as well. If a function
+    follows that keeps its input for backward, the norm keeps the same tensor instead of its own input. If anything else
+    follows, the norm does what it did before.
 
     Args:
         model: is modified. Copy it before (``copy.deepcopy``) to keep the original.
-        plan_or_example: what `analyze` returned for this model or a copy of it; or an example to analyze it with: a
-            tensor, a tuple of arguments, a mapping of keyword arguments or an `Example`; or None.
-        sync: make all converted BatchNorms synchronise their statistics, in the default process group.
-        residual: also fuse norm, addition of a residual and activation.
+        sync: make all converted BatchNorms synchronise their statistics, in the default process group or the one of
+            `inplace_abn.set_active_group`.
         filter_fn: called with each norm and its name. Norms for which it returns False are left as they are.
 
     Returns:
         ``model``.
 
     Raises:
-        TypeError: an argument of a wrong type.
-        ValueError: the plan is not this model's. Nothing has been modified.
+        TypeError: ``model`` is no module.
 
-    One line at level INFO through ``logging.getLogger("inplace_abn")`` says what was done.
+    One line at level INFO through ``logging.getLogger("inplace_abn")`` says what was found. `inplace_abn.report` tells
+    what each norm does, once the model has run.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"inplace_abn.convert: expected model to be a torch.nn.Module, got {type(model).__name__}")
-    modules = dict(model.named_modules())
-    found = [name for name, module in modules.items() if _is_norm(module)]
-    plan = None if plan_or_example is None else _plan(model, plan_or_example)
-    chosen: dict[str, dict[str, Any]]
-    if plan is None:
-        chosen = {name: {} for name in found if not unfit_reasons(modules[name])}
-    else:
-        _check_plan(plan, modules)
-        chosen = _planned(plan, residual and plan.residual)
+    modules = {name: module for name, module in model.named_modules() if norms.is_norm(module)}
+    before = [module for module in modules.values() if norms.is_converted(module)]
+    chosen = {name: module for name, module in modules.items() if not norms.unfit_reason(module)}
     if filter_fn is not None:
-        chosen = {name: options for name, options in chosen.items() if filter_fn(modules[name], name)}
-    for name, options in chosen.items():
-        norms.adopt(modules[name], name, synchronised=sync, fuses_residual=residual, **options)
+        chosen = {name: module for name, module in chosen.items() if filter_fn(module, name)}
+    for name, module in chosen.items():
+        norms.adopt(module, name)
+    for module in (*chosen.values(), *before) if sync else ():
+        module.__dict__["_synchronised"] = True
     if chosen:
         _make_outputs_plain(model)
-    gain = "" if plan is None else f", {readable(_bytes(plan, chosen, residual and plan.residual))}"
-    _logger.info("%d of %d norms%s", len(chosen), len(found), gain)
+    _logger.info("%s", _told(list(modules.values()), len(chosen), len(before)))
     return model
 
 
-def _is_norm(module: nn.Module) -> bool:
-    return isinstance(module, norms.KINDS) and not isinstance(module, norms.InPlaceNorm)
-
-
-def _planned(plan: Plan, residual: bool) -> dict[str, dict[str, Any]]:
-    """The arguments of `norms.adopt` for each norm that the plan chooses."""
-    chosen: dict[str, dict[str, Any]] = {}
-    for layer in plan.convertible:
-        fused = layer.activation != "identity"
-        expected = (layer.activation, layer.activation_param) if fused else None
-        chosen[layer.name] = {"expected": expected, "overwrites": not layer.kept, "keeps_output": not fused}
-    layers = {layer.name: layer for layer in plan.layers}
-    for layer in plan.residuals if residual else ():
-        chosen[layer.name] = {"overwrites": not layer.kept}
-        partner = layers[layer.residual.partner] if layer.residual and layer.residual.partner else None
-        if partner is not None and partner not in plan.residuals:
-            chosen.setdefault(partner.name, {"overwrites": not partner.kept, "keeps_output": True})
-    return chosen
-
-
-def _bytes(plan: Plan, chosen: Collection[str], residual: bool) -> int:
-    saved = sum(layer.bytes_saved for layer in plan.convertible if layer.name in chosen)
-    if residual:
-        saved += sum(r.bytes_saved for layer in plan.residuals if layer.name in chosen and (r := layer.residual))
-    return saved
+def _told(found: list[nn.Module], converted: int, before: int) -> str:
+    """What was found, in one line."""
+    supported = [module for module in found if isinstance(module, norms.KINDS)]
+    others = Counter(type(module).__name__ for module in found if not isinstance(module, norms.KINDS))
+    text = f"{converted} of {len(supported) - before} norms were converted" if supported else "no norms to convert"
+    if before:
+        text = f"{text}, {before} are converted already" if converted else f"{before} norms are converted already"
+    if others:
+        text += "; not supported: " + ", ".join(f"{count} {name}" for name, count in others.items())
+    return text
 
 
 def _make_outputs_plain(model: nn.Module) -> None:
     """Makes the model return plain tensors only."""
     if norms.plain_outputs not in model._forward_hooks.values():
         model.register_forward_hook(norms.plain_outputs)
-
-
-def _plan(model: nn.Module, given: Any) -> Plan:
-    if isinstance(given, Plan):
-        return given
-    if isinstance(given, (Example, Tensor)):
-        return analyze(model, given)
-    if isinstance(given, tuple):
-        return analyze(model, *given)
-    if isinstance(given, Mapping):
-        return analyze(model, **given)
-    raise TypeError(
-        "inplace_abn.convert: expected a Plan, or an example: a tensor, a tuple of arguments, a dict of keyword "
-        f"arguments or an Example, got {type(given).__name__}"
-    )
-
-
-def _check_plan(plan: Plan, modules: Mapping[str, nn.Module]) -> None:
-    for layer in plan.layers:
-        module = modules.get(layer.name)
-        if type(module).__name__ != layer.kind:
-            raise ValueError(
-                f"inplace_abn.convert: the plan is not this model's: it has a {layer.kind} {layer.name!r}, the model "
-                + ("has none" if module is None else f"a {type(module).__name__}")
-            )
 
 
 def revert(
@@ -255,39 +197,6 @@ def _standard(module: InPlaceABN | InPlaceInstanceNorm, kind: type[nn.Module]) -
     both.add_module("norm", norm)
     both.add_module("activation", activation(param))
     return both.train(module.training)
-
-
-def convert_sync(model: nn.Module, sync: bool = True, group: ProcessGroup | None = None) -> nn.Module:
-    """Makes every `InPlaceABN` of ``model`` an `InPlaceABNSync`, or the reverse with ``sync=False``.
-
-    Converted norms synchronise their statistics, or stop doing so. Those that were a SyncBatchNorm do not stop.
-
-    Args:
-        model: is modified. Parameters, buffers and keys stay.
-        group: the ranks to synchronise with; None for the default group.
-
-    Returns:
-        ``model``.
-
-    Raises:
-        TypeError: the model has a module of a subclass of the two, whose class cannot be changed. Nothing has been
-            modified.
-    """
-    found = [module for module in model.modules() if isinstance(module, InPlaceABN)]
-    for module in found:
-        if type(module) not in (InPlaceABN, InPlaceABNSync):
-            raise TypeError(f"inplace_abn.convert_sync: expected no subclass, got {type(module).__name__}")
-    for norm in model.modules():
-        if isinstance(norm, norms.InPlaceNorm):
-            norm.synchronise(sync, group)
-    for module in found:
-        if sync and type(module) is InPlaceABN:
-            module.__class__ = InPlaceABNSync
-            module.__dict__["group"] = group
-        elif not sync and isinstance(module, InPlaceABNSync):
-            module.__class__ = InPlaceABN  # type: ignore[assignment]
-            module.__dict__.pop("group", None)
-    return model
 
 
 def load_public_state_dict(

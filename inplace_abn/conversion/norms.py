@@ -13,15 +13,15 @@ from inplace_abn import _torch, checks, distributed, functions, guard, measuring
 from inplace_abn.activations import can_be_taken_back
 from inplace_abn.compiling import batch_norm, trust
 from inplace_abn.conversion.pending import Pending, pending, plain
-from inplace_abn.conversion.waiting import IDENTITY, Norm, is_known
+from inplace_abn.conversion.waiting import IDENTITY, Norm, Note
 from inplace_abn.instance_norm import repeated, take_means
-from inplace_abn.settings import Operands, Settings
+from inplace_abn.settings import Operands, Settings, check_hyperparameters
 
 PLAIN = ("plain", 0.0)
 """The expectation of a norm whose output nobody activates."""
 
-_SETTINGS = ("_overwrites", "_keeps_output", "_fuses_residual", "_synchronised", "_group")
-_STATE = ("_expected", "_seen", "_seen_generation", "_plain_since")
+_SETTINGS = ("_synchronised", "_group")
+_STATE = ("_expected", "_seen", "_seen_generation", "_plain_since", "_note", "bytes_saved")
 
 
 class InPlaceNorm(guard.Guarded):
@@ -34,17 +34,15 @@ class InPlaceNorm(guard.Guarded):
     """
 
     signed_weight = True
-    _overwrites: bool = False
-    """Whether the input may be overwritten, because nobody needs it again."""
-    _keeps_output: bool = False
-    """Whether the norm is in place although nobody activates its output, because something keeps the output anyway."""
-    _fuses_residual: bool = True
     _synchronised: bool = False
     _group: ProcessGroup | None = None
     _expected: tuple[str, float] | None = None
     _seen: set[tuple[Any, ...]]
     _seen_generation: int = -1
     _plain_since: int = 0
+    _note: Note = Note()
+    bytes_saved: int | None = None
+    """What the norm saved in the last step in which that was measured."""
 
     def forward(self, input: Tensor) -> Tensor:
         if isinstance(input, fx.Proxy):
@@ -60,6 +58,7 @@ class InPlaceNorm(guard.Guarded):
         if torch.compiler.is_compiling():
             return self._compiled(x)
         if not _may_wait(self, x):
+            self.__dict__["_note"] = Note(why="its input, its parameters or the mode of the call are not supported")
             return None
         expected = self._expectation()
         if expected == PLAIN:
@@ -68,23 +67,22 @@ class InPlaceNorm(guard.Guarded):
         known = self._guard_generation == guard.generation
         look = guard.Look(self._trusted) if known else guard.look(self, x, None)
         if not look.trusted and not look.due:
+            self.__dict__["_note"] = self._note._replace(in_place=False, why=self.why_untrusted)
             return None
         module._check_input_dim(x)
         functions.calibrate()
-        # If nothing was measured yet, or the layer is not trusted, x must stay as it is, because the measurement may be
-        # bad.
+        # If nothing was measured yet, or the layer is not trusted, the measurement decides in this call.
         decisive = look.due and (look.first or not look.trusted)
         observation = measuring.observe(self, x) if look.due else None
         if observation is not None and decisive and self._scales_otherwise():
+            self.__dict__["_note"] = Note(why="a weight is within eps of zero")
             guard.take(self, observation.figures(*IDENTITY, None), True, x.dtype)
             return None
-        # If nothing was measured, as may be while the guard is paused, y may have to be computed again.
-        overwritten = self._overwrites and not decisive and is_known(self, IDENTITY, False) and _is_overwritable(x)
         applied = IDENTITY
         if expected is not None and can_be_taken_back(*expected, x.dtype):
             applied = expected
         data = x.detach()
-        memory = data if overwritten else torch.empty_like(data)
+        memory = torch.empty_like(data)
         operands = _operands(module)
         training = module.training or operands.running_mean is None
         group = self._participating() if training else None
@@ -101,7 +99,7 @@ class InPlaceNorm(guard.Guarded):
         var = writing.written(data, memory, operands, settings.activating(applied), True, statistics)
         if settings.per_instance:
             take_means(of_module, operands, samples)
-        norm = Norm(self, x, operands.weight, operands.bias, mean, var, settings, overwritten, observation, decisive)
+        norm = Norm(self, x, operands.weight, operands.bias, mean, var, settings, observation, decisive)
         return pending(norm, memory, None, applied)
 
     def _compiled(self, x: Tensor) -> Tensor | None:
@@ -164,14 +162,27 @@ class InPlaceNorm(guard.Guarded):
         synchronised = not self.per_instance and (self._synchronised or isinstance(self, nn.SyncBatchNorm))
         if not synchronised or not torch.distributed.is_available() or not torch.distributed.is_initialized():
             return None
-        return distributed.participating_group(self._group or getattr(self, "process_group", None))
+        return distributed.participating_group(getattr(self, "process_group", self._group))
 
-    def synchronise(self, sync: bool, group: ProcessGroup | None) -> None:
-        """Makes statistics those of all ranks of ``group`` (None: the default one), or those of this rank alone."""
-        if not isinstance(self, nn.SyncBatchNorm):
-            self.__dict__.update(_synchronised=sync, _group=group if sync else None)
-        elif sync and group is not None:
-            self.__dict__["_group"] = group
+    def set_group(self, group: ProcessGroup | None) -> None:
+        """Makes this norm, if it is synchronised, synchronise with ``group``; None for the default group."""
+        self.__dict__["process_group" if isinstance(self, nn.SyncBatchNorm) else "_group"] = group
+
+    def note(self) -> Note:
+        """What the norm did in its last call in training."""
+        return self._note
+
+    def forget(self) -> None:
+        """Forgets what was measured and seen, as if the norm had just been converted."""
+        guard.forget(self)
+        for name in _STATE:
+            self.__dict__.pop(name, None)
+        self.__dict__["_seen"] = set()
+
+    def extra_repr(self) -> str:
+        text: str = super().extra_repr()  # type: ignore[misc]
+        note = self._note
+        return f"{text}, {'in place' if note.in_place else f'not in place: {note.why}'}"
 
     def activations(self) -> set[str]:
         """The names of the activations that followed in this generation of the guard."""
@@ -192,10 +203,6 @@ class InPlaceNorm(guard.Guarded):
                 else:
                     state["_expected"] = what[:2] if len(seen) == 1 and what[2:] == (False,) else None
         return self._expected
-
-    def extra_repr(self) -> str:
-        text: str = super().extra_repr()  # type: ignore[misc]
-        return text + (", in place over its input" if self._overwrites else ", in place beside its input")
 
     def __prepare_scriptable__(self) -> Any:
         raise RuntimeError(
@@ -268,6 +275,29 @@ def converted_class(module: nn.Module) -> type[nn.Module] | None:
     return _CLASSES.get(kind)
 
 
+def is_norm(module: nn.Module) -> bool:
+    """Whether the module is a norm, of a supported kind or by its name."""
+    named = "norm" in type(module).__name__.lower() and not any(True for _ in module.children())
+    return named or isinstance(module, KINDS)
+
+
+def unfit_reason(module: nn.Module) -> str:
+    """Why a norm is not converted; empty if it is."""
+    if isinstance(module, InPlaceNorm):
+        return "it is converted already"
+    if not isinstance(module, KINDS):
+        return f"{type(module).__name__} is not supported"
+    if converted_class(module) is None:
+        return f"{type(module).__name__} is a subclass whose forward pass is unknown"
+    if "forward" in vars(module):
+        return "it has a forward pass of its own"
+    try:
+        check_hyperparameters(module.eps, module.momentum)  # type: ignore[arg-type]
+    except ValueError as error:
+        return str(error).removeprefix("inplace_abn: ")
+    return ""
+
+
 def is_converted(module: nn.Module) -> bool:
     return isinstance(module, InPlaceNorm)
 
@@ -276,7 +306,7 @@ def is_made_by_conversion(kind: type[nn.Module]) -> bool:
     return kind in _CLASSES.values()
 
 
-def original_class(kind: type[nn.Module]) -> type[nn.Module]:
+def original_class(kind: type) -> type[nn.Module]:
     """The class that a norm had before conversion."""
     return kind.__bases__[1]
 
@@ -309,29 +339,12 @@ def _made_again(base: type[nn.Module]) -> nn.Module:
     return kind.__new__(kind)
 
 
-def adopt(
-    module: nn.Module,
-    name: str,
-    *,
-    expected: tuple[str, float] | None = None,
-    overwrites: bool = False,
-    keeps_output: bool = False,
-    fuses_residual: bool = True,
-    synchronised: bool = False,
-) -> None:
-    """Gives a norm its class after conversion, and the settings."""
+def adopt(module: nn.Module, name: str, *, expected: tuple[str, float] | None = None) -> None:
+    """Gives a norm its class after conversion."""
     kind = converted_class(module)
     assert kind is not None
     module.__class__ = kind
-    module.__dict__.update(
-        _guard_name=name,
-        _seen=set(),
-        _expected=expected,
-        _overwrites=overwrites,
-        _keeps_output=keeps_output,
-        _fuses_residual=fuses_residual,
-        _synchronised=synchronised,
-    )
+    module.__dict__.update(_guard_name=name, _seen=set(), _expected=expected)
 
 
 def release(module: nn.Module) -> None:
@@ -389,11 +402,3 @@ def _has_standard_strides(x: Tensor) -> bool:
         return True
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     return x.dim() in formats and x.is_contiguous(memory_format=formats[x.dim()])
-
-
-def _is_overwritable(x: Tensor) -> bool:
-    try:
-        checks.check_overwritable(x, True)
-    except (ValueError, RuntimeError):
-        return False
-    return not _torch.is_view(x)

@@ -12,7 +12,6 @@ other libraries. Such code gets the right values and the right gradients, in mem
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_map_only
 
 from inplace_abn import _torch, functions
+from inplace_abn.conversion.consumers import kept
 from inplace_abn.conversion.recognition import IN_GRAPH, KNOWN, METADATA, Activating, Adding, Passing, is_writing
 from inplace_abn.conversion.waiting import IDENTITY, Norm, State, stand, wait
 from inplace_abn.settings import Operands
@@ -71,9 +71,10 @@ class Pending(Tensor):
         given: list[tuple[Pending, Tensor, int]] = []
 
         writes = is_writing(func, kwargs)
+        keeps = () if writes else tuple(kept(func, args, kwargs))
 
         def made_plain(t: Pending) -> Tensor:
-            values = plain(t, writes)
+            values = plain(t, any(t is other for other in keeps), getattr(func, "__name__", ""))
             given.append((t, values, values._version))
             return values
 
@@ -160,29 +161,9 @@ _LEFT_BEHIND = (
 )
 
 
-class Overwritten(Tensor):
-    """The class of a norm's input whose memory became the output's. Reading it is an error."""
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func in METADATA:
-            with _torch.NoTorchFunction():
-                return func(*args, **(kwargs or {}))
-        raise RuntimeError(
-            "inplace_abn: the input of a converted norm was overwritten, because nobody read it again in the example "
-            "that the model was converted with, but now it is read. Convert the model with an Example for each way "
-            "that it takes, without an example, or without this norm (filter_fn)"
-        )
-
-
 def pending(norm: Norm, memory: Tensor, residual: Tensor | None, applied: tuple[str, float]) -> Pending:
     """A tensor that stands for the norm's output, which ``memory`` holds."""
-    made = _placed(_torch.stand_in_like(Pending, memory), State(norm, memory, residual, applied))
-    if norm.overwritten and norm.x is not None:
-        norm.x.__class__ = Overwritten
-    return made
+    return _placed(_torch.stand_in_like(Pending, memory), State(norm, memory, residual, applied))
 
 
 def _placed(t: Any, state: State) -> Pending:
@@ -193,18 +174,21 @@ def _placed(t: Any, state: State) -> Pending:
     return t  # type: ignore[no-any-return]
 
 
-def plain(t: Any, to_write: bool = False) -> Tensor:
+def plain(t: Any, is_kept: bool = False, reader: str = "") -> Tensor:
     """The plain tensor that a pending one stands for. It is made once.
 
     A caller under no_grad may be a custom function, whose node already leads to the pending tensor's node. So the plain
     tensor then comes after the pending one in the graph.
+
+    Args:
+        is_kept: whether ``reader``, the function that asks for the tensor, keeps it for backward anyway.
     """
     if type(t) is not Pending:
         return t  # type: ignore[no-any-return]
     if _torch.transforms_active() and (t._plain is None or t._has_moved()):
         # The pending tensor was made outside of the transforms.
         with _torch.outside_of_transforms():
-            return plain(t, to_write)
+            return plain(t, is_kept, reader)
     moved = t._has_moved()
     if t._plain is not None and not moved:
         if t._is_left_behind():
@@ -222,10 +206,10 @@ def plain(t: Any, to_write: bool = False) -> Tensor:
         and not state.is_exposed
         and state.has_its_residual()
         and state.norm.is_unchanged()
-        and (state.norm.overwritten or not state.norm.why_gone())
+        and not state.norm.why_gone()
         and _is_plain_surroundings()
     ):
-        return _unfused(t, state, to_write)
+        return _unfused(t, state, is_kept, reader)
     else:
         # The plain tensor gets a place in the graph even under no_grad.
         with torch.inference_mode(False), torch.enable_grad():
@@ -235,25 +219,23 @@ def plain(t: Any, to_write: bool = False) -> Tensor:
     return t._plain
 
 
-def _unfused(t: Pending, state: State, to_write: bool) -> Tensor:
+def _unfused(t: Pending, state: State, is_kept: bool, reader: str) -> Tensor:
     """The norm's output, without an activation.
 
-    It is y's memory where x was overwritten, and in layers whose output is kept for backward anyway. Otherwise torch
-    computes it from x.
+    It is y's memory if it is kept for backward anyway. Otherwise torch computes it from x.
     """
     norm = state.norm
-    keeps_output = norm.module._keeps_output and not to_write
-    if state.memory is not None and (norm.overwritten or keeps_output):
-        y = _attached(state, IDENTITY, None)
+    if state.memory is not None and is_kept:
+        norm.saw("kept")
+        y = _attached(state, IDENTITY, None, reader)
         if y is not None:
-            norm.saw("kept" if keeps_output else "plain")
-            # The caller may write to its result, but must not write to what backward needs.
-            return _settled(t, y if keeps_output else y.clone())
+            return _settled(t, y)
     y = norm.native()
     if state.residual is not None:
         y = y + state.residual
-    if norm.trusted:
+    if norm.trusted and not is_kept:
         norm.saw("plain")
+        norm.note(reader, "what follows does not keep its output for backward")
     return _settled(t, y)
 
 
@@ -264,20 +246,18 @@ def _settled(t: Pending, result: Tensor) -> Tensor:
     return result
 
 
-def _attached(state: State, activation: tuple[str, float], stand_in: Tensor | None) -> Tensor | None:
+def _attached(state: State, activation: tuple[str, float], stand_in: Tensor | None, follows: str = "") -> Tensor | None:
     """The activated memory, with a node of its own; None if the guard does not trust the layer."""
     norm, residual = state.norm, state.residual
+    follows = follows or ("add, " if residual is not None else "") + activation[0]
     if not norm.is_trusted(activation, residual):
+        norm.note(follows, norm.module.why_untrusted or "it is measured first with what follows")
         return None
+    norm.note(follows)
     memory = state.take_back() if activation == IDENTITY else state.activate(activation)
     settings = norm.settings.activating(activation)
-    assert norm.x is not None
-    with _torch.NoTorchFunction() if norm.overwritten else nullcontext():
-        z = functions.attached(norm.x, memory, Operands(norm.weight, norm.bias, residual), norm.var, settings, stand_in)
+    z = functions.attached(norm.x, memory, Operands(norm.weight, norm.bias, residual), norm.var, settings, stand_in)
     state.memory = None
-    if norm.overwritten:
-        # x has the same memory, and the result must be its only holder.
-        norm.x = None
     return z
 
 
@@ -348,7 +328,7 @@ def _activated(call: Activating) -> Tensor | None:
 def _added(call: Adding) -> Tensor | None:
     """The sum of y and a residual, still pending; None if the other operand cannot be a residual."""
     for t, other in ((call.first, call.second), (call.second, call.first)):
-        if t is other or not _is_fusible(t) or t._state.residual is not None or not t._state.norm.fuses_residual():
+        if t is other or not _is_fusible(t) or t._state.residual is not None:
             continue
         if call.in_place and t is not call.first:
             return None
@@ -369,7 +349,7 @@ def _as_residual(other: Any, state: State) -> Tensor | None:
         if _is_fusible(other) and other._state is not None and other._state.residual is None:
             # Both nodes save the same tensor. It is the output of the other norm, and the residual of this one.
             other._state.norm.saw("residual")
-            y = _attached(other._state, IDENTITY, other)
+            y = _attached(other._state, IDENTITY, other, "add")
             if y is not None:
                 other._plain, other._state = y, None
                 other._is_placed()

@@ -43,8 +43,8 @@ class Passing(NamedTuple):
 Reading = Callable[[tuple[Any, ...], Mapping[str, Any]], "Activating | Adding | Passing | None"]
 
 
-def _given(names: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The arguments by name; None if there are arguments without one of these names."""
+def by_name(names: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The arguments of a call by name; None if there are arguments without one of these names."""
     if len(args) > len(names):
         return None
     given = dict(zip(names, args, strict=False))
@@ -68,7 +68,7 @@ def _activating(activation: str, *options: str, default: float = 0.0, in_place: 
     def read(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Activating | None:
         if len(args) == 1 and not param_name and (not kwargs or kwargs.keys() == {"inplace"}):
             return Activating(args[0], activation, default, in_place or bool(kwargs.get("inplace")))
-        given = _given(names, args, kwargs)
+        given = by_name(names, args, kwargs)
         if given is None or not all(given.get(name, 1) == 1 for name in ("scale", "input_scale")):
             return None
         param = given.get(param_name, default)
@@ -81,7 +81,7 @@ def _activating(activation: str, *options: str, default: float = 0.0, in_place: 
 
 def _adding(in_place: bool) -> Reading:
     def read(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Adding | None:
-        given = _given(("input", "other"), args, {k: v for k, v in kwargs.items() if k != "alpha"})
+        given = by_name(("input", "other"), args, {k: v for k, v in kwargs.items() if k != "alpha"})
         if given is None or len(given) != 2 or kwargs.get("alpha", 1) != 1:
             return None
         return Adding(given["input"], given["other"], in_place)
@@ -91,7 +91,7 @@ def _adding(in_place: bool) -> Reading:
 
 def _dropping(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Passing | None:
     """Reads the calls of a dropout, which passes its input on if it drops nothing."""
-    given = _given(("input", "p", "training", "inplace"), args, kwargs)
+    given = by_name(("input", "p", "training", "inplace"), args, kwargs)
     if given is None or (given.get("p", 0.5) != 0 and given.get("training", True)):
         return None
     return Passing(given["input"])
@@ -115,7 +115,7 @@ def _curved(op: str) -> Iterator[tuple[Reading, tuple[Any, ...]]]:
 
 def _gelu(in_place: bool) -> Reading:
     def read(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Activating | None:
-        given = _given(("input",), args, {k: v for k, v in kwargs.items() if k != "approximate"})
+        given = by_name(("input",), args, {k: v for k, v in kwargs.items() if k != "approximate"})
         name = taken_over("gelu", kwargs.get("approximate", "none"))
         return None if given is None or name is None else Activating(given["input"], name, 0.0, in_place)
 

@@ -72,3 +72,12 @@ def _lines(row: Sequence[str], right: Sequence[int], widths: Sequence[int]) -> l
         ).rstrip()
         for line in zip(*padded, strict=True)
     ]
+
+
+def readable(size: float) -> str:
+    """A number of bytes, with its unit."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.2f} GiB"

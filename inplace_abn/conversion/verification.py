@@ -15,8 +15,7 @@ from torch.utils._pytree import tree_map_only
 from inplace_abn.abn import ActivatedNorm
 from inplace_abn.activations import find
 from inplace_abn.conversion import norms
-from inplace_abn.conversion.preservation import preserved
-from inplace_abn.example import Example, examples_of, tensors_in
+from inplace_abn.trial import randomness_restored, tensors_in
 
 _TOLERANCE = 1e-9
 # Next to the minimum of an activation, a rounding of z moves y by the square root of that rounding.
@@ -104,7 +103,7 @@ class Verification:
 
 
 def verify(
-    model: nn.Module, converted: nn.Module, /, *example: Any, tolerance: float | None = None, **kwargs: Any
+    model: nn.Module, converted: nn.Module, /, *args: Any, tolerance: float | None = None, **kwargs: Any
 ) -> Verification:
     """Runs a training step and an evaluation of both models in float64, from the same random state.
 
@@ -119,60 +118,35 @@ def verify(
     Args:
         model: the original.
         converted: made from a copy of it, with the same parameters.
-        example: arguments of the forward pass; or several `Example`, each with the arguments of one call. Each error is
-            then the largest of all calls. Floating-point tensors become float64.
+        args, kwargs: arguments of the forward pass. Floating-point tensors become float64.
         tolerance: the relative error that is accepted for every tensor. None: 1e-9, or 1e-6 if an activation has a
-            minimum, and more if the original's own sensitivity explains it. Pass an argument of the model that has this
-            name within an `Example`.
-        kwargs: keyword arguments of the forward pass.
+            minimum, and more if the original's own sensitivity explains it.
 
     Returns:
         The errors and the verdict, which is also the result's truth value.
 
     Raises:
-        TypeError: an `Example` is mixed with other arguments.
         ValueError: the models' parameters have different names.
     """
-    examples = examples_of("inplace_abn.verify", example, kwargs)
     names = [{name for name, _ in m.named_parameters()} for m in (model, converted)]
     if names[0] != names[1]:
         raise ValueError(f"inplace_abn.verify: only one model has the parameters {sorted(names[0] ^ names[1])}")
     calibrated = tolerance is None
-    actual = [_run(converted, e) for e in examples]
+    actual = _run(converted, args, kwargs)
     if tolerance is None:
-        activations = set[str]().union(*(run.activations for run in actual))
-        tolerance = _TOLERANCE_AT_MINIMA if any(find(name).special for name in activations) else _TOLERANCE
-    expected = [_run(model, e) for e in examples]
-    pairs = list(zip(examples, expected, strict=True))
-    result = _united([_compared(a, run, tolerance) for a, run in zip(actual, expected, strict=True)])
+        tolerance = _TOLERANCE_AT_MINIMA if any(find(a).special for a in actual.activations) else _TOLERANCE
+    expected = _run(model, args, kwargs)
+    result = _compared(actual, expected, tolerance)
     if result.ok or not calibrated:
         return result
-    moved = [
-        _compared(_run(model, e, seed), run, tolerance) for e, run in pairs for seed in range(1, _PERTURBATIONS + 1)
-    ]
-    return replace(result, sensitivity=_united(moved).errors)
+    moved = [_compared(_run(model, args, kwargs, seed), expected, tolerance) for seed in range(1, _PERTURBATIONS + 1)]
+    return replace(result, sensitivity={name: _largest(m.errors[name] for m in moved) for name in result.errors})
 
 
 def _activations(model: nn.Module) -> set[str]:
     """The activations that the model's in-place modules have applied."""
     fixed = {m.activation for m in model.modules() if isinstance(m, ActivatedNorm)}
     return fixed.union(*(m.activations() for m in model.modules() if isinstance(m, norms.InPlaceNorm)))
-
-
-def _united(found: Sequence[Verification]) -> Verification:
-    """The largest of each error."""
-
-    def largest(errors: Sequence[dict[str, float]]) -> dict[str, float]:
-        return {name: _largest(e[name] for e in errors) for name in errors[0]}
-
-    return Verification(
-        _largest(v.loss_error for v in found),
-        largest([v.gradient_errors for v in found]),
-        largest([v.buffer_errors for v in found]),
-        _largest(v.evaluation_error for v in found),
-        found[0].tolerance,
-        _largest(v.output_error for v in found),
-    )
 
 
 def _largest(errors: Iterable[float]) -> float:
@@ -224,7 +198,7 @@ class _Run:
     activations: set[str]
 
 
-def _run(model: nn.Module, example: Example, seed: int = 0) -> _Run:
+def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int = 0) -> _Run:
     """Runs a training step and an evaluation. With a seed, all that they start from is moved by one rounding."""
     model = copy.deepcopy(model).double()
     moving = torch.Generator().manual_seed(seed)
@@ -252,7 +226,7 @@ def _run(model: nn.Module, example: Example, seed: int = 0) -> _Run:
             for own in (*model.parameters(), *model.buffers()):
                 if own.is_floating_point():
                     own.copy_(double(own))
-    with preserved(model):
+    with randomness_restored(model):
         inputs: list[Tensor] = []
 
         def fresh(t: Tensor) -> Tensor:
@@ -265,8 +239,8 @@ def _run(model: nn.Module, example: Example, seed: int = 0) -> _Run:
         torch.manual_seed(0)
         model.zero_grad()
         model.train()
-        arguments = example.map_tensors(fresh)
-        results = list(tensors_in(model(*arguments.args, **arguments.kwargs)))
+        given, named = tree_map_only(Tensor, fresh, (args, kwargs))
+        results = list(tensors_in(model(*given, **named)))
         outputs = [t for t in results if t.is_floating_point() and t.requires_grad]
         others = [t.detach().clone() for t in results if not (t.is_floating_point() and t.requires_grad)]
         generator = torch.Generator().manual_seed(1)
@@ -280,8 +254,8 @@ def _run(model: nn.Module, example: Example, seed: int = 0) -> _Run:
         buffers = {name: b.detach().clone() for name, b in model.named_buffers() if b.is_floating_point()}
         model.eval()
         with torch.no_grad():
-            arguments = example.map_tensors(lambda t: double(t.detach()))
-            evaluated = list(tensors_in(model(*arguments.args, **arguments.kwargs)))
+            given, named = tree_map_only(Tensor, lambda t: double(t.detach()), (args, kwargs))
+            evaluated = list(tensors_in(model(*given, **named)))
     return _Run(loss.detach(), gradients, buffers, others, evaluated, activations)
 
 

@@ -6,7 +6,7 @@ This is a norm's call, the memory that holds its result, and the graph nodes tha
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,9 +23,18 @@ IDENTITY = ("identity", 0.0)
 
 _GONE = (
     "inplace_abn: the output of {name} is needed after it was activated or added to in place, and cannot be computed "
-    "again, because {why}. Leave this norm out of the conversion (filter_fn), or convert the "
-    "model without an example, which keeps inputs"
+    "again, because {why}. Leave this norm out of the conversion (filter_fn)"
 )
+
+
+class Note(NamedTuple):
+    """What a norm did in a call."""
+
+    follows: str = ""
+    """What followed, in words; empty if that is not known."""
+    in_place: bool = False
+    why: str = "it was not called in training"
+    """Why it was not in place; empty if it was."""
 
 
 class Norm:
@@ -40,14 +49,13 @@ class Norm:
         mean: Tensor | None,
         var: Tensor,
         settings: Settings,
-        overwritten: bool,
         observation: Observation | None,
         decisive: bool,
     ) -> None:
         self.module, self.weight, self.bias = module, weight, bias
         self.mean, self.var, self.settings = mean, var, settings
-        self.overwritten, self.observation, self.decisive = overwritten, observation, decisive
-        self.x: Tensor | None = x
+        self.observation, self.decisive = observation, decisive
+        self.x = x
         self._edge = (x.requires_grad, x.grad_fn, x.output_nr)
         self._content = x._version, x.data_ptr()
         self._versions = _versions(weight, bias)
@@ -69,34 +77,14 @@ class Norm:
 
     def has_its_place(self) -> bool:
         x = self.x
-        if x is None:
-            return False
         requires_grad, node, number = self._edge
-        with _torch.NoTorchFunction():
-            return x.requires_grad == requires_grad and x.grad_fn is node and x.output_nr == number
-
-    def fuses_residual(self) -> bool:
-        """Whether a sum may be written over the norm's output.
-
-        It may not if the norm's input was overwritten and the output is known to be kept, because others read the
-        output again.
-        """
-        module = self.module
-        if not module._fuses_residual or (self.overwritten and module._keeps_output):
-            return False
-        if self.overwritten and not is_known(module, IDENTITY, True):
-            # Without x the output could not be computed again.
-            module._guard.stranger = guard.generation
-            return False
-        return True
+        return x.requires_grad == requires_grad and x.grad_fn is node and x.output_nr == number
 
     def has_its_input(self) -> bool:
-        return not self.overwritten and self.x is not None and (self.x._version, self.x.data_ptr()) == self._content
+        return (self.x._version, self.x.data_ptr()) == self._content
 
     def why_gone(self) -> str:
         """Why y cannot be computed again, in words; empty if it can."""
-        if self.overwritten:
-            return "the norm's input was overwritten"
         if not self.has_its_input():
             return "the norm's input was modified since"
         # Sharded parameters are freed after the forward pass of their unit.
@@ -115,7 +103,6 @@ class Norm:
         why = self.why_gone()
         if why:
             raise RuntimeError(_GONE.format(name=self.name, why=why))
-        assert self.x is not None
         return self._native(self.x, self.weight, self.bias)
 
     def _native(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -166,6 +153,10 @@ class Norm:
         if observation is None and state is not None:
             state.stranger = guard.generation
         return False
+
+    def note(self, follows: str, why: str = "") -> None:
+        """Stores on the module what it did: it was in place unless there is a reason why not."""
+        self.module.__dict__["_note"] = Note(follows, not why, why)
 
     def saw(self, *what: Any) -> None:
         """Stores on the module what followed."""
@@ -238,8 +229,7 @@ class State:
         memory = self.memory
         assert memory is not None
         if memory._version != self._version:
-            why = "the norm's input was overwritten and modified since"
-            raise RuntimeError(_GONE.format(name=self.norm.name, why=why))
+            raise RuntimeError(_GONE.format(name=self.norm.name, why="it was modified since"))
         if self.applied != IDENTITY:
             with _torch.BelowAutograd():
                 take_back(memory, *self.applied)
@@ -286,6 +276,7 @@ class State:
                 self.own, self.tells = values.clone(), norm.is_trusted(IDENTITY, self.residual)
         self.memory = None
         norm.saw("plain")
+        norm.note("code outside of torch's functions", "its output is read where it cannot be seen what keeps it")
         return values
 
 
@@ -329,10 +320,7 @@ class WaitingFunction(torch.autograd.Function):
             found = norm.native_gradients(g, needed[:3])
         elif torch.is_grad_enabled():
             saved = Saved(state.own, norm.weight, norm.bias, state.residual, norm.var)
-            assert norm.x is not None
-            with _torch.NoTorchFunction():
-                edge = gradients.input_edge(norm.x)
-            found = gradients.differentiable(saved, g, edge, norm.settings)
+            found = gradients.differentiable(saved, g, gradients.input_edge(norm.x), norm.settings)
         else:
             saved = Saved(state.own, norm.weight, norm.bias, state.residual, norm.var)
             found = gradients.gradients(

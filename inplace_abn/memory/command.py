@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from inplace_abn.conversion.plan import Plan
 from inplace_abn.memory.plot import check_plot, save_plot
 from inplace_abn.memory.report import memory_report
 
@@ -104,14 +103,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         type=_shape,
         help="of the model's inputs: 8x3x512x512",
     )
-    parser.add_argument("--convert", action="store_true", help="print the plan, convert, and measure again")
-    parser.add_argument("--no-residual", action="store_true", help="with --convert: without residual blocks")
+    parser.add_argument(
+        "--convert", action="store_true", help="measure a converted copy too, and say what its norms do"
+    )
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1")
     parser.add_argument("--png", metavar="FILE", help="write the timeline as a picture")
     parser.add_argument("--no-progress", action="store_true", help="no progress bar")
     args = parser.parse_args(arguments)
-    if args.no_residual and not args.convert:
-        parser.error("--no-residual is about the conversion: add --convert")
     try:
         if args.png:
             check_plot(args.png)
@@ -123,9 +121,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(str(error))
     example = [torch.randn(shape, device=device) for shape in args.input]
     progress = not args.no_progress and sys.stderr.isatty()
-    report = memory_report(model, *example, converted=args.convert, residual=not args.no_residual, progress=progress)
-    if report.plan is not None:
-        _show(str(report.plan))
+    report = memory_report(model, *example, converted=args.convert, progress=progress)
+    if report.norms is not None:
+        _show(str(report.norms))
         print()
     print(report)
     if args.png:
@@ -133,8 +131,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         shapes = ", ".join("x".join(map(str, shape)) for shape in args.input)
         save_plot(report, args.png, f"{args.model}({given}), {shapes}")
         print(f"\nThe timeline is in {args.png}")
-    if report.plan is not None:
-        print("", _told(report.plan), "", "The same in code:", "", *code(args, model), sep="\n")
+    if report.norms is not None:
+        print("", "The same in code:", "", *code(args, model), sep="\n")
 
 
 def code(args: argparse.Namespace, model: nn.Module) -> list[str]:
@@ -142,27 +140,15 @@ def code(args: argparse.Namespace, model: nn.Module) -> list[str]:
     module, _, name = args.model.partition(":")
     arguments = ", ".join(f"{key}={value!r}" for key, value in args.kwargs.items())
     made = args.model.replace(":", ".") if _named(args.model) is model else f"{module}.{name}({arguments})"
-    on = "" if args.device == "cpu" else f", device={args.device!r}"
-    moved = f".to({args.device!r})" if on else ""
-    inputs = ", ".join(f"torch.randn({', '.join(map(str, shape))}{on})" for shape in args.input)
-    example = inputs if len(args.input) == 1 else f"inplace_abn.Example({inputs})"
-    residual = ", residual=False" if args.no_residual else ""
+    moved = "" if args.device == "cpu" else f".to({args.device!r})"
     return [
-        f"import {', '.join(dict.fromkeys((module, 'inplace_abn', 'torch')))}",
-        f"model = inplace_abn.convert({made}{moved}, {example}{residual})",
+        f"import {', '.join(dict.fromkeys((module, 'inplace_abn')))}",
+        f"model = inplace_abn.convert({made}{moved})",
     ]
 
 
-def _told(plan: Plan) -> str:
-    """What was converted, in a sentence."""
-    blocks = f", with {len(plan.residuals)} residual blocks" if plan.residual and plan.residuals else ""
-    left = len(plan.layers) - len(plan.converted)
-    rest = f" {left} stay as they are, for the reasons above." if left else ""
-    return f"{len(plan.converted)} of {len(plan.layers)} norms were converted{blocks}.{rest}"
-
-
 def _show(text: str) -> None:
-    """Prints a plan, with colours if rich is installed and the output is a terminal."""
+    """Prints a report, with colours if rich is installed and the output is a terminal."""
     try:
         from rich.console import Console
         from rich.text import Text
@@ -170,7 +156,7 @@ def _show(text: str) -> None:
         print(text)
         return
     styled = Text(text)
-    # A verdict is coloured in its own column only, where a gap follows it.
-    styled.highlight_regex(r"refused(?=  )", "red")
-    styled.highlight_regex(r"(in place|beside input|residual)(?=  )", "green")
+    # What a norm did is coloured in its own column only, where a gap follows it.
+    styled.highlight_regex(r"as torch(?=  )", "red")
+    styled.highlight_regex(r"in place(?=  )", "green")
     Console(soft_wrap=True).print(styled, highlight=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from inplace_abn.conversion.plan import readable
+from inplace_abn.conversion.table import readable
 
 if TYPE_CHECKING:
     from inplace_abn.memory.report import MemoryReport

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from inplace_abn.conversion.analysis import analyze
 from inplace_abn.conversion.convert import convert
-from inplace_abn.conversion.plan import Plan, readable
-from inplace_abn.example import examples_of
+from inplace_abn.conversion.report import Report, report
+from inplace_abn.conversion.table import readable
 from inplace_abn.memory.step import Usage, measure
+from inplace_abn.trial import copied, randomness_restored
 
 
 @dataclass(frozen=True)
@@ -23,7 +22,8 @@ class MemoryReport:
 
     before: Usage
     after: Usage | None = None
-    plan: Plan | None = None
+    norms: Report | None = None
+    """What each norm of the converted copy did."""
 
     def __str__(self) -> str:
         rows = [("", "held for backward", "peak of a step")]
@@ -45,43 +45,31 @@ def _less(after: int, before: int) -> str:
 
 
 def memory_report(
-    model: nn.Module,
-    /,
-    *example: Any,
-    converted: bool = True,
-    residual: bool = True,
-    progress: bool = False,
-    **kwargs: Any,
+    model: nn.Module, /, *args: Any, converted: bool = True, progress: bool = False, **kwargs: Any
 ) -> MemoryReport:
-    """Measures a training step of ``model`` and, unless ``converted`` is False, of a converted copy of it.
+    """Measures a training step of a copy of ``model`` and, unless ``converted`` is False, of a converted copy of it.
 
     Args:
-        model: left as it is, except that a training step updates its buffers and that its gradients are set to None.
-        example: arguments of the forward pass; or several `Example`. All of them are analyzed, and the first one is
-            measured.
+        model: stays as it is.
+        args, kwargs: arguments of the forward pass.
         converted: measure a converted copy too.
-        residual: as for `inplace_abn.convert`. The plan contains it.
         progress: show a bar, which needs tqdm.
-        kwargs: keyword arguments of the forward pass. Pass those that have the name of an option of this function
-            within an `Example`.
 
     Returns:
-        Both measurements and the plan. Print it to see a table.
+        Both measurements, and what each norm of the converted copy did. Print it to see a table.
 
     Raises:
-        TypeError: an `Example` is mixed with other arguments.
         ValueError: no output requires grad.
         ImportError: ``progress`` is True, but tqdm is not installed.
     """
-    examples = examples_of("inplace_abn.memory.memory_report", example, kwargs)
-    with _bar(progress) as bar:
-        before = measure(model, examples[0], tick=bar.tick)
+    with _bar(progress) as bar, randomness_restored(model):
+        before = measure(copied(model), *args, tick=bar.tick, **kwargs)
         if not converted:
             return MemoryReport(before)
         bar.expect(2 * bar.count)
-        plan = replace(analyze(model, *examples), residual=residual)
-        other = convert(copy.deepcopy(model), plan)
-        return MemoryReport(before, measure(other, examples[0], tick=bar.tick), plan)
+        other = convert(copied(model))
+        after = measure(other, *args, tick=bar.tick, **kwargs)
+        return MemoryReport(before, after, report(other))
 
 
 class _Progress:

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from inplace_abn import guard
-from inplace_abn.example import Example, examples_of, tensors_in
+from inplace_abn.trial import loss, tensors_in
 
 _BACKWARD = "inplace_abn.memory: backward"
 _END = "inplace_abn.memory: end"
@@ -33,7 +33,7 @@ class Usage:
     """When backward starts, in milliseconds since the start."""
 
 
-def measure(model: nn.Module, /, *example: Any, tick: Callable[[], None] | None = None, **kwargs: Any) -> Usage:
+def measure(model: nn.Module, /, *args: Any, tick: Callable[[], None] | None = None, **kwargs: Any) -> Usage:
     """Measures the memory of one training step of ``model``.
 
     The loss is the sum of the outputs. The step runs twice, and the second one is measured. Buffers are updated, and
@@ -41,29 +41,23 @@ def measure(model: nn.Module, /, *example: Any, tick: Callable[[], None] | None 
 
     Args:
         model: on the device of its inputs. It is in training mode during the step.
-        example: arguments of the forward pass, or one `Example`.
-        tick: called after each call of a submodule without children, for a progress bar. Pass an argument of the model
-            that has this name within an `Example`.
-        kwargs: keyword arguments of the forward pass.
+        args, kwargs: arguments of the forward pass.
+        tick: called after each call of a submodule without children, for a progress bar.
 
     Returns:
         Bytes held after the forward pass, the peak of the step, and the timeline.
 
     Raises:
-        TypeError: an `Example` is mixed with other arguments, or there are several.
         ValueError: no output requires grad.
     """
-    first, *more = examples_of("inplace_abn.memory.measure", example, kwargs)
-    if more:
-        raise TypeError(f"inplace_abn.memory.measure: expected the arguments of one call, got {1 + len(more)} Examples")
-    cuda = any(t.device.type == "cuda" for t in (*model.parameters(), *tensors_in((first.args, first.kwargs))))
+    cuda = any(t.device.type == "cuda" for t in (*model.parameters(), *tensors_in((args, kwargs))))
     training = [(module, module.training) for module in model.modules()]
     model.train()
     model.zero_grad(set_to_none=True)
     with _ticking(model, tick), _quiet():
         try:
             # The first step is not measured, because libraries allocate some memory only once.
-            _loss(model, first).backward()
+            loss(model, args, kwargs).backward()
             model.zero_grad(set_to_none=True)
             gc.collect()
             # The measured step must make its own copies of the weights for autocast.
@@ -75,11 +69,11 @@ def measure(model: nn.Module, /, *example: Any, tick: Callable[[], None] | None 
             activities = [torch.profiler.ProfilerActivity.CPU]
             # The guard measures in few steps only, so the measured step is one without.
             with guard.paused(), torch.profiler.profile(profile_memory=True, activities=activities) as profile:
-                loss = _loss(model, first)
+                total = loss(model, args, kwargs)
                 held = torch.cuda.memory_allocated() - start if cuda else 0
                 with torch.profiler.record_function(_BACKWARD):
                     pass
-                loss.backward()
+                total.backward()
                 with torch.profiler.record_function(_END):
                     pass
             peak = torch.cuda.max_memory_allocated() - start if cuda else 0
@@ -93,13 +87,6 @@ def measure(model: nn.Module, /, *example: Any, tick: Callable[[], None] | None 
         held = before_backward[-1] if before_backward else 0
         peak = max((size for _, size in timeline), default=0)
     return Usage(held, peak, tuple(timeline), backward_start)
-
-
-def _loss(model: nn.Module, example: Example) -> Tensor:
-    outputs = [t for t in tensors_in(model(*example.args, **example.kwargs)) if t.requires_grad]
-    if not outputs:
-        raise ValueError("inplace_abn.memory: no output of the model requires grad, so there is no training step")
-    return torch.stack([t.float().sum() for t in outputs]).sum()
 
 
 def _timeline(profile: Any, device: str) -> tuple[list[tuple[float, int]], float]:

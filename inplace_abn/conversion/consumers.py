@@ -1,0 +1,88 @@
+"""The functions that keep what they are given for backward, whatever made it.
+
+If one of them follows a norm, the norm keeps its output, which costs nothing, and its input is free. torch's norm would
+keep the input as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from inplace_abn.conversion.recognition import by_name
+
+
+class _Keeper(NamedTuple):
+    """How a function names its first arguments, and which of them it keeps."""
+
+    names: tuple[str, ...]
+    kept: tuple[str, ...]
+    """The arguments that it keeps."""
+    factors: bool = False
+    """Whether it keeps each of the two only if the other one needs a gradient, because they are multiplied."""
+    narrow: bool = False
+    """Whether autocast makes it compute in 16 bits, and other functions in 32."""
+
+
+_IN_PLACE = "inplace"
+_UNARY = _Keeper(("input",), ("input",))
+_PRODUCT = _Keeper(("input", "other"), ("input", "other"), factors=True)
+_MATRICES = _PRODUCT._replace(narrow=True)
+_MM = _Keeper(("input", "mat2"), ("input", "mat2"), factors=True, narrow=True)
+
+_KEEPERS: list[tuple[_Keeper, tuple[Any, ...]]] = [
+    # The gradient of the weight is a product with the input. A convolution keeps both, whatever needs a gradient.
+    (
+        _Keeper(("input", "weight"), ("input",), narrow=True),
+        (F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d),
+    ),
+    (_Keeper(("input", "weight"), ("input", "weight"), factors=True, narrow=True), (F.linear,)),
+    (_MATRICES, (torch.matmul, Tensor.matmul, Tensor.__matmul__)),
+    (_MM, (torch.mm, Tensor.mm, torch.bmm, Tensor.bmm)),
+    (_PRODUCT, (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__)),
+    # The slope depends on the input.
+    (_Keeper(("input", "weight"), ("input",), narrow=True), (F.prelu, Tensor.prelu)),
+    (_Keeper(("input", "min_val", "max_val", _IN_PLACE), ("input",)), (F.hardtanh,)),
+    (_Keeper(("input", _IN_PLACE), ("input",)), (F.relu6, F.hardsigmoid, F.selu)),
+    (_Keeper(("input", "alpha", _IN_PLACE), ("input",)), (F.celu,)),
+    (_Keeper(("input", "threshold", "value", _IN_PLACE), ("input",)), (F.threshold,)),
+    (_UNARY, (F.softplus, F.logsigmoid, F.softsign, F.hardshrink, F.softshrink, F.glu)),
+    (_UNARY, (torch.abs, Tensor.abs, torch.square, Tensor.square, torch.sin, Tensor.sin, torch.cos, Tensor.cos)),
+    (_UNARY, (torch.clamp, Tensor.clamp)),
+    # The gradient is scattered into the input's shape, or compared with the input.
+    (_UNARY, (torch.max_pool2d, torch.max_pool3d, F.max_pool2d, F.max_pool3d, F.avg_pool2d, F.avg_pool3d)),
+    # Another norm.
+    (_UNARY, (F.layer_norm, F.group_norm, F.batch_norm, F.instance_norm, F.rms_norm)),
+]
+
+_KEEPING: dict[Any, _Keeper] = {function: keeper for keeper, functions in _KEEPERS for function in functions}
+
+
+def kept(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """The arguments that autograd keeps for the backward pass of this call."""
+    keeper = _KEEPING.get(function)
+    if keeper is None:
+        return
+    # Arguments beyond those with a name do not matter.
+    count = len(keeper.names)
+    values = by_name(keeper.names, args[:count], {k: v for k, v in kwargs.items() if k in (*keeper.names, "self")})
+    if values is None or values.get(_IN_PLACE):
+        return
+    operands = [values.get(name) for name in keeper.kept]
+    for i, t in enumerate(operands):
+        other = operands[1 - i] if keeper.factors else None
+        needed = not keeper.factors or (isinstance(other, Tensor) and other.requires_grad)
+        if isinstance(t, Tensor) and needed and not _is_cast(t, keeper.narrow):
+            yield t
+
+
+def _is_cast(t: Tensor, narrow: bool) -> bool:
+    """Whether autocast gives the function a copy in another dtype, which is kept instead."""
+    device = t.device.type
+    if not torch.is_autocast_enabled(device):
+        return False
+    return t.dtype != (torch.get_autocast_dtype(device) if narrow else torch.float32)
