@@ -21,6 +21,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.multiprocessing.reductions import StorageWeakRef
 
 # A context in which ops run below autograd. It takes a microsecond less than no_grad, and modes still see the ops.
 BelowAutograd = torch._C._AutoDispatchBelowADInplaceOrView
@@ -67,6 +68,9 @@ is_zero_tensor = Tensor._is_zerotensor
 
 # The saved-tensor hooks that are set. They may keep a saved tensor, or replace it.
 top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+# The active dispatch modes, the innermost last.
+dispatch_modes: Callable[[], list[Any]] = torch.utils._python_dispatch._get_current_dispatch_mode_stack
 
 # The number of active dispatch modes. It is zero in almost every call, and then no mode needs to be looked at.
 count_dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -147,6 +151,15 @@ def storage_use_count(t: Tensor) -> int:
     return count + getrefcount(storage)
 
 
+def storage_holders(storage: StorageWeakRef) -> int:
+    """The number of references to the memory from C++, which are tensors."""
+    if storage.expired():
+        return 0
+    handle = torch.UntypedStorage._new_with_weak_ptr(storage.cdata)
+    # The handle that was made here counts.
+    return int(torch._C._storage_Use_Count(handle._cdata)) - 1  # type: ignore[attr-defined]
+
+
 def is_exporting() -> bool:
     """Whether torch.export is tracing.
 
@@ -217,13 +230,25 @@ _is_included = torch._C._dispatch_tls_is_dispatch_key_included
 _PreDispatch = torch._C.DispatchKey.PreDispatch
 
 
+class OwnMode(torch.utils._python_dispatch.TorchDispatchMode):
+    """A dispatch mode of this package, under which everything works as without it."""
+
+
+def _foreign_modes() -> bool:
+    """Whether there is a dispatch mode that is not an `OwnMode`."""
+    return any(not isinstance(mode, OwnMode) for mode in dispatch_modes())
+
+
 def is_watched() -> bool:
-    """Whether a dispatch mode, a tracer or a transform sees the ops that run.
+    """Whether a foreign dispatch mode, a tracer or a transform sees the ops that run.
 
     `is_captured` is about tracers only, and takes longer.
     """
     return bool(
-        count_dispatch_modes() or _tracing_state() is not None or _is_included(_PreDispatch) or transforms_active()
+        (count_dispatch_modes() and _foreign_modes())
+        or _tracing_state() is not None
+        or _is_included(_PreDispatch)
+        or transforms_active()
     )
 
 
@@ -232,5 +257,4 @@ def is_checkpointed_selectively() -> bool:
 
     It keeps the results of some ops, and skips these ops in the recomputation.
     """
-    modes: list[Any] = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
-    return any(isinstance(mode, _SelectiveCheckpointModes) for mode in modes)
+    return any(isinstance(mode, _SelectiveCheckpointModes) for mode in dispatch_modes())

@@ -55,32 +55,35 @@ class InPlaceABNFunction(torch.autograd.Function):
         watch: _Watch | None,
         written: _Hidden | None,
         stand_in: _Hidden | None,
+        saved: _Hidden | None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         z = x if written is None else written.tensor
         return z if stand_in is None else (z, stand_in.tensor)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor | tuple[Tensor, Tensor]) -> None:
-        x, *others, ctx.settings, ctx.edge, ctx.watch, written, _ = inputs
+        x, *others, ctx.settings, ctx.edge, ctx.watch, written, _, saved = inputs
         ctx.of_view = written is None and _torch.is_view(x)
         if written is None:
             ctx.mark_dirty(x)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(output if isinstance(output, Tensor) else output[0], *others)
+        z = output if isinstance(output, Tensor) else output[0]
+        ctx.alias = None if saved is None else saved.tensor.data_ptr()
+        ctx.save_for_backward(z if saved is None else saved.tensor, *others)
 
     @staticmethod
     def backward(ctx: Any, dz: Tensor | None, of_stand_in: Tensor | None = None) -> tuple[Tensor | None, ...]:
         if of_stand_in is not None:
             dz = of_stand_in if dz is None else dz + of_stand_in
         if dz is None:
-            return (None,) * 10
+            return (None,) * 11
         if _torch.is_batched(dz):
             raise RuntimeError("inplace_abn: gradients in batches are not supported. Use ABN, which works out of place")
         settings: Settings = ctx.settings
         need = Needed(*ctx.needs_input_grad[:4])
         # Compiled code is functional. The compiler reuses memory, so nothing is reused here.
         if torch.compiler.is_compiling():
-            return *gradients.gradients(need, Saved(*ctx.saved_tensors), dz, False, False, settings), *(None,) * 6
+            return *gradients.gradients(need, Saved(*ctx.saved_tensors), dz, False, False, settings), *(None,) * 7
         # Only the engine passes gradients that nobody else holds. Other callers hold theirs, and may call again. If x
         # is a view, the engine runs the CopySlices node of its base, and that node calls this one.
         node = _torch.current_node()
@@ -89,13 +92,13 @@ class InPlaceABNFunction(torch.autograd.Function):
         saved = _unpacked(ctx)
         if torch.is_grad_enabled():
             edge = ctx.edge.tensor if isinstance(ctx.edge, _Hidden) else ctx.edge
-            return *gradients.differentiable(saved, dz, edge, settings), *(None,) * 6
+            return *gradients.differentiable(saved, dz, edge, settings), *(None,) * 7
         z = saved.z
         own_dz = own_dz and z.stride() == dz.stride()
         own_z = by_engine and not _is_hooked(ctx) and ownership.owns_output(z)
         # The tensor z is part of the graph. A gradient that takes its memory must be another tensor.
         saved = saved._replace(z=z.detach())
-        return *gradients.gradients(need, saved, dz, own_z, own_dz, settings), *(None,) * 6
+        return *gradients.gradients(need, saved, dz, own_z, own_dz, settings), *(None,) * 7
 
 
 # This is `torch.autograd.Function.apply` without its binding of default arguments, which takes longer than the rest of
@@ -129,8 +132,11 @@ def _unpacked(ctx: Any) -> Saved:
             raise RuntimeError(modified) from error
         raise
     watch: _Watch | None = ctx.watch
-    if watch is not None and watch.is_modified() and saved.z._version > watch.version:
-        raise RuntimeError(modified)
+    if watch is not None and watch.is_modified():
+        # An alias has a version of its own, and other memory once it is a copy.
+        was_seen = saved.z._version > watch.version if ctx.alias is None else saved.z.data_ptr() == ctx.alias
+        if was_seen:
+            raise RuntimeError(modified)
     return saved
 
 
@@ -180,7 +186,7 @@ def overwritten(
     watch = _watch(x)
     # Transforms wrap the edge at each of their levels, so it must be a visible input.
     hidden = edge if edge is None or _torch.transforms_active() else _Hidden(edge)
-    z: Tensor = apply(x, weight, bias, residual, var, settings, hidden, watch, None, None)
+    z: Tensor = apply(x, weight, bias, residual, var, settings, hidden, watch, None, None, None)
     if watch is not None:
         watch.start()
     return z
@@ -196,17 +202,18 @@ def attached(
     settings: Settings,
     edge: Tensor | None,
     stand_in: Tensor | None,
+    saved: Tensor | None,
 ) -> Tensor:
     """Makes a node for z, which is already written, as a function of x. Only x's place in the graph is read.
 
-    ``stand_in`` becomes a second output of the node.
+    ``stand_in`` becomes a second output of the node. ``saved`` is what the node saves instead of z: a copy of z, or an
+    alias that becomes a copy before somebody writes to z.
     """
-    watch = _watch(z)
-    hidden = None if edge is None else _Hidden(edge)
-    if stand_in is None:
-        z = _apply(x, weight, bias, residual, var, settings, hidden, watch, _Hidden(z), None)
-    else:
-        z, _ = _apply(x, weight, bias, residual, var, settings, hidden, watch, _Hidden(z), _Hidden(stand_in))
+    is_alias = saved is not None and saved.data_ptr() == z.data_ptr()
+    watch = _Watch(z) if is_alias else None if saved is not None else _watch(z)
+    tensors = [None if t is None else _Hidden(t) for t in (z, stand_in, saved)]
+    given = (x, weight, bias, residual, var, settings, None if edge is None else _Hidden(edge), watch, *tensors)
+    z = _apply(*given) if stand_in is None else _apply(*given)[0]
     if watch is not None:
         watch.start()
     return z

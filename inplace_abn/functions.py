@@ -336,6 +336,7 @@ def attached(
     var: Tensor,
     settings: Settings,
     stand_in: Tensor | None = None,
+    saved: Tensor | None = None,
 ) -> Tensor:
     """Makes a node for z, which `writing.written` wrote with these settings, as a function of x. Returns z.
 
@@ -344,8 +345,9 @@ def attached(
         z: a tensor without graph.
         var: what `writing.written` returned.
         stand_in: a tensor that stands for z and gets the same place in the graph.
+        saved: a tensor without graph by which backward knows z, if z itself may be written to.
     """
-    if _node is not None and settings.group is None:
+    if _node is not None and settings.group is None and saved is None:
         found: Tensor | None = _node.attached(
             x,
             z,
@@ -358,7 +360,7 @@ def attached(
         )
         if found is not None:
             return found
-    return autograd.attached(x, z, *operands[:3], var, settings, _input_edge(x, settings), stand_in)
+    return autograd.attached(x, z, *operands[:3], var, settings, _input_edge(x, settings), stand_in, saved)
 
 
 def _out_of_place(x: Tensor, operands: Operands, settings: Settings) -> Tensor:

@@ -59,7 +59,14 @@ def _advance(*_: Any) -> None:
 
 register_optimizer_step_post_hook(_advance)
 
+forgotten = 0
+"""The number of times that a module's measurements were forgotten."""
+
 _paused = 0
+
+
+def is_paused() -> bool:
+    return _paused > 0
 
 
 @contextmanager
@@ -105,7 +112,7 @@ class State:
         """Whether this generation's calls are measured, for a layer that was measured before."""
         if self.measured_at == generation:
             return self.calls < CALLS
-        return _has_passed(self.measured_at, interval)
+        return has_passed(self.measured_at, interval)
 
     def keep(self, figures: Tensor, dtype: torch.dtype, waited: bool) -> None:
         """Keeps the figures of a call, and drops those of earlier generations."""
@@ -130,7 +137,7 @@ class State:
         return vars(self) | {"pending": [(figures, None, dtype) for figures, _, dtype in self.pending]}
 
 
-def _has_passed(since: int, interval: int) -> bool:
+def has_passed(since: int, interval: int) -> bool:
     """Whether a multiple of the interval has come since that generation. A generation that is still to come is from
     another process, and counts as passed."""
     return since > generation or generation // interval > since // interval
@@ -284,7 +291,7 @@ def _scales(module: Any, state: State) -> bool:
 
     The weight is looked at once in an interval, until the layer is measured.
     """
-    if state.scaled_at < 0 or _has_passed(state.scaled_at, module.guard_interval):
+    if state.scaled_at < 0 or has_passed(state.scaled_at, module.guard_interval):
         state.scaled_at, weight = generation, module.weight
         state.scales = weight is None or not module.signed_weight or bool((weight.detach().abs() >= module.eps).all())
     return state.scales
@@ -368,12 +375,14 @@ def check_interval(interval: int) -> None:
         raise ValueError(f"inplace_abn: expected a guard_interval >= 0, got {interval}")
 
 
-_STATE = ("_guard", "_guard_generation", "_trusted", "why_untrusted")
+_STATE = ("_guard", "_guard_generation", "_trusted", "why_untrusted", "_given_up")
 _SETTINGS = ("guard_interval", "guard_threshold", "on_untrusted", "_guard_name")
 
 
 def forget(module: Any) -> None:
     """Forgets what was measured. The next measurement of the module is its first again."""
+    global forgotten
+    forgotten += 1
     for name in _STATE:
         module.__dict__.pop(name, None)
     renew(module)

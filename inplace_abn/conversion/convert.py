@@ -72,7 +72,7 @@ def convert(
     for module in (*chosen.values(), *before) if sync else ():
         module.__dict__["_synchronised"] = True
     if chosen:
-        _make_outputs_plain(model)
+        norms.hook(model)
     _logger.info("%s", _told(list(modules.values()), len(chosen), len(before)))
     return model
 
@@ -81,18 +81,12 @@ def _told(found: list[nn.Module], converted: int, before: int) -> str:
     """What was found, in one line."""
     supported = [module for module in found if isinstance(module, norms.KINDS)]
     others = Counter(type(module).__name__ for module in found if not isinstance(module, norms.KINDS))
-    text = f"{converted} of {len(supported) - before} norms were converted" if supported else "no norms to convert"
+    text = f"converted {converted} of {len(supported) - before} norms" if supported else "no norms to convert"
     if before:
         text = f"{text}, {before} are converted already" if converted else f"{before} norms are converted already"
     if others:
         text += "; not supported: " + ", ".join(f"{count} {name}" for name, count in others.items())
     return text
-
-
-def _make_outputs_plain(model: nn.Module) -> None:
-    """Makes the model return plain tensors only."""
-    if norms.plain_outputs not in model._forward_hooks.values():
-        model.register_forward_hook(norms.plain_outputs)
 
 
 def revert(
@@ -129,9 +123,7 @@ def revert(
         norms.release(norm)
         norm.__class__ = original
     for module in model.modules():
-        for key, hook in list(module._forward_hooks.items()):
-            if hook is norms.plain_outputs:
-                del module._forward_hooks[key]
+        norms.unhook(module)
     replaced: dict[nn.Module, nn.Module] = {}
     for module in list(model.modules()):
         if isinstance(module, _BUILT):

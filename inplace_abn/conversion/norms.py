@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from inplace_abn import _torch, checks, distributed, functions, guard, measuring, writing
 from inplace_abn.activations import can_be_taken_back
 from inplace_abn.compiling import batch_norm, trust
+from inplace_abn.conversion import watch
 from inplace_abn.conversion.pending import Pending, pending, plain
 from inplace_abn.conversion.waiting import IDENTITY, Norm, Note
 from inplace_abn.instance_norm import repeated, take_means
@@ -21,7 +22,7 @@ PLAIN = ("plain", 0.0)
 """The expectation of a norm whose output nobody activates."""
 
 _SETTINGS = ("_synchronised", "_group")
-_STATE = ("_expected", "_seen", "_seen_generation", "_plain_since", "_note", "bytes_saved")
+_STATE = ("_expected", "_seen", "_seen_generation", "_plain_since", "_note", "bytes_saved", "_was_watched")
 
 
 class InPlaceNorm(guard.Guarded):
@@ -41,6 +42,10 @@ class InPlaceNorm(guard.Guarded):
     _seen_generation: int = -1
     _plain_since: int = 0
     _note: Note = Note()
+    _was_watched: bool = False
+    """Whether the last forward pass was watched (`conversion.watch`)."""
+    _given_up: tuple[int, str] | None = None
+    """The generation in which the watch found that the output is read or written to, and by whom."""
     bytes_saved: int | None = None
     """What the norm saved in the last step in which that was measured."""
 
@@ -49,7 +54,25 @@ class InPlaceNorm(guard.Guarded):
             return _as_leaf(self, input)
         x = plain(input)
         y = self._normalised(x)
-        return self._native(x) if y is None else y
+        return self._noted(self._native(x)) if y is None else y
+
+    def _noted(self, y: Tensor) -> Tensor:
+        """y as torch computes it. Without gradients backward may repeat a pass with gradients, so it is watched, too."""
+        module: Any = self
+        if module.training and not torch.is_grad_enabled():
+            watching = watch.current()
+            self.__dict__["_was_watched"] = watching is not None
+            if watching is not None and self._given_up is None:
+                watching.note_native(self, y)
+        return y
+
+    def observer(self) -> watch.Observer | None:
+        """What watches this call; None if nothing does."""
+        if not self._was_watched:
+            return None
+        repeated = _torch.in_backward()
+        is_blind = repeated or _torch.top_saved_tensors_hooks(True) is not None
+        return watch.Observer(None if repeated else watch.current(), is_blind)
 
     def _normalised(self, x: Tensor) -> Tensor | None:
         """The norm's output, mostly a `Pending` tensor; None where the norm does what it did before conversion."""
@@ -57,6 +80,12 @@ class InPlaceNorm(guard.Guarded):
             return None
         if torch.compiler.is_compiling():
             return self._compiled(x)
+        # A recomputation does what its forward pass did.
+        if not _torch.in_backward() and self._was_watched is not (watch.current() is not None):
+            self.__dict__["_was_watched"] = not self._was_watched
+        if self._given_up is not None and self._given_up[0] != guard.generation and not self._was_watched:
+            self.__dict__["_note"] = self._note._replace(in_place=False, why=self._given_up[1])
+            return None
         if not _may_wait(self, x):
             self.__dict__["_note"] = Note(why="its input, its parameters or the mode of the call are not supported")
             return None
@@ -321,8 +350,12 @@ def _with_activation(base: type[nn.Module]) -> type[nn.Module]:
             return _as_leaf(self, x)
         x = plain(x)
         y = self._normalised(x)
-        if y is None and (self._participating() is None or not self.training):
+        unwatched = watch.current() is None or torch.is_grad_enabled()
+        if y is None and unwatched and (self._participating() is None or not self.training):
             return base.forward(self, x)  # type: ignore[no-any-return]
+        if y is None and not unwatched:
+            # The norm alone is noted, and the activation is seen by the watch.
+            y = self._noted(nn.modules.batchnorm._BatchNorm.forward(self, x))
         return self.act(self.drop(self._native(x) if y is None else y))  # type: ignore[no-any-return]
 
     # Without this, copies and pickles would look for the class by its name, which no module has.
@@ -354,9 +387,29 @@ def release(module: nn.Module) -> None:
         module.__dict__.pop(name, None)
 
 
-def plain_outputs(module: nn.Module, args: Any, result: Any) -> Any:
-    """A forward hook that leaves no `Pending` tensor in what a model returns."""
-    return torch.utils._pytree.tree_map_only(Pending, plain, result)
+def finish(model: nn.Module, args: Any, result: Any) -> Any:
+    """The hook after a converted model's forward pass. It leaves no `Pending` tensor in the result, and ends the watch.
+
+    It is called after an exception, too, with None for the result.
+    """
+    result = torch.utils._pytree.tree_map_only(Pending, plain, result)
+    watch.end(model, result)
+    return result
+
+
+def hook(model: nn.Module) -> None:
+    """Adds the hooks around a converted model's forward pass, unless it has them."""
+    if finish not in model._forward_hooks.values():
+        model.register_forward_pre_hook(watch.begin)
+        model.register_forward_hook(finish, always_call=True)
+
+
+def unhook(module: nn.Module) -> None:
+    """Removes what `hook` added."""
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key in [key for key, value in hooks.items() if value in (watch.begin, finish)]:
+            del hooks[key]
+            module._forward_hooks_always_called.pop(key, None)
 
 
 def _as_leaf(module: Any, x: fx.Proxy) -> Any:

@@ -23,6 +23,7 @@ from inplace_abn import _torch, functions
 from inplace_abn.conversion.consumers import kept
 from inplace_abn.conversion.recognition import IN_GRAPH, KNOWN, METADATA, Activating, Adding, Passing, is_writing
 from inplace_abn.conversion.waiting import IDENTITY, Norm, State, stand, wait
+from inplace_abn.conversion.watch import keeps_its_input
 from inplace_abn.settings import Operands
 
 
@@ -227,7 +228,7 @@ def _unfused(t: Pending, state: State, is_kept: bool, reader: str) -> Tensor:
     norm = state.norm
     if state.memory is not None and is_kept:
         norm.saw("kept")
-        y = _attached(state, IDENTITY, None, reader)
+        y = _attached(state, IDENTITY, None, follows=reader)
         if y is not None:
             return _settled(t, y)
     y = norm.native()
@@ -246,8 +247,22 @@ def _settled(t: Pending, result: Tensor) -> Tensor:
     return result
 
 
-def _attached(state: State, activation: tuple[str, float], stand_in: Tensor | None, follows: str = "") -> Tensor | None:
-    """The activated memory, with a node of its own; None if the guard does not trust the layer."""
+def _attached(
+    state: State,
+    activation: tuple[str, float],
+    stand_in: Tensor | None,
+    *,
+    follows: str = "",
+    frees_total: bool = False,
+    is_extra: bool = False,
+) -> Tensor | None:
+    """The activated memory, with a node of its own; None if the guard does not trust the layer.
+
+    Args:
+        stand_in: a pending tensor that gets the same place in the graph.
+        follows: what follows, in words; by default the activation.
+        frees_total, is_extra: as in `watch.Result`.
+    """
     norm, residual = state.norm, state.residual
     follows = follows or ("add, " if residual is not None else "") + activation[0]
     if not norm.is_trusted(activation, residual):
@@ -256,8 +271,13 @@ def _attached(state: State, activation: tuple[str, float], stand_in: Tensor | No
     norm.note(follows)
     memory = state.take_back() if activation == IDENTITY else state.activate(activation)
     settings = norm.settings.activating(activation)
-    z = functions.attached(norm.x, memory, Operands(norm.weight, norm.bias, residual), norm.var, settings, stand_in)
+    observer = norm.module.observer()
+    saved = None if observer is None else observer.saved(memory, activation, frees_total)
+    operands = Operands(norm.weight, norm.bias, residual)
+    z = functions.attached(norm.x, memory, operands, norm.var, settings, stand_in, saved)
     state.memory = None
+    if observer is not None:
+        observer.note(norm.module, norm.x, z, residual, activation, saved, frees_total, is_extra)
     return z
 
 
@@ -313,7 +333,8 @@ def _activated(call: Activating) -> Tensor | None:
     state: State = t._state
     norm, activation = state.norm, (call.activation, call.param)
     norm.saw(*activation, state.residual is not None)
-    z = _attached(state, activation, t if call.in_place else None)
+    frees_total = keeps_its_input(*activation, call.in_place)
+    z = _attached(state, activation, t if call.in_place else None, frees_total=frees_total, is_extra=frees_total)
     if z is None:
         return None
     if call.in_place:
@@ -349,7 +370,7 @@ def _as_residual(other: Any, state: State) -> Tensor | None:
         if _is_fusible(other) and other._state is not None and other._state.residual is None:
             # Both nodes save the same tensor. It is the output of the other norm, and the residual of this one.
             other._state.norm.saw("residual")
-            y = _attached(other._state, IDENTITY, other, "add")
+            y = _attached(other._state, IDENTITY, other, follows="add", is_extra=True)
             if y is not None:
                 other._plain, other._state = y, None
                 other._is_placed()

@@ -1,0 +1,310 @@
+"""Watches a model's forward pass in the steps in which the guard measures.
+
+Outputs of converted norms are different from torch's in two ways. Zeros are tiny numbers (`inplace_abn.tags`). And they
+must not be written to, even where torch's activation keeps its input instead, and therefore allows it. A dispatch mode
+sees who reads and writes. In the watched step such code gets what it would get with torch: a reader gets the values
+without tags, and before a write backward gets a copy of its own. From the next generation of the guard on the layer is
+torch's.
+
+At the end of the forward pass the watch finds out what the norms have saved.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_map_only
+
+from inplace_abn import _torch, guard, ops, tags
+from inplace_abn.activations import activate, find, is_relu, taken_over
+from inplace_abn.trial import tensors_in
+
+_logger = logging.getLogger("inplace_abn")
+_local = threading.local()
+_PLAIN = (Tensor, nn.Parameter)
+_OWN = ("prim", "inplace_abn")
+"""The namespaces of ops that are not looked at."""
+
+
+def current() -> Watch | None:
+    """The calling thread's watch."""
+    watch: Watch | None = getattr(_local, "watch", None)
+    return watch
+
+
+class Result(NamedTuple):
+    """What a norm keeps of a call, instead of what torch would keep."""
+
+    layer: Any
+    z: StorageWeakRef
+    size: int
+    activation: str
+    param: float
+    input: StorageWeakRef
+    residual: StorageWeakRef | None
+    frees_total: bool
+    """Whether torch's activation would keep the sum or the norm's output, and allow its own result to be written to."""
+    is_extra: bool
+    """Whether torch would not keep z."""
+    saved: Tensor | None
+    """The tensor by which backward knows z, if z may be written to."""
+
+
+class Observer(NamedTuple):
+    """What is special about calls in a watched step."""
+
+    watch: Watch | None
+    """None if a backward pass repeats a watched forward pass."""
+    is_blind: bool
+    """Whether code may read or write results where the watch does not see it: a backward pass repeats the forward pass
+    later, and must do the same."""
+
+    def saved(self, z: Tensor, activation: tuple[str, float], frees_total: bool) -> Tensor | None:
+        """The tensor by which backward is to know z; None if that is z itself.
+
+        If the watch is blind, it is a copy, and z loses its tags. Otherwise it is an alias with a version of its own,
+        which becomes a copy before somebody writes to z.
+        """
+        with _torch.BelowAutograd():
+            if self.is_blind and (frees_total or tags.sign_of(*activation)):
+                saved = z.clone()
+                z.copy_(untagged(z, *activation))
+                return saved
+        return z.data if frees_total and not self.is_blind else None
+
+    def note(
+        self,
+        layer: Any,
+        x: Tensor,
+        z: Tensor,
+        residual: Tensor | None,
+        activation: tuple[str, float],
+        saved: Tensor | None,
+        frees_total: bool,
+        is_extra: bool,
+    ) -> None:
+        """Tells the watch of a result."""
+        if self.watch is None:
+            return
+        references = StorageWeakRef(z.untyped_storage()), StorageWeakRef(x.untyped_storage())
+        added = None if residual is None else StorageWeakRef(residual.untyped_storage())
+        alias = None if self.is_blind else saved
+        result = Result(layer, references[0], z.nbytes, *activation, references[1], added, frees_total, is_extra, alias)
+        self.watch.note(result, z, is_measured=not self.is_blind)
+
+
+def keeps_its_input(activation: str, param: float, in_place: bool) -> bool:
+    """Whether torch's activation keeps its input for backward, instead of its result."""
+    return not (is_relu(activation, param) or activation == "identity" or (in_place and not find(activation).special))
+
+
+class Watch(_torch.OwnMode):
+    """Follows the outputs of converted norms through a model's forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._follower = tags.Follower()
+        self._results: dict[int, Result] = {}
+        self._measured: list[Result] = []
+        self._natively: dict[int, Any] = {}
+        """The storages of outputs of norms that did as torch does, in a forward pass that backward will repeat."""
+        # A reference to a storage keeps its address from being used again.
+        self._references: dict[int, StorageWeakRef] = {}
+
+    def note(self, result: Result, z: Tensor, is_measured: bool) -> None:
+        """Follows a norm's result from here on."""
+        key = self._hold(z)
+        self._results[key] = result
+        if is_measured:
+            self._measured.append(result)
+        sign = tags.sign_of(result.activation, result.param)
+        if sign:
+            self._follower.add(key, result.layer, sign)
+
+    def note_native(self, layer: Any, y: Tensor) -> None:
+        """Follows the output of a norm that does as torch does now, and will be in place when backward repeats it."""
+        self._natively[self._hold(y)] = layer
+
+    def _hold(self, t: Tensor) -> int:
+        storage = t.untyped_storage()
+        key = _torch.storage_key(storage)
+        if key not in self._references:
+            self._references[key] = StorageWeakRef(storage)
+        return key
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not self._references or func.namespace in _OWN:
+            return func(*args, **kwargs)
+        tensors = [t for t in tensors_in((args, kwargs)) if type(t) in _PLAIN]
+        if not any(tags.storage_of(t) in self._references for t in tensors):
+            return func(*args, **kwargs)
+        op = tags.op_of(func, args, kwargs)
+        for key in op.writes & self._results.keys():
+            self._before_write(self._results[key], op.name)
+        readings = self._follower.readings(op)
+        for layer, reading in readings.items():
+            _give_up(layer, f"its zeros are tiny numbers in training, and {reading}")
+        is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in _torch.schema_of(func).returns)
+        if not is_view and (readings or self._follower.keeps(op)):
+            args, kwargs = tree_map_only(Tensor, lambda t: self._untagged(t, op.writes), (args, kwargs))
+        result = func(*args, **kwargs)
+        if not is_view:
+            made = [t for t in tensors_in(result) if type(t) in _PLAIN]
+            self._follower.follow(op, [tags.seen(t) for t in made])
+            self._follow_native(op, made)
+            for t in made:
+                if tags.storage_of(t) in self._follower.tagged or tags.storage_of(t) in self._follower.chosen:
+                    self._hold(t)
+        return result
+
+    def _untagged(self, t: Tensor, writes: frozenset[int]) -> Tensor:
+        """The tensor with zeros instead of tags, if it is a norm's result that the op does not write to."""
+        key = tags.storage_of(t) if type(t) in _PLAIN else -1
+        result = self._results.get(key)
+        if result is None or key in writes or not t.is_floating_point():
+            return t
+        return untagged(t, result.activation, result.param)
+
+    def _before_write(self, result: Result, op: str) -> None:
+        saved = result.saved
+        if not result.frees_total:
+            return
+        _give_up(result.layer, f"{op} writes to its output, which backward needs")
+        if saved is not None and StorageWeakRef(saved.untyped_storage()).cdata == result.z.cdata:
+            saved.data = saved.data.clone()
+
+    def _follow_native(self, op: tags.Op, made: Iterable[Tensor]) -> None:
+        """Follows a norm's output, done as torch does it, to its activation, and from there as a norm's result."""
+        layer = next((self._natively[t.storage] for t in op.tensors if t.storage in self._natively), None)
+        if layer is None:
+            return
+        name = taken_over(op.name, op.values.get("approximate", ""))
+        for t in made:
+            if name is not None:
+                param = float(op.values.get("negative_slope", op.values.get("alpha", 0.0)))
+                sign = tags.sign_of(name, param)
+                key = self._hold(t)
+                in_place = key in op.writes
+                if sign:
+                    self._follower.add(key, layer, sign)
+                if keeps_its_input(name, param, in_place):
+                    reference = self._references[key]
+                    self._results[key] = Result(layer, reference, 0, name, param, reference, None, True, False, None)
+            elif op.name == "add":
+                self.note_native(layer, t)
+
+    def finish(self, output: Any) -> None:
+        """Gives up layers whose tags decided about an output, and tells all what they saved."""
+        follower = self._follower
+        for t in tensors_in(output):
+            op, layers = follower.chosen.get(tags.storage_of(t), (None, ())) if type(t) in _PLAIN else (None, ())
+            for layer in layers if op is not None else ():
+                _give_up(
+                    layer,
+                    f"its zeros are tiny numbers in training, {op.name} chooses by them, and its choice is returned",
+                )  # type: ignore[union-attr]
+        for layer, size in self._sizes().items():
+            layer.__dict__["bytes_saved"] = size
+
+    def _sizes(self) -> dict[Any, int]:
+        """The bytes that each layer saved: what torch would have kept, less what it keeps."""
+        sizes: dict[Any, int] = {}
+        kept: dict[int, int] = {}
+        for r in self._measured:
+            for storage in (r.z, r.residual):
+                if storage is not None:
+                    kept[storage.cdata] = kept.get(storage.cdata, 0) + 1
+        counted: set[int] = set()
+        # Inputs, results and residuals have the same size.
+        for r in self._measured:
+            size = r.size * r.frees_total
+            if r.input.expired() and r.input.cdata not in counted:
+                size += r.size
+                counted.add(r.input.cdata)
+            for storage in (r.z if r.is_extra else None, r.residual):
+                # If nobody but norms keeps it, it costs memory.
+                if storage is None or storage.cdata in counted:
+                    continue
+                if _torch.storage_holders(storage) == kept[storage.cdata]:
+                    size -= r.size
+                    counted.add(storage.cdata)
+            sizes[r.layer] = sizes.get(r.layer, 0) + size
+        return sizes
+
+
+def untagged(t: Tensor, activation: str, param: float) -> Tensor:
+    """``t``, some values of an activation's result, with zeros instead of tags."""
+    if not tags.sign_of(activation, param):
+        return t
+    y = ops.run(ops.inverse, [], t.reshape(1, -1), find(activation).code, param)
+    return torch.where(activate(y, activation, param).view(t.shape) == 0, 0.0, t)
+
+
+def _give_up(layer: Any, why: str) -> None:
+    """Makes the layer torch's from the next generation on."""
+    if layer.__dict__.get("_given_up") is None:
+        layer.__dict__["_given_up"] = guard.generation, why
+        _logger.info(
+            "%s: %s; from the next optimizer step on it does as torch does", layer.__dict__["_guard_name"], why
+        )
+
+
+class _Root:
+    """When a model was watched."""
+
+    def __init__(self) -> None:
+        self.watched_at, self.calls, self.interval, self.forgotten = -1, 0, 0, -1
+
+    def is_due(self) -> bool:
+        if self.watched_at < 0 or self.forgotten != guard.forgotten:
+            return True
+        if self.watched_at == guard.generation:
+            return self.calls < guard.CALLS
+        return guard.has_passed(self.watched_at, self.interval)
+
+
+_roots: weakref.WeakKeyDictionary[nn.Module, _Root] = weakref.WeakKeyDictionary()
+
+
+def begin(model: nn.Module, _: Any) -> None:
+    """The hook before a converted model's forward pass. It begins to watch if the model is due."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return
+    root = _roots.get(model)
+    if root is None:
+        root = _roots[model] = _Root()
+    if not root.is_due() or guard.is_paused() or current() is not None or _torch.is_watched() or _torch.in_backward():
+        return
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return
+    intervals = [m.guard_interval for m in model.modules() if isinstance(m, guard.Guarded) and m.guard_interval]
+    if root.watched_at != guard.generation:
+        root.calls = 0
+    root.watched_at, root.forgotten, root.interval = guard.generation, guard.forgotten, min(intervals, default=0)
+    root.calls += 1
+    if intervals:
+        _local.watch = Watch()
+        _local.root = weakref.ref(model)
+        _local.watch.__enter__()
+
+
+def end(model: nn.Module, output: Any) -> None:
+    """Ends the watch that `begin` began for this model, if there is one."""
+    watch = current()
+    if watch is None or _local.root() is not model:
+        return
+    _local.watch = None
+    modes = _torch.dispatch_modes()
+    if modes and modes[-1] is watch:
+        watch.__exit__(None, None, None)
+    watch.finish(output)
