@@ -57,7 +57,7 @@ class InPlaceNorm(guard.Guarded):
         return self._noted(self._native(x)) if y is None else y
 
     def _noted(self, y: Tensor) -> Tensor:
-        """y as torch computes it. Without gradients backward may repeat a pass with gradients, so it is watched, too."""
+        """y as torch computes it. A pass without gradients is watched, too: backward may repeat it with gradients."""
         module: Any = self
         if module.training and not torch.is_grad_enabled():
             watching = watch.current()

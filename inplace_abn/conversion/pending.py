@@ -23,7 +23,7 @@ from inplace_abn import _torch, functions
 from inplace_abn.conversion.consumers import kept
 from inplace_abn.conversion.recognition import IN_GRAPH, KNOWN, METADATA, Activating, Adding, Passing, is_writing
 from inplace_abn.conversion.waiting import IDENTITY, Norm, State, stand, wait
-from inplace_abn.conversion.watch import keeps_its_input
+from inplace_abn.conversion.watch import Result, keeps_its_input
 from inplace_abn.settings import Operands
 
 
@@ -277,7 +277,7 @@ def _attached(
     z = functions.attached(norm.x, memory, operands, norm.var, settings, stand_in, saved)
     state.memory = None
     if observer is not None:
-        observer.note(norm.module, norm.x, z, residual, activation, saved, frees_total, is_extra)
+        observer.note(Result(norm.module, *activation, frees_total, is_extra), norm.x, z, residual, saved)
     return z
 
 
@@ -333,7 +333,7 @@ def _activated(call: Activating) -> Tensor | None:
     state: State = t._state
     norm, activation = state.norm, (call.activation, call.param)
     norm.saw(*activation, state.residual is not None)
-    frees_total = keeps_its_input(*activation, call.in_place)
+    frees_total = keeps_its_input(call.activation, call.in_place)
     z = _attached(state, activation, t if call.in_place else None, frees_total=frees_total, is_extra=frees_total)
     if z is None:
         return None

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_map_only
 
 from inplace_abn import _torch, guard, ops, tags
-from inplace_abn.activations import activate, find, is_relu, taken_over
+from inplace_abn.activations import activate, find, taken_over
 from inplace_abn.trial import tensors_in
 
 _logger = logging.getLogger("inplace_abn")
@@ -43,18 +44,18 @@ class Result(NamedTuple):
     """What a norm keeps of a call, instead of what torch would keep."""
 
     layer: Any
-    z: StorageWeakRef
-    size: int
     activation: str
     param: float
-    input: StorageWeakRef
-    residual: StorageWeakRef | None
     frees_total: bool
     """Whether torch's activation would keep the sum or the norm's output, and allow its own result to be written to."""
     is_extra: bool
     """Whether torch would not keep z."""
-    saved: Tensor | None
-    """The tensor by which backward knows z, if z may be written to."""
+    z: Tensor | None = None
+    """None if z has no tags, and what is held is not measured."""
+    saved: Tensor | None = None
+    """The alias by which backward knows z, if z may be written to."""
+    input: StorageWeakRef | None = None
+    residual: Tensor | None = None
 
 
 class Observer(NamedTuple):
@@ -79,30 +80,18 @@ class Observer(NamedTuple):
                 return saved
         return z.data if frees_total and not self.is_blind else None
 
-    def note(
-        self,
-        layer: Any,
-        x: Tensor,
-        z: Tensor,
-        residual: Tensor | None,
-        activation: tuple[str, float],
-        saved: Tensor | None,
-        frees_total: bool,
-        is_extra: bool,
-    ) -> None:
-        """Tells the watch of a result."""
+    def note(self, result: Result, x: Tensor, z: Tensor, residual: Tensor | None, saved: Tensor | None) -> None:
+        """Tells the watch of a norm's result, and of the tensors of its call."""
         if self.watch is None:
             return
-        references = StorageWeakRef(z.untyped_storage()), StorageWeakRef(x.untyped_storage())
-        added = None if residual is None else StorageWeakRef(residual.untyped_storage())
-        alias = None if self.is_blind else saved
-        result = Result(layer, references[0], z.nbytes, *activation, references[1], added, frees_total, is_extra, alias)
-        self.watch.note(result, z, is_measured=not self.is_blind)
+        if not self.is_blind:
+            result = result._replace(z=z, saved=saved, input=StorageWeakRef(x.untyped_storage()), residual=residual)
+        self.watch.note(result, z)
 
 
-def keeps_its_input(activation: str, param: float, in_place: bool) -> bool:
+def keeps_its_input(activation: str, in_place: bool) -> bool:
     """Whether torch's activation keeps its input for backward, instead of its result."""
-    return not (is_relu(activation, param) or activation == "identity" or (in_place and not find(activation).special))
+    return not (activation in ("relu", "identity") or (in_place and not find(activation).special))
 
 
 class Watch(_torch.OwnMode):
@@ -112,17 +101,18 @@ class Watch(_torch.OwnMode):
         super().__init__()
         self._follower = tags.Follower()
         self._results: dict[int, Result] = {}
+        """What norms keep, by the storage of z, until it is written to."""
         self._measured: list[Result] = []
         self._natively: dict[int, Any] = {}
         """The storages of outputs of norms that did as torch does, in a forward pass that backward will repeat."""
         # A reference to a storage keeps its address from being used again.
         self._references: dict[int, StorageWeakRef] = {}
 
-    def note(self, result: Result, z: Tensor, is_measured: bool) -> None:
+    def note(self, result: Result, z: Tensor) -> None:
         """Follows a norm's result from here on."""
         key = self._hold(z)
         self._results[key] = result
-        if is_measured:
+        if result.z is not None:
             self._measured.append(result)
         sign = tags.sign_of(result.activation, result.param)
         if sign:
@@ -142,21 +132,25 @@ class Watch(_torch.OwnMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        # Pending tensors must not take the ops below autograd for what a model calls.
+        with _torch.NoTorchFunction():
+            return self._watched(func, args, kwargs or {})
+
+    def _watched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._references or func.namespace in _OWN:
             return func(*args, **kwargs)
         tensors = [t for t in tensors_in((args, kwargs)) if type(t) in _PLAIN]
         if not any(tags.storage_of(t) in self._references for t in tensors):
             return func(*args, **kwargs)
         op = tags.op_of(func, args, kwargs)
-        for key in op.writes & self._results.keys():
-            self._before_write(self._results[key], op.name)
         readings = self._follower.readings(op)
         for layer, reading in readings.items():
             _give_up(layer, f"its zeros are tiny numbers in training, and {reading}")
         is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in _torch.schema_of(func).returns)
         if not is_view and (readings or self._follower.keeps(op)):
-            args, kwargs = tree_map_only(Tensor, lambda t: self._untagged(t, op.writes), (args, kwargs))
+            args, kwargs = tree_map_only(Tensor, lambda t: self._clean(t, op.writes), (args, kwargs))
+        for key in op.writes & self._results.keys():
+            self._before_write(self._results.pop(key), op.name)
         result = func(*args, **kwargs)
         if not is_view:
             made = [t for t in tensors_in(result) if type(t) in _PLAIN]
@@ -167,79 +161,70 @@ class Watch(_torch.OwnMode):
                     self._hold(t)
         return result
 
-    def _untagged(self, t: Tensor, writes: frozenset[int]) -> Tensor:
-        """The tensor with zeros instead of tags, if it is a norm's result that the op does not write to."""
+    def _clean(self, t: Tensor, writes: frozenset[int]) -> Tensor:
+        """The tensor without tags, if it is a norm's result that the op does not write to."""
         key = tags.storage_of(t) if type(t) in _PLAIN else -1
         result = self._results.get(key)
-        if result is None or key in writes or not t.is_floating_point():
+        if result is None or result.z is None or key in writes or not t.is_floating_point():
             return t
         return untagged(t, result.activation, result.param)
 
-    def _before_write(self, result: Result, op: str) -> None:
-        saved = result.saved
-        if not result.frees_total:
-            return
-        _give_up(result.layer, f"{op} writes to its output, which backward needs")
-        if saved is not None and StorageWeakRef(saved.untyped_storage()).cdata == result.z.cdata:
-            saved.data = saved.data.clone()
+    @staticmethod
+    def _before_write(result: Result, op: str) -> None:
+        """Gives backward what it needs, and takes the tags from z, because they mean nothing in what will be there."""
+        if result.frees_total:
+            _give_up(result.layer, f"{op} writes to its output, which backward needs")
+        if result.saved is not None:
+            result.saved.data = result.saved.data.clone()
+        if result.z is not None and tags.sign_of(result.activation, result.param):
+            z = result.z.detach()
+            z.copy_(untagged(z, result.activation, result.param))
 
     def _follow_native(self, op: tags.Op, made: Iterable[Tensor]) -> None:
         """Follows a norm's output, done as torch does it, to its activation, and from there as a norm's result."""
         layer = next((self._natively[t.storage] for t in op.tensors if t.storage in self._natively), None)
-        if layer is None:
-            return
-        name = taken_over(op.name, op.values.get("approximate", ""))
-        for t in made:
+        name = None if layer is None else taken_over(op.name, op.values.get("approximate", ""))
+        for t in made if layer is not None else ():
             if name is not None:
                 param = float(op.values.get("negative_slope", op.values.get("alpha", 0.0)))
-                sign = tags.sign_of(name, param)
-                key = self._hold(t)
-                in_place = key in op.writes
-                if sign:
-                    self._follower.add(key, layer, sign)
-                if keeps_its_input(name, param, in_place):
-                    reference = self._references[key]
-                    self._results[key] = Result(layer, reference, 0, name, param, reference, None, True, False, None)
+                frees_total = keeps_its_input(name, self._hold(t) in op.writes)
+                self.note(Result(layer, name, param, frees_total, is_extra=False), t)
             elif op.name == "add":
                 self.note_native(layer, t)
 
     def finish(self, output: Any) -> None:
         """Gives up layers whose tags decided about an output, and tells all what they saved."""
-        follower = self._follower
         for t in tensors_in(output):
-            op, layers = follower.chosen.get(tags.storage_of(t), (None, ())) if type(t) in _PLAIN else (None, ())
-            for layer in layers if op is not None else ():
-                _give_up(
-                    layer,
-                    f"its zeros are tiny numbers in training, {op.name} chooses by them, and its choice is returned",
-                )  # type: ignore[union-attr]
+            chosen = self._follower.chosen.get(tags.storage_of(t)) if type(t) in _PLAIN else None
+            for layer in chosen[1] if chosen is not None else ():
+                _give_up(layer, f"its zeros are tiny numbers in training, and {chosen[0].name} chooses by them")  # type: ignore[index]
         for layer, size in self._sizes().items():
             layer.__dict__["bytes_saved"] = size
 
     def _sizes(self) -> dict[Any, int]:
         """The bytes that each layer saved: what torch would have kept, less what it keeps."""
         sizes: dict[Any, int] = {}
-        kept: dict[int, int] = {}
-        for r in self._measured:
-            for storage in (r.z, r.residual):
-                if storage is not None:
-                    kept[storage.cdata] = kept.get(storage.cdata, 0) + 1
+        uses = Counter(id(r.residual) for r in self._measured)
         counted: set[int] = set()
-        # Inputs, results and residuals have the same size.
         for r in self._measured:
-            size = r.size * r.frees_total
+            assert r.z is not None
+            assert r.input is not None
+            # Inputs, results and residuals have the same size.
+            tensors = int(r.frees_total)
             if r.input.expired() and r.input.cdata not in counted:
-                size += r.size
+                tensors += 1
                 counted.add(r.input.cdata)
-            for storage in (r.z if r.is_extra else None, r.residual):
-                # If nobody but norms keeps it, it costs memory.
-                if storage is None or storage.cdata in counted:
-                    continue
-                if _torch.storage_holders(storage) == kept[storage.cdata]:
-                    size -= r.size
-                    counted.add(storage.cdata)
-            sizes[r.layer] = sizes.get(r.layer, 0) + size
+            for t in (r.z if r.is_extra else None, r.residual):
+                # A tensor that only norms keep costs memory.
+                if t is not None and id(t) not in counted and _torch.use_count(t) == _UNUSED + uses[id(t)]:
+                    tensors -= 1
+                    counted.add(id(t))
+            sizes[r.layer] = sizes.get(r.layer, 0) + tensors * r.z.nbytes
         return sizes
+
+
+_UNUSED = _torch.use_count(torch.empty(0))
+"""The references from C++ to a tensor that nothing but Python holds."""
 
 
 def untagged(t: Tensor, activation: str, param: float) -> Tensor:
