@@ -95,7 +95,8 @@ WATCHES = {
 
 # torch itself forbids writing to a view that a custom function has made.
 @pytest.mark.parametrize(
-    ("name", "inplace"), [(n, i) for n in WATCHES for i in (False, True) if not (i and ("view" in n and "hook" not in n))]
+    ("name", "inplace"),
+    [(n, i) for n in WATCHES for i in (False, True) if not (i and ("view" in n and "hook" not in n))],
 )
 def test_what_is_hooked_before_its_activation_does_not_vanish(name, inplace):
     """A hook on the norm's output must not be lost."""

@@ -126,9 +126,7 @@ WIRINGS = {
     "of a split that is whole": lambda m, x: m.last(m.relu(m.bn(m.conv(x).split(4, 1)[0]))),
     "of a view": lambda m, x: m.last(m.relu(m.bn(m.conv(x).flatten(2).view(2, 4, 8, 8)))),
     "of a sigmoid": lambda m, x: m.last(m.relu(m.bn(torch.sigmoid(m.conv(x))))),
-    "of a view of a sigmoid": lambda m, x: m.last(
-        m.relu(m.bn(torch.sigmoid(m.conv(x).flatten(1)).view(2, 4, 8, 8)))
-    ),
+    "of a view of a sigmoid": lambda m, x: m.last(m.relu(m.bn(torch.sigmoid(m.conv(x).flatten(1)).view(2, 4, 8, 8)))),
     "of exp": lambda m, x: m.last(m.relu(m.bn(m.conv(x).exp()))),
     "of a custom function": lambda m, x: m.last(m.relu(m.bn(Doubled.apply(m.conv(x))))),
     "of a view of a custom function": lambda m, x: m.last(m.relu(m.bn(Doubled.apply(m.conv(x)).view(2, 4, 64, 1)))),
