@@ -9,7 +9,7 @@ from cases import relative_error
 from torch import nn
 from training import check_training
 
-from inplace_abn import InPlaceInstanceNorm, analyze, convert, report, revert, verify
+from inplace_abn import InPlaceInstanceNorm, convert, report, revert, verify
 from inplace_abn.conversion.norms import InPlaceInstanceNorm2d, InPlaceInstanceNorm3d, InPlaceNorm
 from inplace_abn.memory import measure
 

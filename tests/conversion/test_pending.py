@@ -17,8 +17,7 @@ from inplace_abn.conversion import norms
 from inplace_abn.conversion.pending import Pending
 
 PROGRAMS = SEEN | SUMS | UNSEEN
-# What the norm expects before the first call: nothing, that relu or leaky_relu follows, or that it is to do what torch's
-# norm does.
+# What the norm expects before the first call: nothing, that relu or leaky_relu follows, or that torch's norm is right.
 KNOWN = {
     "nothing": {},
     "relu": {"expected": ("relu", 0.0)},
