@@ -143,10 +143,10 @@ class Watch(_torch.OwnMode):
         if not any(tags.storage_of(t) in self._references for t in tensors):
             return func(*args, **kwargs)
         op = tags.op_of(func, args, kwargs)
-        readings = self._follower.readings(op)
+        is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in _torch.schema_of(func).returns)
+        readings = {} if is_view else self._follower.readings(op)
         for layer, reading in readings.items():
             _give_up(layer, f"its zeros are tiny numbers in training, and {reading}")
-        is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in _torch.schema_of(func).returns)
         if not is_view and (readings or self._follower.keeps(op)):
             args, kwargs = tree_map_only(Tensor, lambda t: self._clean(t, op.writes), (args, kwargs))
         for key in op.writes & self._results.keys():
@@ -232,7 +232,9 @@ def untagged(t: Tensor, activation: str, param: float) -> Tensor:
     if not tags.sign_of(activation, param):
         return t
     y = ops.run(ops.inverse, [], t.reshape(1, -1), find(activation).code, param)
-    return torch.where(activate(y, activation, param).view(t.shape) == 0, 0.0, t)
+    native = activate(y, activation, param).view(t.shape)
+    # A zero of torch's may be negative.
+    return torch.where(native == 0, native, t)
 
 
 def _give_up(layer: Any, why: str) -> None:
