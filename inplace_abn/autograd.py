@@ -95,7 +95,8 @@ class InPlaceABNFunction(torch.autograd.Function):
             return *gradients.differentiable(saved, dz, edge, settings), *(None,) * 7
         z = saved.z
         own_dz = own_dz and z.stride() == dz.stride()
-        own_z = by_engine and not _is_hooked(ctx) and ownership.owns_output(z)
+        # Counts of holders are those of an output. They do not tell who else holds an alias.
+        own_z = by_engine and ctx.alias is None and not _is_hooked(ctx) and ownership.owns_output(z)
         # The tensor z is part of the graph. A gradient that takes its memory must be another tensor.
         saved = saved._replace(z=z.detach())
         return *gradients.gradients(need, saved, dz, own_z, own_dz, settings), *(None,) * 7

@@ -126,8 +126,7 @@ def train(args: argparse.Namespace, data: SegmentationData, seed: int, bar: tqdm
     """Trains a native net and its converted copy in turns, with the same batches."""
     torch.manual_seed(seed)
     native = UNet(len(data.class_names), args.activation).to(args.device)
-    images, _ = batch(args, data, seed, 0)
-    converted = inplace_abn.convert(copy.deepcopy(native), images, sync=WORLD > 1)
+    converted = inplace_abn.convert(copy.deepcopy(native), sync=WORLD > 1)
     weights = data.class_weights.to(args.device)
     nets = {name: Trainee(args, net, weights) for name, net in (("native", native), ("converted", converted))}
     pairs = [(net, DistributedDataParallel(net) if WORLD > 1 else net) for net in nets.values()]

@@ -11,17 +11,14 @@ the CPU. The native and the converted model take turns.
 from __future__ import annotations
 
 import argparse
-import copy
-import statistics
 from pathlib import Path
 from typing import Any
 
 import torch
 import zoo
-from benchmark import steps as course
 
-from inplace_abn import convert
-from inplace_abn.conversion.plan import readable
+from inplace_abn.conversion.table import readable
+from inplace_abn.memory import memory_report
 
 README = Path(__file__).parents[1] / "README.md"
 MARKERS = ("<!-- models -->\n", "<!-- /models -->")
@@ -40,22 +37,16 @@ NATIVE, CONVERTED = "native", "converted"
 
 
 def measured(name: str, steps: int) -> dict[str, Any]:
-    """Bytes held and at peak, native and converted. With ``steps`` also the median of the ratios of their times, round
-    by round."""
+    """Bytes held and at peak, native and converted. With ``steps`` also the converted net's time of a step, in the
+    native net's."""
     torch.manual_seed(0)
-    net, x = zoo.ZOO[name].build().train(), torch.randn(NETS[name])
-    trainings = {
-        label: course.Training(model, model, torch.optim.SGD(model.parameters(), lr=1e-4), x, torch.float32)
-        for label, model in ((NATIVE, net), (CONVERTED, convert(copy.deepcopy(net), x)))
-    }
-    result: dict[str, Any] = {label: course.memory(training) for label, training in trainings.items()}
+    net, x = zoo.ZOO[name].build(), torch.randn(NETS[name])
+    memory = memory_report(net, x)
+    assert memory.after is not None
+    usages = ((NATIVE, memory.before), (CONVERTED, memory.after))
+    result: dict[str, Any] = {label: {"held": usage.held, "peak": usage.peak} for label, usage in usages}
     if steps:
-        notes: dict[str, str] = {}
-        course.time_steps(trainings, course.WARM_UP, notes)
-        times = course.time_steps(trainings, steps, notes)
-        if notes:
-            raise RuntimeError(f"{name}: {notes}")
-        result["time"] = statistics.median(b / a for a, b in zip(times[NATIVE], times[CONVERTED], strict=True))
+        result["time"] = zoo.time_share(net, x, steps)
     return result
 
 
@@ -89,8 +80,7 @@ def main() -> None:
     for name in NETS:
         lines.append(row(name, measured(name, args.steps)))
         print(lines[-1], flush=True)
-    threads = torch.get_num_threads()
-    given = f"float32, CPU, {threads} thread{'s' if threads > 1 else ''}"
+    given = f"float32, CPU, {zoo.threads_in_words()}"
     lines += ["", f"{given}, {zoo.versions(zoo.ZOO[name] for name in NETS)}."]
     print(*lines[-2:], sep="\n")
     README.write_text(written(README.read_text(encoding="utf-8"), "\n".join(lines) + "\n"), encoding="utf-8")

@@ -20,20 +20,21 @@ import functools
 import importlib
 import importlib.metadata
 import os
+import statistics
 import sys
-import time
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
+from benchmark import steps as course
 from torch import Tensor, nn
 
-from inplace_abn import Verification, analyze, convert, verify
+from inplace_abn import Verification, convert, verify
 from inplace_abn.conversion.norms import KINDS
-from inplace_abn.conversion.plan import readable
-from inplace_abn.memory import measure
+from inplace_abn.conversion.table import readable
+from inplace_abn.memory import memory_report
 
-COLUMNS = ("model", "gradients", "norms", "held", "with example", "prediction", "without", "analysis")
+COLUMNS = ("model", "gradients", "norms", "held", "converted", "step")
 
 PAGE = """# Public models
 
@@ -41,14 +42,13 @@ PAGE = """# Public models
 {versions}.
 
 - **gradients**: whether `inplace_abn.verify` finds all gradients, outputs and running statistics of a training step in
-  float64 equal to the original's, after `convert(model, example)` and after `convert(model)`, and the largest relative
-  difference of a gradient.
-- **norms**: how many of the norms `analyze` has in place, BatchNorms or InstanceNorms.
+  float64 equal to the original's, and the largest relative difference of a gradient.
+- **norms**: how many of the norms are in place after `convert(model)`, BatchNorms or InstanceNorms.
 - **held**: what the forward pass of the original holds for backward, in float32 on the CPU, with an input of the shape
-  that stands beside the name. **with example** is the share of that which is held after `convert(model, example)`,
-  **without** the share after `convert(model)`.
-- **prediction**: by how much `analyze` was off, relative to what was measured with an example.
-- **analysis**: what `analyze` took, measured once, beside whatever else the machine was doing.
+  that stands beside the name. **converted** is the share of that which is held after `convert(model)`.
+- **step**: what a training step of the converted model takes, in the original's time; {threads}, beside whatever else
+  the machine was doing. Inputs are small here, so this is mostly what calls take.
+  [Larger inputs](../README.md#public-models).
 
 Parameters that initialisation sets to a constant have been moved to where training may leave them: weights of norms are
 between 0.5 and 1.5, others have normal noise of deviation 0.1 added. As initialised, norms with weights of zero, such
@@ -262,44 +262,53 @@ def import_torchvision() -> torch.library.Library | None:
     return library
 
 
-def verdict(found: Iterable[Verification]) -> str:
-    found = list(found)
-    worst = max(error for v in found for error in v.gradient_errors.values())
-    if all(found):
-        return f"equal, {worst:.0e}"
-    return "DIFFER: " + "; ".join(f"{error:.1e} {name}" for name, error in (v.worst for v in found if not v))
+def verdict(found: Verification) -> str:
+    if found:
+        return f"equal, {max(found.gradient_errors.values()):.0e}"
+    name, error = found.worst
+    return f"DIFFER: {error:.1e} {name}"
 
 
-def row(name: str, model: nn.Module, x: Tensor, verified: bool = True) -> tuple[str, ...]:
+def time_share(net: nn.Module, x: Tensor, steps: int) -> float:
+    """The time of a training step of a converted copy, in the net's own time. It is the median over the steps."""
+    trainings = {
+        label: course.Training(model, model, torch.optim.SGD(model.parameters(), lr=1e-4), x, torch.float32)
+        for label, model in (("native", net.train()), ("converted", convert(copy.deepcopy(net))))
+    }
+    for training in trainings.values():
+        for _ in range(course.WARM_UP):
+            training.step()
+    notes: dict[str, str] = {}
+    times = course.time_steps(trainings, steps, notes)
+    if notes:
+        raise RuntimeError(str(notes))
+    return statistics.median(b / a for a, b in zip(times["native"], times["converted"], strict=True))
+
+
+def row(name: str, model: nn.Module, x: Tensor, verified: bool = True, steps: int = 0) -> tuple[str, ...]:
     """The cells of `COLUMNS` for a model."""
-    start = time.perf_counter()
-    plan = analyze(model, x)
-    seconds = time.perf_counter() - start
-    converted = [convert(copy.deepcopy(model), plan), convert(copy.deepcopy(model))]
     # Two images are enough for the norms, which need more than one value per channel. More would be slow in float64.
-    equal = verdict(verify(model, m, x[:2]) for m in converted) if verified else "-"
-    held, with_example, without = (measure(m, x).held for m in (model, *converted))
-    predicted = held - plan.bytes_saved - plan.residual_bytes_saved
-    in_place = {layer.name for layer in (*plan.convertible, *plan.residuals)}
+    equal = verdict(verify(model, convert(copy.deepcopy(model)), x[:2])) if verified else "-"
+    memory = memory_report(model, x)
+    assert memory.after is not None
+    assert memory.norms is not None
     return (
         f"{name}, {'x'.join(map(str, x.shape))}",
         equal,
-        f"{len(in_place)} of {len(plan.layers)}",
-        readable(held),
-        f"{with_example / held:.3f}",
-        f"{100 * (predicted / with_example - 1):+.1f} %",
-        f"{without / held:.3f}",
-        f"{seconds:.1f} s",
+        f"{len(memory.norms.in_place)} of {len(memory.norms.layers)}",
+        readable(memory.before.held),
+        f"{memory.after.held / memory.before.held:.3f}",
+        f"{time_share(model, x, steps):.2f}" if steps else "-",
     )
 
 
-def entry_row(name: str, entry: Entry, batch: int, verified: bool) -> tuple[str, ...]:
+def entry_row(name: str, entry: Entry, batch: int, verified: bool, steps: int) -> tuple[str, ...]:
     """The cells of `COLUMNS` for a model of the zoo, or the reason why it cannot be made."""
     try:
         model = entry.build()
     except ImportError as error:
         return (name, f"{entry.package} cannot be imported: {error}", *[""] * (len(COLUMNS) - 2))
-    return row(name, model, torch.randn(batch, *entry.shape), verified)
+    return row(name, model, torch.randn(batch, *entry.shape), verified, steps)
 
 
 def versions(entries: Iterable[Entry]) -> str:
@@ -313,6 +322,11 @@ def versions(entries: Iterable[Entry]) -> str:
     return ", ".join(found)
 
 
+def threads_in_words() -> str:
+    threads = torch.get_num_threads()
+    return f"{threads} thread{'s' if threads > 1 else ''}"
+
+
 def line(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
@@ -321,22 +335,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("names", nargs="*", help="parts of models' names; all without any")
     parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--no-verify", action="store_true", help="measure memory only")
+    parser.add_argument("--no-verify", action="store_true", help="compare no gradients")
+    parser.add_argument("--steps", type=int, default=12, help="that are timed; 0 for none")
     parser.add_argument("--write", metavar="FILE", help="write a page with the table")
     args = parser.parse_args()
     chosen = {name: e for name, e in ZOO.items() if not args.names or any(part in name for part in args.names)}
-    # The first analysis of a process takes longer. This one keeps that time out of the first model's row.
-    analyze(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()), torch.randn(2, 3, 8, 8))
     lines = [line(COLUMNS), line(["---"] * len(COLUMNS))]
     print(*lines, sep="\n", flush=True)
     for name, entry in chosen.items():
-        lines.append(line(entry_row(name, entry, args.batch, not args.no_verify)))
+        lines.append(line(entry_row(name, entry, args.batch, not args.no_verify, args.steps)))
         print(lines[-1], flush=True)
     text = versions(chosen.values())
     print(f"\n{text}", file=sys.stderr)
     if args.write:
         with open(args.write, "w", encoding="utf-8") as file:
-            file.write(PAGE.format(versions=text) + "\n".join(lines) + "\n")
+            page = PAGE.format(versions=text, threads=threads_in_words())
+            file.write(page + "\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

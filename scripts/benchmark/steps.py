@@ -9,7 +9,6 @@ compiled contenders are out of place.
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,9 +19,9 @@ from torch._functorch import config as functorch
 
 from benchmark.cases import DTYPES, LAYOUTS, Setting
 from benchmark.timing import Clock, no_garbage_collection, quartiles, reason
-from inplace_abn import Plan, analyze, convert, guard
-from inplace_abn.example import tensors_in
+from inplace_abn import convert, guard
 from inplace_abn.memory import measure
+from inplace_abn.trial import tensors_in
 
 WARM_UP = 2
 
@@ -88,8 +87,6 @@ class Course:
     def __init__(self, net: nn.Module, setting: Setting, size: int, device: torch.device) -> None:
         self.net, self.size, self.device = net.train(), size, device
         self.dtype, self.layout = DTYPES[setting.dtype], LAYOUTS[setting.layout]
-        # Compiled nets have another plan than eager ones, because their activation modules differ.
-        self.plan = functools.cache(self._plan)
 
     def images(self, batch: int) -> Tensor:
         images = torch.randn(batch, 3, self.size, self.size, generator=torch.Generator().manual_seed(batch))
@@ -102,15 +99,11 @@ class Course:
                 module.inplace = False  # type: ignore[assignment]
         return net
 
-    def _plan(self, compiled: bool) -> Plan:
-        with autocast(self.device, self.dtype):
-            return analyze(self.copy(compiled), self.images(2))
-
     def training(self, contender: Contender, batch: int, warm_up: int = 0) -> Training:
         """The training of a contender, after its small step and after ``warm_up`` steps with ``batch`` images."""
         net = self.copy(contender.compiled)
         if contender.converted:
-            convert(net, self.plan(contender.compiled))
+            convert(net)
         training = Training(net, net, torch.optim.SGD(net.parameters(), 1e-3, 0.9), self.images(2), self.dtype)
         training.step()
         training.optimizer.zero_grad()

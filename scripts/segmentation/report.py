@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from inplace_abn.conversion.plan import readable
+from inplace_abn.conversion.table import readable
 from inplace_abn.memory import MemoryReport, draw_timeline
 from inplace_abn.memory.plot import CONVERTED, NATIVE
 

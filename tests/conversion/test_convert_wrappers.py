@@ -35,14 +35,14 @@ class Net(nn.Module):
         return self.fc(F.relu(self.run(self.last, x)).mean((2, 3)))
 
 
-def net(converted, gamma=None, example=False):
+def net(converted, gamma=None):
     guard.generation = 0
     torch.manual_seed(0)
     made = spread(Net()).double()
     if gamma is not None:
         nn.init.constant_(made.last[1].weight, gamma)
     if converted:
-        convert(made, *([images(0)] if example else []))
+        convert(made)
         assert isinstance(made.last[1], InPlaceNorm)
     return made
 
@@ -91,17 +91,16 @@ def test_fully_sharded(units, way, gamma):
     check(train(model, rank=rank), expected)
 
 
-@pytest.mark.parametrize("example", [False, True])
 @pytest.mark.parametrize(
     "options",
     [{}, {"find_unused_parameters": True}, {"static_graph": True}, {"gradient_as_bucket_view": True}],
     ids=lambda options: next(iter(options), "default"),
 )
 @on_each_rank(2)
-def test_distributed_data_parallel(options, example):
+def test_distributed_data_parallel(options):
     rank = torch.distributed.get_rank()
     expected = train(DistributedDataParallel(net(False), **options), rank=rank)
-    check(train(DistributedDataParallel(net(True, example=example), **options), rank=rank), expected)
+    check(train(DistributedDataParallel(net(True), **options), rank=rank), expected)
 
 
 def test_data_parallel():
@@ -119,11 +118,10 @@ CHECKPOINTS = {
 }
 
 
-@pytest.mark.parametrize("example", [False, True])
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("kind", CHECKPOINTS)
-def test_checkpoints(kind, reentrant, example):
-    models = net(False), net(True, example=example)
+def test_checkpoints(kind, reentrant):
+    models = net(False), net(True)
     for model in models:
         if reentrant:
             model.run = lambda module, x: checkpoint(module, x.requires_grad_(), use_reentrant=True)
@@ -150,11 +148,10 @@ def test_averages(average):
     check(results[1], results[0])
 
 
-@pytest.mark.parametrize("example", [False, True])
-def test_parametrized_convolutions_and_norms(example):
+def test_parametrized_convolutions_and_norms():
     results = []
     for converted in (False, True):
-        model = net(converted, example=example)
+        model = net(converted)
         torch.manual_seed(1)
         parametrizations.weight_norm(model.first.conv1)
         parametrizations.spectral_norm(model.second.conv2)

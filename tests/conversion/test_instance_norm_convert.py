@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from cases import relative_error
 from torch import nn
+from training import check_training
 
-from inplace_abn import InPlaceInstanceNorm, analyze, check_conditioning, convert, convert_sync, revert, verify
+from inplace_abn import InPlaceInstanceNorm, convert, report, revert, verify
 from inplace_abn.conversion.norms import InPlaceInstanceNorm2d, InPlaceInstanceNorm3d, InPlaceNorm
 from inplace_abn.memory import measure
 
@@ -131,27 +132,18 @@ NETS = {
 
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("name", NETS)
-def test_a_converted_net_has_the_gradients_of_the_original_and_holds_what_was_predicted(name, channels_last):
+def test_a_converted_net_trains_as_the_original_does_and_holds_less(name, channels_last):
     make, inputs, most = NETS[name]
     torch.manual_seed(1)
     model, x = spread(make()), inputs()
     if channels_last and x.dim() > 3:
         format = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
         model, x = model.to(memory_format=format), x.contiguous(memory_format=format)
-    plan = analyze(model, x)
-    refused = [layer.name for layer in plan.layers if not layer.convertible and layer not in plan.residuals]
-    partners = [layer.residual.partner for layer in plan.residuals]
-    assert set(refused) <= set(partners)
-    in_place, beside = convert(copy.deepcopy(model), plan), convert(copy.deepcopy(model))
-    for converted in (in_place, beside):
-        found = verify(model, converted, x)
-        assert found, str(found)
-    native, held = (measure(copy.deepcopy(m), x).held for m in (model, in_place))
-    assert held <= most * native
-    predicted = native - plan.bytes_saved - plan.residual_bytes_saved
-    assert abs(predicted / held - 1) < 0.05
-    if name != "prelu":
-        assert measure(beside, x).held <= (most + 0.05) * native
+    check_training(model, x, tolerance=1e-7)
+    converted = convert(copy.deepcopy(model))
+    found = verify(model, converted, x)
+    assert found, str(found)
+    assert measure(converted, x).held <= most * measure(copy.deepcopy(model), x).held
 
 
 def test_a_converted_norm_is_what_it_was():
@@ -172,7 +164,7 @@ def test_a_converted_norm_is_what_it_was():
 
 def test_lazy_norms_are_converted_once_they_know_their_channels():
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.LazyInstanceNorm2d(), nn.ReLU())
-    assert analyze(model[:0], example(2)).layers == ()
+    assert report(convert(model[:2])).layers[0].why == "LazyInstanceNorm2d is a subclass whose forward pass is unknown"
     model(example(2))
     convert(model)
     assert type(model[1]) is InPlaceInstanceNorm2d
@@ -210,7 +202,7 @@ def test_another_number_of_channels_is_torchs_warning_or_error():
 
 def test_running_statistics_follow_torchs_through_training_and_are_used_in_evaluation():
     model = chain(track_running_stats=True).double()
-    converted = convert(copy.deepcopy(model), (example().double(),))
+    converted = convert(copy.deepcopy(model))
     for _ in range(3):
         x = torch.randn(2, 1, 10, 10, 10, dtype=torch.float64)
         for m in (model, converted):
@@ -228,15 +220,14 @@ def test_running_statistics_follow_torchs_through_training_and_are_used_in_evalu
 
 def test_statistics_of_samples_are_not_synchronised():
     model = convert(chain(), sync=True)
-    convert_sync(model)
     assert model[1]._participating() is None
-    assert convert_sync(model, sync=False)(example()).isfinite().all()
+    assert model(example()).isfinite().all()
 
 
 def test_training_goes_on_as_before():
     torch.manual_seed(0)
     model = UNet()
-    converted = convert(copy.deepcopy(model), (example(),))
+    converted = convert(copy.deepcopy(model))
     losses = []
     for m in (model, converted):
         torch.manual_seed(5)
@@ -285,10 +276,3 @@ def test_a_module_that_was_built_in_place_is_reverted_to_torchs_norm_and_activat
     reverted = revert(model, instance_norm=nn.InstanceNorm3d)
     assert type(reverted[1] if activation == "identity" else reverted[1].norm) is nn.InstanceNorm3d
     torch.testing.assert_close(reverted(x), expected)
-
-
-def test_layers_that_would_be_inexact_are_predicted():
-    model = nn.Sequential(InPlaceInstanceNorm(4, affine=True, activation="elu", activation_param=1.0))
-    assert check_conditioning(model) == []
-    nn.init.constant_(model[0].weight, 30.0)
-    assert [layer.name for layer in check_conditioning(model)] == ["0"]

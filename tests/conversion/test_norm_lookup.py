@@ -25,7 +25,7 @@ def images():
 def models():
     """The original and a converted copy."""
     model = make("resnet")
-    return model, convert(copy.deepcopy(model), images())
+    return model, convert(copy.deepcopy(model))
 
 
 def norms(model):

@@ -1,7 +1,5 @@
-"""Random programs of layers, activations, in-place operations, views and skips.
-
-Whatever the plan says, a converted net must have the results of the original, and save what was predicted.
-"""
+"""Random programs of layers, activations, in-place operations, views and skips: a converted net has the results of the
+original, and holds no more."""
 
 import copy
 import random
@@ -12,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from foreign_nets import BatchNormAct2d, spread
 from torch import nn
+from training import differences, trained
 
-from inplace_abn import analyze, convert, revert, verify
+from inplace_abn import convert, revert, verify
 from inplace_abn.memory import measure
 
 CHANNELS = 4
@@ -93,33 +92,22 @@ class RandomNet(nn.Module):
         }[step]()
 
 
-# These programs train and have something to convert. Most random programs modify what backward needs.
-SEEDS = [1, 3, 9, 11, 14, 17, 18, 20, 21, 22, 23, 24, 28, 29, 30, 32, 33, 37, 45, 47, 52, 54, 55, 56, 59]
+# These programs have norms, and torch differentiates them. Most random programs modify what backward needs.
+SEEDS = [1, 3, 9, 10, 11, 12, 13, 14, 16, 17, 18, 20, 21, 22, 23, 24, 28, 29, 30, 32, 33, 37, 39, 40, 44, 45, 47, 49]
+SEEDS += [52, 54, 55, 56, 59, 60, 61, 62, 64, 65, 67, 68, 69, 70, 71, 72, 74, 75, 76, 78, 79, 80, 83, 85, 87, 88, 91]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_converted_random_net_is_the_original_and_saves_what_was_predicted(seed):
+def test_a_converted_random_net_trains_as_the_original_and_holds_no_more(seed):
     torch.manual_seed(seed)
-    net, x = spread(RandomNet(seed), seed), torch.randn(2, 3, 16, 16)
-    plan = analyze(net, x)
-    assert plan.convertible or plan.residuals
-    for residual in (False, True):
-        if not (plan.convertible or (residual and plan.residuals)):
-            continue
-        # Without an example nobody knows whether an output is modified in place later. That gives an error, never other
-        # numbers.
-        try:
-            assert verify(net, convert(copy.deepcopy(net), residual=residual), x, tolerance=1e-5)
-        except RuntimeError as error:
-            assert "modified in place, but its backward needs it" in str(error)
-            assert "modified in place" in " ".join(str(plan).split())
-        converted = convert(copy.deepcopy(net), plan, residual=residual)
-        # The tolerance is for errors next to silu's minimum, which add up.
-        assert verify(net, converted, x, tolerance=1e-5), str(plan)
-        assert verify(net, revert(copy.deepcopy(converted)), x, tolerance=1e-9)
-        predicted = plan.bytes_saved + (plan.residual_bytes_saved if residual else 0)
-        saved = measure(net, x).held - measure(converted, x).held
-        assert 0.95 * predicted <= saved <= 1.1 * predicted + 1000, str(plan)
+    net, x = spread(RandomNet(seed), seed).double(), torch.randn(2, 3, 16, 16)
+    errors = differences(trained(convert(copy.deepcopy(net)), x), trained(copy.deepcopy(net), x))
+    # The tolerance is for errors next to silu's minimum, which add up.
+    assert max(errors.values()) < 1e-5, max(errors, key=errors.get)
+    converted = convert(copy.deepcopy(net))
+    assert verify(net, converted, x, tolerance=1e-5)
+    assert verify(net, revert(copy.deepcopy(converted)), x, tolerance=1e-9)
+    assert measure(converted, x.double()).held <= 1.01 * measure(net, x.double()).held
 
 
 OUT_OF_PLACE = [nn.ReLU, nn.SiLU, nn.Hardswish, nn.ELU, nn.LeakyReLU, nn.ReLU6, nn.GELU]

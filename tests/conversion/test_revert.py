@@ -1,4 +1,4 @@
-"""revert and convert_sync."""
+"""revert, and the conversion to synchronised statistics."""
 
 import copy
 import io
@@ -12,7 +12,7 @@ from torch import nn
 from torch.fx.experimental.optimization import fuse
 from torch.nn.utils import parametrizations, parametrize, prune
 
-from inplace_abn import InPlaceABN, InPlaceABNSync, analyze, convert, convert_sync, revert, verify
+from inplace_abn import InPlaceABN, InPlaceABNSync, convert, report, revert, set_active_group, verify
 from inplace_abn.activations import TYPICAL
 from inplace_abn.conversion.norms import InPlaceBatchNorm2d
 
@@ -20,7 +20,7 @@ from inplace_abn.conversion.norms import InPlaceBatchNorm2d
 @pytest.mark.parametrize("name", ALL)
 def test_a_reverted_model_is_the_original_with_identical_output(name):
     model, x = make(name).double(), images().double()
-    reverted = convert(copy.deepcopy(model), x, residual=True)
+    reverted = convert(copy.deepcopy(model))
     with torch.no_grad():
         reverted(x)
         expected = reverted.eval()(x)
@@ -39,7 +39,7 @@ def test_a_reverted_model_is_the_original_with_identical_output(name):
 @pytest.mark.filterwarnings("ignore:.*not initialised")
 def test_synchronised_batch_norm_stays_synchronised(sync):
     model = spread(nn.Sequential(conv(3, 4), nn.BatchNorm2d(4), nn.ReLU(), conv(4, 4), nn.SyncBatchNorm(4), nn.ReLU()))
-    converted = convert(copy.deepcopy(model), images(), sync=sync)
+    converted = convert(copy.deepcopy(model), sync=sync)
     assert type(converted[1]) is InPlaceBatchNorm2d
     assert converted[1]._synchronised is sync
     assert isinstance(converted[4], nn.SyncBatchNorm)
@@ -50,39 +50,44 @@ def test_synchronised_batch_norm_stays_synchronised(sync):
 
 
 @pytest.mark.filterwarnings("ignore:.*not initialised")
-def test_convert_sync_goes_both_ways_and_refuses_subclasses():
+def test_modules_that_were_built_in_place_become_synchronised_and_subclasses_are_refused():
     model = nn.Sequential(conv(3, 4), InPlaceABN(4, activation="relu", signed_weight=True), conv(4, 4), InPlaceABN(4))
     weight = model[1].weight
     expected = model(images(8))
     marker = object()
-    assert convert_sync(model, group=marker) is model
+    assert InPlaceABNSync.convert_sync_abn(model, marker) is model
     assert [type(model[i]) for i in (1, 3)] == [InPlaceABNSync] * 2
     assert model[1].group is marker
     assert model[1].signed_weight
-    model[1].group = model[3].group = None
-    convert_sync(model, sync=False)
-    assert [type(model[i]) for i in (1, 3)] == [InPlaceABN] * 2
     assert model[1].weight is weight
+    assert InPlaceABNSync.convert_sync_abn(model)[1].group is None
     assert model(images(8)).shape == expected.shape
 
     class Mine(InPlaceABN):
         pass
 
+    mixed = nn.Sequential(InPlaceABN(3), Mine(3))
     with pytest.raises(TypeError, match="expected no subclass, got Mine"):
-        convert_sync(nn.Sequential(InPlaceABN(3), Mine(3)))
+        InPlaceABNSync.convert_sync_abn(mixed)
+    assert type(mixed[0]) is InPlaceABN
 
 
 @pytest.mark.filterwarnings("ignore:.*not initialised")
 def test_a_converted_model_may_be_synchronised_and_reverted():
     model, x = make("resnet"), images()
-    converted = convert_sync(convert(copy.deepcopy(model), x, residual=True))
+    converted = convert(convert(copy.deepcopy(model)), sync=True)
     assert converted.bn1._synchronised
     assert verify(model, converted, x)
-    assert [type(m) for m in revert(converted).modules()] == [type(m) for m in model.modules()]
+    marker = object()
+    set_active_group(converted, marker)
+    assert converted.bn1._group is marker
+    reverted = revert(converted)
+    assert [type(m) for m in reverted.modules()] == [type(m) for m in model.modules()]
+    assert not convert(reverted).bn1._synchronised
 
 
 def test_weights_that_training_took_close_to_zero_are_left_as_they_are():
-    converted = convert(make("resnet"), images())
+    converted = convert(make("resnet"))
     with torch.no_grad():
         converted.bn1.weight[:3] = torch.tensor([0.0, 1e-9, -1e-9])
     x = images()
@@ -95,7 +100,7 @@ def test_weights_that_training_took_close_to_zero_are_left_as_they_are():
 @pytest.fixture
 def reverted():
     model = make("resnet").eval()
-    return model, revert(convert(copy.deepcopy(model), images(), residual=True)).eval()
+    return model, revert(convert(copy.deepcopy(model))).eval()
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -164,14 +169,13 @@ PARAMETRIZATIONS = {
 }
 
 
-@pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("name", PARAMETRIZATIONS)
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
-def test_what_was_parametrized_after_conversion_stays_so(name, residual):
+def test_what_was_parametrized_after_conversion_stays_so(name):
     """torch gives a module that it parametrizes a class of its own. revert must keep what that class does."""
     x = images().double()
-    converted = convert(make("resnet").double(), x, residual=residual)
-    for norm in (converted.bn1, converted.layer1[0].bn1, *([converted.layer1[0].bn2] if residual else [])):
+    converted = convert(make("resnet").double())
+    for norm in (converted.bn1, converted.layer1[0].bn1, converted.layer1[0].bn2):
         PARAMETRIZATIONS[name](norm)
     converted.train()(x).sum().backward()
     converted.eval()
@@ -196,9 +200,9 @@ def test_what_was_parametrized_before_is_what_it_was(name):
     model, x = make("resnet").double(), images().double()
     PARAMETRIZATIONS[name](model.bn1)
     kind = type(model.bn1)
-    assert analyze(model, x).layers[0].convertible == (kind is nn.BatchNorm2d)
     expected = model.train()(x)
-    converted = convert(model, x)
+    converted = convert(model)
+    assert (report(converted).layers[0].why == "it was not called in training") == (kind is nn.BatchNorm2d)
     assert isinstance(converted.bn1, kind)
     assert torch.allclose(converted(x), expected, atol=1e-9)
 
@@ -220,7 +224,7 @@ def built_as_such(model):
 
 @pytest.mark.parametrize("change", [of_another_class, built_as_such])
 def test_revert_refuses_before_anything_is_modified(change):
-    converted = convert(make("resnet"), images(), residual=True)
+    converted = convert(make("resnet"))
     message = change(converted)
     before = [(type(m), dict(vars(m))) for m in converted.modules()]
     state = {key: value.clone() for key, value in converted.state_dict().items()}

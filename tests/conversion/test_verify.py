@@ -56,7 +56,7 @@ def detached(model):
 )
 def test_verify_catches_a_wrong_model(spoil):
     model, x = make("resnet"), images()
-    converted = convert(copy.deepcopy(model), x)
+    converted = convert(copy.deepcopy(model))
     assert verify(model, converted, x)
     spoil(converted)
     verification = verify(model, converted, x)
@@ -67,7 +67,7 @@ def test_verify_catches_a_wrong_model(spoil):
 
 def test_verify_leaves_models_and_random_state_alone():
     model, x = make("resnet"), images()
-    converted = convert(copy.deepcopy(model), x)
+    converted = convert(copy.deepcopy(model))
     states = [{k: v.clone() for k, v in m.state_dict().items()} for m in (model, converted)]
     random_state = torch.get_rng_state()
     assert "The models agree" in str(verify(model, converted, x))
@@ -92,7 +92,7 @@ def test_verify_follows_dropout_and_every_output():
             return {"a": self.a(y), "b": [self.b(y)]}
 
     model = spread(Net())
-    converted = convert(copy.deepcopy(model), images())
+    converted = convert(copy.deepcopy(model))
     assert type(converted.body[1]) is InPlaceBatchNorm2d
     assert verify(model, converted, images())
     with torch.no_grad():
@@ -115,7 +115,7 @@ class Shifted(nn.Module):
 def test_an_ill_conditioned_model_is_no_wrong_one_and_a_wrong_one_is_still_told():
     """An ill-conditioned model differs from itself if its sums are made in another order."""
     model, x = spread(Shifted()), images()
-    converted = convert(copy.deepcopy(model), x)
+    converted = convert(copy.deepcopy(model))
     verification = verify(model, converted, x)
     assert verification, str(verification)
     assert max(verification.errors.values()) > 1e-9
@@ -137,7 +137,7 @@ def test_however_ill_conditioned_a_model_is_a_millionth_is_told():
             return self.last(self.relu(self.bn(self.conv(x) + 1e14)))
 
     model = spread(Chaotic())
-    verification = verify(model, convert(copy.deepcopy(model), images()), images())
+    verification = verify(model, convert(copy.deepcopy(model)), images())
     assert not verification
     assert verification.accepted(verification.worst[0]) <= 1e-6
 

@@ -236,7 +236,7 @@ def test_every_norm_of_the_net_converts_and_gradients_are_the_same(activation):
     torch.manual_seed(0)
     native = UNet(11, activation)
     images, _ = DigitScenes(64).train_batch(2, seeded_generator(0))
-    converted = inplace_abn.convert(copy.deepcopy(native), images)
+    converted = inplace_abn.convert(copy.deepcopy(native))
     norms = [m for m in native.modules() if isinstance(m, torch.nn.BatchNorm2d)]
     assert sum(isinstance(m, InPlaceNorm) for m in converted.modules()) == len(norms)
     assert inplace_abn.verify(native, converted, images)

@@ -1,0 +1,247 @@
+"""report tells what each norm did in its last call: in words, as a table, and for programs."""
+
+import copy
+import json
+import logging
+import pickle
+import re
+
+import fresh
+import pytest
+import torch
+import torch.nn.functional as F
+from analyzed_nets import Net, images, layer_of, plain
+from convertible_nets import chain
+from foreign_nets import BatchNormAct2d, ResNet, conv, spread
+from torch import nn
+
+from inplace_abn import InPlaceABN, Report, analyze, convert, report, revert, set_guard
+from inplace_abn.conversion.report import Layer
+from inplace_abn.memory import memory_report
+
+NOT_KEPT = "what follows does not keep its output for backward"
+
+
+class Subclass(nn.BatchNorm2d):
+    def forward(self, x):
+        return super().forward(x) + x
+
+
+def with_own_forward(norm):
+    norm.forward = norm.forward
+    return norm
+
+
+def with_weight(value, bias=0.0):
+    norm = nn.BatchNorm2d(4)
+    nn.init.constant_(norm.weight, value)
+    nn.init.constant_(norm.bias, bias)
+    return norm
+
+
+def activated_twice(m, x):
+    y = m.bn(m.conv(x))
+    return m.last(m.relu(y)) + y
+
+
+def multiplied(m, x):
+    y = m.bn(m.conv(x))
+    y *= 2
+    return m.last(y)
+
+
+def without_grad(m, x):
+    with torch.no_grad():
+        y = m.relu(m.bn(m.conv(x)))
+    return m.last(y)
+
+
+# The forward pass, what follows the norm, and why it is not in place.
+TOLD = {
+    "relu": (plain, "relu", ""),
+    "silu": (lambda m, x: m.last(F.silu(m.bn(m.conv(x)))), "silu", ""),
+    "residual": (lambda m, x: m.last(F.relu(m.bn(y := m.conv(x)) + y)), "add, relu", ""),
+    "convolution": (lambda m, x: m.last(m.bn(m.conv(x))), "conv2d", ""),
+    "tanh": (lambda m, x: m.last(torch.tanh(m.bn(m.conv(x)))), "tanh", NOT_KEPT),
+    "relu6 in place": (lambda m, x: m.last(F.relu6(m.bn(m.conv(x)), inplace=True)), "relu6", NOT_KEPT),
+    "multiplied": (multiplied, "mul_", NOT_KEPT),
+    "used twice": (activated_twice, "add", NOT_KEPT),
+    "nothing": (lambda m, x: m.bn(m.conv(x)), "", NOT_KEPT),
+    "without grad": (without_grad, "", "it was not called in training"),
+    "not called": (lambda m, x: m.last(m.conv(x)), "", "it was not called in training"),
+    "of a part": (
+        lambda m, x: m.last(m.relu(m.bn(x[:, :1].expand(-1, 4, -1, -1)))),
+        "",
+        "its input, its parameters or the mode of the call are not supported",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_a_layer_tells_what_follows_and_why_it_is_not_in_place(name):
+    forward, follows, why = TOLD[name]
+    layer = layer_of(forward)
+    assert (layer.name, layer.kind) == ("bn", "BatchNorm2d")
+    assert (layer.follows, layer.in_place, layer.why) == (follows, not why, why)
+
+
+@pytest.mark.parametrize(
+    ("norm", "why"),
+    [
+        (Subclass(4), "Subclass is a subclass whose forward pass is unknown"),
+        (with_own_forward(nn.BatchNorm2d(4)), "it has a forward pass of its own"),
+        (BatchNormAct2d(4, nn.Hardtanh), NOT_KEPT),
+        (BatchNormAct2d(4, nn.SELU), NOT_KEPT),
+        (with_weight(0.0), "a weight is within eps of zero"),
+        (with_weight(1e-3, 1e3), "its input is not recoverable: "),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_a_layer_that_is_not_in_place_tells_why_in_words(norm, why):
+    layer = layer_of(plain, norm)
+    assert not layer.in_place
+    assert layer.why.startswith(why)
+
+
+def test_norms_that_were_left_out_and_norms_of_other_kinds_are_told():
+    model = nn.Sequential(conv(3, 4), nn.BatchNorm2d(4), nn.GroupNorm(2, 4), nn.LayerNorm(8), nn.LayerNorm(8))
+    found = report(convert(model, filter_fn=lambda *_: False))
+    assert [(layer.name, layer.kind, layer.why) for layer in found.layers] == [
+        ("1", "BatchNorm2d", "it was not converted")
+    ]
+    assert found.unsupported == {"GroupNorm": 1, "LayerNorm": 2}
+    assert "not supported: 1 GroupNorm, 2 LayerNorm" in str(found)
+
+
+def test_a_report_is_of_the_last_call_and_reads_only():
+    model = convert(spread(Net(plain)))
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    assert "not called in training" in report(model).layers[0].why
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    model(images()).sum().backward()
+    assert report(model).layers[0].in_place
+    assert repr(model.bn).endswith("track_running_stats=True, in place)")
+    # Evaluation without grad is no training.
+    with torch.no_grad():
+        model.eval()(images())
+    assert report(model).layers[0].in_place
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    set_guard(model)
+    with torch.no_grad():
+        model.bn.weight.zero_()
+    model.train()(images()).sum().backward()
+    optimizer.step()
+    assert report(model).layers[0].why == "a weight is within eps of zero"
+    assert "not in place: a weight is within eps of zero" in repr(model.bn)
+    assert report(revert(model)).layers[0].why == "it was not converted"
+
+
+def test_copies_and_pickles_tell_what_the_original_did():
+    model = convert(spread(Net(plain)))
+    model(images()).sum().backward()
+    expected = report(model)
+    model.run = None
+    assert report(copy.deepcopy(model)) == report(pickle.loads(pickle.dumps(model))) == expected
+
+
+def test_a_report_prints_a_table_and_totals_and_is_json():
+    found = analyze(ResNet(), torch.randn(2, 3, 32, 32))
+    text = str(found)
+    assert text.splitlines()[0].split()[0] == "name"
+    assert "layer[1-2].[0-1].bn1" in text
+    assert "10 of 10 norms are in place" in text
+    told = json.loads(json.dumps(found.to_dict()))
+    assert told["in_place"] == len(found.in_place) == 10
+    assert told["bytes_saved"] == found.bytes_saved == sum(layer["bytes_saved"] or 0 for layer in told["layers"])
+    assert told["layers"][0]["follows"] == "relu"
+    assert told["unsupported"] == {}
+
+
+def test_modules_that_were_built_in_place_are_no_rows():
+    model = nn.Sequential(conv(3, 4), InPlaceABN(4), conv(4, 4), nn.BatchNorm2d(4), nn.ReLU(), conv(4, 4))
+    assert [(layer.name, layer.in_place) for layer in analyze(model, images()).layers] == [("3", True)]
+
+
+def layer(name, saved=1024, follows="relu", why="", in_place=None):
+    return Layer(name, "BatchNorm2d", follows, not why if in_place is None else in_place, why, saved)
+
+
+def made(*layers, **unsupported):
+    return Report(layers, unsupported)
+
+
+def rows_of(found, width=200):
+    """The cells of the rows between the table's rules."""
+    lines = found.table(width).splitlines()
+    first, last = (i for i, line in enumerate(lines) if line.startswith("---"))
+    return [line.split() for line in lines[first + 1 : last] if not line.startswith("    ")]
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_no_line_of_a_table_is_longer_than_the_terminal_and_nothing_is_cut(width, monkeypatch):
+    """Long reasons and long names are broken into lines, whatever their length."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    why = "somebody reads it again and again, " * 12
+    found = made(*(layer(f"{'encoder.' * 9}{name}", why=why) for name in ("bn1", "bn2")), ALongNameOfANorm=7)
+    lines = str(found).splitlines()
+    assert max(map(len, lines)) <= width
+    everything = "".join(str(found).split())
+    assert "encoder." * 3 in everything
+    assert "".join(why.split()) in everything
+
+
+def test_a_table_is_a_hundred_columns_wide_where_there_is_no_terminal():
+    found = made(layer("stem.bn", why="it is read again " * 20))
+    code = f"import os, pickle; os.environ.pop('COLUMNS', None); print(pickle.loads({pickle.dumps(found)!r}))"
+    done = fresh.run_code(code)
+    assert done.returncode == 0, done.stderr
+    assert 90 < max(map(len, done.stdout.splitlines())) <= 100
+
+
+def test_rows_that_differ_in_indices_only_are_one_row_with_their_number_and_sum():
+    names = ("layer1.0.bn1", "layer1.0.bn2", "layer1.1.bn1", "layer1.1.bn2", "layer2.10.bn1", "head.1", "head.4")
+    rows = rows_of(made(*(layer(name) for name in names)))
+    assert rows == [
+        ["layer[1-2].[0-10].bn1", "3", "3.0", "KiB", "in", "place", "relu"],
+        ["layer1.[0-1].bn2", "2", "2.0", "KiB", "in", "place", "relu"],
+        ["head.[1-4]", "2", "2.0", "KiB", "in", "place", "relu"],
+    ]
+
+
+def test_rows_with_another_follower_verdict_or_reason_are_rows_of_their_own():
+    found = made(
+        layer("a.0.bn", why="3 others read it"),
+        layer("a.1.bn", why="somebody reads it"),
+        layer("a.2.bn"),
+        layer("a.3.bn", follows="silu"),
+        layer("a.4.bn", saved=None, follows=""),
+        layer("a.5.bn", why="4 others read it"),
+    )
+    assert [row[:2] for row in rows_of(found)] == [["a.[0-5].bn", "2"], *([f"a.{i}.bn", "1"] for i in range(1, 5))]
+    assert "[3-4] others read it" in found.table(100)
+    assert found.table(100).count("others read") == 1
+
+
+def test_bytes_end_in_one_column_and_add_up():
+    sizes = (512, 20 * 1024, 3 * 2**20)
+    text = made(*(layer(name, size) for name, size in zip("abc", sizes, strict=True))).table(100)
+    lines = [line for line in text.splitlines() if re.search(r"\d (B|KiB|MiB)\b", line)][:4]
+    assert len({re.search(r"\d (B|KiB|MiB)\b", line).end() for line in lines}) == 1
+    assert lines[3].split()[:4] == ["total", "3", "3.0", "MiB"]
+    assert "3 of 3 norms are in place and save 3.0 MiB per training step" in text
+    report = str(memory_report(chain(2), torch.randn(2, 4, 16, 16))).splitlines()
+    assert len({len(line) for line in report}) == 1
+
+
+def test_a_model_without_norms_says_so():
+    assert str(made()) == "the model has no norms that can be converted"
+    assert "not supported: 1 GroupNorm" in str(report(nn.GroupNorm(1, 2)))
+
+
+def test_what_is_told_once_is_told_with_the_norms_name(logged):
+    records = logged(logging.INFO)
+    model = convert(Net(plain, with_weight(0.0)))
+    for _ in range(3):
+        model(images()).sum().backward()
+    told = [record.getMessage() for record in records if record.getMessage().startswith("bn: ")]
+    assert len(told) == 1
