@@ -154,6 +154,7 @@ class Build(cpp_extension.BuildExtension):
         # again.
         folder = Path(self.build_temp)
         self.build_temp = str(folder / ext.name.rpartition(".")[2])
+        print(f"inplace_abn: compiling {ext.name}, {len(ext.sources)} source{'s' if len(ext.sources) > 1 else ''}")
         try:
             self._build_in_own_folder(ext)
         finally:
