@@ -7,13 +7,15 @@ from inplace_abn.conversion.convert import convert, convert_sync, load_public_st
 from inplace_abn.conversion.plan import Plan
 from inplace_abn.conversion.verification import Verification, verify
 from inplace_abn.example import Example
-from inplace_abn.functions import inplace_abn, inplace_abn_sync
+from inplace_abn.functions import inplace_abn as inplace_abn
+from inplace_abn.functions import inplace_abn_sync
 from inplace_abn.group import active_group, set_active_group
 from inplace_abn.guard import set_guard
 from inplace_abn.instance_norm import InPlaceInstanceNorm, inplace_instance_norm
 
 __version__ = "2.0.0"
 
+# The function inplace_abn is left out: a star import would give the package's name to it.
 __all__ = [
     "ABN",
     "Example",
@@ -27,7 +29,6 @@ __all__ = [
     "check_conditioning",
     "convert",
     "convert_sync",
-    "inplace_abn",
     "inplace_abn_sync",
     "inplace_instance_norm",
     "load_public_state_dict",
