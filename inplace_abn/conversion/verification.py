@@ -53,6 +53,8 @@ class Verification:
     """The differences of the original from itself when its inputs, parameters and buffers, and its norms' inputs and
     outputs, are moved by one rounding of float64. They have the names of `errors`. Empty if all errors are within
     ``tolerance``, or if `verify` was called with a tolerance."""
+    shape_differences: tuple[str, ...] = ()
+    """Where the models return other numbers or shapes of outputs, in words."""
 
     @property
     def errors(self) -> dict[str, float]:
@@ -81,12 +83,14 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        return all(error <= self.accepted(name) for name, error in self.errors.items())
+        return not self.shape_differences and all(error <= self.accepted(name) for name, error in self.errors.items())
 
     def __bool__(self) -> bool:
         return self.ok
 
     def __str__(self) -> str:
+        if self.shape_differences:
+            return "\n".join(("THE MODELS DIFFER: they return other outputs", *self.shape_differences))
         name, error = self.worst
         verdict = "The models agree" if self.ok else "THE MODELS DIFFER"
         accepted = self.accepted(name)
@@ -145,7 +149,7 @@ def verify(
     expected = [_run(model, e) for e in examples]
     pairs = list(zip(examples, expected, strict=True))
     result = _united([_compared(a, run, tolerance) for a, run in zip(actual, expected, strict=True)])
-    if result.ok or not calibrated:
+    if result.ok or not calibrated or result.shape_differences:
         return result
     moved = [
         _compared(_run(model, e, seed), run, tolerance) for e, run in pairs for seed in range(1, _PERTURBATIONS + 1)
@@ -172,6 +176,7 @@ def _united(found: Sequence[Verification]) -> Verification:
         _largest(v.evaluation_error for v in found),
         found[0].tolerance,
         _largest(v.output_error for v in found),
+        shape_differences=tuple(dict.fromkeys(words for v in found for words in v.shape_differences)),
     )
 
 
@@ -196,7 +201,16 @@ def _compared(actual: _Run, expected: _Run, tolerance: float) -> Verification:
         _error_of_all(actual.evaluated, expected.evaluated),
         tolerance,
         _error_of_all(actual.others, expected.others),
+        shape_differences=tuple(
+            f"{what}: {_in_words(shapes)} in the original, {_in_words(actual.shapes[what])} in the other model"
+            for what, shapes in expected.shapes.items()
+            if shapes != actual.shapes[what]
+        ),
     )
+
+
+def _in_words(shapes: Sequence[tuple[int, ...]]) -> str:
+    return f"{len(shapes)} of shape {', '.join(map(str, shapes))}" if shapes else "none"
 
 
 def _deviation(buffers: dict[str, Tensor], name: str) -> float:
@@ -222,6 +236,8 @@ class _Run:
     """Outputs of the training step that take no part in the loss."""
     evaluated: list[Tensor]
     activations: set[str]
+    shapes: dict[str, list[tuple[int, ...]]]
+    """The shapes of outputs, by what they are."""
 
 
 def _run(model: nn.Module, example: Example, seed: int = 0) -> _Run:
@@ -282,7 +298,9 @@ def _run(model: nn.Module, example: Example, seed: int = 0) -> _Run:
         with torch.no_grad():
             arguments = example.map_tensors(lambda t: double(t.detach()))
             evaluated = list(tensors_in(model(*arguments.args, **arguments.kwargs)))
-    return _Run(loss.detach(), gradients, buffers, others, evaluated, activations)
+    kinds = {"outputs with a gradient": outputs, "outputs without gradient": others, "outputs in evaluation": evaluated}
+    shapes = {what: [tuple(t.shape) for t in tensors] for what, tensors in kinds.items()}
+    return _Run(loss.detach(), gradients, buffers, others, evaluated, activations, shapes)
 
 
 def _error(actual: Tensor | None, expected: Tensor | None, scale: float = 0.0) -> float:
