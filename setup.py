@@ -19,24 +19,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import build_backend  # isort: skip. It says what is missing, which the next imports may need.
+import torch
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
-
-OLDEST_TORCH = (2, 11)
-NEEDED = f"torch >= {OLDEST_TORCH[0]}.{OLDEST_TORCH[1]}"
-try:
-    import torch
-    from torch.utils import cpp_extension
-except ModuleNotFoundError as error:
-    raise SystemExit(
-        f"inplace_abn: a build without isolation needs {NEEDED}, and {sys.prefix} has none ({error}). Install torch, "
-        "setuptools and ninja first, or leave out --no-build-isolation"
-    ) from None
-if tuple(int(part) for part in torch.__version__.split(".")[:2]) < OLDEST_TORCH:
-    raise SystemExit(
-        f"inplace_abn: torch {torch.__version__} in {sys.prefix} is too old, its stable ABI lacks what the kernels "
-        f"call: install {NEEDED}"
-    )
+from torch.utils import cpp_extension
 
 ROOT = Path(__file__).parent
 
@@ -62,8 +49,8 @@ else:
 CUDA_FLAGS = ["-std=c++20", "-O3", "--expt-relaxed-constexpr", "--extended-lambda", "-lineinfo"]
 # Division and square root of floats are exact to 2 ulp, in few instructions and registers. Those of doubles stay exact.
 CUDA_FLAGS += ["--prec-div=false", "--prec-sqrt=false", "--compiler-options=-fvisibility=hidden"]
-# The oldest torch whose stable ABI has all that the kernels call. Major and minor are the two highest bytes.
-STABLE_ABI = ("TORCH_TARGET_VERSION", f"0x{OLDEST_TORCH[0]:02x}{OLDEST_TORCH[1]:02x}000000000000")
+# Major and minor are the two highest bytes.
+STABLE_ABI = ("TORCH_TARGET_VERSION", "0x{:02x}{:02x}000000000000".format(*build_backend.NEEDED["torch"]))
 
 
 def want_cuda() -> tuple[bool, str]:
@@ -167,6 +154,7 @@ class Build(cpp_extension.BuildExtension):
         # again.
         folder = Path(self.build_temp)
         self.build_temp = str(folder / ext.name.rpartition(".")[2])
+        print(f"inplace_abn: compiling {ext.name}, {len(ext.sources)} source{'s' if len(ext.sources) > 1 else ''}")
         try:
             self._build_in_own_folder(ext)
         finally:

@@ -4,13 +4,15 @@ from inplace_abn.abn import ABN, InPlaceABN, InPlaceABNSync
 from inplace_abn.conversion.convert import convert, load_public_state_dict, revert
 from inplace_abn.conversion.report import Report, analyze, report
 from inplace_abn.conversion.verification import Verification, verify
-from inplace_abn.functions import inplace_abn, inplace_abn_sync
+from inplace_abn.functions import inplace_abn as inplace_abn
+from inplace_abn.functions import inplace_abn_sync
 from inplace_abn.group import active_group, set_active_group
 from inplace_abn.guard import set_guard
 from inplace_abn.instance_norm import InPlaceInstanceNorm, inplace_instance_norm
 
 __version__ = "2.0.0"
 
+# The function inplace_abn is left out: a star import would give the package's name to it.
 __all__ = [
     "ABN",
     "InPlaceABN",
@@ -21,7 +23,6 @@ __all__ = [
     "active_group",
     "analyze",
     "convert",
-    "inplace_abn",
     "inplace_abn_sync",
     "inplace_instance_norm",
     "load_public_state_dict",

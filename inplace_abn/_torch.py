@@ -21,7 +21,6 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
-from torch.multiprocessing.reductions import StorageWeakRef
 
 # A context in which ops run below autograd. It takes a microsecond less than no_grad, and modes still see the ops.
 BelowAutograd = torch._C._AutoDispatchBelowADInplaceOrView
@@ -149,15 +148,6 @@ def storage_use_count(t: Tensor) -> int:
     storage = t.untyped_storage()
     count: int = torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]
     return count + getrefcount(storage)
-
-
-def storage_holders(storage: StorageWeakRef) -> int:
-    """The number of references to the memory from C++, which are tensors."""
-    if storage.expired():
-        return 0
-    handle = torch.UntypedStorage._new_with_weak_ptr(storage.cdata)
-    # The handle that was made here counts.
-    return int(torch._C._storage_Use_Count(handle._cdata)) - 1  # type: ignore[attr-defined]
 
 
 def is_exporting() -> bool:

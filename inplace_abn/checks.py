@@ -99,19 +99,34 @@ def check_overwritable(x: Tensor, requires_grad: bool) -> None:
             )
 
 
-def check_instances(x: Tensor, **vectors: Tensor | None) -> None:
+def check_instances(x: Tensor, operands: Operands) -> None:
     """Raises if samples have no space or only one value per channel, and so no statistics of their own. Also raises for
     vectors whose size is not the number of channels."""
     if x.dim() < 3:
         raise ValueError(f"inplace_abn: expected x of shape (batch, channel, space, *), got {tuple(x.shape)}")
     if math.prod(x.shape[2:]) == 1:
         raise ValueError(f"Expected more than 1 spatial element when training, got input size {x.shape}")
-    for name, t in vectors.items():
-        if t is not None and t.shape != x.shape[1:2]:
-            raise ValueError(
-                f"inplace_abn: expected {name} of shape ({x.shape[1]},) for x of shape {tuple(x.shape)}, got "
-                f"{tuple(t.shape)}"
-            )
+    check_channels(x, operands)
+
+
+def check_channels(x: Tensor, operands: Operands) -> None:
+    """Raises for vectors whose size is not the number of channels of x, and names x if they agree with each other."""
+    if x.dim() < 2:
+        return
+    given = {name: getattr(operands, name) for name in _TENSORS if name != "residual"}
+    shapes = {name: tuple(t.shape) for name, t in given.items() if t is not None}
+    wrong = [name for name, shape in shapes.items() if shape != (x.shape[1],)]
+    if not wrong:
+        return
+    shape = shapes[wrong[0]]
+    if len(wrong) == len(shapes) > 1 and len(set(shapes.values())) == 1 and len(shape) == 1:
+        raise ValueError(
+            f"inplace_abn: expected x of {shape[0]} channels, the size of {', '.join(wrong)}; got x of {x.shape[1]} "
+            f"channels, of shape {tuple(x.shape)}"
+        )
+    raise ValueError(
+        f"inplace_abn: expected {wrong[0]} of shape ({x.shape[1]},) for x of shape {tuple(x.shape)}, got {shape}"
+    )
 
 
 def check_count(x: Tensor, count: float | None = None) -> None:

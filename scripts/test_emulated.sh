@@ -5,7 +5,7 @@
 set -euo pipefail
 source "$(dirname "$0")/venv.sh"
 (cd tests && python -m emulation.build)
-python -m pytest -m emulated "$@" \
+python -m pytest -n auto --dist worksteal -m emulated "$@" \
   tests/ops/test_{activations,dead_positions,ops,schemas}.py \
   tests/autograd/test_{functions,instance_norm,residual}.py tests/emulation
 (cd tests && python -m emulation.sanitize)

@@ -414,7 +414,14 @@ def unhook(module: nn.Module) -> None:
 def _as_leaf(module: Any, x: fx.Proxy) -> Any:
     """The call of the module, as a node of the trace."""
     tracer: Any = x.tracer
-    return tracer.create_proxy("call_module", tracer.path_of_module(module), (x,), {})
+    name = tracer.path_of_module(module)
+    # Quantization fuses norms by their exact classes. It would leave converted ones as they are, without a word.
+    if any(kind.__module__.startswith("torch.ao.quantization.") for kind in type(tracer).__mro__):
+        raise RuntimeError(
+            f"inplace_abn: the norm {name!r} is converted, and torch.ao.quantization fuses no converted norms; call "
+            "inplace_abn.revert on the model before"
+        )
+    return tracer.create_proxy("call_module", name, (x,), {})
 
 
 def _operands(module: Any) -> Operands:

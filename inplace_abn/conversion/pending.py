@@ -23,7 +23,7 @@ from inplace_abn import _torch, functions
 from inplace_abn.conversion.consumers import kept
 from inplace_abn.conversion.recognition import IN_GRAPH, KNOWN, METADATA, Activating, Adding, Passing, is_writing
 from inplace_abn.conversion.waiting import IDENTITY, Norm, State, stand, wait
-from inplace_abn.conversion.watch import Result, keeps_its_input
+from inplace_abn.conversion.watch import Result, is_writable
 from inplace_abn.settings import Operands
 
 
@@ -253,15 +253,16 @@ def _attached(
     stand_in: Tensor | None,
     *,
     follows: str = "",
-    frees_total: bool = False,
-    is_extra: bool = False,
+    in_place: bool = False,
+    is_residual: bool = False,
 ) -> Tensor | None:
     """The activated memory, with a node of its own; None if the guard does not trust the layer.
 
     Args:
         stand_in: a pending tensor that gets the same place in the graph.
         follows: what follows, in words; by default the activation.
-        frees_total, is_extra: as in `watch.Result`.
+        in_place: whether the activation is to be in place.
+        is_residual: whether another norm's node keeps the result as well.
     """
     norm, residual = state.norm, state.residual
     follows = follows or ("add, " if residual is not None else "") + activation[0]
@@ -272,12 +273,13 @@ def _attached(
     memory = state.take_back() if activation == IDENTITY else state.activate(activation)
     settings = norm.settings.activating(activation)
     observer = norm.module.observer()
-    saved = None if observer is None else observer.saved(memory, activation, frees_total)
+    writable = is_writable(activation[0], in_place)
+    saved = None if observer is None else observer.saved(memory, activation, writable)
     operands = Operands(norm.weight, norm.bias, residual)
     z = functions.attached(norm.x, memory, operands, norm.var, settings, stand_in, saved)
     state.memory = None
     if observer is not None:
-        observer.note(Result(norm.module, *activation, frees_total, is_extra), norm.x, z, residual, saved)
+        observer.note(Result(norm.module, *activation, writable, is_residual), norm.x, z, residual, saved)
     return z
 
 
@@ -333,8 +335,7 @@ def _activated(call: Activating) -> Tensor | None:
     state: State = t._state
     norm, activation = state.norm, (call.activation, call.param)
     norm.saw(*activation, state.residual is not None)
-    frees_total = keeps_its_input(call.activation, call.in_place)
-    z = _attached(state, activation, t if call.in_place else None, frees_total=frees_total, is_extra=frees_total)
+    z = _attached(state, activation, t if call.in_place else None, in_place=call.in_place)
     if z is None:
         return None
     if call.in_place:
@@ -370,7 +371,7 @@ def _as_residual(other: Any, state: State) -> Tensor | None:
         if _is_fusible(other) and other._state is not None and other._state.residual is None:
             # Both nodes save the same tensor. It is the output of the other norm, and the residual of this one.
             other._state.norm.saw("residual")
-            y = _attached(other._state, IDENTITY, other, follows="add", is_extra=True)
+            y = _attached(other._state, IDENTITY, other, follows="add", is_residual=True)
             if y is not None:
                 other._plain, other._state = y, None
                 other._is_placed()

@@ -52,6 +52,8 @@ class Verification:
     """The differences of the original from itself when its inputs, parameters and buffers, and its norms' inputs and
     outputs, are moved by one rounding of float64. They have the names of `errors`. Empty if all errors are within
     ``tolerance``, or if `verify` was called with a tolerance."""
+    shape_differences: tuple[str, ...] = ()
+    """Where the models return other numbers or shapes of outputs, in words."""
 
     @property
     def errors(self) -> dict[str, float]:
@@ -80,12 +82,14 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        return all(error <= self.accepted(name) for name, error in self.errors.items())
+        return not self.shape_differences and all(error <= self.accepted(name) for name, error in self.errors.items())
 
     def __bool__(self) -> bool:
         return self.ok
 
     def __str__(self) -> str:
+        if self.shape_differences:
+            return "\n".join(("THE MODELS DIFFER: they return other outputs", *self.shape_differences))
         name, error = self.worst
         verdict = "The models agree" if self.ok else "THE MODELS DIFFER"
         accepted = self.accepted(name)
@@ -137,7 +141,7 @@ def verify(
         tolerance = _TOLERANCE_AT_MINIMA if any(find(a).special for a in actual.activations) else _TOLERANCE
     expected = _run(model, args, kwargs)
     result = _compared(actual, expected, tolerance)
-    if result.ok or not calibrated:
+    if result.ok or not calibrated or result.shape_differences:
         return result
     moved = [_compared(_run(model, args, kwargs, seed), expected, tolerance) for seed in range(1, _PERTURBATIONS + 1)]
     return replace(result, sensitivity={name: _largest(m.errors[name] for m in moved) for name in result.errors})
@@ -170,7 +174,16 @@ def _compared(actual: _Run, expected: _Run, tolerance: float) -> Verification:
         _error_of_all(actual.evaluated, expected.evaluated),
         tolerance,
         _error_of_all(actual.others, expected.others),
+        shape_differences=tuple(
+            f"{what}: {_in_words(shapes)} in the original, {_in_words(actual.shapes[what])} in the other model"
+            for what, shapes in expected.shapes.items()
+            if shapes != actual.shapes[what]
+        ),
     )
+
+
+def _in_words(shapes: Sequence[tuple[int, ...]]) -> str:
+    return f"{len(shapes)} of shape {', '.join(map(str, shapes))}" if shapes else "none"
 
 
 def _deviation(buffers: dict[str, Tensor], name: str) -> float:
@@ -196,6 +209,8 @@ class _Run:
     """Outputs of the training step that take no part in the loss."""
     evaluated: list[Tensor]
     activations: set[str]
+    shapes: dict[str, list[tuple[int, ...]]]
+    """The shapes of outputs, by what they are."""
 
 
 def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int = 0) -> _Run:
@@ -256,7 +271,9 @@ def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], seed: 
         with torch.no_grad():
             given, named = tree_map_only(Tensor, lambda t: double(t.detach()), (args, kwargs))
             evaluated = list(tensors_in(model(*given, **named)))
-    return _Run(loss.detach(), gradients, buffers, others, evaluated, activations)
+    kinds = {"outputs with a gradient": outputs, "outputs without gradient": others, "outputs in evaluation": evaluated}
+    shapes = {what: [tuple(t.shape) for t in tensors] for what, tensors in kinds.items()}
+    return _Run(loss.detach(), gradients, buffers, others, evaluated, activations, shapes)
 
 
 def _error(actual: Tensor | None, expected: Tensor | None, scale: float = 0.0) -> float:

@@ -151,7 +151,7 @@ class Norm:
         if not self.trusted or is_known(self.module, activation, residual is not None):
             return self.trusted
         if observation is None and state is not None:
-            state.stranger = guard.generation
+            state.stranger = guard.changed_at = guard.generation
         return False
 
     def note(self, follows: str, why: str = "") -> None:

@@ -46,10 +46,10 @@ class Result(NamedTuple):
     layer: Any
     activation: str
     param: float
-    frees_total: bool
-    """Whether torch's activation would keep the sum or the norm's output, and allow its own result to be written to."""
-    is_extra: bool
-    """Whether torch would not keep z."""
+    is_writable: bool
+    """Whether torch would not need z, and therefore allow it to be written to."""
+    is_residual: bool = False
+    """Whether z is kept because another norm's node adds it."""
     z: Tensor | None = None
     """None if z has no tags, and what is held is not measured."""
     saved: Tensor | None = None
@@ -67,18 +67,18 @@ class Observer(NamedTuple):
     """Whether code may read or write results where the watch does not see it: a backward pass repeats the forward pass
     later, and must do the same."""
 
-    def saved(self, z: Tensor, activation: tuple[str, float], frees_total: bool) -> Tensor | None:
+    def saved(self, z: Tensor, activation: tuple[str, float], is_writable: bool) -> Tensor | None:
         """The tensor by which backward is to know z; None if that is z itself.
 
         If the watch is blind, it is a copy, and z loses its tags. Otherwise it is an alias with a version of its own,
         which becomes a copy before somebody writes to z.
         """
         with _torch.BelowAutograd():
-            if self.is_blind and (frees_total or tags.sign_of(*activation)):
+            if self.is_blind and (is_writable or tags.sign_of(*activation)):
                 saved = z.clone()
                 z.copy_(untagged(z, *activation))
                 return saved
-        return z.data if frees_total and not self.is_blind else None
+        return z.data if is_writable and not self.is_blind else None
 
     def note(self, result: Result, x: Tensor, z: Tensor, residual: Tensor | None, saved: Tensor | None) -> None:
         """Tells the watch of a norm's result, and of the tensors of its call."""
@@ -89,9 +89,9 @@ class Observer(NamedTuple):
         self.watch.note(result, z)
 
 
-def keeps_its_input(activation: str, in_place: bool) -> bool:
-    """Whether torch's activation keeps its input for backward, instead of its result."""
-    return not (activation in ("relu", "identity") or (in_place and not find(activation).special))
+def is_writable(activation: str, in_place: bool) -> bool:
+    """Whether torch allows the activation's result to be written to, because the input is kept instead."""
+    return activation == "identity" or (activation != "relu" and not (in_place and not find(activation).special))
 
 
 class Watch(_torch.OwnMode):
@@ -172,7 +172,7 @@ class Watch(_torch.OwnMode):
     @staticmethod
     def _before_write(result: Result, op: str) -> None:
         """Gives backward what it needs, and takes the tags from z, because they mean nothing in what will be there."""
-        if result.frees_total:
+        if result.is_writable:
             _give_up(result.layer, f"{op} writes to its output, which backward needs")
         if result.saved is not None:
             result.saved.data = result.saved.data.clone()
@@ -187,8 +187,7 @@ class Watch(_torch.OwnMode):
         for t in made if layer is not None else ():
             if name is not None:
                 param = float(op.values.get("negative_slope", op.values.get("alpha", 0.0)))
-                frees_total = keeps_its_input(name, self._hold(t) in op.writes)
-                self.note(Result(layer, name, param, frees_total, is_extra=False), t)
+                self.note(Result(layer, name, param, is_writable(name, self._hold(t) in op.writes)), t)
             elif op.name == "add":
                 self.note_native(layer, t)
 
@@ -209,12 +208,13 @@ class Watch(_torch.OwnMode):
         for r in self._measured:
             assert r.z is not None
             assert r.input is not None
-            # Inputs, results and residuals have the same size.
-            tensors = int(r.frees_total)
+            # Inputs, results and residuals have the same size. torch's activation would keep its input instead of z.
+            keeps_input = r.is_writable and r.activation != "identity"
+            tensors = int(keeps_input)
             if r.input.expired() and r.input.cdata not in counted:
                 tensors += 1
                 counted.add(r.input.cdata)
-            for t in (r.z if r.is_extra else None, r.residual):
+            for t in (r.z if keeps_input or r.is_residual else None, r.residual):
                 # A tensor that only norms keep costs memory.
                 if t is not None and id(t) not in counted and _torch.use_count(t) == _UNUSED + uses[id(t)]:
                     tensors -= 1
@@ -250,14 +250,12 @@ class _Root:
     """When a model was watched."""
 
     def __init__(self) -> None:
-        self.watched_at, self.calls, self.interval, self.forgotten = -1, 0, 0, -1
+        self.watched_at, self.calls, self.interval = -1, 0, 0
 
     def is_due(self) -> bool:
-        if self.watched_at < 0 or self.forgotten != guard.forgotten:
-            return True
         if self.watched_at == guard.generation:
             return self.calls < guard.CALLS
-        return guard.has_passed(self.watched_at, self.interval)
+        return self.watched_at <= guard.changed_at or guard.has_passed(self.watched_at, self.interval)
 
 
 _roots: weakref.WeakKeyDictionary[nn.Module, _Root] = weakref.WeakKeyDictionary()
@@ -277,7 +275,7 @@ def begin(model: nn.Module, _: Any) -> None:
     intervals = [m.guard_interval for m in model.modules() if isinstance(m, guard.Guarded) and m.guard_interval]
     if root.watched_at != guard.generation:
         root.calls = 0
-    root.watched_at, root.forgotten, root.interval = guard.generation, guard.forgotten, min(intervals, default=0)
+    root.watched_at, root.interval = guard.generation, min(intervals, default=0)
     root.calls += 1
     if intervals:
         _local.watch = Watch()

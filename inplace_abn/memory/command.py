@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from inplace_abn.memory.plot import check_plot, save_plot
 from inplace_abn.memory.report import memory_report
@@ -121,18 +121,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(str(error))
     example = [torch.randn(shape, device=device) for shape in args.input]
     progress = not args.no_progress and sys.stderr.isatty()
-    report = memory_report(model, *example, converted=args.convert, progress=progress)
+    shapes = ", ".join("x".join(map(str, shape)) for shape in args.input)
+    try:
+        report = memory_report(model, *example, converted=args.convert, progress=progress)
+    except Exception as error:
+        own = error if str(error).startswith("inplace_abn") else _own_error(model, example)
+        if own is None:
+            raise
+        parser.error(f"{args.model} cannot train on {shapes}: {type(own).__name__}: {own}")
     if report.norms is not None:
         _show(str(report.norms))
         print()
     print(report)
     if args.png:
         given = ", ".join(f"{key}={value!r}" for key, value in args.kwargs.items())
-        shapes = ", ".join("x".join(map(str, shape)) for shape in args.input)
         save_plot(report, args.png, f"{args.model}({given}), {shapes}")
         print(f"\nThe timeline is in {args.png}")
     if report.norms is not None:
         print("", "The same in code:", "", *code(args, model), sep="\n")
+
+
+def _own_error(model: nn.Module, example: Sequence[Tensor]) -> Exception | None:
+    """The error of the model as it is, which is no error of this package."""
+    try:
+        model.train()(*example)
+    except Exception as error:
+        return error
+    return None
 
 
 def code(args: argparse.Namespace, model: nn.Module) -> list[str]:

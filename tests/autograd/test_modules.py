@@ -33,6 +33,15 @@ def test_positional_order_is_the_one_other_libraries_use():
     assert all(hasattr(inplace_abn, name) for name in inplace_abn.__all__)
 
 
+def test_a_star_import_leaves_the_name_of_the_package_to_the_package():
+    """``from inplace_abn import *`` made `inplace_abn` the function of that name, so `inplace_abn.convert` failed."""
+    names = {}
+    exec("import inplace_abn\nfrom inplace_abn import *", names)
+    assert names["inplace_abn"] is inplace_abn
+    assert names["InPlaceABN"] is InPlaceABN
+    assert callable(inplace_abn.inplace_abn)
+
+
 @pytest.mark.parametrize("module", [InPlaceABN, InPlaceABNSync])
 def test_both_in_place_modules_are_abns(module):
     assert issubclass(module, ABN)

@@ -116,6 +116,26 @@ def test_a_reverted_model_has_its_batch_norms_fused_into_convolutions(reverted):
     assert torch.allclose(fused(x), reverted[0](x), atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["prepare_fx", "prepare_qat_fx"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_quantization_refuses_a_converted_model_and_fuses_a_reverted_one(kind):
+    """Quantization fuses norms by their exact classes. It left converted ones unfused, without a word."""
+    quantization = pytest.importorskip("torch.ao.quantization")
+    quantize_fx = pytest.importorskip("torch.ao.quantization.quantize_fx")
+    qat = kind == "prepare_qat_fx"
+    qconfig = (quantization.get_default_qat_qconfig_mapping if qat else quantization.get_default_qconfig_mapping)("x86")
+    model, x = nn.Sequential(nn.Sequential(conv(3, 4), nn.BatchNorm2d(4), nn.ReLU()), conv(4, 4)).train(qat), images()
+    converted = convert(model)
+    assert [n.target for n in torch.fx.symbolic_trace(converted).graph.nodes][2] == "0.1"
+    with pytest.raises(
+        RuntimeError, match=r"norm '0\.1' is converted, and torch\.ao\.quantization .*abn\.revert on the"
+    ):
+        getattr(quantize_fx, kind)(converted, qconfig, (x,))
+    prepared = getattr(quantize_fx, kind)(revert(converted), qconfig, (x,))
+    assert not any(isinstance(module, nn.BatchNorm2d) for module in prepared.children())
+    assert "ConvBnReLU2d" in str(prepared) if qat else "ConvReLU2d" in str(prepared)
+
+
 def test_a_reverted_model_is_exported(reverted):
     x = images()
     assert torch.allclose(torch.export.export(reverted[1], (x,)).module()(x), reverted[0](x), atol=1e-5)

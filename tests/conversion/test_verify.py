@@ -1,6 +1,7 @@
 """verify catches a model that is not equal, and leaves the models alone."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -174,6 +175,46 @@ def test_outputs_that_have_no_gradient_are_compared_too():
     other.load_state_dict(model.state_dict())
     assert verify(model, other, images()).worst[0] == "outputs without gradient"
     assert verify(model, copy.deepcopy(model), images())
+
+
+def test_outputs_of_another_number_or_shape_are_told_in_words():
+    """Where models return other outputs, the verdict was an error of inf, which says nothing of shapes."""
+
+    class Returning(nn.Module):
+        def __init__(self, of_training, of_evaluation):
+            super().__init__()
+            self.body, self.ways = conv(3, 4), (of_evaluation, of_training)
+
+        def forward(self, x):
+            return self.ways[self.training](self.body(x))
+
+    def same(y):
+        return y
+
+    x = torch.randn(2, 3, 6, 6)
+    model = Returning(same, same)
+    for other, told in (
+        (
+            Returning(lambda y: y[:, :2], same),
+            ["outputs with a gradient: 1 of shape (2, 4, 6, 6) in the original, 1 of"],
+        ),
+        (
+            Returning(lambda y: (y, y.detach()), lambda y: (y, y[0])),
+            [
+                "outputs without gradient: none in the original, 1 of shape (2, 4, 6, 6) in the other model",
+                "outputs in evaluation: 1 of shape (2, 4, 6, 6) in the original, "
+                "2 of shape (2, 4, 6, 6), (4, 6, 6) in the other model",
+            ],
+        ),
+    ):
+        other.load_state_dict(model.state_dict())
+        found = verify(model, other, x)
+        assert not found
+        assert not verify(model, other, x, tolerance=math.inf)
+        first, *lines = str(found).splitlines()
+        assert first == "THE MODELS DIFFER: they return other outputs"
+        assert len(lines) == len(told)
+        assert all(line.startswith(words) for line, words in zip(lines, told, strict=True))
 
 
 def test_a_running_mean_of_zero_is_not_compared_by_what_rounding_left_of_it():

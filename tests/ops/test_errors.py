@@ -5,7 +5,17 @@ import math
 import pytest
 import torch
 
-from inplace_abn import ABN, InPlaceABN, InPlaceABNSync, inplace_abn, inplace_abn_sync, ops
+from inplace_abn import (
+    ABN,
+    InPlaceABN,
+    InPlaceABNSync,
+    InPlaceInstanceNorm,
+    functions,
+    guard,
+    inplace_abn,
+    inplace_abn_sync,
+    ops,
+)
 
 
 def arguments(device="cpu", **changes):
@@ -53,7 +63,16 @@ CASES = {
     "0-d x": ({"x": torch.tensor(1.0)}, ValueError, r"expected x of shape \(batch, channel, \*\)"),
     "1-d x": ({"x": torch.ones(3)}, ValueError, r"expected x of shape \(batch, channel, \*\)"),
     "sparse x": ({"x": torch.eye(3).to_sparse()}, ValueError, "strided x"),
-    "wrong channel count": ({"x": torch.ones(4, 5, 2)}, ValueError, r"expected \w+ of shape \(5,\).*got \[3\]"),
+    "wrong channel count": (
+        {"x": torch.ones(4, 5, 2)},
+        ValueError,
+        r"expected x of 3 channels, the size of weight, bias, running_mean, running_var; got x of 5 channels",
+    ),
+    "wrong channel count and one vector": (
+        {"x": torch.ones(4, 5, 2), "bias": None, "running_mean": None, "running_var": None},
+        ValueError,
+        r"expected weight of shape \(5,\) for x of shape \(4, 5, 2\), got \(3,\)",
+    ),
     "weight of two dimensions": ({"weight": torch.ones(3, 1)}, ValueError, "expected weight of shape"),
     "bias too long": ({"bias": torch.ones(4)}, ValueError, "expected bias of shape"),
     "running_mean too long": ({"running_mean": torch.ones(4)}, ValueError, "expected (running_)?mean of shape"),
@@ -150,6 +169,28 @@ def test_bad_input_raises_and_nothing_is_modified(case, function, training):
         values, version = before[name]
         assert version_of(t) == version, name
         assert torch.equal(t.detach().to_dense(), values.to_dense()), name
+
+
+@pytest.mark.parametrize("way", ["C++ node", "Python node", "not trusted", "compiled", "evaluation"])
+@pytest.mark.parametrize("kind", [ABN, InPlaceABN, InPlaceABNSync, InPlaceInstanceNorm])
+@pytest.mark.filterwarnings("ignore:.*not initialised")
+def test_a_module_given_another_number_of_channels_says_that_x_is_wrong(kind, way, monkeypatch):
+    """A module made for 8 channels and given 7 asked for a running mean of 7, which is nothing that its user passes."""
+    module = kind(8, affine=True, track_running_stats=True)
+    call = module.eval() if way == "evaluation" else module
+    if way == "Python node":
+        monkeypatch.setattr(functions, "_node", None)
+    elif way == "not trusted":
+        monkeypatch.setattr(guard, "lets", lambda *_: False)
+    elif way == "compiled":
+        torch._dynamo.reset()
+        call = torch.compile(module, backend="eager")
+    x = torch.randn(2, 7, 4, 4, requires_grad=True) * 1
+    before, state = x.detach().clone(), {name: t.clone() for name, t in module.state_dict().items()}
+    with pytest.raises(ValueError, match=r"expected x of 8 channels, the size of weight, .*; got x of 7 channels, of"):
+        call(x)
+    assert torch.equal(x, before)
+    assert all(torch.equal(t, state[name]) for name, t in module.state_dict().items())
 
 
 @pytest.mark.parametrize("module", [ABN, InPlaceABN, InPlaceABNSync])

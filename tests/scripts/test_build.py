@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import venv
 import zipfile
 from pathlib import Path
 
@@ -129,24 +130,44 @@ def source_tree():
     return root
 
 
-def test_a_build_without_torch_says_so_before_it_compiles(source_tree):
-    code = "import runpy, sys; sys.modules['torch'] = None; runpy.run_path('setup.py')"
-    result = run_in(source_tree, sys.executable, "-c", code)
-    assert result.returncode == 1
-    assert result.stdout == ""
-    assert re.fullmatch(
-        r"inplace_abn: a build without isolation needs torch >= 2\.11, and .* has none .*\n", result.stderr
-    )
+@pytest.fixture(scope="module")
+def bare_python(tmp_path_factory):
+    """The interpreter of a virtual environment in which nothing was installed."""
+    folder = tmp_path_factory.mktemp("bare")
+    venv.create(folder, with_pip=True)
+    return str(folder / "bin" / "python")
 
 
-def test_a_torch_that_is_too_old_is_refused_before_it_compiles(source_tree, tmp_path):
-    (tmp_path / "torch" / "utils").mkdir(parents=True)
-    (tmp_path / "torch" / "__init__.py").write_text('__version__ = "2.9.1+cpu"\n')
-    (tmp_path / "torch" / "utils" / "cpp_extension.py").touch()
-    result = run_in(source_tree, sys.executable, "setup.py", "build_ext", PYTHONPATH=str(tmp_path))
-    assert result.returncode == 1
-    assert result.stdout == ""
-    assert re.fullmatch(r"inplace_abn: torch 2\.9\.1\+cpu in .* is too old.*: install torch >= 2\.11\n", result.stderr)
+@pytest.mark.parametrize(
+    ("installed", "lacking"),
+    [
+        ({}, r"torch is missing, setuptools is (missing|\d\S+), ninja is missing"),
+        ({"torch": "2.13.0+cpu", "setuptools": "65.5.0"}, r"setuptools is 65\.5\.0, ninja is missing"),
+        ({"torch": "2.9.1+cpu", "setuptools": "80.9.0"}, r"torch is 2\.9\.1\+cpu, ninja is missing"),
+        ({"torch": "2.11.0", "setuptools": "77.0.3"}, "ninja is missing"),
+    ],
+    ids=["bare", "torch alone", "old torch", "no ninja"],
+)
+def test_an_installation_from_source_says_in_one_sentence_what_to_install_before(
+    installed, lacking, bare_python, source_tree, tmp_path
+):
+    """setup.py imported what an old setuptools lacks before its own message, and is not reached without setuptools."""
+    for name, version in installed.items():
+        (tmp_path / f"{name}-{version}.dist-info").mkdir()
+        metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        (tmp_path / f"{name}-{version}.dist-info" / "METADATA").write_text(metadata)
+    environment = {"PYTHONPATH": str(tmp_path), "PATH": str(tmp_path)}
+    for command in (["-m", "pip", "install", "--no-index", "--no-build-isolation", "."], ["setup.py", "build_ext"]):
+        result = run_in(source_tree, bare_python, *command, **environment)
+        assert result.returncode == 1
+        printed = result.stdout + result.stderr
+        assert "Traceback" not in printed
+        (told,) = re.findall(r"inplace_abn: .*", printed)
+        assert re.fullmatch(
+            rf"inplace_abn: a build without isolation needs torch >= 2\.11, setuptools >= 77 and ninja, but in "
+            rf'.*/bare\w* {lacking}\. Install them first: pip install "torch>=2\.11" "setuptools>=77" ninja\. Or .*',
+            told,
+        )
 
 
 @pytest.fixture
@@ -155,7 +176,7 @@ def small_tree(source_tree, tmp_path):
     compile."""
     if shutil.which(os.environ.get("CXX", "c++")) is None:
         pytest.skip("needs a C++ compiler")
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+    for name in ("build_backend.py", "setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(source_tree / name, tmp_path)
     shutil.copytree(PACKAGE, tmp_path / "inplace_abn", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     for name in ("kernels/dispatch.cpp", "node/node.cpp"):
@@ -213,7 +234,8 @@ def test_source_distribution_holds_all_that_a_build_needs(source_tree, tmp_path)
     (archive,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(archive) as tar:
         names = {name.split("/", 1)[1] for name in tar.getnames() if "/" in name}
-    needed = {"setup.py", "pyproject.toml", "README.md", "LICENSE", "inplace_abn/py.typed", "inplace_abn/_node.pyi"}
+    needed = {"build_backend.py", "setup.py", "pyproject.toml", "README.md", "LICENSE"}
+    needed |= {"inplace_abn/py.typed", "inplace_abn/_node.pyi"}
     for folder, pattern in [
         ("scripts", "*"),
         ("tests", "*.py"),

@@ -119,6 +119,34 @@ def test_the_command_refuses_before_it_measures(arguments, message, capsys, monk
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("options", [[], ["--convert"]])
+@pytest.mark.parametrize(
+    ("model", "shapes", "message"),
+    [
+        ("foreign_nets:ResNet", ["2x4x32x32"], "on 2x4x32x32: RuntimeError: .*expected input.* to have 3 channels"),
+        ("foreign_nets:ResNet", ["2x3x8x8", "2x3"], r"on 2x3x8x8, 2x3: TypeError: .*takes 2 positional arguments"),
+        ("foreign_nets:ResNet", ["1x3x2x2"], "on 1x3x2x2: ValueError: Expected more than 1 value per channel"),
+        ("torch.nn:Identity", ["2x3"], "on 2x3: ValueError: .*no output of the model requires grad"),
+    ],
+)
+def test_an_input_that_the_model_cannot_take_is_a_message_of_the_model(model, shapes, message, options, capsys):
+    """A wrong shape ended in a traceback."""
+    with pytest.raises(SystemExit) as stopped:
+        main([model, "--input", *shapes, *options])
+    assert stopped.value.code == 2
+    *_, error = capsys.readouterr().err.splitlines()
+    assert re.search(f"error: {model} cannot train {message}", error), error
+
+
+def test_an_error_that_the_model_alone_does_not_raise_is_not_told_as_the_models(monkeypatch):
+    def broken(*_, **__):
+        raise RuntimeError("of the package")
+
+    monkeypatch.setattr("inplace_abn.memory.command.memory_report", broken)
+    with pytest.raises(RuntimeError, match="of the package"):
+        main(["foreign_nets:ResNet", "--input", "2x3x32x32"])
+
+
 def test_the_command_gives_the_factory_its_arguments(capsys):
     main(["foreign_nets:ResNet", "--kwargs", '{"width": 4}', "--input", "2x3x32x32", "--convert"])
     assert "layer[1-2].[0-1].bn2" in capsys.readouterr().out

@@ -1,0 +1,102 @@
+"""Shell scripts, with stand-ins for the programs that they call: what they call, with which arguments, and what they
+show."""
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.skipif(not (ROOT / ".ci").is_dir(), reason="needs a clone of the repository")
+
+
+@pytest.fixture
+def clone(tmp_path):
+    """A folder with the scripts alone. The programs in its ``bin`` come first on the path."""
+    for name in ("scripts", ".ci"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("results", "__pycache__"))
+    shutil.copy(ROOT / "README.md", tmp_path)
+    (tmp_path / "bin").mkdir()
+    return tmp_path
+
+
+def write_program(folder, name, body):
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(f"#!/bin/sh\n{body}\n")
+    (folder / name).chmod(0o755)
+
+
+def run(clone, *command, **variables):
+    environment = {"PATH": f"{clone / 'bin'}:{os.environ['PATH']}", "HOME": str(clone)} | variables
+    return subprocess.run(command, cwd=clone, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_the_wheel_is_built_where_there_is_no_virtual_environment(clone):
+    """The script that makes .venv was told to make it with the interpreter of .venv."""
+    write_program(clone / "bin", "python3", 'echo "python3 $*"; exit 3')
+    result = run(clone, "scripts/build_wheel.sh")
+    assert result.returncode == 3, result.stderr
+    assert re.fullmatch(r"\[\d+ s\] making \.venv\npython3 -m venv \.venv\n", result.stdout)
+
+
+@pytest.mark.parametrize("arguments", [[], ["-n", "0", "-k", "guard"]])
+def test_the_tests_share_all_processors_unless_arguments_say_otherwise(arguments, clone):
+    for name in ("python", "ruff", "mypy", "clang-format", "git"):
+        write_program(clone / ".venv/bin", name, f'echo "{name} $*"')
+    (clone / ".venv/bin/activate").write_text('PATH="$PWD/.venv/bin:$PATH"\n')
+    for name in ("build_backend.py", "setup.py", "pyproject.toml", "include", "src", "inplace_abn/_kernels.so"):
+        (clone / name).parent.mkdir(exist_ok=True)
+        (clone / name).touch()
+    (clone / ".venv/installed").touch()
+    result = run(clone, "scripts/test.sh", *arguments)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-1] == " ".join(["python -m pytest -n auto --dist worksteal", *arguments])
+
+
+BUILD = """
+echo "running build_ext"
+echo "inplace_abn: building for CPU"
+echo "${NINJA_STATUS}c++ -MMD -MF /a/b/x.o.d -I/a/src/y -c -c /a/b/src/cpu/x.cpp -o /a/b/build/src/cpu/x.o -O3" |
+  sed 's/%f/1/; s/%t/7/; s/%e/2.5/'
+"""
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_build_shows_how_far_it_is_and_why_it_fails(fails, clone):
+    """Scripts compiled for minutes and said nothing."""
+    write_program(clone / "bin", "compile", BUILD + ('echo "x.cpp:3: error: no such thing"; exit 1' if fails else ""))
+    result = run(clone, "bash", "-euo", "pipefail", "-c", "source scripts/progress.sh; build build/log compile")
+    shown = ["inplace_abn: building for CPU", "[1 of 7, 2.5 s] src/cpu/x.cpp"]
+    assert result.stdout.splitlines() == shown + ["x.cpp:3: error: no such thing"] * fails
+    assert result.returncode == fails
+    assert "running build_ext" in (clone / "build/log").read_text()
+
+
+def test_continuous_integration_runs_what_the_first_screen_of_the_readme_shows(clone):
+    """Its tests had made .venv before, so it did not see that README's first command needed one."""
+    write_program(clone / "bin", "git", 'mkdir -p "$4/scripts" && cp bin/build_wheel.sh "$4/scripts"')
+    write_program(clone / "bin", "build_wheel.sh", "mkdir dist && touch dist/inplace_abn-0.whl && env")
+    write_program(clone / "bin", "tool", 'echo "$(basename "$0") $* in $(basename "$PWD")"')
+    write_program(
+        clone / "bin", "python3", 'mkdir -p "$3/bin" && cp bin/tool "$3/bin/pip" && cp bin/tool "$3/bin/python"'
+    )
+    result = run(clone, ".ci/first_screen", PYTHON="a", INPLACE_ABN_PORTABLE="1", VIRTUAL_ENV="b", PYTHONPATH="c")
+    assert result.returncode == 0, result.stderr
+    block = re.search(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1].splitlines()
+    printed = result.stdout.splitlines()
+    assert [line for line in printed if line.startswith("first_screen: ")][:-1] == [f"first_screen: {c}" for c in block]
+    assert "pip install dist/inplace_abn-0.whl in clone" in printed
+    assert "pip install --no-build-isolation . in clone" in printed
+    assert not re.search(r"^(PYTHON|INPLACE_ABN_\w+|VIRTUAL_ENV|PYTHONPATH)=", result.stdout, re.MULTILINE)
+    assert (clone / "dist/inplace_abn-0.whl").exists()
+    assert not list((clone / "build").iterdir())
+
+
+@pytest.mark.parametrize("script", ["demo.sh", "test.sh"])
+def test_continuous_integration_runs_the_two_commands_of_the_readme(script):
+    text = (ROOT / ".ci/run").read_text()
+    assert f"scripts/{script}" in (ROOT / "README.md").read_text()
+    assert re.search(rf"^step scripts/{script}\b", text, re.MULTILINE)
