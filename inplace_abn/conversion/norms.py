@@ -83,8 +83,10 @@ class InPlaceNorm(guard.Guarded):
         # A recomputation does what its forward pass did.
         if not _torch.in_backward() and self._was_watched is not (watch.current() is not None):
             self.__dict__["_was_watched"] = not self._was_watched
-        if self._given_up is not None and self._given_up[0] != guard.generation and not self._was_watched:
-            return None
+        if self._given_up is not None and not self._was_watched:
+            # All calls of a generation do the same. While the guard pauses, nobody watches.
+            if self._given_up[0] != guard.generation or guard.is_paused():
+                return None
         if not _may_wait(self, x):
             self.__dict__["_note"] = Note(why="its input, its parameters or the mode of the call are not supported")
             return None

@@ -204,6 +204,7 @@ class Watch(_torch.OwnMode):
         """The bytes that each layer saved: what torch would have kept, less what it keeps."""
         sizes: dict[Any, int] = {}
         uses = Counter(id(r.residual) for r in self._measured)
+        inputs = {r.input.cdata for r in self._measured if r.input is not None}
         counted: set[int] = set()
         for r in self._measured:
             assert r.z is not None
@@ -215,8 +216,10 @@ class Watch(_torch.OwnMode):
                 tensors += 1
                 counted.add(r.input.cdata)
             for t in (r.z if keeps_input or r.is_residual else None, r.residual):
-                # A tensor that only norms keep costs memory.
-                if t is not None and id(t) not in counted and _torch.use_count(t) == _UNUSED + uses[id(t)]:
+                # A tensor that only norms keep costs memory, unless torch would keep it as a norm's input.
+                if t is None or id(t) in counted or tags.storage_of(t) in inputs:
+                    continue
+                if _torch.use_count(t) == _UNUSED + uses[id(t)]:
                     tensors -= 1
                     counted.add(id(t))
             sizes[r.layer] = sizes.get(r.layer, 0) + tensors * r.z.nbytes
