@@ -132,6 +132,9 @@ class Watch(_torch.OwnMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is torch.ops.aten.equal.default and isinstance(args[0], int):
+            # TorchScript compares numbers by this op when it optimises a traced module under a mode.
+            return args[0] == args[1]
         # Pending tensors must not take the ops below autograd for what a model calls.
         with _torch.NoTorchFunction():
             return self._watched(func, args, kwargs or {})
@@ -231,13 +234,13 @@ _UNUSED = _torch.use_count(torch.empty(0))
 
 
 def untagged(t: Tensor, activation: str, param: float) -> Tensor:
-    """``t``, some values of an activation's result, with zeros instead of tags."""
+    """``t``, some values of an activation's result, with zeros instead of tags, in the same memory format."""
     if not tags.sign_of(activation, param):
         return t
     y = ops.run(ops.inverse, [], t.reshape(1, -1), find(activation).code, param)
-    native = activate(y, activation, param).view(t.shape)
+    native = activate(y.to(t.dtype), activation, param).view(t.shape)
     # A zero of torch's may be negative.
-    return torch.where(native == 0, native, t)
+    return torch.where(native == 0, native, t, out=torch.empty_like(t))
 
 
 def _give_up(layer: Any, why: str) -> None:

@@ -203,6 +203,25 @@ def test_hardswish_and_gelu_have_zeros_too_and_they_are_positive(module):
         assert told(read).in_place
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("format", [torch.contiguous_format, torch.channels_last])
+def test_what_follows_has_the_dtype_and_memory_format_that_it_has_with_torch(format, dtype):
+    """Values that lose their tags were contiguous, and of float32 in 16 bits."""
+
+    class Pooled(Net):
+        def forward(self, x):
+            h = self.activation(self.bn(x))
+            self.seen = F.dropout(h, 0.0), F.max_pool2d(h, 2), h.clone(), h * 2.0, h == 0
+            return h
+
+    seen = []
+    for made in (Pooled(None), convert(Pooled(None))):
+        x = torch.randn(2, 4, 8, 8, dtype=dtype).contiguous(memory_format=format).requires_grad_()
+        made(x)
+        seen.append([(t.dtype, t.stride()) for t in made.seen])
+    assert seen[0] == seen[1]
+
+
 @pytest.mark.parametrize("site", ["shared", "call", "residual", "own"])
 def test_readers_are_found_wherever_the_activation_is(site):
     class Sites(nn.Module):
