@@ -83,9 +83,10 @@ class InPlaceNorm(guard.Guarded):
         # A recomputation does what its forward pass did.
         if not _torch.in_backward() and self._was_watched is not (watch.current() is not None):
             self.__dict__["_was_watched"] = not self._was_watched
-        if self._given_up is not None and self._given_up[0] != guard.generation and not self._was_watched:
-            self.__dict__["_note"] = self._note._replace(in_place=False, why=self._given_up[1])
-            return None
+        if self._given_up is not None and not self._was_watched:
+            # All calls of a generation do the same. While the guard pauses, nobody watches.
+            if self._given_up[0] != guard.generation or guard.is_paused():
+                return None
         if not _may_wait(self, x):
             self.__dict__["_note"] = Note(why="its input, its parameters or the mode of the call are not supported")
             return None
@@ -198,8 +199,8 @@ class InPlaceNorm(guard.Guarded):
         self.__dict__["process_group" if isinstance(self, nn.SyncBatchNorm) else "_group"] = group
 
     def note(self) -> Note:
-        """What the norm did in its last call in training."""
-        return self._note
+        """What the norm did in its last call in training, and does from the next step on if the watch has given it up."""
+        return self._note if self._given_up is None else self._note._replace(in_place=False, why=self._given_up[1])
 
     def forget(self) -> None:
         """Forgets what was measured and seen, as if the norm had just been converted."""
@@ -210,7 +211,7 @@ class InPlaceNorm(guard.Guarded):
 
     def extra_repr(self) -> str:
         text: str = super().extra_repr()  # type: ignore[misc]
-        note = self._note
+        note = self.note()
         return f"{text}, {'in place' if note.in_place else f'not in place: {note.why}'}"
 
     def activations(self) -> set[str]:

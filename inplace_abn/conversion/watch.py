@@ -143,10 +143,10 @@ class Watch(_torch.OwnMode):
         if not any(tags.storage_of(t) in self._references for t in tensors):
             return func(*args, **kwargs)
         op = tags.op_of(func, args, kwargs)
-        readings = self._follower.readings(op)
+        is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in _torch.schema_of(func).returns)
+        readings = {} if is_view else self._follower.readings(op)
         for layer, reading in readings.items():
             _give_up(layer, f"its zeros are tiny numbers in training, and {reading}")
-        is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in _torch.schema_of(func).returns)
         if not is_view and (readings or self._follower.keeps(op)):
             args, kwargs = tree_map_only(Tensor, lambda t: self._clean(t, op.writes), (args, kwargs))
         for key in op.writes & self._results.keys():
@@ -204,6 +204,7 @@ class Watch(_torch.OwnMode):
         """The bytes that each layer saved: what torch would have kept, less what it keeps."""
         sizes: dict[Any, int] = {}
         uses = Counter(id(r.residual) for r in self._measured)
+        inputs = {r.input.cdata for r in self._measured if r.input is not None}
         counted: set[int] = set()
         for r in self._measured:
             assert r.z is not None
@@ -215,8 +216,10 @@ class Watch(_torch.OwnMode):
                 tensors += 1
                 counted.add(r.input.cdata)
             for t in (r.z if keeps_input or r.is_residual else None, r.residual):
-                # A tensor that only norms keep costs memory.
-                if t is not None and id(t) not in counted and _torch.use_count(t) == _UNUSED + uses[id(t)]:
+                # A tensor that only norms keep costs memory, unless torch would keep it as a norm's input.
+                if t is None or id(t) in counted or tags.storage_of(t) in inputs:
+                    continue
+                if _torch.use_count(t) == _UNUSED + uses[id(t)]:
                     tensors -= 1
                     counted.add(id(t))
             sizes[r.layer] = sizes.get(r.layer, 0) + tensors * r.z.nbytes
@@ -232,7 +235,9 @@ def untagged(t: Tensor, activation: str, param: float) -> Tensor:
     if not tags.sign_of(activation, param):
         return t
     y = ops.run(ops.inverse, [], t.reshape(1, -1), find(activation).code, param)
-    return torch.where(activate(y, activation, param).view(t.shape) == 0, 0.0, t)
+    native = activate(y, activation, param).view(t.shape)
+    # A zero of torch's may be negative.
+    return torch.where(native == 0, native, t)
 
 
 def _give_up(layer: Any, why: str) -> None:

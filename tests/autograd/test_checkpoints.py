@@ -35,7 +35,7 @@ def test_checkpoints_of_the_public_package_load(kind):
     )
     if kind in ("converted", "reverted"):
         model = nn.Sequential(conv(3, 4), nn.BatchNorm2d(4), nn.LeakyReLU(0.01), nn.MaxPool2d(1))
-        convert(model, x)
+        convert(model)
         assert isinstance(model[1], InPlaceNorm)
     else:
         model = nn.Sequential(conv(3, 4), InPlaceABN(4), nn.Identity())

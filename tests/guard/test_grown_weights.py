@@ -2,12 +2,11 @@
 the weights have grown."""
 
 import copy
-from dataclasses import replace
 
 import torch
 from torch import nn
 
-from inplace_abn import analyze, convert, memory, set_guard
+from inplace_abn import analyze, convert, memory, report, set_guard
 from inplace_abn.conversion.norms import InPlaceNorm
 
 
@@ -52,13 +51,8 @@ def test_a_zero_gamma_resnet_50_converts_completely_and_its_first_step_is_the_na
     model = resnet((3, 4, 6, 3), 64, 4)
     x, target = torch.randn(2, 3, 64, 64), torch.randint(0, 10, (2,))
     original = copy.deepcopy(model)
-    plan = analyze(model, x)
-    convert(model, plan)
-    assert sum(isinstance(m, InPlaceNorm) for m in model.modules()) == len(plan.layers) == 53
-    assert len(plan.waiting) == 16
-    notes = {layer.name: layer.note for layer in plan.layers if layer.note}
-    assert all(note.startswith("in place once its weights have grown") for note in notes.values())
-    assert "in place once its weights have grown" in str(plan).replace("\n      ", " ")
+    convert(model)
+    assert sum(isinstance(m, InPlaceNorm) for m in model.modules()) == 53
     results = []
     for net in (original, model):
         loss = nn.functional.cross_entropy(net(x), target)
@@ -66,15 +60,16 @@ def test_a_zero_gamma_resnet_50_converts_completely_and_its_first_step_is_the_na
         results.append([loss.detach(), *(p.grad for p in net.parameters())])
     for native, ours in zip(*results, strict=True):
         torch.testing.assert_close(ours, native, rtol=1e-3, atol=1e-4 * native.abs().max().item())
-    untrusted = {name for name, m in model.named_modules() if isinstance(m, InPlaceNorm) and not m._trusted}
-    assert untrusted == set(notes)
+    waiting = {layer.name for layer in report(model).layers if layer.why == "a weight is within eps of zero"}
+    assert len(waiting) == 16
+    assert waiting == {name for name, m in model.named_modules() if isinstance(m, InPlaceNorm) and not m._trusted}
 
 
 def test_training_a_zero_gamma_net_ends_in_place_and_memory_falls():
     model = resnet((2, 2), 16, 1)
     x, target = torch.randn(8, 3, 64, 64), torch.randint(0, 10, (8,))
     native = held(copy.deepcopy(model), x)
-    convert(model, analyze(model, x), residual=True)
+    convert(model)
     set_guard(model, interval=2)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     before = held(model, x)
@@ -91,16 +86,11 @@ def test_training_a_zero_gamma_net_ends_in_place_and_memory_falls():
     assert losses[-1] < losses[0]
 
 
-def test_the_plan_tells_what_waits_and_what_that_costs():
-    model = resnet((1,), 16, 1)
-    plan = analyze(model, torch.randn(2, 3, 64, 64))
-    assert "in place once its weights have grown" in str(plan).replace("\n      ", " ")
-    plan = replace(plan, residual=True)
-    (waiting,) = plan.waiting
-    assert plan.to_dict()["waiting"] == 1
-    assert plan.bytes_waiting == waiting.residual.bytes_saved <= plan.residual_bytes_saved
-    assert plan.to_dict()["layers"][[layer.name for layer in plan.layers].index(waiting.name)]["note"] == waiting.note
-    assert analyze(resnet((1,), 16, 1).apply(ones), torch.randn(2, 3, 64, 64)).waiting == ()
+def test_the_report_tells_what_waits():
+    x = torch.randn(2, 3, 64, 64)
+    whys = [layer.why for layer in analyze(resnet((1,), 16, 1), x).layers]
+    assert whys.count("a weight is within eps of zero") == 1
+    assert all(layer.in_place for layer in analyze(resnet((1,), 16, 1).apply(ones), x).layers)
 
 
 def ones(module):
@@ -108,9 +98,9 @@ def ones(module):
         nn.init.ones_(module.weight)
 
 
-def test_a_layer_that_was_never_measured_is_not_overwritten_while_the_guard_pauses():
-    """The shortcut's norm was never measured, so it must not overwrite its input. Its output is added in place to that
-    of a norm that the guard does not trust."""
+def test_a_layer_that_was_never_measured_runs_while_the_guard_pauses():
+    """The shortcut's norm is never measured, because its output is added to that of a norm that the guard does not
+    trust. Memory is measured while the guard pauses, and this ended in an error."""
 
     class AddingInPlace(Block):
         def forward(self, x):
@@ -120,6 +110,6 @@ def test_a_layer_that_was_never_measured_is_not_overwritten_while_the_guard_paus
 
     model = nn.Sequential(nn.Conv2d(3, 16, 3), AddingInPlace(16, 16, 4, 2), nn.Conv2d(64, 4, 1))
     x = torch.randn(2, 3, 64, 64)
-    convert(model, analyze(model, x))
+    convert(model)
     assert held(model, x) > 0
     assert model[1].skip[1]._guard.measured_at < 0

@@ -1,0 +1,248 @@
+"""Code that writes to a norm's activated output, where torch allows it, gets what it gets with torch, in the first step
+and in all others. The report tells what is saved."""
+
+import copy
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+from convertible_nets import HELD, chain, make
+from foreign_nets import conv, spread
+from test_instance_norm_convert import NETS
+from torch import nn
+from training import check_training, trained
+
+from inplace_abn import analyze, convert, guard, report
+from inplace_abn.memory import measure
+
+
+def images():
+    return torch.randn(2, 3, 8, 8)
+
+
+class Net(nn.Module):
+    """``write`` gets the activated tensor, and another one of its shape."""
+
+    def __init__(self, write, activation):
+        super().__init__()
+        self.conv, self.bn, self.last = conv(3, 4), nn.BatchNorm2d(4), conv(4, 4)
+        self.activation, self.write = activation, write
+
+    def forward(self, x):
+        x = self.conv(x)
+        h = self.activation(self.bn(x))
+        self.write(h, x)
+        return self.last(h)
+
+
+ACTIVATIONS = {
+    "silu": nn.SiLU(),
+    "silu in place": nn.SiLU(inplace=True),
+    "gelu": nn.GELU(),
+    "hardswish": nn.Hardswish(),
+    "mish": nn.Mish(),
+    "leaky_relu": nn.LeakyReLU(0.1),
+    "elu": nn.ELU(),
+}
+
+
+def item_set(h, x):
+    h[:, 1] = 0.5
+
+
+WRITES = {
+    "+=": lambda h, x: h.add_(x),
+    "*= of a number": lambda h, x: h.mul_(2.0),
+    "relu_": lambda h, x: F.relu_(h),
+    "item": item_set,
+    "view": lambda h, x: h.view(2, -1).mul_(0.5),
+    "slice": lambda h, x: h[:, 1:].add_(1.0),
+    "transposed": lambda h, x: h.transpose(1, 2).add_(1.0),
+    "copy_": lambda h, x: h.copy_(x),
+    "zero_": lambda h, x: h.zero_().add_(x),
+    "dropout in place": lambda h, x: F.dropout(h, 0.5, True, True),
+    "out=": lambda h, x: torch.add(h.detach(), 1.0, out=h.detach()),
+    "detached": lambda h, x: h.detach().mul_(2.0),
+    "twice": lambda h, x: h.add_(1.0).mul_(2.0),
+    "foreach": lambda h, x: torch._foreach_add_([h], 1.0),
+    "without grad": torch.no_grad()(lambda h, x: h.mul_(2.0)),
+}
+
+
+def tolerance(name):
+    return 1e-9 if name in ("leaky_relu", "elu", "relu") else 1e-6
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("name", ["silu", "hardswish", "leaky_relu"])
+def test_an_output_that_is_written_to_is_as_with_torch_and_the_write_is_named(name, write):
+    model = spread(Net(WRITES[write], ACTIVATIONS[name]))
+    (layer,) = report(check_training(model, images(), tolerance=tolerance(name))).layers
+    assert not layer.in_place
+    assert "writes to its output, which backward needs" in layer.why
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_every_activation_that_keeps_its_input_may_be_written_to(name):
+    model = spread(Net(WRITES["+="], ACTIVATIONS[name]))
+    converted = check_training(model, images(), tolerance=tolerance(name))
+    assert "add writes to its output" in report(converted).layers[0].why
+    assert "not in place: add writes to its output" in repr(converted.bn)
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU(), nn.ELU(inplace=True), nn.LeakyReLU(0.1, inplace=True)], ids=str)
+def test_what_torch_refuses_is_refused(activation):
+    model = spread(Net(WRITES["+="], activation))
+    for made in (model, convert(copy.deepcopy(model))):
+        with pytest.raises(RuntimeError, match=r"modified (by an inplace operation|in place)"):
+            trained(made.double(), images(), 1)
+
+
+class Fused(nn.Module):
+    """A block as in torchvision's EfficientNetV2: the skip is added in place to what the activation returns."""
+
+    def __init__(self, activation):
+        super().__init__()
+        self.stem, self.block = conv(3, 4), nn.Sequential(conv(4, 4), nn.BatchNorm2d(4), activation)
+        self.last = conv(4, 4)
+
+    def forward(self, x):
+        x = self.stem(x)
+        for _ in range(2):
+            result = self.block(x)
+            result += x
+            x = result
+        return self.last(x)
+
+
+def test_a_skip_that_is_added_in_place_trains_as_with_torch():
+    model = spread(Fused(nn.SiLU(inplace=True)))
+    (layer,) = report(check_training(model, images(), tolerance=1e-6)).layers
+    assert "add writes to its output" in layer.why
+    (layer,) = analyze(model, images()).layers
+    assert not layer.in_place
+    # Its memory can be measured.
+    assert measure(convert(copy.deepcopy(model)), images()).held <= 1.01 * measure(model, images()).held
+
+
+def test_a_sum_that_is_written_to_trains_as_with_torch():
+    class Sum(Net):
+        def forward(self, x):
+            x = self.conv(x)
+            h = F.silu(self.bn(x) + x)
+            h += 1.0
+            return self.last(h)
+
+    (layer,) = report(check_training(spread(Sum(None, None)), images(), tolerance=1e-6)).layers
+    assert "add writes to its output" in layer.why
+
+
+@pytest.mark.parametrize("follows", [nn.Conv2d(4, 4, 1), nn.PReLU()], ids=lambda module: type(module).__name__)
+def test_a_norm_whose_output_is_kept_otherwise_and_written_to_is_refused_as_with_torch(follows):
+    """The other one keeps what is written to, so torch refuses as well."""
+
+    class Kept(Net):
+        def forward(self, x):
+            h = self.bn(self.conv(x))
+            z = follows(h)
+            h += 1.0
+            return z, self.last(h)
+
+    model = spread(Kept(None, None))
+    for made in (model, convert(copy.deepcopy(model))):
+        follows.double()
+        with pytest.raises(RuntimeError, match=r"modified (by an inplace operation|in place)"):
+            trained(made.double(), images(), 1)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_an_output_that_its_caller_holds_is_not_written_over_by_backward(activation):
+    """In a watched step backward knows an output by an alias. The alias is not the only holder of its memory."""
+    model = convert(spread(nn.Sequential(conv(3, 4), nn.BatchNorm2d(4), copy.deepcopy(ACTIVATIONS[activation]))))
+    z = model(images())
+    before = z.detach().clone()
+    (z * torch.linspace(-1, 1, z.numel()).view(z.shape)).sum().backward()
+    assert torch.equal(z, before)
+
+
+def test_a_way_that_is_first_taken_between_two_watched_steps_is_an_error_and_never_other_numbers():
+    guard.generation += 101 - guard.generation % 100
+    converted = convert(spread(Net(lambda h, x: None, nn.SiLU())))
+    optimizer = torch.optim.SGD(converted.parameters(), lr=0.0)
+    for _ in range(3):
+        converted(images()).sum().backward()
+        optimizer.step()
+    converted.write = WRITES["+="]
+    with pytest.raises(RuntimeError, match="has been modified in place, but its backward needs it"):
+        converted(images()).sum().backward()
+
+
+def test_a_write_is_told_once_with_its_name_and_the_layers(logged):
+    records = logged(logging.INFO)
+    check_training(spread(Net(WRITES["+="], nn.SiLU())), images(), tolerance=1e-6)
+    told = [record.getMessage() for record in records if record.getMessage().startswith("bn: ")]
+    assert len(told) == 1
+    assert "add writes to its output" in told[0]
+
+
+class Siblings(nn.Module):
+    """Two norms of one input. Each by itself saves nothing. Both together save their input."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.last = conv(4, 4), conv(8, 4)
+        self.first, self.second = nn.BatchNorm2d(4), nn.BatchNorm2d(4)
+
+    def forward(self, x):
+        x = self.conv(x)
+        return self.last(torch.cat([F.relu(self.first(x)), F.relu(self.second(x))], 1))
+
+
+def wired(forward):
+    class Wired(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.bn, self.last = conv(4, 8), nn.BatchNorm2d(8), conv(8, 8)
+
+        def forward(self, x):
+            return forward(self, x)
+
+    return Wired
+
+
+SAVING = {
+    "chain": lambda: chain(4),
+    "siblings": Siblings,
+    "input kept by exp": wired(lambda m, x: m.last(F.relu(m.bn(m.conv(x).exp())))),
+    "input read again": wired(lambda m, x: m.last(F.relu(m.bn(y := m.conv(x)))) * y),
+    "a residual that nobody keeps": wired(lambda m, x: m.last(F.relu(m.bn(m.conv(x)) + m.last(m.conv(x))))),
+    "residual and input": wired(lambda m, x: m.last(F.relu(m.bn(y := m.conv(x)) + y))),
+    "two in a row": wired(lambda m, x: m.last(F.silu(m.bn(F.silu(m.bn(m.conv(x))))))),
+    "prelu": wired(lambda m, x: m.last(F.prelu(m.bn(m.conv(x)), m.bn.weight))),
+    "convolution": wired(lambda m, x: m.last(m.bn(m.conv(x)))),
+    "gelu": wired(lambda m, x: m.last(F.gelu(m.bn(m.conv(x))))),
+}
+
+
+def check_bytes(model, x):
+    converted = convert(copy.deepcopy(model))
+    saved = measure(model, x).held - measure(converted, x).held
+    told = report(converted).bytes_saved
+    assert told == pytest.approx(saved, rel=0.02, abs=2000), str(report(converted))
+
+
+@pytest.mark.parametrize("name", SAVING)
+def test_the_bytes_that_a_report_tells_are_those_that_are_saved(name):
+    check_bytes(spread(SAVING[name]()), torch.randn(2, 4, 32, 32))
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_the_bytes_that_a_report_of_a_net_tells_are_those_that_are_saved(name):
+    check_bytes(make(name), torch.randn(2, 3, 64, 64))
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_the_bytes_that_a_report_of_a_medical_net_tells_are_those_that_are_saved(name):
+    make, inputs, _ = NETS[name]
+    check_bytes(make(), inputs())
