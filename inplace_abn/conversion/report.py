@@ -137,8 +137,9 @@ def report(model: nn.Module) -> Report:
         if not norms.is_norm(module):
             continue
         if isinstance(module, norms.InPlaceNorm):
+            saved = module.bytes_saved if module.note().in_place else None
             kind, note = norms.original_class(type(module)).__name__, module.note()
-            layers.append(Layer(name, kind, note.follows, note.in_place, note.why, module.bytes_saved))
+            layers.append(Layer(name, kind, note.follows, note.in_place, note.why, saved))
         elif isinstance(module, norms.KINDS):
             why = norms.unfit_reason(module) or "it was not converted"
             layers.append(Layer(name, type(module).__name__, "", False, why, None))
