@@ -82,6 +82,10 @@ _SelectiveCheckpointModes = (
 )
 
 
+# Where a tensor has its hooks. Autograd removes them from a tensor that a custom function has modified.
+_backward_hooks: Any = Tensor._backward_hooks
+HOOKS = (_backward_hooks.__get__, _backward_hooks.__set__)
+
 # A context in which calls bypass the ``__torch_function__`` of tensor subclasses.
 NoTorchFunction = torch._C.DisableTorchFunctionSubclass
 
@@ -108,6 +112,14 @@ def stand_in_like(kind: type[Tensor], t: Tensor) -> Any:
 def in_forward_mode() -> bool:
     """Whether forward-mode differentiation is active, so that tensors may have tangents."""
     return forward_ad._current_level >= 0
+
+
+def in_custom_function() -> bool:
+    """Whether a custom function of autograd runs, whose place in the graph is already chosen.
+
+    Gradients of forward mode are disabled there, which ``no_grad`` does not do.
+    """
+    return not torch._C._is_fwd_grad_enabled()
 
 
 def kinds_of_wrappers(t: Tensor) -> set[str]:

@@ -119,25 +119,26 @@ def _unpacked(ctx: Any) -> Saved:
     modification is no error if the hooks return a copy that was made before it.
 
     Raises:
-        RuntimeError: the output was modified in place.
+        RuntimeError: the output, or the residual, was modified in place.
     """
     modified = (
-        "inplace_abn: the output of an in-place ABN has been modified in place, but its backward needs it. "
+        "inplace_abn: the {} of an in-place ABN has been modified in place, but its backward needs it. "
         "Replace that operation by one out of place (z = z + y for z += y), use ABN, or leave the norm out of the "
         "conversion (filter_fn)"
     )
     try:
         saved = Saved(*ctx.saved_tensors)
     except RuntimeError as error:
-        if "InPlaceABNFunction" in str(error) and "modified by an inplace operation" in str(error):
-            raise RuntimeError(modified) from error
+        text = str(error)
+        if "modified by an inplace operation" in text:
+            raise RuntimeError(modified.format("output" if "InPlaceABNFunction" in text else "residual")) from error
         raise
     watch: _Watch | None = ctx.watch
     if watch is not None and watch.is_modified():
         # An alias has a version of its own, and other memory once it is a copy.
         was_seen = saved.z._version > watch.version if ctx.alias is None else saved.z.data_ptr() == ctx.alias
         if was_seen:
-            raise RuntimeError(modified)
+            raise RuntimeError(modified.format("output"))
     return saved
 
 

@@ -11,7 +11,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from inplace_abn import _torch, checks, functions, guard, plain, reference
+from inplace_abn import _torch, checks, functions, guard, measuring, plain, reference
 from inplace_abn.abn import ActivatedNorm
 from inplace_abn.activations import check_activation
 from inplace_abn.settings import Operands, Settings, check_hyperparameters
@@ -127,8 +127,8 @@ class InPlaceInstanceNorm(guard.Guarded, ActivatedNorm):
         eps: added to the variance. Positive.
         momentum: share of a batch's statistics in the running ones; None means 0.
         affine: whether there are a ``weight`` (initially 1) and a ``bias`` (initially 0). Either may be set to None.
-        track_running_stats: whether there are ``running_mean`` and ``running_var``, which evaluation uses. Without them
-            evaluation uses each sample's own statistics.
+        track_running_stats: whether there are ``running_mean`` and ``running_var``, which evaluation uses. Otherwise,
+            or if it is set to False later, evaluation uses each sample's own statistics.
         activation: "identity" (or "none"), "leaky_relu", "elu", "relu", "silu", "hardswish",
             "gelu", "gelu_tanh", "mish".
         activation_param: slope of leaky_relu (>= 0; zero means relu), alpha of elu (> 0).
@@ -185,7 +185,7 @@ class InPlaceInstanceNorm(guard.Guarded, ActivatedNorm):
                 "and running statistics it makes no difference",
                 stacklevel=2,
             )
-        training = self.training or running_mean is None
+        training = measuring.uses_own_statistics(self)
         momentum = 0.0 if self.momentum is None else self.momentum
         what = (running_mean, running_var, training, momentum, self.eps, self.activation, self.activation_param)
         if guard.lets(self, x, residual):

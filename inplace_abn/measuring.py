@@ -21,6 +21,15 @@ def _running(module: Any) -> tuple[Tensor | None, Tensor | None]:
     return buffers.get("running_mean"), buffers.get("running_var")
 
 
+def uses_own_statistics(module: Any) -> bool:
+    """Whether a call normalises by the statistics of its input, and not by running ones.
+
+    As in torch, an InstanceNorm whose ``track_running_stats`` is False does so, even if it has running statistics.
+    """
+    given_up = module.per_instance and not module.track_running_stats
+    return bool(module.training or given_up or None in _running(module))
+
+
 def is_measurable(module: Any, x: Tensor, residual: Tensor | None, empty: bool) -> bool:
     """Whether `is_suitable` is true and no tracer, transform or capture is watching."""
     if _torch.transforms_active() or _torch.is_captured() or not is_suitable(module, x, residual, empty):
@@ -42,8 +51,7 @@ def is_suitable(module: Any, x: Tensor, residual: Tensor | None, empty: bool) ->
     channels = shape[1]
     if channels != module.num_features:
         return False
-    buffers = _running(module)
-    training = module.training or buffers[0] is None or buffers[1] is None
+    buffers, training = _running(module), uses_own_statistics(module)
     statistics = channels * (shape[0] if module.per_instance else 1)
     if not empty and x.numel() <= (statistics if training else 0):
         return False
@@ -104,7 +112,7 @@ class Observation(NamedTuple):
 
 def observe(module: Any, x: Tensor) -> Observation:
     running_mean, running_var = _running(module)
-    training = module.training or running_mean is None or running_var is None
+    training = uses_own_statistics(module)
     with torch.no_grad():
         per_instance = bool(module.per_instance) and training
         mean, var = (

@@ -65,7 +65,7 @@ _KEEPING: dict[Any, _Keeper] = {function: keeper for keeper, functions in _KEEPE
 def kept(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
     """The arguments that autograd keeps for the backward pass of this call."""
     keeper = _KEEPING.get(function)
-    if keeper is None:
+    if keeper is None or not torch.is_grad_enabled():
         return
     # Arguments beyond those with a name do not matter.
     count = len(keeper.names)

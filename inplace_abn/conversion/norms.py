@@ -22,7 +22,7 @@ PLAIN = ("plain", 0.0)
 """The expectation of a norm whose output nobody activates."""
 
 _SETTINGS = ("_synchronised", "_group")
-_STATE = ("_expected", "_seen", "_seen_generation", "_plain_since", "_note", "bytes_saved", "_was_watched")
+_STATE = ("_expected", "_seen", "_seen_generation", "_plain_since", "_note", "bytes_saved", "_was_watched", "_eps")
 
 
 class InPlaceNorm(guard.Guarded):
@@ -46,6 +46,8 @@ class InPlaceNorm(guard.Guarded):
     """Whether the last forward pass was watched (`conversion.watch`)."""
     _given_up: tuple[int, str] | None = None
     """The generation in which the watch found that the output is read or written to, and by whom."""
+    _eps: float | None = None
+    """The eps of the last call."""
     bytes_saved: int | None = None
     """What the norm saved in the last step in which that was measured."""
 
@@ -87,13 +89,17 @@ class InPlaceNorm(guard.Guarded):
             # All calls of a generation do the same. While the guard pauses, nobody watches.
             if self._given_up[0] != guard.generation or guard.is_paused():
                 return None
+        module: Any = self
+        if module.eps != self._eps:
+            # Whether a scale is within eps of zero is known for the old one only.
+            guard.forget(self)
+            self.__dict__["_eps"] = module.eps
         if not _may_wait(self, x):
             self.__dict__["_note"] = Note(why="its input, its parameters or the mode of the call are not supported")
             return None
         expected = self._expectation()
         if expected == PLAIN:
             return None
-        module: Any = self
         known = self._guard_generation == guard.generation
         look = guard.Look(self._trusted) if known else guard.look(self, x, None)
         if not look.trusted and not look.due:
@@ -114,7 +120,7 @@ class InPlaceNorm(guard.Guarded):
         data = x.detach()
         memory = torch.empty_like(data)
         operands = _operands(module)
-        training = module.training or operands.running_mean is None
+        training = measuring.uses_own_statistics(module)
         group = self._participating() if training else None
         settings = Settings(*IDENTITY, module.eps, True, training, group, self.per_instance and training)
         of_module, samples = operands, x.shape[0]
@@ -137,14 +143,15 @@ class InPlaceNorm(guard.Guarded):
         module: Any = self
         if self.per_instance or self._participating() is not None or functions.is_disabled():
             return None
-        if _torch.transforms_active() or not batch_norm.is_suitable(x, module.weight, module.bias):
+        suitable = _has_usual_statistics(module) and batch_norm.is_suitable(x, module.weight, module.bias)
+        if _torch.transforms_active() or not suitable:
             return None
         # Compilers compile anew when an attribute changes that they have read here.
         trusted = self._predicted(x.dtype) if self._trusted and self._revision >= 0 else ""
         if not trusted:
             return None
         module._check_input_dim(x)
-        training = module.training or module._buffers.get("running_mean") is None
+        training = measuring.uses_own_statistics(module)
         if training:
             checks.check_count(x)
         weight, bias, _, running_mean, running_var, momentum = _operands(module)
@@ -378,7 +385,7 @@ def adopt(module: nn.Module, name: str, *, expected: tuple[str, float] | None = 
     kind = converted_class(module)
     assert kind is not None
     module.__class__ = kind
-    module.__dict__.update(_guard_name=name, _seen=set(), _expected=expected)
+    module.__dict__.update(_guard_name=name, _seen=set(), _expected=expected, _eps=module.eps)
 
 
 def release(module: nn.Module) -> None:
@@ -430,9 +437,12 @@ def _operands(module: Any) -> Operands:
     """The operands of this call. Also counts the batch in training, which instance norms do not do."""
     running = (module._buffers.get("running_mean"), module._buffers.get("running_var"))
     momentum = 0.0 if module.momentum is None else module.momentum
+    if module.per_instance:
+        # torch's InstanceNorm updates the running statistics whenever it does not use them.
+        return Operands(module.weight, module.bias, None, *running, momentum)
     if module.training and not module.track_running_stats:
         running = (None, None)
-    elif module.training and not module.per_instance and module.num_batches_tracked is not None:
+    elif module.training and module.num_batches_tracked is not None:
         module.num_batches_tracked.add_(1)
         if module.momentum is None:
             momentum = module.num_batches_tracked.double().reciprocal()
@@ -452,10 +462,19 @@ def _may_wait(module: Any, x: Tensor) -> bool:
                 return False
     if not requires_grad or not 0 < module.eps < math.inf:
         return False
-    if module.per_instance and x.dim() == module._get_no_batch_dim():
+    if not _has_usual_statistics(module) or (module.per_instance and x.dim() == module._get_no_batch_dim()):
         return False
     synchronised = module._participating() is not None
     return measuring.is_suitable(module, x, None, synchronised) and _has_standard_strides(x)
+
+
+def _has_usual_statistics(module: Any) -> bool:
+    """Whether both running statistics are there, or none. torch has an error for the other cases, or for evaluation."""
+    buffers = module._buffers
+    mean, var = buffers.get("running_mean"), buffers.get("running_var")
+    if module.per_instance and mean is None and module.track_running_stats and not module.training:
+        return False
+    return (mean is None) == (var is None)
 
 
 def _has_standard_strides(x: Tensor) -> bool:

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 from inplace_abn import _torch, functions
 from inplace_abn.conversion.consumers import kept
 from inplace_abn.conversion.recognition import IN_GRAPH, KNOWN, METADATA, Activating, Adding, Passing, is_writing
-from inplace_abn.conversion.waiting import IDENTITY, Norm, State, stand, wait
+from inplace_abn.conversion.waiting import IDENTITY, Norm, State, follow, stand, wait
 from inplace_abn.conversion.watch import Result, is_writable
 from inplace_abn.settings import Operands
 
@@ -42,6 +42,8 @@ class Pending(Tensor):
     """The version of the plain tensor when this tensor was placed."""
     _leads: bool
     """Whether the plain tensor comes after this one in the graph."""
+    _stands_for_view: bool
+    """Whether torch's norm returns a view."""
     _taken_from: str | None
     """The norm's name, if an activation or a sum took the memory, but not this tensor's place in the graph."""
 
@@ -67,6 +69,9 @@ class Pending(Tensor):
             args = tuple(t._plain if type(t) is Pending and t._plain is not None else t for t in args)
             with _torch.NoTorchFunction():
                 return func(*args, **kwargs)
+        if func in _torch.HOOKS:
+            with _torch.NoTorchFunction():
+                return func(*args, **kwargs)
         if func in IN_GRAPH:
             return _asked_of_graph(func, args, kwargs)
         given: list[tuple[Pending, Tensor, int]] = []
@@ -85,7 +90,7 @@ class Pending(Tensor):
         increment_version([t for t, values, version in given if values._version != version])
         for t, values, version in given:
             if writes or values._version != version:
-                t._follow()
+                t._follow(values._version != version)
         # A function that returns an argument returns the pending tensor, not the plain one. The two must stay one
         # tensor for the caller, because a custom function may write to it later.
         return next((t for t, values, _ in given if values is result), result)
@@ -116,15 +121,14 @@ class Pending(Tensor):
 
     def _values(self) -> Tensor:
         """The values that stand for this tensor in ops below autograd."""
-        if self._plain is not None and not self._leads:
-            if self._is_left_behind() and not self._has_moved():
-                raise RuntimeError(_LEFT_BEHIND)
-            if self._shown is None:
-                with _torch.NoTorchFunction():
-                    self._shown = self._plain.detach()
+        if self._is_left_behind() and not self._has_moved():
+            raise RuntimeError(_LEFT_BEHIND)
+        if self._shown is None and self._plain is not None:
+            with _torch.NoTorchFunction():
+                self._shown = self._plain.detach()
         elif self._shown is None:
             assert self._state is not None
-            self._shown = self._state.expose()
+            self._shown, self._state = self._state.expose(), None
         return self._shown
 
     def _has_moved(self) -> bool:
@@ -139,26 +143,28 @@ class Pending(Tensor):
 
     def _is_left_behind(self) -> bool:
         """Whether the plain tensor was written to through a view, and thereby got another place in the graph."""
-        return not self._leads and self._plain is not None and self._plain._version != self._version_of_plain
+        return self._plain is not None and self._plain._version != self._version_of_plain
 
-    def _follow(self) -> None:
+    def _follow(self, is_written: bool) -> None:
         """Moves this tensor to the plain tensor's place in the graph, which may have changed."""
         values = self._plain
         if values is None or self._has_moved():
             return
         with torch.inference_mode(False), torch.enable_grad(), _torch.NoTorchFunction():
             if values.requires_grad:
-                stand(values, (self,))
+                follow(values, self) if is_written else stand(values, (self,))
             else:
                 self.detach_()
         self._leads, self._shown = False, None
+        if is_written:
+            self._taken_from = None
         self._is_placed()
 
 
 _LEFT_BEHIND = (
-    "inplace_abn: the output of a converted norm was written to through a view, and is then read without gradients, as "
-    "custom autograd functions do, whose gradients would be lost. Write to the tensor itself, or leave the norm out of "
-    "the conversion (filter_fn)"
+    "inplace_abn: the output of a converted norm was written to through a view, and is then read by a custom autograd "
+    "function or by code outside of torch's functions, whose gradients would be lost. Write to the tensor itself, or "
+    "leave the norm out of the conversion (filter_fn)"
 )
 
 
@@ -170,7 +176,8 @@ def pending(norm: Norm, memory: Tensor, residual: Tensor | None, applied: tuple[
 def _placed(t: Any, state: State) -> Pending:
     t._state, t._plain, t._shown, t._leads, t._taken_from = state, None, None, False, None
     norm = state.norm
-    wait(norm.x, norm.weight, norm.bias, state.residual, state, (t,))
+    t._stands_for_view = norm.module.per_instance
+    wait(norm.x, norm.weight, norm.bias, state.residual, norm, (t,))
     t._is_placed()
     return t  # type: ignore[no-any-return]
 
@@ -178,8 +185,8 @@ def _placed(t: Any, state: State) -> Pending:
 def plain(t: Any, is_kept: bool = False, reader: str = "") -> Tensor:
     """The plain tensor that a pending one stands for. It is made once.
 
-    A caller under no_grad may be a custom function, whose node already leads to the pending tensor's node. So the plain
-    tensor then comes after the pending one in the graph.
+    A custom function has a node that already leads to the pending tensor's node. So where one may have the tensor, the
+    plain tensor comes after the pending one in the graph.
 
     Args:
         is_kept: whether ``reader``, the function that asks for the tensor, keeps it for backward anyway.
@@ -193,30 +200,30 @@ def plain(t: Any, is_kept: bool = False, reader: str = "") -> Tensor:
     moved = t._has_moved()
     if t._plain is not None and not moved:
         if t._is_left_behind():
-            # Under no_grad the caller may be a custom function, whose edges in the graph are already chosen.
-            if not torch.is_grad_enabled():
+            if _torch.in_custom_function():
                 raise RuntimeError(_LEFT_BEHIND)
-            t._follow()
+            t._follow(True)
         return t._plain
     state = t._state
-    if (
-        torch.is_grad_enabled()
-        and not moved
-        and t._shown is None
-        and state is not None
-        and not state.is_exposed
-        and state.has_its_residual()
-        and state.norm.is_unchanged()
-        and not state.norm.why_gone()
-        and _is_plain_surroundings()
-    ):
-        return _unfused(t, state, is_kept, reader)
-    else:
-        # The plain tensor gets a place in the graph even under no_grad.
-        with torch.inference_mode(False), torch.enable_grad():
-            t._plain = stand(t, (t._values(),))
-        t._leads = True
-        t._is_placed()
+    is_seen = not moved and t._shown is None and not _torch.in_custom_function()
+    # The plain tensor gets a place in the graph even under no_grad.
+    with torch.inference_mode(False), torch.enable_grad():
+        if (
+            is_seen
+            and state is not None
+            and state.has_its_residual()
+            and state.norm.is_unchanged()
+            and not state.norm.why_gone()
+            and _is_plain_surroundings()
+        ):
+            return _unfused(t, state, is_kept, reader)
+        values = stand(t, (t._values(),))
+        # Writing to a view is something else for hooks.
+        t._plain = values.view_as(values) if t._stands_for_view else values
+    t._leads = True
+    t._is_placed()
+    if is_seen:
+        t._follow(False)
     return t._plain
 
 
@@ -290,23 +297,24 @@ def _asked_of_graph(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """
 
     def in_graph(t: Pending) -> Tensor:
-        if t._taken_from is not None:
+        if t._taken_from is not None and not t._has_moved():
             raise RuntimeError(
                 f"inplace_abn: a gradient of the output of {t._taken_from}, or a hook on it, is asked for after "
                 "it was activated or added to in place, and it has no place in the graph any more. Ask before, "
                 "or leave this norm out of the conversion (filter_fn)"
             )
         values = plain(t)
-        return t if t._leads else values
+        first, last = (t, values) if t._leads else (values, t)
+        if func is Tensor.retain_grad:
+            # If the last one is written to, it has what is retained, and is the first one from then on.
+            with _torch.NoTorchFunction():
+                last.retain_grad()
+        return first
 
-    given = [*args]
     # The place in the graph matters for this argument only. For the other arguments the values matter.
     at = 1 if func is torch.autograd.grad else 0
-    given[at] = tree_map_only(Pending, in_graph, given[at])
-    given, kwargs = (
-        [given[at] if i == at else tree_map_only(Pending, plain, v) for i, v in enumerate(given)],
-        {name: tree_map_only(Pending, plain, value) for name, value in kwargs.items()},
-    )
+    given = [tree_map_only(Pending, in_graph if i == at else plain, argument) for i, argument in enumerate(args)]
+    kwargs = {name: tree_map_only(Pending, plain, value) for name, value in kwargs.items()}
     with _torch.NoTorchFunction():
         return func(*given, **kwargs)
 

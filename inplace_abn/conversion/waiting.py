@@ -12,9 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from inplace_abn import _torch, gradients, guard, ops
+from inplace_abn import _torch, guard, ops
 from inplace_abn.activations import ACTIVATIONS, take_back
-from inplace_abn.gradients import Needed, Saved
 from inplace_abn.kept import KeptABNFunction
 from inplace_abn.measuring import Observation
 from inplace_abn.settings import Settings
@@ -73,19 +72,13 @@ class Norm:
         """
         if _versions(self.weight, self.bias) != self._versions or _torch.top_saved_tensors_hooks(True) != self._hooks:
             return False
-        return self.has_its_place()
-
-    def has_its_place(self) -> bool:
         x = self.x
         requires_grad, node, number = self._edge
         return x.requires_grad == requires_grad and x.grad_fn is node and x.output_nr == number
 
-    def has_its_input(self) -> bool:
-        return (self.x._version, self.x.data_ptr()) == self._content
-
     def why_gone(self) -> str:
         """Why y cannot be computed again, in words; empty if it can."""
-        if not self.has_its_input():
+        if (self.x._version, self.x.data_ptr()) != self._content:
             return "the norm's input was modified since"
         # Sharded parameters are freed after the forward pass of their unit.
         versions = _versions(self.weight, self.bias)
@@ -93,46 +86,12 @@ class Norm:
             return "the norm's parameters were modified or freed since"
         return ""
 
-    def has_other_parameters(self) -> bool:
-        """Whether autograd would refuse the parameters as modified. They may have moved to other memory."""
-        versions = _versions(self.weight, self.bias)
-        return any(now[0] != then[0] for now, then in zip(versions, self._versions, strict=True))
-
     def native(self) -> Tensor:
-        """y as torch computes it from x, with a node that keeps x. Running statistics are not updated."""
+        """y as torch computes it from x, with a node that keeps x."""
         why = self.why_gone()
         if why:
             raise RuntimeError(_GONE.format(name=self.name, why=why))
-        return self._native(self.x, self.weight, self.bias)
-
-    def _native(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        s = self.settings
-        if s.group is not None:
-            y: Tensor = KeptABNFunction.apply(x, weight, bias, None, self.mean, self.var, s)
-            return y
-        if s.per_instance:
-            samples, channels = x.shape[:2]
-            folded = x.reshape(1, samples * channels, -1)
-            return F.batch_norm(folded, None, None, weight, bias, True, 0.0, s.eps).view(x.shape)
-        mean, var = (None, None) if s.training else (self.mean, self.var)
-        return F.batch_norm(x, mean, var, weight, bias, s.training, 0.0, s.eps)
-
-    def native_gradients(self, g: Tensor, needed: Sequence[bool]) -> list[Tensor | None]:
-        """The gradients of x, weight and bias from y's gradient, as torch computes them.
-
-        With ``create_graph=True`` they depend on x, weight and bias in the graph.
-        """
-        tensors = self.x, self.weight, self.bias
-        create_graph = torch.is_grad_enabled()
-        if not create_graph:
-            tensors = tuple(
-                None if t is None else t.detach().requires_grad_(need) for t, need in zip(tensors, needed, strict=True)
-            )  # type: ignore[assignment]
-        with torch.enable_grad():
-            y = self._native(*tensors)  # type: ignore[arg-type]
-            inputs = [t for t, need in zip(tensors, needed, strict=True) if need and t is not None]
-            found = iter(torch.autograd.grad(y, inputs, g, create_graph=create_graph) if inputs else ())
-        return [next(found) if need else None for need in needed]
+        return native(self.x, self.weight, self.bias, self.mean, self.var, self.settings)
 
     def is_trusted(self, activation: tuple[str, float], residual: Tensor | None) -> bool:
         """Whether the guard lets the node keep z instead of x, given what follows.
@@ -180,6 +139,21 @@ def is_known(module: Any, activation: tuple[str, float], with_residual: bool) ->
     return state.knows((*activation, with_residual))
 
 
+def native(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, var: Tensor, settings: Settings
+) -> Tensor:
+    """y as torch computes it from x. Running statistics are not updated."""
+    if settings.group is not None:
+        y: Tensor = KeptABNFunction.apply(x, weight, bias, None, mean, var, settings)
+        return y
+    if settings.per_instance:
+        samples, channels = x.shape[:2]
+        folded = x.reshape(1, samples * channels, -1)
+        return F.batch_norm(folded, None, None, weight, bias, True, 0.0, settings.eps).view(x.shape)
+    running_mean, running_var = (None, None) if settings.training else (mean, var)
+    return F.batch_norm(x, running_mean, running_var, weight, bias, settings.training, 0.0, settings.eps)
+
+
 def _versions(*tensors: Tensor | None) -> list[tuple[int, int, bool]]:
     """The version, the address and requires_grad of each tensor.
 
@@ -203,15 +177,6 @@ class State:
         self.residual = residual
         self.applied = applied
         """The activation whose result memory holds. It was applied in expectation, and nobody has asked for it yet."""
-        self.own: Tensor | None = None
-        """A copy of the values for the node alone.
-
-        It is made if the values were exposed and the norm's input is gone.
-        """
-        self.tells = True
-        """Whether the guard trusts that copy for recovering the norm's input."""
-        self.is_exposed = False
-        """Whether code that bypasses ``__torch_function__`` has seen the values."""
         self._version = memory._version
         self._residual_version = _versions(residual)
 
@@ -253,35 +218,29 @@ class State:
         return memory
 
     def expose(self) -> Tensor:
-        """The values, for code that bypasses ``__torch_function__``. That code may modify them.
-
-        Backward then uses the norm's input, as torch's does. If the input is gone, backward uses a copy of the values.
-        """
-        norm = self.norm
-        self.is_exposed = True
-        with torch.inference_mode(False), torch.no_grad():
-            if self.own is not None:
-                values = self.own.clone()
-            elif self.memory is not None and (norm.has_its_input() or self.has_its_residual()):
+        """The values, for code that bypasses ``__torch_function__``. That code may modify them."""
+        # Below autograd the values are no view, whatever torch's norm returns. Views must not become outputs of nodes.
+        with torch.inference_mode(False), torch.no_grad(), _torch.BelowAutograd():
+            if self.memory is not None:
                 values = self.take_back()
-            elif self.residual is None or self.has_its_residual():
-                values = norm.native()
+            else:
+                values = self.norm.native()
+                if not self.has_its_residual():
+                    raise RuntimeError(_GONE.format(name=self.norm.name, why="what was added to it was modified since"))
                 if self.residual is not None:
                     values = values + self.residual
-            else:
-                raise RuntimeError(_GONE.format(name=norm.name, why="what was added to it was modified since"))
-            if norm.has_its_input():
-                self.residual = None
-            elif self.own is None:
-                self.own, self.tells = values.clone(), norm.is_trusted(IDENTITY, self.residual)
         self.memory = None
-        norm.saw("plain")
-        norm.note("code outside of torch's functions", "its output is read where it cannot be seen what keeps it")
+        self.norm.saw("plain")
+        self.norm.note("code outside of torch's functions", "its output is read where it cannot be seen what keeps it")
         return values
 
 
 class WaitingFunction(torch.autograd.Function):
-    """The graph node of a pending tensor: the norm, and the addition, without activation."""
+    """The graph node of a pending tensor: the norm, and the addition, without activation.
+
+    It saves what torch's norm saves, when torch's norm saves it. So autograd notices modifications, and saved-tensor
+    hooks get x while the norm is called.
+    """
 
     @staticmethod
     def forward(
@@ -289,44 +248,37 @@ class WaitingFunction(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
         residual: Tensor | None,
-        state: State,
+        norm: Norm,
         pending: Sequence[Tensor],
     ) -> Tensor:
         return pending[0]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.state = inputs[4]
+        x, weight, bias, _, norm, _ = inputs
+        ctx.save_for_backward(x, weight)
+        ctx.bias_dtype, ctx.call = None if bias is None else bias.dtype, (norm.mean, norm.var, norm.settings)
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor | None) -> tuple[Tensor | None, ...]:
         if g is None:
             return (None,) * 6
-        state: State = ctx.state
-        if state.memory is not None:
-            state.expose()
-        norm = state.norm
-        if norm.has_other_parameters() or not (norm.has_its_input() or (state.own is not None and state.tells)):
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-                f"parameter, or the input, of {norm.name}"
-            )
+        x, weight = ctx.saved_tensors
+        # The value of the bias does not matter, so torch's norm does not save it either.
+        bias = None if ctx.bias_dtype is None else torch.zeros_like(ctx.call[1], dtype=ctx.bias_dtype)
+        tensors: list[Tensor | None] = [x, weight, bias]
         needed: tuple[bool, ...] = ctx.needs_input_grad
-        if torch.is_grad_enabled() and not norm.has_its_place():
-            raise RuntimeError(f"inplace_abn: the input of {norm.name} was modified before create_graph=True")
-        found: Sequence[Tensor | None]
-        if state.own is None:
-            found = norm.native_gradients(g, needed[:3])
-        elif torch.is_grad_enabled():
-            saved = Saved(state.own, norm.weight, norm.bias, state.residual, norm.var)
-            found = gradients.differentiable(saved, g, gradients.input_edge(norm.x), norm.settings)
-        else:
-            saved = Saved(state.own, norm.weight, norm.bias, state.residual, norm.var)
-            found = gradients.gradients(
-                Needed(needed[0], needed[1], needed[2], False), saved, g, False, False, norm.settings
-            )
-        return *found[:3], g if needed[3] else None, None, None
+        create_graph = torch.is_grad_enabled()
+        for i, t in enumerate(tensors):
+            if t is not None and needed[i] and not (create_graph and t.requires_grad):
+                tensors[i] = t.detach().requires_grad_()
+        with torch.enable_grad():
+            y = native(*tensors, *ctx.call)  # type: ignore[arg-type]
+            inputs = [t for t, need in zip(tensors, needed, strict=False) if need and t is not None]
+            found = iter(torch.autograd.grad(y, inputs, g, create_graph=create_graph) if inputs else ())
+        gradients = [next(found) if need else None for need in needed[:3]]
+        return *gradients, g if needed[3] else None, None, None
 
 
 class StandsForFunction(torch.autograd.Function):
@@ -345,6 +297,26 @@ class StandsForFunction(torch.autograd.Function):
         return g, None
 
 
+class FollowsFunction(torch.autograd.Function):
+    """Places a tensor after another one in the graph, as if it had been written to in place.
+
+    So torch moves what belongs to the tensor and not to its place, such as ``retain_grad``.
+    """
+
+    @staticmethod
+    def forward(before: Tensor, after: Tensor) -> Tensor:
+        return after
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.mark_dirty(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        return g, None
+
+
 # As in autograd.py, this is ``apply`` without the binding of default arguments.
 wait = super(torch.autograd.Function, WaitingFunction).apply
 stand = super(torch.autograd.Function, StandsForFunction).apply
+follow = super(torch.autograd.Function, FollowsFunction).apply

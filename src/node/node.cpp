@@ -210,11 +210,11 @@ variable_list saved_variables(const AutogradContext* ctx) {
     return ctx->get_saved_variables();
   } catch (const c10::Error& error) {
     const std::string message = error.what();
-    TORCH_CHECK(message.find("modified by an inplace operation") == std::string::npos ||
-                    message.find("InPlaceABNFunction") == std::string::npos,
-                "inplace_abn: the output of an in-place ABN has been modified in place, but its backward needs it. "
-                "Replace that operation by one out of place (z = z + y for z += y), use ABN, or leave the norm out of "
-                "the conversion (filter_fn)");
+    const bool is_output = message.find("InPlaceABNFunction") != std::string::npos;
+    TORCH_CHECK(message.find("modified by an inplace operation") == std::string::npos, "inplace_abn: the ",
+                is_output ? "output" : "residual",
+                " of an in-place ABN has been modified in place, but its backward needs it. Replace that operation by "
+                "one out of place (z = z + y for z += y), use ABN, or leave the norm out of the conversion (filter_fn)");
     throw;
   }
 }

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from ranks import on_each_rank
 from torch import nn
 
-from inplace_abn import convert, distributed, guard
+from inplace_abn import active_group, convert, distributed, guard, set_active_group
 from inplace_abn.conversion.norms import InPlaceNorm
 
 
@@ -27,6 +27,25 @@ class Net(nn.Module):
         z = self.bn2(self.conv2(h))
         z += h
         return torch.tanh(self.last(nn.functional.silu(z)))
+
+
+@pytest.mark.parametrize("kind", ["sync=True", "SyncBatchNorm"])
+@on_each_rank(3)
+def test_converted_norms_synchronise_in_the_active_group(kind):
+    """set_active_group passed converted norms by, so they went on with the default group."""
+    guard.generation = 0
+    torch.manual_seed(0)
+    net = Net(0.7).double()
+    shared = copy.deepcopy(net)
+    if kind == "SyncBatchNorm":
+        shared = nn.SyncBatchNorm.convert_sync_batchnorm(shared)
+    convert(shared, sync=kind == "sync=True")
+    rank, x = dist.get_rank(), torch.randn(6, 3, 6, 5, dtype=torch.float64)
+    for members in ([0, 1], [0, 1, 2], None):
+        set_active_group(shared, None if members is None else active_group(rank in members))
+        together = [0, 1, 2] if members is None else members if rank in members else [rank]
+        expected = net(torch.cat([x.chunk(3)[i] for i in together])).chunk(len(together))[together.index(rank)]
+        torch.testing.assert_close(shared(x.chunk(3)[rank]), expected)
 
 
 @pytest.mark.parametrize("kind", ["sync=True", "SyncBatchNorm"])
