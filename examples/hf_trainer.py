@@ -20,7 +20,6 @@ It prints:
 from __future__ import annotations
 
 import argparse
-import copy
 import tempfile
 
 import torch
@@ -28,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import inplace_abn
-from inplace_abn.memory import measure
+from inplace_abn.memory import memory_report
 
 
 def network() -> nn.Module:
@@ -71,11 +70,10 @@ def main() -> None:
     train_set, eval_set = Stripes(256, seed=0), Stripes(64, seed=1)
     native = network()
     images = train_set.images[: args.batch]
-    plan = inplace_abn.analyze(native, pixel_values=images)
-    model = inplace_abn.convert(copy.deepcopy(native), plan)
-    print(f"{len(plan.convertible) + len(plan.residuals)} of {len(plan.layers)} norms in place")
-    # A step changes the running statistics, so copies are measured.
-    held = [measure(copy.deepcopy(m), pixel_values=images).held / 2**20 for m in (native, model)]
+    report = memory_report(native, pixel_values=images)
+    model = inplace_abn.convert(native)
+    print(f"{len(report.norms.in_place)} of {len(report.norms.layers)} norms in place")
+    held = [usage.held / 2**20 for usage in (report.before, report.after)]
     print(f"held for backward: {held[0]:.1f} MiB native, {held[1]:.1f} MiB converted")
     with tempfile.TemporaryDirectory() as folder:
         settings = TrainingArguments(

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 import inplace_abn
-from inplace_abn.memory import measure
+from inplace_abn.memory import memory_report
 
 
 def network(activation: str) -> nn.Module:
@@ -70,11 +70,11 @@ def main() -> None:
     torch.manual_seed(0)
     native = network(args.act)
     x, _ = patches(2, args.size, torch.Generator().manual_seed(0))
-    plan = inplace_abn.analyze(native, x)
-    converted = inplace_abn.convert(copy.deepcopy(native), plan)
-    print(f"{len(plan.convertible) + len(plan.residuals)} of {len(plan.layers)} norms in place")
-    for name, model in (("native", native), ("converted", converted)):
-        usage = measure(model, x)
+    report = memory_report(native, x)
+    converted = inplace_abn.convert(copy.deepcopy(native))
+    print(f"{len(report.norms.in_place)} of {len(report.norms.layers)} norms in place")
+    results = (("native", native, report.before), ("converted", converted, report.after))
+    for name, model, usage in results:
         print(f"{name}: {usage.held / 2**20:.1f} MiB held, {usage.peak / 2**20:.1f} MiB at the peak of a step")
         losses = train(model, args.steps, args.size)
         print(f"  loss {losses[0]:.4f} at first, {losses[-1]:.4f} at last")

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import inplace_abn
-from inplace_abn.memory import measure
+from inplace_abn.memory import memory_report
 
 if importlib.util.find_spec("nnunetv2") is not None:
     from nnunetv2.training.nnUNetTrainer.nnUNetTrainer import nnUNetTrainer
@@ -48,8 +48,7 @@ if importlib.util.find_spec("nnunetv2") is not None:
             network = nnUNetTrainer.build_network_architecture(
                 plans_manager, configuration_manager, num_input_channels, num_output_channels, enable_deep_supervision
             )
-            # The analysis needs the shape, dtype and device of this example, but not its values.
-            return inplace_abn.convert(network, torch.empty(2, num_input_channels, *configuration_manager.patch_size))
+            return inplace_abn.convert(network)
 
         def _do_i_compile(self) -> bool:
             """Turns torch.compile off, because compiled instance norms do what torch's do and save no memory."""
@@ -122,11 +121,11 @@ def main() -> None:
     torch.manual_seed(0)
     native = network(args.width)
     x, _ = patches(2, args.size, torch.Generator().manual_seed(0))
-    plan = inplace_abn.analyze(native, x)
-    converted = inplace_abn.convert(copy.deepcopy(native), plan)
-    print(f"{len(plan.convertible) + len(plan.residuals)} of {len(plan.layers)} norms in place")
-    for name, model in (("native", native), ("converted", converted)):
-        usage = measure(model, x)
+    report = memory_report(native, x)
+    converted = inplace_abn.convert(copy.deepcopy(native))
+    print(f"{len(report.norms.in_place)} of {len(report.norms.layers)} norms in place")
+    results = (("native", native, report.before), ("converted", converted, report.after))
+    for name, model, usage in results:
         print(f"{name}: {usage.held / 2**20:.1f} MiB held, {usage.peak / 2**20:.1f} MiB at the peak of a step")
         losses = train(model, args.steps, args.size)
         print(f"  loss {losses[0]:.4f} at first, {losses[-1]:.4f} at last")

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 import inplace_abn
-from inplace_abn.memory import measure
+from inplace_abn.memory import memory_report
 
 
 def network(encoder: str) -> nn.Module:
@@ -91,12 +91,11 @@ def main() -> None:
     torch.manual_seed(0)
     native = network(args.encoder)
     images, _ = shapes(args.batch, args.size, torch.Generator().manual_seed(0))
-    plan = inplace_abn.analyze(native, images)
-    converted = inplace_abn.convert(copy.deepcopy(native), plan)
-    print(f"{len(plan.convertible) + len(plan.residuals)} of {len(plan.layers)} norms in place")
-    for name, model in (("native", native), ("converted", converted)):
-        # A step changes the running statistics, so a copy is measured.
-        usage = measure(copy.deepcopy(model), images)
+    report = memory_report(native, images)
+    converted = inplace_abn.convert(copy.deepcopy(native))
+    print(f"{len(report.norms.in_place)} of {len(report.norms.layers)} norms in place")
+    results = (("native", native, report.before), ("converted", converted, report.after))
+    for name, model, usage in results:
         print(f"{name}: {usage.held / 2**20:.1f} MiB held, {usage.peak / 2**20:.1f} MiB at the peak of a step")
         losses = train(model, args.steps, args.batch, args.size)
         iou = intersection_over_union(model, args.size)

@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import inplace_abn
-from inplace_abn.memory import measure
+from inplace_abn.memory import memory_report
 
 
 def network(name: str) -> nn.Module:
@@ -96,14 +96,11 @@ def main() -> None:
     for seed in range(args.seeds):
         torch.manual_seed(seed)
         native = network(args.model)
-        plan = inplace_abn.analyze(native, images[: args.batch])
-        converted = inplace_abn.convert(copy.deepcopy(native), plan)
+        converted = inplace_abn.convert(copy.deepcopy(native))
         if seed == 0:
-            in_place = len(plan.convertible) + len(plan.residuals)
-            print(f"{args.model}: {in_place} of {len(plan.layers)} norms in place")
-            for name, model in (("native", native), ("converted", converted)):
-                # A step changes the running statistics, so copies are measured.
-                usage = measure(copy.deepcopy(model), images[: args.batch])
+            report = memory_report(native, images[: args.batch])
+            print(f"{args.model}: {len(report.norms.in_place)} of {len(report.norms.layers)} norms in place")
+            for name, usage in (("native", report.before), ("converted", report.after)):
                 print(f"{name}: {usage.held / 2**20:.1f} MiB held, {usage.peak / 2**20:.1f} MiB at the peak of a step")
         for name, model in (("native", native), ("converted", converted)):
             curves[name].append(train(model, images, labels, args.steps, args.batch, seed))

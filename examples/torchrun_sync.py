@@ -22,7 +22,6 @@ The example computes in float64 and prints the losses of the first and last step
 from __future__ import annotations
 
 import argparse
-import copy
 import os
 import tempfile
 from collections.abc import Callable
@@ -43,16 +42,17 @@ def network(norm: Callable[[int], nn.Module]) -> nn.Module:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 4)).double()
 
 
-def built() -> nn.Module:
-    return network(lambda channels: inplace_abn.InPlaceABNSync(channels, activation="silu"))
+def built(synchronised: bool) -> nn.Module:
+    norm = inplace_abn.InPlaceABNSync if synchronised else inplace_abn.InPlaceABN
+    return network(lambda channels: norm(channels, activation="silu"))
 
 
-def standard() -> nn.Module:
+def standard(synchronised: bool = False) -> nn.Module:
     return network(lambda channels: nn.Sequential(nn.BatchNorm2d(channels), nn.SiLU()))
 
 
-def converted() -> nn.Module:
-    return inplace_abn.convert(standard(), sync=True)
+def converted(synchronised: bool) -> nn.Module:
+    return inplace_abn.convert(standard(), sync=synchronised)
 
 
 def batch(step: int, size: int) -> tuple[Tensor, Tensor]:
@@ -94,8 +94,8 @@ def work(args: argparse.Namespace) -> None:
     nets = {"InPlaceABNSync": built, "convert(sync=True)": converted, "not synchronised": standard}
     for name, make in nets.items():
         torch.manual_seed(0)
-        model = make()
-        alone = inplace_abn.convert_sync(copy.deepcopy(model), sync=False)
+        model, alone = make(True), make(False)
+        alone.load_state_dict(model.state_dict())
         losses = train(DistributedDataParallel(model), args.steps, args.batch, shares)
         if dist.get_rank() != 0:
             continue

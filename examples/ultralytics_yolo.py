@@ -21,7 +21,6 @@ Both runs start from the same weights and see the same batches. The example prin
 from __future__ import annotations
 
 import argparse
-import copy
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ import torch
 from torch import nn
 
 import inplace_abn
-from inplace_abn.memory import measure
+from inplace_abn.memory import memory_report
 
 
 def write_data(folder: Path, count: int, size: int) -> Path:
@@ -56,9 +55,7 @@ def write_data(folder: Path, count: int, size: int) -> Path:
 
 def convert_model(trainer: Any) -> None:
     """The callback for ``on_pretrain_routine_end``."""
-    size = trainer.args.imgsz
-    # The analysis needs the shape, dtype and device of this example, but not its values.
-    inplace_abn.convert(trainer.model, torch.empty(2, 3, size, size, device=trainer.device))
+    inplace_abn.convert(trainer.model)
 
 
 def train(
@@ -106,8 +103,8 @@ def main() -> None:
     args = parser.parse_args()
     images = torch.randn(args.batch, 3, args.size, args.size)
     native = YOLO("yolo11n.yaml").model
-    report = [measure(m, images) for m in (native, inplace_abn.convert(copy.deepcopy(native), images))]
-    for name, usage in zip(("native", "converted"), report, strict=True):
+    report = memory_report(native, images)
+    for name, usage in (("native", report.before), ("converted", report.after)):
         print(f"{name}: {usage.held / 2**20:.1f} MiB held, {usage.peak / 2**20:.1f} MiB at the peak of a step")
     with tempfile.TemporaryDirectory() as path:
         data = write_data(Path(path) / "data", args.images, args.size)

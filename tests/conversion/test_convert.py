@@ -226,10 +226,10 @@ def test_a_filter_chooses_and_one_line_tells(logged):
     convert(nn.Sequential(nn.BatchNorm2d(3), nn.GroupNorm(1, 3), nn.LayerNorm(3), nn.LayerNorm(4)))
     convert(nn.Sequential(nn.ReLU()))
     assert [record.getMessage() for record in records] == [
-        "4 of 10 norms were converted",
-        "6 of 6 norms were converted, 4 are converted already",
+        "converted 4 of 10 norms",
+        "converted 6 of 6 norms, 4 are converted already",
         "10 norms are converted already",
-        "1 of 1 norms were converted; not supported: 1 GroupNorm, 2 LayerNorm",
+        "converted 1 of 1 norms; not supported: 1 GroupNorm, 2 LayerNorm",
         "no norms to convert",
     ]
 
