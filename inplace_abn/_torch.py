@@ -68,6 +68,12 @@ is_zero_tensor = Tensor._is_zerotensor
 # The saved-tensor hooks that are set. They may keep a saved tensor, or replace it.
 top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
+
+def are_of_checkpoint(hooks: tuple[Any, Any]) -> bool:
+    """Whether saved-tensor hooks are those of torch's checkpoints, which save nothing and compute a call again."""
+    return bool(hooks[0].__module__ == torch.utils.checkpoint.__name__)
+
+
 # The number of active dispatch modes. It is zero in almost every call, and then no mode needs to be looked at.
 count_dispatch_modes = torch._C._len_torch_dispatch_stack
 

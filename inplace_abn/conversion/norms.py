@@ -98,10 +98,10 @@ class InPlaceNorm(guard.Guarded):
             mean = statistics[0]
         elif not training:
             mean = module.running_mean.clone()
-        var = writing.written(data, memory, operands, settings.activating(applied), True, statistics)
+        values = writing.written(data, memory, operands, settings.activating(applied), True, statistics)
         if settings.per_instance:
             take_means(of_module, operands, samples)
-        norm = Norm(self, x, operands.weight, operands.bias, mean, var, settings, overwritten, observation, decisive)
+        norm = Norm(self, x, operands.weight, operands.bias, mean, values, settings, overwritten, observation, decisive)
         return pending(norm, memory, None, applied)
 
     def _compiled(self, x: Tensor) -> Tensor | None:

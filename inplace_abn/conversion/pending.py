@@ -273,7 +273,9 @@ def _attached(state: State, activation: tuple[str, float], stand_in: Tensor | No
     settings = norm.settings.activating(activation)
     assert norm.x is not None
     with _torch.NoTorchFunction() if norm.overwritten else nullcontext():
-        z = functions.attached(norm.x, memory, Operands(norm.weight, norm.bias, residual), norm.var, settings, stand_in)
+        z = functions.attached(
+            norm.x, memory, Operands(norm.weight, norm.bias, residual), norm.values, settings, stand_in
+        )
     state.memory = None
     if norm.overwritten:
         # x has the same memory, and the result must be its only holder.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from inplace_abn import _torch, gradients, guard, ops
 from inplace_abn.activations import ACTIVATIONS, take_back
-from inplace_abn.gradients import Needed, Saved
+from inplace_abn.gradients import Edges, Needed, Values, parameter_edge, placed
 from inplace_abn.kept import KeptABNFunction
 from inplace_abn.measuring import Observation
 from inplace_abn.settings import Settings
@@ -38,16 +38,17 @@ class Norm:
         weight: Tensor | None,
         bias: Tensor | None,
         mean: Tensor | None,
-        var: Tensor,
+        values: Values,
         settings: Settings,
         overwritten: bool,
         observation: Observation | None,
         decisive: bool,
     ) -> None:
         self.module, self.weight, self.bias = module, weight, bias
-        self.mean, self.var, self.settings = mean, var, settings
+        self.mean, self.values, self.settings = mean, values, settings
         self.overwritten, self.observation, self.decisive = overwritten, observation, decisive
         self.x: Tensor | None = x
+        self.edges = Edges(None, parameter_edge(weight, values.weight), parameter_edge(bias, values.bias))
         self._edge = (x.requires_grad, x.grad_fn, x.output_nr)
         self._content = x._version, x.data_ptr()
         self._versions = _versions(weight, bias)
@@ -105,11 +106,6 @@ class Norm:
             return "the norm's parameters were modified or freed since"
         return ""
 
-    def has_other_parameters(self) -> bool:
-        """Whether autograd would refuse the parameters as modified. They may have moved to other memory."""
-        versions = _versions(self.weight, self.bias)
-        return any(now[0] != then[0] for now, then in zip(versions, self._versions, strict=True))
-
     def native(self) -> Tensor:
         """y as torch computes it from x, with a node that keeps x. Running statistics are not updated."""
         why = self.why_gone()
@@ -121,13 +117,13 @@ class Norm:
     def _native(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         s = self.settings
         if s.group is not None:
-            y: Tensor = KeptABNFunction.apply(x, weight, bias, None, self.mean, self.var, s)
+            y: Tensor = KeptABNFunction.apply(x, weight, bias, None, self.mean, self.values.var, s)
             return y
         if s.per_instance:
             samples, channels = x.shape[:2]
             folded = x.reshape(1, samples * channels, -1)
             return F.batch_norm(folded, None, None, weight, bias, True, 0.0, s.eps).view(x.shape)
-        mean, var = (None, None) if s.training else (self.mean, self.var)
+        mean, var = (None, None) if s.training else (self.mean, self.values.var)
         return F.batch_norm(x, mean, var, weight, bias, s.training, 0.0, s.eps)
 
     def native_gradients(self, g: Tensor, needed: Sequence[bool]) -> list[Tensor | None]:
@@ -135,8 +131,9 @@ class Norm:
 
         With ``create_graph=True`` they depend on x, weight and bias in the graph.
         """
-        tensors = self.x, self.weight, self.bias
+        (weight, bias, _), edges = self.values, self.edges
         create_graph = torch.is_grad_enabled()
+        tensors = self.x, placed(weight, edges.weight), placed(bias, edges.bias)
         if not create_graph:
             tensors = tuple(
                 None if t is None else t.detach().requires_grad_(need) for t, need in zip(tensors, needed, strict=True)
@@ -316,10 +313,10 @@ class WaitingFunction(torch.autograd.Function):
         if state.memory is not None:
             state.expose()
         norm = state.norm
-        if norm.has_other_parameters() or not (norm.has_its_input() or (state.own is not None and state.tells)):
+        if not (norm.has_its_input() or (state.own is not None and state.tells)):
             raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-                f"parameter, or the input, of {norm.name}"
+                "one of the variables needed for gradient computation has been modified by an inplace operation: the "
+                f"input of {norm.name}"
             )
         needed: tuple[bool, ...] = ctx.needs_input_grad
         if torch.is_grad_enabled() and not norm.has_its_place():
@@ -327,17 +324,16 @@ class WaitingFunction(torch.autograd.Function):
         found: Sequence[Tensor | None]
         if state.own is None:
             found = norm.native_gradients(g, needed[:3])
-        elif torch.is_grad_enabled():
-            saved = Saved(state.own, norm.weight, norm.bias, state.residual, norm.var)
-            assert norm.x is not None
-            with _torch.NoTorchFunction():
-                edge = gradients.input_edge(norm.x)
-            found = gradients.differentiable(saved, g, edge, norm.settings)
         else:
-            saved = Saved(state.own, norm.weight, norm.bias, state.residual, norm.var)
-            found = gradients.gradients(
-                Needed(needed[0], needed[1], needed[2], False), saved, g, False, False, norm.settings
-            )
+            saved = norm.values.saved(state.own, state.residual)
+            if torch.is_grad_enabled():
+                assert norm.x is not None
+                with _torch.NoTorchFunction():
+                    edges = norm.edges._replace(x=gradients.input_edge(norm.x))
+                found = gradients.differentiable(saved, g, edges, norm.settings)
+            else:
+                need = Needed(needed[0], needed[1], needed[2], False)
+                found = gradients.gradients(need, saved, g, False, False, norm.settings)
         return *found[:3], g if needed[3] else None, None, None
 
 
