@@ -68,6 +68,12 @@ is_zero_tensor = Tensor._is_zerotensor
 # The saved-tensor hooks that are set. They may keep a saved tensor, or replace it.
 top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
+
+def are_of_checkpoint(hooks: tuple[Any, Any]) -> bool:
+    """Whether saved-tensor hooks are those of torch's checkpoints, which save nothing and compute a call again."""
+    return bool(hooks[0].__module__ == torch.utils.checkpoint.__name__)
+
+
 # The active dispatch modes, the innermost last.
 dispatch_modes: Callable[[], list[Any]] = torch.utils._python_dispatch._get_current_dispatch_mode_stack
 

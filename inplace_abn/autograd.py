@@ -6,42 +6,147 @@ The op runs before its node is made, so that an op that fails leaves no trace in
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from inplace_abn import _torch, gradients, ownership
-from inplace_abn.activations import name_of
-from inplace_abn.gradients import Needed, Saved
-from inplace_abn.settings import Settings
+from inplace_abn.activations import bits, name_of
+from inplace_abn.gradients import Edges, Needed, Saved, Values, parameter_edge
+from inplace_abn.settings import Operands, Settings
 
 
-class _Hidden:
-    """Wraps a tensor, so that autograd does not take it for an input."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-
-class _Watch:
+class _Versions:
     """Tells whether a tensor was written to, without holding its memory."""
 
     def __init__(self, t: Tensor) -> None:
         # A detached tensor shares the version counter, even after its memory is replaced.
         self._counter = t.detach()
         self._counter.data = t.new_empty(0)
-        self.version = 0
+        self.first = 0
 
     def start(self) -> None:
-        self.version = self._counter._version
+        self.first = self._counter._version
 
     def is_modified(self) -> bool:
-        return self._counter._version != self.version
+        return self._counter._version != self.first
+
+
+class _Aliased:
+    """Tells whether z was written to while backward knows it by an alias, which has a version of its own.
+
+    An alias that has become a copy has other memory.
+    """
+
+    def __init__(self, z: Tensor, alias: Tensor) -> None:
+        self._versions, self._memory = _Versions(z), alias.data_ptr()
+
+    def start(self) -> None:
+        self._versions.start()
+
+    def check(self, saved: Saved) -> None:
+        """Raises RuntimeError if z was modified in place."""
+        if self._versions.is_modified() and saved.z.data_ptr() == self._memory:
+            raise RuntimeError(_MODIFIED.format("output"))
+
+
+class _Hooked:
+    """Tells whether saved-tensor hooks give back what they were given. Autograd does not look at that.
+
+    Tags do not survive a cast, so all saved tensors must come back bit for bit. Hooks of checkpoints compute the call
+    again instead, and what they give back belongs together, but need not be the same: dropout may draw other numbers.
+    """
+
+    def __init__(self, saved: Saved, hooks: tuple[Any, Any]) -> None:
+        self._names = " and ".join(f"{hook.__module__}.{_qualified(hook)}" for hook in hooks)
+        compares = not _torch.are_of_checkpoint(hooks) and _is_comparable(saved.z)
+        self._checksum = _checksum(saved) if compares else None
+        self._kinds = _kinds(saved)
+        self._versions = _Versions(saved.z)
+
+    def start(self) -> None:
+        self._versions.start()
+
+    def check(self, saved: Saved) -> None:
+        """Raises RuntimeError if z was modified in place, or if the hooks gave back other bits.
+
+        A modification is no error if the hooks return a copy that was made before it. On CUDA the host waits for the
+        comparison.
+        """
+        if self._versions.is_modified() and saved.z._version > self._versions.first:
+            raise RuntimeError(_MODIFIED.format("output"))
+        if self._checksum is not None and not (
+            _kinds(saved) == self._kinds and torch.equal(_checksum(saved), self._checksum)
+        ):
+            raise RuntimeError(
+                f"inplace_abn: the saved-tensor hooks {self._names} gave back other values than they were given. An "
+                "in-place ABN recovers its input from the last bits of its output, so hooks must give back every bit. "
+                "Leave its saved tensors out of these hooks, or use ABN, or leave the norm out of the conversion "
+                "(filter_fn)"
+            )
+
+
+_MODIFIED = (
+    "inplace_abn: the {} of an in-place ABN has been modified in place, but its backward needs it. Replace that "
+    "operation by one out of place (z = z + y for z += y), use ABN, or leave the norm out of the conversion (filter_fn)"
+)
+
+
+def _qualified(hook: Any) -> str:
+    name: str = getattr(hook, "__qualname__", type(hook).__qualname__)
+    return name
+
+
+def _is_comparable(z: Tensor) -> bool:
+    """Whether z has values that the host may wait for."""
+    return type(z) is Tensor and not z.is_meta and not (z.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def _kinds(saved: Saved) -> list[Any]:
+    return [None if t is None else (t.dtype, t.shape, t.device) for t in saved]
+
+
+def _checksum(saved: Saved) -> Tensor:
+    """The sums of all bits per channel, which are the same in any layout. They need no memory of z's size."""
+    sums = []
+    for t in saved:
+        if t is not None:
+            values = bits(t.detach())
+            sums.append(values if t.dim() == 1 else values.sum([0, *range(2, t.dim())], dtype=values.dtype))
+    return torch.cat(sums)
+
+
+class _Call:
+    """What autograd may not see of a call. The node keeps parts of it only: it would otherwise hold its own output."""
+
+    def __init__(
+        self,
+        z: Tensor,
+        operands: Sequence[Tensor | None],
+        values: Values,
+        settings: Settings,
+        edge: Tensor | None,
+        written: Tensor | None = None,
+        stand_in: Tensor | None = None,
+        saved: Tensor | None = None,
+    ) -> None:
+        weight, bias, residual = operands
+        self.settings, self.written, self.stand_in, self.saved = settings, written, stand_in, saved
+        # Parameters that stand for themselves are saved with their places in the graph.
+        self.copies = None if values.weight is weight and values.bias is bias else values[:2]
+        self.edges = Edges(edge, parameter_edge(weight, values.weight), parameter_edge(bias, values.bias))
+        hooks = _torch.top_saved_tensors_hooks(True)
+        self.hooked: _Hooked | _Aliased | None = None
+        if hooks is not None:
+            self.hooked = _Hooked(values.saved(z if saved is None else saved, residual), hooks)
+        elif saved is not None:
+            self.hooked = _Aliased(z, saved)
 
 
 class InPlaceABNFunction(torch.autograd.Function):
-    """The node of z, which is x after the op has overwritten it, or ``written`` if the op wrote elsewhere."""
+    """The node of z, which is x after the op has overwritten it, or ``call.written`` if the op wrote elsewhere."""
 
     @staticmethod
     def forward(
@@ -50,40 +155,37 @@ class InPlaceABNFunction(torch.autograd.Function):
         bias: Tensor | None,
         residual: Tensor | None,
         var: Tensor,
-        settings: Settings,
-        edge: _Hidden | Tensor | None,
-        watch: _Watch | None,
-        written: _Hidden | None,
-        stand_in: _Hidden | None,
-        saved: _Hidden | None,
+        edge: Tensor | None,
+        call: _Call,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        z = x if written is None else written.tensor
-        return z if stand_in is None else (z, stand_in.tensor)
+        z = x if call.written is None else call.written
+        return z if call.stand_in is None else (z, call.stand_in)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor | tuple[Tensor, Tensor]) -> None:
-        x, *others, ctx.settings, ctx.edge, ctx.watch, written, _, saved = inputs
-        ctx.of_view = written is None and _torch.is_view(x)
-        if written is None:
+        x, weight, bias, residual, var, edge, call = inputs
+        ctx.settings, ctx.hooked, ctx.edges = call.settings, call.hooked, call.edges if edge is None else Edges(edge)
+        ctx.of_view = call.written is None and _torch.is_view(x)
+        if call.written is None:
             ctx.mark_dirty(x)
         ctx.set_materialize_grads(False)
         z = output if isinstance(output, Tensor) else output[0]
-        ctx.alias = None if saved is None else saved.tensor.data_ptr()
-        ctx.save_for_backward(z if saved is None else saved.tensor, *others)
+        ctx.is_alias = call.saved is not None
+        ctx.save_for_backward(z if call.saved is None else call.saved, *(call.copies or (weight, bias)), residual, var)
 
     @staticmethod
     def backward(ctx: Any, dz: Tensor | None, of_stand_in: Tensor | None = None) -> tuple[Tensor | None, ...]:
         if of_stand_in is not None:
             dz = of_stand_in if dz is None else dz + of_stand_in
         if dz is None:
-            return (None,) * 11
+            return (None,) * 7
         if _torch.is_batched(dz):
             raise RuntimeError("inplace_abn: gradients in batches are not supported. Use ABN, which works out of place")
         settings: Settings = ctx.settings
         need = Needed(*ctx.needs_input_grad[:4])
         # Compiled code is functional. The compiler reuses memory, so nothing is reused here.
         if torch.compiler.is_compiling():
-            return *gradients.gradients(need, Saved(*ctx.saved_tensors), dz, False, False, settings), *(None,) * 7
+            return *gradients.gradients(need, Saved(*ctx.saved_tensors), dz, False, False, settings), *(None,) * 3
         # Only the engine passes gradients that nobody else holds. Other callers hold theirs, and may call again. If x
         # is a view, the engine runs the CopySlices node of its base, and that node calls this one.
         node = _torch.current_node()
@@ -91,15 +193,14 @@ class InPlaceABNFunction(torch.autograd.Function):
         own_dz = by_engine and of_stand_in is None and ownership.owns_gradient(dz, sys.getrefcount(dz))
         saved = _unpacked(ctx)
         if torch.is_grad_enabled():
-            edge = ctx.edge.tensor if isinstance(ctx.edge, _Hidden) else ctx.edge
-            return *gradients.differentiable(saved, dz, edge, settings), *(None,) * 7
+            return *gradients.differentiable(saved, dz, ctx.edges, settings), *(None,) * 3
         z = saved.z
         own_dz = own_dz and z.stride() == dz.stride()
         # Counts of holders are those of an output. They do not tell who else holds an alias.
-        own_z = by_engine and ctx.alias is None and not _is_hooked(ctx) and ownership.owns_output(z)
+        own_z = by_engine and not ctx.is_alias and not _is_hooked(ctx) and ownership.owns_output(z)
         # The tensor z is part of the graph. A gradient that takes its memory must be another tensor.
         saved = saved._replace(z=z.detach())
-        return *gradients.gradients(need, saved, dz, own_z, own_dz, settings), *(None,) * 7
+        return *gradients.gradients(need, saved, dz, own_z, own_dz, settings), *(None,) * 3
 
 
 # This is `torch.autograd.Function.apply` without its binding of default arguments, which takes longer than the rest of
@@ -115,30 +216,19 @@ def _is_hooked(ctx: Any) -> bool:
 def _unpacked(ctx: Any) -> Saved:
     """The saved tensors.
 
-    Under saved-tensor hooks autograd does not notice that the output was modified in place. The watch does. A
-    modification is no error if the hooks return a copy that was made before it.
-
     Raises:
-        RuntimeError: the output, or the residual, was modified in place.
+        RuntimeError: the output was modified in place, or saved-tensor hooks gave back something else.
     """
-    modified = (
-        "inplace_abn: the {} of an in-place ABN has been modified in place, but its backward needs it. "
-        "Replace that operation by one out of place (z = z + y for z += y), use ABN, or leave the norm out of the "
-        "conversion (filter_fn)"
-    )
     try:
         saved = Saved(*ctx.saved_tensors)
     except RuntimeError as error:
         text = str(error)
         if "modified by an inplace operation" in text:
-            raise RuntimeError(modified.format("output" if "InPlaceABNFunction" in text else "residual")) from error
+            raise RuntimeError(_MODIFIED.format("output" if "InPlaceABNFunction" in text else "residual")) from error
         raise
-    watch: _Watch | None = ctx.watch
-    if watch is not None and watch.is_modified():
-        # An alias has a version of its own, and other memory once it is a copy.
-        was_seen = saved.z._version > watch.version if ctx.alias is None else saved.z.data_ptr() == ctx.alias
-        if was_seen:
-            raise RuntimeError(modified.format("output"))
+    hooked: _Hooked | _Aliased | None = ctx.hooked
+    if hooked is not None:
+        hooked.check(saved)
     return saved
 
 
@@ -174,33 +264,24 @@ class TracedABNFunction(torch.autograd.Function):
         return dx, None, *others, None, None
 
 
-def overwritten(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    var: Tensor,
-    settings: Settings,
-    edge: Tensor | None,
-) -> Tensor:
+def overwritten(x: Tensor, operands: Operands, values: Values, settings: Settings, edge: Tensor | None) -> Tensor:
     """Makes the node of z for x, which the op has already overwritten. Returns x."""
-    apply = InPlaceABNFunction.apply if _torch.transforms_active() else _apply
-    watch = _watch(x)
-    # Transforms wrap the edge at each of their levels, so it must be a visible input.
-    hidden = edge if edge is None or _torch.transforms_active() else _Hidden(edge)
-    z: Tensor = apply(x, weight, bias, residual, var, settings, hidden, watch, None, None, None)
-    if watch is not None:
-        watch.start()
+    call = _Call(x, operands[:3], values, settings, edge)
+    if _torch.transforms_active():
+        # Transforms wrap the edge at each of their levels, so it must be a visible input.
+        z: Tensor = InPlaceABNFunction.apply(x, *operands[:3], values.var, edge, call)
+    else:
+        z = _apply(x, *operands[:3], values.var, None, call)
+    if call.hooked is not None:
+        call.hooked.start()
     return z
 
 
 def attached(
     x: Tensor,
     z: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    var: Tensor,
+    operands: Operands,
+    values: Values,
     settings: Settings,
     edge: Tensor | None,
     stand_in: Tensor | None,
@@ -211,25 +292,18 @@ def attached(
     ``stand_in`` becomes a second output of the node. ``saved`` is what the node saves instead of z: a copy of z, or an
     alias that becomes a copy before somebody writes to z.
     """
-    is_alias = saved is not None and saved.data_ptr() == z.data_ptr()
-    watch = _Watch(z) if is_alias else None if saved is not None else _watch(z)
-    tensors = [None if t is None else _Hidden(t) for t in (z, stand_in, saved)]
-    given = (x, weight, bias, residual, var, settings, None if edge is None else _Hidden(edge), watch, *tensors)
-    z = _apply(*given) if stand_in is None else _apply(*given)[0]
-    if watch is not None:
-        watch.start()
+    call = _Call(z, operands[:3], values, settings, edge, z, stand_in, saved)
+    result = _apply(x, *operands[:3], values.var, None, call)
+    z = result if stand_in is None else result[0]
+    if call.hooked is not None:
+        call.hooked.start()
     return z
-
-
-def _watch(z: Tensor) -> _Watch | None:
-    """A watch on z if saved-tensor hooks are set. Autograd does not check the versions of what hooks return."""
-    return None if _torch.top_saved_tensors_hooks(True) is None else _Watch(z)
 
 
 def as_identity(x: Tensor) -> Tensor:
     """Makes an identity node for x. It serves to calibrate `ownership`."""
     settings = Settings("identity", 0.0, 1e-5, False, False, None)
-    return overwritten(x, None, None, None, x.new_ones(x.shape[1]), settings, None)
+    return overwritten(x, Operands(None, None), Values(None, None, x.new_ones(x.shape[1])), settings, None)
 
 
 def differentiable(
@@ -239,7 +313,7 @@ def differentiable(
     residual: Tensor | None,
     var: Tensor,
     dz: Tensor,
-    edge: Tensor,
+    edges: tuple[Tensor | None, Tensor | None, Tensor | None],
     eps: float,
     signed_weight: bool,
     activation: int,
@@ -249,4 +323,4 @@ def differentiable(
 ) -> gradients.Gradients:
     """`gradients.differentiable` for the node in C++."""
     settings = Settings(name_of(activation), activation_param, eps, signed_weight, training, None, per_instance)
-    return gradients.differentiable(Saved(z, weight, bias, residual, var), dz, edge, settings)
+    return gradients.differentiable(Saved(z, weight, bias, residual, var), dz, Edges(*edges), settings)

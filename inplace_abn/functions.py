@@ -33,6 +33,7 @@ from inplace_abn import (
 )
 from inplace_abn.activations import ACTIVATIONS, activate, check_activation
 from inplace_abn.compiling import batch_norm, trust
+from inplace_abn.gradients import Values
 from inplace_abn.kept import KeptABNFunction
 from inplace_abn.settings import Operands, Settings, check_hyperparameters
 
@@ -288,8 +289,8 @@ def _forward(
         # The compiler merges x, its clone, and the target of the copy below into one buffer.
         with torch.no_grad():
             data = x.clone()
-            var = writing.written(data, data, operands, settings, True, statistics)
-        z = autograd.TracedABNFunction.apply(x, data, *operands[:3], var, settings)
+            values = writing.written(data, data, operands, settings, True, statistics)
+        z = autograd.TracedABNFunction.apply(x, data, *operands[:3], values.var, settings)
         return z if keep_input else x.copy_(z)
     calibrate()
     data = x.detach()
@@ -297,8 +298,8 @@ def _forward(
         z = torch.empty_like(data)
         return attached(x, z, operands, writing.written(data, z, operands, settings, True, statistics), settings)
     edge = _input_edge(x, settings)
-    var = writing.written(data, data, operands, settings, True, statistics)
-    return autograd.overwritten(x, *operands[:3], var, settings, edge)
+    values = writing.written(data, data, operands, settings, True, statistics)
+    return autograd.overwritten(x, operands, values, settings, edge)
 
 
 def _compiled(x: Tensor, operands: Operands, settings: Settings) -> Tensor:
@@ -338,7 +339,7 @@ def attached(
     x: Tensor,
     z: Tensor,
     operands: Operands,
-    var: Tensor,
+    values: Values,
     settings: Settings,
     stand_in: Tensor | None = None,
     saved: Tensor | None = None,
@@ -348,7 +349,7 @@ def attached(
     Args:
         x: of z's shape. It may have been overwritten since.
         z: a tensor without graph.
-        var: what `writing.written` returned.
+        values: what `writing.written` returned.
         stand_in: a tensor that stands for z and gets the same place in the graph.
         saved: a tensor without graph by which backward knows z, if z itself may be written to.
     """
@@ -357,7 +358,7 @@ def attached(
             x,
             z,
             *operands[:3],
-            var,
+            *values,
             settings.training,
             *settings.arithmetic(),
             settings.per_instance,
@@ -365,7 +366,7 @@ def attached(
         )
         if found is not None:
             return found
-    return autograd.attached(x, z, *operands[:3], var, settings, _input_edge(x, settings), stand_in, saved)
+    return autograd.attached(x, z, operands, values, settings, _input_edge(x, settings), stand_in, saved)
 
 
 def _out_of_place(x: Tensor, operands: Operands, settings: Settings) -> Tensor:

@@ -26,6 +26,28 @@ class Saved(NamedTuple):
     var: Tensor
 
 
+class Values(NamedTuple):
+    """What backward needs of the call, besides z and the residual. Later writes to the parameters do not matter."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+    var: Tensor
+
+    def saved(self, z: Tensor, residual: Tensor | None) -> Saved:
+        return Saved(z, self.weight, self.bias, residual, self.var)
+
+
+def by_value(weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Copies of the parameters, without place in the graph.
+
+    Under transforms and compilers these are the parameters themselves: nobody writes to them there.
+    """
+    if torch.compiler.is_compiling() or _torch.transforms_active():
+        return weight, bias
+    with _torch.BelowAutograd():
+        return None if weight is None else weight.clone(), None if bias is None else bias.clone()
+
+
 class Gradients(NamedTuple):
     x: Tensor | None
     weight: Tensor | None
@@ -151,12 +173,33 @@ def input_edge(x: Tensor) -> Tensor:
     return edge
 
 
-def differentiable(saved: Saved, dz: Tensor, edge: Tensor | None, settings: Settings) -> Gradients:
+class Edges(NamedTuple):
+    """Tensors that have the places in the graph of a call's x, weight and bias. None for what needs no gradient, and
+    for a parameter that was saved with its place."""
+
+    x: Tensor | None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+
+
+def parameter_edge(parameter: Tensor | None, value: Tensor | None) -> Tensor | None:
+    """A tensor that keeps the place in the graph of a parameter that was saved as ``value``."""
+    if parameter is None or parameter is value or not parameter.requires_grad:
+        return None
+    return parameter if parameter.is_leaf else input_edge(parameter)
+
+
+def placed(values: Tensor | None, edge: Tensor | None) -> Tensor | None:
+    """``values``, with the place in the graph of ``edge``."""
+    return values if values is None or edge is None else _WithEdge.apply(edge, values)
+
+
+def differentiable(saved: Saved, dz: Tensor, edges: Edges, settings: Settings) -> Gradients:
     """The gradients for ``create_graph=True``, in plain torch.
 
     z is not enough: when x changes along xhat, var changes, but z does not. So x is computed from z. It gets the place
-    in the graph of ``edge``, the `input_edge` of x before x was overwritten, and everything else is a function of it.
-    Its mean is arbitrary, because only x - mean matters.
+    in the graph of the `input_edge` of x before x was overwritten, and everything else is a function of it. Its mean is
+    arbitrary, because only x - mean matters. The parameters have their places, and the values of the forward pass.
 
     Samples with their own statistics are treated as further channels.
     """
@@ -187,8 +230,9 @@ def differentiable(saved: Saved, dz: Tensor, edge: Tensor | None, settings: Sett
             dy=dy,
         )
         x = xhat * reference.per_channel(torch.sqrt(var + settings.eps), xhat).to(xhat.dtype)
-    if edge is not None:
-        x = folded(_WithEdge.apply(edge, x.view(shape)))
+    if edges.x is not None:
+        x = folded(_WithEdge.apply(edges.x, x.view(shape)))
+    weight, bias = placed(weight, edges.weight), placed(bias, edges.bias)
     dx, dweight, dbias, dresidual = reference.backward(
         x,
         dz,

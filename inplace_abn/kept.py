@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from inplace_abn import distributed, reference
 from inplace_abn.activations import activate, activation_backward
+from inplace_abn.gradients import by_value
 from inplace_abn.settings import Settings
 
 
@@ -35,8 +36,8 @@ class KeptABNFunction(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        *tensors, ctx.settings = inputs
-        ctx.save_for_backward(*tensors)
+        x, weight, bias, *others, ctx.settings = inputs
+        ctx.save_for_backward(x, *by_value(weight, bias), *others)
 
     @staticmethod
     @once_differentiable

@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 from inplace_abn import checks, distributed, guard, ops
 from inplace_abn.figures import WIDTH
-from inplace_abn.gradients import values_per_channel
+from inplace_abn.gradients import Values, by_value, values_per_channel
 from inplace_abn.settings import Operands, Settings
 
 
@@ -21,8 +21,8 @@ def written(
     settings: Settings,
     invertible: bool,
     statistics: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
-    """Writes the result to z, which may be x, and returns the variance that backward needs.
+) -> Values:
+    """Writes the result to z, which may be x, and returns what backward needs.
 
     ``invertible`` says whether backward will recover xhat from z. This costs a little exactness, so it is False where
     no backward follows.
@@ -45,12 +45,22 @@ def written(
             settings.per_instance,
             **kept,
         )
-        return cast(Tensor, var)
+        return _values(operands, settings, var, invertible)
     mean, var = statistics or (cast(Tensor, running_mean), cast(Tensor, running_var))
     op = ops.forward_out if kept else ops.forward
     ops.run(op, [z], x, mean, var, weight, bias, residual, *settings.arithmetic(), invertible, **kept)
-    # A later training step may change the running variance before this backward reads it.
-    return var if settings.training or not invertible else var.clone()
+    if invertible and not settings.training:
+        # A later training step may change the running variance before this backward reads it.
+        var = var.clone()
+    return _values(operands, settings, var, invertible)
+
+
+def _values(operands: Operands, settings: Settings, var: Tensor, invertible: bool) -> Values:
+    weight, bias = operands[:2]
+    # Parameters that were repeated for each sample are copies already.
+    if invertible and not settings.per_instance:
+        weight, bias = by_value(weight, bias)
+    return Values(weight, bias, var)
 
 
 def present(*tensors: Tensor | None) -> list[Tensor]:

@@ -27,12 +27,14 @@ def pytest_configure(config):
 # These tests run with the graph node in C++ and with the one in Python. Compilers trace the one in Python in any case.
 BOTH_NODES = {
     "test_allocations",
+    "test_by_value",
     "test_calibration",
     "test_double_backward",
     "test_holders",
     "test_hooks",
     "test_instance_norm_modules",
     "test_keep_input",
+    "test_lossy_hooks",
     "test_modified",
     "test_ownership",
     "test_reuse",
@@ -45,6 +47,7 @@ EMULATED = {
     "test_activations",
     "test_dead_positions",
     "test_functions",
+    "test_infinities",
     "test_instance_norm",
     "test_ops",
     "test_residual",

@@ -85,10 +85,10 @@ class InPlaceNorm(guard.Guarded):
         # A recomputation does what its forward pass did.
         if not _torch.in_backward() and self._was_watched is not (watch.current() is not None):
             self.__dict__["_was_watched"] = not self._was_watched
-        if self._given_up is not None and not self._was_watched:
-            # All calls of a generation do the same. While the guard pauses, nobody watches.
-            if self._given_up[0] != guard.generation or guard.is_paused():
-                return None
+        given_up = self._given_up
+        # All calls of a generation do the same. While the guard pauses, nobody watches.
+        if given_up and not self._was_watched and (given_up[0] != guard.generation or guard.is_paused()):
+            return None
         module: Any = self
         if module.eps != self._eps:
             # Whether a scale is within eps of zero is known for the old one only.
@@ -132,10 +132,10 @@ class InPlaceNorm(guard.Guarded):
             mean = statistics[0]
         elif not training:
             mean = module.running_mean.clone()
-        var = writing.written(data, memory, operands, settings.activating(applied), True, statistics)
+        values = writing.written(data, memory, operands, settings.activating(applied), True, statistics)
         if settings.per_instance:
             take_means(of_module, operands, samples)
-        norm = Norm(self, x, operands.weight, operands.bias, mean, var, settings, observation, decisive)
+        norm = Norm(self, x, operands.weight, operands.bias, mean, values, settings, observation, decisive)
         return pending(norm, memory, None, applied)
 
     def _compiled(self, x: Tensor) -> Tensor | None:
@@ -206,7 +206,7 @@ class InPlaceNorm(guard.Guarded):
         self.__dict__["process_group" if isinstance(self, nn.SyncBatchNorm) else "_group"] = group
 
     def note(self) -> Note:
-        """What the norm did in its last call in training, and does from the next step on if the watch has given it up."""
+        """What the norm did in its last call in training, or does from the next step on if the watch gave it up."""
         return self._note if self._given_up is None else self._note._replace(in_place=False, why=self._given_up[1])
 
     def forget(self) -> None:

@@ -283,7 +283,7 @@ def _attached(
     writable = is_writable(activation[0], in_place)
     saved = None if observer is None else observer.saved(memory, activation, writable)
     operands = Operands(norm.weight, norm.bias, residual)
-    z = functions.attached(norm.x, memory, operands, norm.var, settings, stand_in, saved)
+    z = functions.attached(norm.x, memory, operands, norm.values, settings, stand_in, saved)
     state.memory = None
     if observer is not None:
         observer.note(Result(norm.module, *activation, writable, is_residual), norm.x, z, residual, saved)

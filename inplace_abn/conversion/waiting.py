@@ -14,6 +14,7 @@ from torch import Tensor
 
 from inplace_abn import _torch, guard, ops
 from inplace_abn.activations import ACTIVATIONS, take_back
+from inplace_abn.gradients import Values
 from inplace_abn.kept import KeptABNFunction
 from inplace_abn.measuring import Observation
 from inplace_abn.settings import Settings
@@ -46,13 +47,13 @@ class Norm:
         weight: Tensor | None,
         bias: Tensor | None,
         mean: Tensor | None,
-        var: Tensor,
+        values: Values,
         settings: Settings,
         observation: Observation | None,
         decisive: bool,
     ) -> None:
         self.module, self.weight, self.bias = module, weight, bias
-        self.mean, self.var, self.settings = mean, var, settings
+        self.mean, self.values, self.settings = mean, values, settings
         self.observation, self.decisive = observation, decisive
         self.x = x
         self._edge = (x.requires_grad, x.grad_fn, x.output_nr)
@@ -91,7 +92,7 @@ class Norm:
         why = self.why_gone()
         if why:
             raise RuntimeError(_GONE.format(name=self.name, why=why))
-        return native(self.x, self.weight, self.bias, self.mean, self.var, self.settings)
+        return native(self.x, self.weight, self.bias, self.mean, self.values.var, self.settings)
 
     def is_trusted(self, activation: tuple[str, float], residual: Tensor | None) -> bool:
         """Whether the guard lets the node keep z instead of x, given what follows.
@@ -257,7 +258,7 @@ class WaitingFunction(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         x, weight, bias, _, norm, _ = inputs
         ctx.save_for_backward(x, weight)
-        ctx.bias_dtype, ctx.call = None if bias is None else bias.dtype, (norm.mean, norm.var, norm.settings)
+        ctx.bias_dtype, ctx.call = None if bias is None else bias.dtype, (norm.mean, norm.values.var, norm.settings)
         ctx.set_materialize_grads(False)
 
     @staticmethod

@@ -132,10 +132,17 @@ struct Arguments {
   OptTensor momentum_tensor;
 };
 
-// A result that is not in x's memory, the variance that its backward needs, and optionally a tensor that stands for the
-// result and gets the same place in the graph.
+// What backward needs of the call, besides z and the residual. Later writes to the parameters do not matter.
+struct Values {
+  OptTensor weight, bias;
+  Tensor var;
+};
+
+// A result that is not in x's memory, and optionally a tensor that stands for the result and gets the same place in the
+// graph.
 struct Written {
-  Tensor z, var;
+  Tensor z;
+  Values values;
   OptTensor stand_in;
 };
 
@@ -149,21 +156,32 @@ struct Needed {
   bool x, weight, bias, residual;
 };
 
-// Writes z over x, and returns the variance that backward needs.
-Tensor write(const Tensor& x, const OptTensor& weight, const OptTensor& bias, const OptTensor& residual,
+OptTensor copy(const OptTensor& t) {
+  return t.has_value() ? OptTensor(t->clone()) : std::nullopt;
+}
+
+// Writes z over x, and returns what backward needs.
+Values write(const Tensor& x, const OptTensor& weight, const OptTensor& bias, const OptTensor& residual,
              const Arguments& given, const Settings& s, bool invertible) {
+  // Parameters that were repeated for each sample are copies already.
+  const bool copies = invertible && !s.per_instance;
+  const auto values = [&](const Tensor& var) -> Values {
+    if (!copies) return {weight, bias, var};
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    // Training may change the running variance before backward needs what it was.
+    return {copy(weight), copy(bias), s.training ? var : var.clone()};
+  };
   if (!s.training) {
     call<Forward>("inplace_abn::forward", x, *given.running_mean, *given.running_var, weight, bias, residual, s.eps,
                   s.signed_weight, s.activation, s.activation_param, invertible);
-    // Training may change the running variance before backward needs what it was.
-    return invertible ? given.running_var->clone() : *given.running_var;
+    return values(*given.running_var);
   }
   const auto [mean, var] = call<LocalForward>(
       "inplace_abn::local_forward", x, weight, bias, residual, given.running_mean, given.running_var, given.momentum,
       given.momentum_tensor, s.eps, s.signed_weight, s.activation, s.activation_param, invertible, s.per_instance);
   bump_version(given.running_mean);
   bump_version(given.running_var);
-  return var;
+  return values(var);
 }
 
 // The residual's gradient is written over dz or z, and dx over the other one, as far as backward owns them. If it owns
@@ -194,12 +212,16 @@ variable_list gradients(const Saved& saved, const Tensor& dz, const Needed& need
   return {dx.value_or(Tensor()), dweight.value_or(Tensor()), dbias.value_or(Tensor()), dresidual.value_or(Tensor())};
 }
 
+// Tensors that have the places in the graph of a call's x, weight and bias. A parameter that was saved with its place
+// has none.
+using Edges = std::tuple<OptTensor, OptTensor, OptTensor>;
+
 // For create_graph=True: in plain torch, by autograd.py.
-variable_list differentiable(const Saved& saved, const Tensor& dz, const Tensor& edge, const Settings& s) {
+variable_list differentiable(const Saved& saved, const Tensor& dz, const Edges& edges, const Settings& s) {
   const pybind11::gil_scoped_acquire gil;
   const pybind11::object result =
       pybind11::module_::import("inplace_abn.autograd")
-          .attr("differentiable")(saved.z, saved.weight, saved.bias, saved.residual, saved.var, dz, edge, s.eps,
+          .attr("differentiable")(saved.z, saved.weight, saved.bias, saved.residual, saved.var, dz, edges, s.eps,
                                   s.signed_weight, s.activation, s.activation_param, s.training, s.per_instance);
   const auto [x, weight, bias, residual] = result.cast<std::tuple<OptTensor, OptTensor, OptTensor, OptTensor>>();
   return {x.value_or(Tensor()), weight.value_or(Tensor()), bias.value_or(Tensor()), residual.value_or(Tensor())};
@@ -225,11 +247,12 @@ class InPlaceABNFunction final : public torch::autograd::Function<InPlaceABNFunc
   static variable_list forward(AutogradContext* ctx, const Tensor& x, const OptTensor& weight, const OptTensor& bias,
                                const OptTensor& residual, const std::optional<Written>& written, const Arguments& given,
                                const Settings& settings, AutogradContext** context) {
-    const Tensor var = written ? written->var : write(x, weight, bias, residual, given, settings, true);
+    const Values values = written ? written->values : write(x, weight, bias, residual, given, settings, true);
     const Tensor z = written ? written->z : x;
     if (!written) ctx->mark_dirty({x});
     ctx->set_materialize_grads(false);
-    ctx->save_for_backward({z, weight.value_or(Tensor()), bias.value_or(Tensor()), residual.value_or(Tensor()), var});
+    ctx->save_for_backward(
+        {z, values.weight.value_or(Tensor()), values.bias.value_or(Tensor()), residual.value_or(Tensor()), values.var});
     settings.save(ctx);
     *context = ctx;
     if (written && written->stand_in) return {z, *written->stand_in};
@@ -264,9 +287,16 @@ class InPlaceABNFunction final : public torch::autograd::Function<InPlaceABNFunc
 
     variable_list found;
     if (at::GradMode::is_enabled()) {
-      const Tensor input_edge = at::empty({0}, saved.z.options());
-      if (node) torch::autograd::impl::set_gradient_edge(input_edge, node->next_edge(0));
-      found = differentiable(saved, dz, input_edge, settings);
+      auto placed = [&, next = 0U](bool given, bool has_its_place = false) mutable -> OptTensor {
+        const auto place = node && given ? node->next_edge(next++) : torch::autograd::Edge();
+        if (!place.is_valid() || has_its_place) return std::nullopt;
+        const Tensor result = at::empty({0}, saved.z.options());
+        torch::autograd::impl::set_gradient_edge(result, place);
+        return result;
+      };
+      const OptTensor of_x = placed(true), of_weight = placed(saved.weight.has_value(), settings.per_instance);
+      const OptTensor of_bias = placed(saved.bias.has_value(), settings.per_instance);
+      found = differentiable(saved, dz, {of_x, of_weight, of_bias}, settings);
     } else {
       const bool reuse_dz = own_dz && saved.z.strides() == dz.strides();
       const bool reuse_z = by_engine && owns_output(unpacked[0]);
@@ -337,13 +367,15 @@ OptTensor inplace_abn(const Tensor& x, const OptTensor& weight, const OptTensor&
 // z, which was written elsewhere, with the place in the graph that it has as a function of x. The tensor that stands
 // for it, if there is one, gets that place, too.
 OptTensor attached(const Tensor& x, const Tensor& z, const OptTensor& weight, const OptTensor& bias,
-                   const OptTensor& residual, const Tensor& var, bool training, double eps, bool signed_weight,
-                   int64_t activation, double activation_param, bool per_instance, const OptTensor& stand_in) {
+                   const OptTensor& residual, const OptTensor& weight_value, const OptTensor& bias_value,
+                   const Tensor& var, bool training, double eps, bool signed_weight, int64_t activation,
+                   double activation_param, bool per_instance, const OptTensor& stand_in) {
   if (!is_calibrated || !is_usual(z, {&weight, &bias, &residual}, true) || x.key_set().has_any(opaque)) {
     return std::nullopt;
   }
   AutogradContext* context = nullptr;
-  return InPlaceABNFunction::apply(x, weight, bias, residual, Written{z, var, stand_in}, Arguments{},
+  const Written written{z, {weight_value, bias_value, var}, stand_in};
+  return InPlaceABNFunction::apply(x, weight, bias, residual, written, Arguments{},
                                    Settings{eps, signed_weight, activation, activation_param, training, per_instance},
                                    &context)[0];
 }
@@ -357,9 +389,10 @@ PYBIND11_MODULE(_node, m) {
         arg("running_mean"), arg("running_var"), arg("training"), arg("momentum"), arg("momentum_tensor"), arg("eps"),
         arg("signed_weight"), arg("activation"), arg("activation_param"), arg("per_instance"),
         pybind11::call_guard<pybind11::gil_scoped_release>());
-  m.def("attached", &inplace_abn::attached, arg("x"), arg("z"), arg("weight"), arg("bias"), arg("residual"), arg("var"),
-        arg("training"), arg("eps"), arg("signed_weight"), arg("activation"), arg("activation_param"),
-        arg("per_instance"), arg("stand_in"), pybind11::call_guard<pybind11::gil_scoped_release>());
+  m.def("attached", &inplace_abn::attached, arg("x"), arg("z"), arg("weight"), arg("bias"), arg("residual"),
+        arg("weight_value"), arg("bias_value"), arg("var"), arg("training"), arg("eps"), arg("signed_weight"),
+        arg("activation"), arg("activation_param"), arg("per_instance"), arg("stand_in"),
+        pybind11::call_guard<pybind11::gil_scoped_release>());
   m.def("set_sole_holders", [](std::optional<inplace_abn::Counts> gradient, std::optional<int64_t> output) {
     inplace_abn::is_calibrated = true;
     inplace_abn::sole_gradient = gradient;

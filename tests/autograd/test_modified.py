@@ -94,13 +94,11 @@ def test_a_backward_within_that_frees_the_graph_is_what_the_outer_one_tells(devi
         loss.backward()
 
 
-@pytest.mark.parametrize("which", ["weight", "bias", "residual"])
-def test_operands_modified_between_forward_and_backward_are_an_error(which, device):
-    weight, bias = parameters(device)
+def test_a_residual_modified_between_forward_and_backward_is_an_error(device):
     residual = leaf_input(device) * 2
-    z = inplace_abn(leaf_input(device) * 1, weight, bias, None, None, residual=residual)
+    z = inplace_abn(leaf_input(device) * 1, *parameters(device), None, None, residual=residual)
     with torch.no_grad():
-        {"weight": weight, "bias": bias, "residual": residual}[which].add_(0.1)
+        residual.add_(0.1)
     with pytest.raises(RuntimeError, match=MODIFIED):
         z.sum().backward()
 

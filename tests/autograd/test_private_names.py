@@ -5,6 +5,7 @@ Names that are for tracers and compilers are in ``tests/compiling/test_private_n
 """
 
 import ast
+import functools
 from pathlib import Path
 
 import torch
@@ -206,6 +207,22 @@ def test_raw_saved_tensors_tell_hooks(monkeypatch):
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
         hooked = functions.inplace_abn(torch.ones(2, 3, requires_grad=True) * torch.rand(2, 3), None, None, None, None)
     assert autograd._is_hooked(hooked.grad_fn)
+
+
+def test_hooks_of_checkpoints_are_told():
+    found = []
+
+    def look(x):
+        found.append(_torch.are_of_checkpoint(_torch.top_saved_tensors_hooks(True)))
+        return x.sin()
+
+    x = torch.ones(2, requires_grad=True)
+    checkpoint(look, x, use_reentrant=False).sum().backward()
+    with torch.autograd.graph.save_on_cpu():
+        look(x)
+    with torch.autograd.graph.saved_tensors_hooks(functools.partial(lambda t: t), lambda t: t):
+        look(x)
+    assert found == [True, True, False, False]
 
 
 def test_unsafe_split_gives_a_place_in_the_graph_that_overwriting_leaves_alone():

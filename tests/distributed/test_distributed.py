@@ -25,7 +25,7 @@ from whole_batch import (
     synchronised,
 )
 
-from inplace_abn import InPlaceABN, InPlaceABNSync, reference
+from inplace_abn import InPlaceABN, InPlaceABNSync, guard, reference
 from inplace_abn import inplace_abn_sync as abn_sync
 
 
@@ -39,6 +39,24 @@ def test_equals_one_process_on_the_whole_batch(shapes, activation):
     check(actual, single_process(drawn, *affine, expected_running, **options))
     check(running, expected_running)
     check_same_on_all_ranks(*running)
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+@on_each_rank(2)
+def test_a_write_to_a_parameter_before_backward_does_not_matter(trusted):
+    """``bias.data.add_`` between forward and backward made gradients wrong."""
+    x, dz = own(batches(SHAPES["equal"]))
+
+    def gradients(writes):
+        leaves = [x.clone().requires_grad_(), *parameters()]
+        watch = guard.Frozen(trusted)
+        z = abn_sync(leaves[0] * 1, *leaves[1:], None, None, activation="elu", activation_param=1.0, watch=watch)
+        if writes:
+            leaves[1].data.mul_(2)
+            leaves[2].data.add_(1)
+        return torch.autograd.grad(z, leaves, dz)
+
+    torch.testing.assert_close(gradients(True), gradients(False), rtol=0, atol=0)
 
 
 def check_residual(shapes, activation, tolerance=1e-12):
