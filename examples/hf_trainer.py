@@ -11,7 +11,7 @@ load. The example loads one at the end.
 
 It prints:
 
-    13 of 15 norms in place
+    15 of 15 norms in place
     held for backward: 6.4 MiB native, 3.7 MiB converted
     40 steps: evaluation loss 4.1353 before, 0.0014 after
     loaded into a model with 0 converted norms: logits differ by 0.0e+00 at most

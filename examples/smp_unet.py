@@ -9,7 +9,7 @@ loaded before the net is converted. Conversion keeps them. Any encoder whose nor
 
 It prints:
 
-    27 of 30 norms in place
+    30 of 30 norms in place
     native: 39.6 MiB held, 86.1 MiB at the peak of a step
       loss 2.471 at first, 0.224 at last; mean IoU 0.882
     converted: 26.1 MiB held, 80.5 MiB at the peak of a step

@@ -14,7 +14,7 @@ until its weights have grown. A pretrained ResNet therefore holds less memory th
 
 It prints:
 
-    resnet10t: 11 of 14 norms in place
+    resnet10t: 7 of 14 norms in place
     native: 13.5 MiB held, 32.0 MiB at the peak of a step
     converted: 8.8 MiB held, 27.3 MiB at the peak of a step
     seed 0: first loss 2.341; mean of the last five: native 0.133, converted 0.129

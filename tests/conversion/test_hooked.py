@@ -1,5 +1,7 @@
 """Hooks, graph nodes and custom functions around a norm see the gradients that they saw before the conversion."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,7 +9,7 @@ from foreign_nets import BasicBlock, conv, spread
 from torch import nn
 from training import check_training
 
-from inplace_abn import analyze
+from inplace_abn import analyze, convert, verify
 
 
 def images():
@@ -174,6 +176,19 @@ def test_a_relu_with_a_backward_of_its_own_is_not_taken_over():
     model = spread(Net(activation=GuidedReLU()))
     assert analyze(model, images()).layers[0].follows != "relu"
     check_training(model, images())
+
+
+def test_verify_tells_a_lost_hook_and_what_to_look_at():
+    model = spread(Net(WATCHES["register_hook"]))
+    converted = convert(copy.deepcopy(model))
+    assert verify(model, converted, images())
+    converted.watch = None
+    verification = verify(model, converted, images())
+    assert not verification
+    name, error = verification.worst
+    assert name in ("gradient of conv.weight", "gradient of bn.weight", "gradient of bn.bias", "gradient of input 0")
+    assert error > 0.3
+    assert name in str(verification)
 
 
 @pytest.mark.parametrize("watched", ["before the addition", "after the addition"])

@@ -56,3 +56,14 @@ def test_a_scripted_function_gets_the_norms_output():
     check_training(model, images())
     (layer,) = analyze(model, images()).layers
     assert (layer.in_place, layer.why) == (False, "its output is read where it cannot be seen what keeps it")
+
+
+@torch.jit.script
+def compared(x):
+    return torch.relu(x) * (x != 0)
+
+
+def test_what_a_scripted_function_reads_is_seen():
+    model = spread(Net(lambda m, x: m.last(compared(m.relu(m.bn(m.conv(x)))))))
+    (layer,) = report(check_training(model, images())).layers
+    assert "ne compares them with zero" in layer.why

@@ -186,13 +186,17 @@ def test_a_write_is_told_once_with_its_name_and_the_layers(logged):
     assert "add writes to its output" in told[0]
 
 
+class Subclass(nn.BatchNorm2d):
+    """A norm that is not converted."""
+
+
 class Siblings(nn.Module):
     """Two norms of one input. Each by itself saves nothing. Both together save their input."""
 
-    def __init__(self):
+    def __init__(self, kind=nn.BatchNorm2d):
         super().__init__()
         self.conv, self.last = conv(4, 4), conv(8, 4)
-        self.first, self.second = nn.BatchNorm2d(4), nn.BatchNorm2d(4)
+        self.first, self.second = nn.BatchNorm2d(4), kind(4)
 
     def forward(self, x):
         x = self.conv(x)
@@ -214,6 +218,7 @@ def wired(forward):
 SAVING = {
     "chain": lambda: chain(4),
     "siblings": Siblings,
+    "siblings of which one is converted": lambda: Siblings(Subclass),
     "input kept by exp": wired(lambda m, x: m.last(F.relu(m.bn(m.conv(x).exp())))),
     "input read again": wired(lambda m, x: m.last(F.relu(m.bn(y := m.conv(x)))) * y),
     "a residual that nobody keeps": wired(lambda m, x: m.last(F.relu(m.bn(m.conv(x)) + m.last(m.conv(x))))),
