@@ -141,7 +141,7 @@ class _Call:
         self.hooked: _Hooked | _Aliased | None = None
         if hooks is not None:
             self.hooked = _Hooked(values.saved(z if saved is None else saved, residual), hooks)
-        elif saved is not None:
+        elif saved is not None and saved.data_ptr() == z.data_ptr():
             self.hooked = _Aliased(z, saved)
 
 
