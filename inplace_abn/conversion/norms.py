@@ -100,6 +100,9 @@ class InPlaceNorm(guard.Guarded):
         expected = self._expectation()
         if expected == PLAIN:
             return None
+        if self.per_instance:
+            # torch's InstanceNorm returns contiguous tensors.
+            x = x.contiguous()
         known = self._guard_generation == guard.generation
         look = guard.Look(self._trusted) if known else guard.look(self, x, None)
         if not look.trusted and not look.due:
@@ -133,10 +136,12 @@ class InPlaceNorm(guard.Guarded):
         elif not training:
             mean = module.running_mean.clone()
         values = writing.written(data, memory, operands, settings.activating(applied), True, statistics)
-        if settings.per_instance:
-            take_means(of_module, operands, samples)
         norm = Norm(self, x, operands.weight, operands.bias, mean, values, settings, observation, decisive)
-        return pending(norm, memory, None, applied)
+        y = pending(norm, memory, None, applied)
+        if settings.per_instance:
+            # As in torch, after x was saved, where a checkpoint's recomputation may end.
+            take_means(of_module, operands, samples)
+        return y
 
     def _compiled(self, x: Tensor) -> Tensor | None:
         """The norm for compilers, which see what follows; None where the norm does what it did before conversion."""
@@ -465,7 +470,7 @@ def _may_wait(module: Any, x: Tensor) -> bool:
     if not _has_usual_statistics(module) or (module.per_instance and x.dim() == module._get_no_batch_dim()):
         return False
     synchronised = module._participating() is not None
-    return measuring.is_suitable(module, x, None, synchronised) and _has_standard_strides(x)
+    return measuring.is_suitable(module, x, None, synchronised) and (module.per_instance or _has_standard_strides(x))
 
 
 def _has_usual_statistics(module: Any) -> bool:
