@@ -96,6 +96,9 @@ class InPlaceNorm(guard.Guarded):
         decision = look.decision
         if decision.expected == PLAIN:
             return None
+        if self.per_instance:
+            # torch's InstanceNorm returns contiguous tensors.
+            x = x.contiguous()
         if not decision.trusted and not decision.measures:
             self.__dict__["_note"] = self._note._replace(in_place=False, why=self.why_untrusted)
             return None
@@ -129,6 +132,7 @@ class InPlaceNorm(guard.Guarded):
         norm = Norm(self, x, operands.weight, operands.bias, mean, values, settings, observation, look)
         y = pending(norm, memory, None, applied)
         if settings.per_instance:
+            # As in torch, after x was saved, where a checkpoint's recomputation may end.
             take_means(of_module, operands, samples)
         return y
 
@@ -447,7 +451,7 @@ def _may_wait(module: Any, x: Tensor) -> bool:
     if module.per_instance and module.track_running_stats and _torch.top_saved_tensors_hooks(True) is not None:
         return False
     synchronised = module._participating() is not None
-    return measuring.is_suitable(module, x, None, synchronised) and _has_standard_strides(x)
+    return measuring.is_suitable(module, x, None, synchronised) and (module.per_instance or _has_standard_strides(x))
 
 
 def _has_usual_statistics(module: Any) -> bool:
