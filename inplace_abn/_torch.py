@@ -6,7 +6,9 @@ of names for compilers are in ``tests/compiling/test_private_names_of_compilers.
 
 from __future__ import annotations
 
+import inspect
 import sys
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from sys import getrefcount
@@ -69,9 +71,17 @@ is_zero_tensor = Tensor._is_zerotensor
 top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
-def are_of_checkpoint(hooks: tuple[Any, Any]) -> bool:
-    """Whether saved-tensor hooks are those of torch's checkpoints, which save nothing and compute a call again."""
-    return bool(hooks[0].__module__ == torch.utils.checkpoint.__name__)
+def checkpoint_of(hooks: tuple[Any, Any]) -> Any:
+    """The checkpoint, not a reentrant one, whose saved-tensor hooks these are; None if they are others.
+
+    In the forward pass and in the recomputation it is the same object, and the hook that packs closes over it.
+    """
+    for cell in getattr(inspect.unwrap(hooks[0]), "__closure__", None) or ():
+        found = cell.cell_contents
+        found = found() if isinstance(found, weakref.ref) else found
+        if isinstance(found, torch.utils.checkpoint._CheckpointFrame):
+            return found
+    return None
 
 
 # The active dispatch modes, the innermost last.

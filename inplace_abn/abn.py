@@ -86,7 +86,7 @@ class ActivatedNorm(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
     @_torch.read_while_tracing
-    def _lets_compiled(self, dtype: torch.dtype) -> bool:
+    def _may_be_compiled_in_place(self, dtype: torch.dtype) -> bool:
         return trust.trusts(self, dtype)
 
     def extra_repr(self) -> str:
@@ -122,7 +122,11 @@ class ABN(ActivatedNorm):
     """
 
     def _call(self, function: Callable[..., Tensor], x: Tensor, **options: Any) -> Tensor:
-        """Calls ``function`` with x and this module's tensors and settings. A batch that raises is not counted."""
+        """Calls ``function`` with x and this module's tensors and settings.
+
+        A batch that raises is not counted. Checkpoints end a recomputation by an exception, after the statistics were
+        updated, so such a batch counts.
+        """
         # The dictionaries are read directly, because attribute access of modules is slow.
         buffers, training = self._buffers, self.training
         try:
@@ -140,19 +144,24 @@ class ABN(ActivatedNorm):
             if function is not plain.abn:
                 checks.check_transforms((x, weight, bias, options.get("residual")))
             batches.add_(0)
-        z = function(
-            x,
-            weight,
-            bias,
-            running_mean,
-            buffers.get("running_var"),
-            training or running_mean is None,
-            momentum,
-            self.eps,
-            self.activation,
-            self.activation_param,
-            **options,
-        )
+        try:
+            z = function(
+                x,
+                weight,
+                bias,
+                running_mean,
+                buffers.get("running_var"),
+                training or running_mean is None,
+                momentum,
+                self.eps,
+                self.activation,
+                self.activation_param,
+                **options,
+            )
+        except BaseException:
+            if batches is not None and _torch.in_backward():
+                batches.add_(1)
+            raise
         if batches is not None:
             batches.add_(1)
         return z
@@ -216,7 +225,7 @@ class InPlaceABN(guard.Guarded, ABN):
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """``act(norm(x) + residual)``, written over x of shape (batch, channel, \\*) unless ``keep_input``."""
         options: dict[str, Any] = {"signed_weight": self.signed_weight, "residual": residual}
-        if not guard.lets(self, x, residual):
+        if not guard.may_run_in_place(self, x, residual):
             return self._call(functions.kept, x, keep_input=self.keep_input, **options)
         return self._call(functions.inplace_abn, x, keep_input=self.keep_input, **options)
 
@@ -304,11 +313,12 @@ class InPlaceABNSync(InPlaceABN):
         options: dict[str, Any] = {"signed_weight": self.signed_weight, "residual": residual}
         if not self._is_synchronised():
             # The function uses local statistics here. It warns if torch.distributed is not initialised.
-            if not guard.lets(self, x, residual):
+            if not guard.may_run_in_place(self, x, residual):
                 return self._call(functions.kept, x, keep_input=self.keep_input, **options)
             options["keep_input"] = self.keep_input
             return self._call(functions.inplace_abn_sync, x, group=self.group, **options)
-        watch = guard.Frozen(self._trusted) if is_compiling() else guard.Watch(self, x, residual)
+        frozen = is_compiling()
+        watch = guard.Frozen(guard.may_run_in_place(self, x, residual)) if frozen else guard.Watch(self, x, residual)
         options["keep_input"] = self.keep_input
         return self._call(functions.inplace_abn_sync, x, group=self.group, watch=watch, **options)
 

@@ -61,7 +61,7 @@ class _Hooked:
 
     def __init__(self, saved: Saved, hooks: tuple[Any, Any]) -> None:
         self._names = " and ".join(f"{hook.__module__}.{_qualified(hook)}" for hook in hooks)
-        compares = not _torch.are_of_checkpoint(hooks) and _is_comparable(saved.z)
+        compares = _torch.checkpoint_of(hooks) is None and _is_comparable(saved.z)
         self._checksum = _checksum(saved) if compares else None
         self._kinds = _kinds(saved)
         self._versions = _Versions(saved.z)
@@ -141,7 +141,7 @@ class _Call:
         self.hooked: _Hooked | _Aliased | None = None
         if hooks is not None:
             self.hooked = _Hooked(values.saved(z if saved is None else saved, residual), hooks)
-        elif saved is not None:
+        elif saved is not None and saved.data_ptr() == z.data_ptr():
             self.hooked = _Aliased(z, saved)
 
 

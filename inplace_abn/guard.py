@@ -2,17 +2,22 @@
 
 The rule is deterministic, so that the same seed gives the same bits. Generations count the steps of all optimizers of
 the process. A layer measures in the first generation that it sees, and then once in every ``guard_interval``
-generations. In such a generation it measures the first calls, each on a sample of the call's input, before the input is
-overwritten. The mode of a layer is constant within a generation, so that micro-batches and the recomputations of
-checkpoints agree. The mode changes in the next generation. The copy of the figures to the host starts when they are
-measured, so the host waits for the first measurement of a layer only: its first step must be right, too.
+generations, for each dtype by itself. In such a generation it measures the first calls, each on a sample of the call's
+input, before the input is overwritten. What a layer does is constant within a generation, so that micro-batches agree.
+It changes in the next generation. The copy of the figures to the host starts when they are measured, so the host waits
+for the first measurement of a layer only: its first step must be right, too.
+
+A checkpoint's recomputation belongs to the generation of its forward pass, whatever optimizer stepped in between. It is
+measured if the forward pass was not, because under reentrant checkpoints only the recomputation needs gradients.
 
 Trust is lost above the threshold and regained below a quarter of it. A layer that is not trusted runs `plain.kept`: it
 keeps x, as torch does. A signed weight is then the scale itself, even within eps of zero.
 
+Optimizers change weights by little. Whatever else writes to them may change them by much, so the layer is then measured
+at its next call, as a new one is. What writes more than a few times in an interval counts as an optimizer.
+
 Calls that are compiled, captured, traced or transformed by torch.func keep the mode that the layer had, because a
-measurement would make the host wait. A recomputation in a backward pass keeps the mode of the forward pass. It is
-measured if the forward pass was not, because under reentrant checkpoints only the recomputation needs gradients.
+measurement would make the host wait.
 
 Anything may follow a converted norm, so its measurement depends on what follows. If something follows for the first
 time, the norm runs as torch's until the next generation, in which it is measured.
@@ -21,26 +26,18 @@ time, the norm runs as torch's until the next generation, in which it is measure
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from inplace_abn import _torch, measuring
-from inplace_abn.figures import (
-    THRESHOLDS,
-    Figures,
-    Threshold,
-    are_known,
-    described,
-    fetched,
-    no_figures,
-    unpacked,
-    worst,
-)
+from inplace_abn.figures import THRESHOLDS, Figures, Threshold, are_known, described, no_figures, worst
+from inplace_abn.modes import Decision, Mode, State, Writes, watchers
 
 ON_UNTRUSTED = ("fallback", "warn", "raise")
 CALLS = 8
@@ -50,17 +47,48 @@ generation = 0
 """The number of steps that optimizers of this process have taken."""
 
 _logger = logging.getLogger("inplace_abn")
+_T = TypeVar("_T")
 
 
-def _advance(*_: Any) -> None:
+_stepping: weakref.WeakKeyDictionary[Any, list[Writes]] = weakref.WeakKeyDictionary()
+"""The watchers of the parameters of optimizers that are in their step."""
+
+
+def _before_step(optimizer: Any, *_: Any) -> None:
+    found = _stepping[optimizer] = watchers(optimizer)
+    for writes in found:
+        writes.before_step()
+
+
+def _advance(optimizer: Any = None, *_: Any) -> None:
     global generation
     generation += 1
+    for writes in _stepping.pop(optimizer, ()) if optimizer is not None else ():
+        writes.after_step()
 
 
+register_optimizer_step_pre_hook(_before_step)
 register_optimizer_step_post_hook(_advance)
 
 changed_at = -1
 """The last generation in which something was measured, or seen, that a module does differently in the next one."""
+
+_of_checkpoints: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
+"""What was true in the forward pass of each checkpoint."""
+
+
+def of_forward_pass(name: str, value: _T) -> _T:
+    """What is true now; in a checkpoint's recomputation what was true in its forward pass."""
+    hooks = _torch.top_saved_tensors_hooks(True)
+    checkpoint = None if hooks is None else _torch.checkpoint_of(hooks)
+    found: _T = value if checkpoint is None else _of_checkpoints.setdefault(checkpoint, {}).setdefault(name, value)
+    return found
+
+
+def now() -> int:
+    """The generation of a call."""
+    return of_forward_pass("generation", generation)
+
 
 _paused = 0
 
@@ -80,66 +108,6 @@ def paused() -> Iterator[None]:
         _paused -= 1
 
 
-class State:
-    """What the guard knows of a layer, besides its mode."""
-
-    def __init__(self) -> None:
-        self.measured_at = -1
-        self.calls = 0
-        self.scaled_at = -1
-        self.scales = True
-        self.pending: list[tuple[Tensor, torch.Event | None, torch.dtype]] = []
-        self.met: dict[Any, int | None] = {}
-        """The generation in which what follows was measured first; None if that measurement decided at once."""
-        self.stranger: int | None = None
-        """The generation in which something followed that was never measured; None if nothing did."""
-
-    def knows(self, what: Any) -> bool:
-        """Whether ``what`` was measured before this generation, or decided at once.
-
-        All calls of a generation must do the same.
-        """
-        return what in self.met and self.met[what] != generation
-
-    def learn(self, what: Any, at_once: bool) -> None:
-        if what not in self.met and not at_once:
-            global changed_at
-            changed_at = generation
-        self.met.setdefault(what, None if at_once else generation)
-
-    def is_new(self) -> bool:
-        """Whether the layer must be measured as if for the first time."""
-        return self.measured_at < 0 or self.stranger not in (None, generation)
-
-    def is_due(self, interval: int) -> bool:
-        """Whether this generation's calls are measured, for a layer that was measured before."""
-        if self.measured_at == generation:
-            return self.calls < CALLS
-        return has_passed(self.measured_at, interval)
-
-    def keep(self, figures: Tensor, dtype: torch.dtype, waited: bool) -> None:
-        """Keeps the figures of a call, and drops those of earlier generations."""
-        if self.measured_at != generation:
-            self.measured_at, self.calls, self.pending, self.stranger = generation, 0, [], None
-        self.calls += 1
-        self.pending.append((*((figures, None) if waited else fetched(figures)), dtype))
-
-    def take(self) -> list[tuple[Figures, torch.dtype]]:
-        """The figures that were kept and not taken yet. Waits for the device."""
-        pending, self.pending = self.pending, []
-        for _, event, _ in pending:
-            if event is not None:
-                event.synchronize()
-        return [(unpacked(figures), dtype) for figures, _, dtype in pending]
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Waits for the figures, because events cannot be copied."""
-        for _, event, _ in self.pending:
-            if event is not None:
-                event.synchronize()
-        return vars(self) | {"pending": [(figures, None, dtype) for figures, _, dtype in self.pending]}
-
-
 def has_passed(since: int, interval: int) -> bool:
     """Whether a multiple of the interval has come since that generation. A generation that is still to come is from
     another process, and counts as passed."""
@@ -153,14 +121,23 @@ class Guarded:
     guard_threshold: float | None = None
     on_untrusted: str = "fallback"
     _guard: State | None = None
-    _guard_generation: int = -1
-    _trusted: bool = True
     per_instance: bool = False
     """Whether each sample of the input has its own statistics."""
-    why_untrusted: str = ""
-    """Why the module keeps its input, in words; empty if it runs in place."""
     _revision: int = 0
     """A number that changes when code that was compiled for the module is no longer valid."""
+
+    @property
+    def _trusted(self) -> bool:
+        """Whether the module is trusted with all dtypes that it has met."""
+        return all(mode.decisions[-1].trusted for mode in self._modes())
+
+    @property
+    def why_untrusted(self) -> str:
+        """Why the module keeps its input, in words; empty if it runs in place."""
+        return next((mode.why for mode in self._modes() if mode.why), "")
+
+    def _modes(self) -> list[Mode]:
+        return [] if self._guard is None else [*self._guard.modes.values()]
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], *rest: Any) -> None:
         forget(self)
@@ -170,11 +147,26 @@ class Guarded:
 class Look(NamedTuple):
     """What a layer does in a call."""
 
-    trusted: bool
-    """The mode of the layer. A first measurement may change it in the same call."""
+    decision: Decision
+    mode: Mode | None = None
+    """What may learn from the call; None if nothing does."""
     due: bool = False
     """Whether the call is measured."""
-    first: bool = False
+    decisive: bool = False
+    """Whether that measurement may change the mode in the same call."""
+
+    @property
+    def trusted(self) -> bool:
+        return self.decision.trusted
+
+
+def _settled(module: Any, x: Tensor) -> Mode | None:
+    """The mode if this call only has to do what was decided, as most calls."""
+    state: State | None = module._guard
+    mode = None if state is None else state.modes.get(x.dtype)
+    if mode is None or mode.settled_at != generation or _torch.top_saved_tensors_hooks(True) is not None:
+        return None
+    return mode if state.writes.are_expected(module) else None  # type: ignore[union-attr]
 
 
 def look(module: Any, x: Tensor, residual: Tensor | None, empty: bool = False) -> Look:
@@ -185,65 +177,117 @@ def look(module: Any, x: Tensor, residual: Tensor | None, empty: bool = False) -
         x, residual: its arguments. They may be invalid, and are then not measured.
         empty: whether an x may have too few values to measure, as a rank's share of a batch may.
     """
+    mode = _settled(module, x)
+    if mode is not None:
+        return Look(mode.decisions[-1], mode)
     state: State | None = module._guard
-    interval: int = module.guard_interval
-    if interval == 0 or _paused:
-        return Look(bool(module._trusted))
-    first = state is None or state.is_new()
-    due = first or cast(State, state).is_due(interval)
-    if not due and not cast(State, state).pending:
-        module.__dict__["_guard_generation"] = generation
-        return Look(bool(module._trusted))
+    mode = None if state is None else state.modes.get(x.dtype)
+    at, interval = now(), module.guard_interval
+    if _paused:
+        return Look(Decision(known=None) if mode is None else mode.at(at))
+    if interval and state is not None and not state.writes.are_expected(module) and not _is_recomputed():
+        renew_if_written(module)
+    if mode is not None and at < mode.generation <= generation:
+        return Look(mode.at(at))
+    if mode is None or mode.generation != at:
+        if x.dtype not in THRESHOLDS:
+            return Look(Decision())
+        measures = interval > 0 and (mode is None or mode.is_new(at) or has_passed(mode.measured_at, interval))
+        judges = mode is not None and mode.has_figures()
+        if (measures or judges) and not measuring.is_measurable(module, x, residual, empty):
+            return Look(Decision() if mode is None else mode.decisions[-1])
+        mode = _begun(module, x.dtype, at, measures)
+    decision = mode.decisions[-1]
+    if not decision.measures or mode.calls_in(at) >= CALLS:
+        mode.settled_at = at
+        return Look(decision, mode)
     if not measuring.is_measurable(module, x, residual, empty):
-        return Look(bool(module._trusted))
-    if state is None:
-        state = module.__dict__["_guard"] = State()
+        return Look(decision, mode)
+    first = mode.is_new(at)
     tensors = (x, module.weight, module.bias, residual)
     recovers = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     if first and not recovers:
-        return Look(_scales(module, state))
-    if not first and _torch.in_backward():
-        return Look(bool(module._trusted), due and recovers and state.measured_at != generation)
-    if not first:
-        if state.measured_at != generation:
-            _decide(module, state.take())
-        if not due:
-            module.__dict__["_guard_generation"] = generation
-    return Look(bool(module._trusted), due and recovers, first)
+        return Look(decision._replace(trusted=_scales(module)), mode)
+    is_repeated = mode.measured_at == at and _torch.in_backward()
+    return Look(decision, mode, recovers and not is_repeated, first)
 
 
-def take(module: Any, figures: Tensor, first: bool, dtype: torch.dtype) -> bool:
+def _is_recomputed() -> bool:
+    """Whether a checkpoint that saved nothing in its forward pass calls the layer again."""
+    return _torch.in_backward() and _torch.top_saved_tensors_hooks(True) is not None
+
+
+def _begun(module: Any, dtype: torch.dtype, at: int, measures: bool) -> Mode:
+    """The mode, with a decision about a generation that it sees for the first time."""
+    mode = notice_writes(module).mode(dtype)
+    mode.begin(at, measures, guarded=module.guard_interval > 0)
+    if mode.has_figures():
+        _judge(module, mode, mode.take())
+    return mode
+
+
+def notice_writes(module: Any) -> State:
+    """The module's state, which notices writes to the weight and the bias from now on."""
+    state: State | None = module._guard
+    if state is None or not state.writes.are_begun():
+        state = module.__dict__["_guard"] = state or State()
+        state.writes.take(module)
+    return state
+
+
+def renew_if_written(module: Any) -> bool:
+    """Forgets what was measured if anything but an optimizer wrote to the module's weight or bias, and returns whether.
+
+    What writes often is an optimizer that torch does not know. It counts as often as the guard measures.
+    """
+    state: State | None = module._guard
+    if state is None or state.writes.are_expected(module) or not state.writes.take(module):
+        return False
+    writes, interval = state.writes, module.guard_interval
+    writes.count = 1 if has_passed(writes.counted_at, interval) else writes.count + 1
+    writes.counted_at = generation
+    if writes.count > CALLS and writes.count % interval:
+        return False
+    state.scaled_at = -1
+    for mode in state.modes.values():
+        mode.renew()
+    return True
+
+
+def take(module: Any, figures: Tensor, looked: Look) -> bool:
     """Keeps measured figures for the next generation, and returns whether the module is trusted.
 
     The host waits for the first measurement of a layer, which decides at once. A batch with infinities or NaN tells
     nothing, so the next measurement is the first again.
     """
-    state: State = module._guard
-    state.keep(figures, dtype, waited=first)
-    if first:
-        found = state.take()
-        _decide(module, found)
-        if found[0][0].unknown:
-            state.measured_at = -1
-    return bool(module._trusted)
+    mode = looked.mode
+    assert mode is not None
+    mode.keep(figures, waited=looked.decisive)
+    if looked.decisive:
+        found = mode.take()
+        _judge(module, mode, found)
+        if found[0].unknown:
+            mode.measured_at = -1
+    return mode.decisions[-1].trusted
 
 
-def trusts(module: Any, x: Tensor, residual: Tensor | None) -> bool:
-    """Whether an in-place module may run in place in this generation, on this x. Arguments are those of `look`."""
-    looked = look(module, x, residual)
-    return take(module, measuring.measure(module, x, residual), looked.first, x.dtype) if looked.due else looked.trusted
-
-
-def lets(module: Any, x: Tensor, residual: Tensor | None) -> bool:
-    """`trusts`, for the forward pass of a module.
+def may_run_in_place(module: Any, x: Tensor, residual: Tensor | None) -> bool:
+    """Whether an in-place module may run in place in this generation, on this x. Arguments are those of `look`.
 
     Compiled code does not read the generation, because a compiler would make a new program for each one.
     """
     if torch.compiler.is_compiling():
-        # An exported program runs torch's own ops in any case, and its weights have no values to look at.
-        known = _torch.is_exporting() or (module._revision >= 0 and module._lets_compiled(x.dtype))
-        return bool(module._trusted and known)
-    return bool(module._trusted) if module._guard_generation == generation else trusts(module, x, residual)
+        return bool(module._revision >= 0 and module._may_be_compiled_in_place(x.dtype))
+    mode = _settled(module, x)
+    if mode is not None:
+        return mode.decisions[-1].trusted
+    looked = look(module, x, residual)
+    return take(module, measuring.measure(module, x, residual), looked) if looked.due else looked.trusted
+
+
+def mode_of(module: Any, dtype: torch.dtype) -> Mode | None:
+    """What the module does with inputs of a dtype; None if it has not met the dtype."""
+    return None if module._guard is None else module._guard.modes.get(dtype)
 
 
 class Frozen:
@@ -267,7 +311,7 @@ class Watch(Frozen):
     """
 
     def __init__(self, module: Any, x: Tensor, residual: Tensor | None) -> None:
-        self.module, self.residual, self.dtype = module, residual, x.dtype
+        self.module, self.residual = module, residual
         self.look = look(module, x, residual, empty=True)
         self.measures = False
         super().__init__(self.look.trusted)
@@ -286,40 +330,48 @@ class Watch(Frozen):
         # A rank that has not measured waits for the device, as it does for the count.
         if not self.measures and not are_known(gathered):
             return False
-        return take(self.module, worst(gathered), self.look.first, self.dtype)
+        return take(self.module, worst(gathered), self.look)
 
 
-def _scales(module: Any, state: State) -> bool:
+def _scales(module: Any) -> bool:
     """Whether a layer's scale is its weight, unchanged. If nothing is recovered, only this matters.
 
     The weight is looked at once in an interval, until the layer is measured.
     """
+    state: State = module._guard
     if state.scaled_at < 0 or has_passed(state.scaled_at, module.guard_interval):
         state.scaled_at, weight = generation, module.weight
         state.scales = weight is None or not module.signed_weight or bool((weight.detach().abs() >= module.eps).all())
     return state.scales
 
 
-def _decide(module: Any, found: list[tuple[Figures, torch.dtype]]) -> None:
+def _judge(module: Any, mode: Mode, found: list[Figures]) -> None:
     """Sets the mode by the figures of a generation."""
-    before, given = bool(module._trusted), module.guard_threshold
+    before, given = mode.decisions[-1].trusted, module.guard_threshold
+    threshold = THRESHOLDS[mode.dtype] if given is None else Threshold(given, given)
     now, told = before, ""
-    for figures, dtype in found:
-        threshold = THRESHOLDS[dtype] if given is None else Threshold(given, given)
+    for figures in found:
         now, told = figures.trusted(before, threshold), described(figures, threshold)
         if not now:
             break
-    if now == before:
+    # A mode that was renewed is trusted, although other things were said of it.
+    was_told = not mode.why
+    if now == before == was_told:
         return
     name = module.__dict__.get("_guard_name") or f"{type(module).__name__}({module.extra_repr()})"
-    text = f"{name}: z does not tell xhat ({told}); it keeps its input, as torch does"
+    kind = str(mode.dtype).removeprefix("torch.")
+    text = f"{name}: z does not tell xhat ({told}); it keeps its input in {kind}, as torch does"
     if not now and module.on_untrusted == "raise":
         # The measurement is forgotten, so that the next call measures and raises, too.
         forget(module)
         raise RuntimeError(f"inplace_abn: {text}")
-    module.__dict__.update(_trusted=now, why_untrusted="" if now else f"its input is not recoverable: {told}")
+    mode.why = "" if now else f"its input is not recoverable: {told}"
+    mode.change(trusted=now)
+    renew(module)
+    if now == was_told:
+        return
     if now:
-        _logger.info("%s: z tells xhat again (%s); it runs in place", name, told)
+        _logger.info("%s: z tells xhat again (%s); it runs in place in %s", name, told, kind)
     else:
         _logger.log(logging.WARNING if module.on_untrusted == "warn" else logging.INFO, "%s", text)
 
@@ -378,7 +430,7 @@ def check_interval(interval: int) -> None:
         raise ValueError(f"inplace_abn: expected a guard_interval >= 0, got {interval}")
 
 
-_STATE = ("_guard", "_guard_generation", "_trusted", "why_untrusted", "_given_up")
+_STATE = ("_guard", "_given_up")
 _SETTINGS = ("guard_interval", "guard_threshold", "on_untrusted", "_guard_name")
 
 

@@ -188,7 +188,7 @@ class InPlaceInstanceNorm(guard.Guarded, ActivatedNorm):
         training = measuring.uses_own_statistics(self)
         momentum = 0.0 if self.momentum is None else self.momentum
         what = (running_mean, running_var, training, momentum, self.eps, self.activation, self.activation_param)
-        if guard.lets(self, x, residual):
+        if guard.may_run_in_place(self, x, residual):
             return inplace_instance_norm(x, weight, bias, *what, residual=residual, keep_input=self.keep_input)
         operands = Operands(weight, bias, residual, running_mean, running_var)
         if training:

@@ -47,21 +47,38 @@ def predicted(module: Any, dtype: torch.dtype) -> str:
 
     Empty if no activation is trusted.
     """
-    answers, key = _answers.setdefault(module, {}), (module._revision, dtype)
-    if key not in answers:
-        answers[key] = _tolerated(module, dtype, TYPICAL, None)
-    return _told(answers[key]) if answers[key] else ""
+    found = _answer(module, dtype)
+    return _told(found) if found else ""
 
 
 def trusts(module: Any, dtype: torch.dtype) -> bool:
-    """Whether a compiled in-place module may be in place, by prediction.
+    """Whether a compiled in-place module may be in place: by the guard's mode if it has measured, or by prediction."""
+    # An exported program runs torch's own ops in any case, and its weights have no values to look at.
+    if _torch.is_exporting():
+        mode = guard.mode_of(module, dtype)
+        return mode is None or mode.decisions[-1].trusted
+    return bool(_answer(module, dtype))
 
-    It is True if the guard is off or has measured the module, because then the guard's mode decides.
-    """
-    if module.guard_interval == 0 or (module._guard is not None and module._guard.measured_at >= 0):
-        return True
+
+def _answer(module: Any, dtype: torch.dtype) -> frozenset[str]:
+    answers, key = _answers.setdefault(module, {}), (module._revision, dtype)
+    if key not in answers:
+        guard.notice_writes(module)
+        answers[key] = _found(module, dtype, None)
+    return answers[key]
+
+
+def _found(module: Any, dtype: torch.dtype, before: frozenset[str] | None) -> frozenset[str]:
+    """What a compiled norm may be fused with. Arguments are those of `_tolerated`."""
+    mode = guard.mode_of(module, dtype)
+    if mode is not None and not mode.decisions[-1].trusted:
+        return frozenset()
+    if not hasattr(module, "activation_param"):
+        return _tolerated(module, dtype, TYPICAL, before)
     own = module.activation, module.activation_param
-    return spelled_as(*own) in _tolerated(module, dtype, [own], None)
+    if mode is not None and mode.measured_at >= 0:
+        return frozenset({spelled_as(*own)})
+    return _tolerated(module, dtype, [own], before) & {spelled_as(*own)}
 
 
 def _told(found: frozenset[str]) -> str:
@@ -73,10 +90,11 @@ def _review(*_: Any) -> None:
     """Runs after each optimizer step. Makes compilers compile those modules anew whose answer has changed."""
     for module, answers in list(_answers.items()):
         interval = module.guard_interval
-        if interval == 0 or guard.generation % interval:
+        # Compiled code does not see who writes to its weights, so that is found out here.
+        if interval == 0 or (not guard.renew_if_written(module) and guard.generation % interval):
             continue
         now = {
-            dtype: _tolerated(module, dtype, TYPICAL, before)
+            dtype: _found(module, dtype, before)
             for (revision, dtype), before in answers.items()
             if revision == module._revision
         }

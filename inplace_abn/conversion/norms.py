@@ -16,13 +16,11 @@ from inplace_abn.conversion import watch
 from inplace_abn.conversion.pending import Pending, pending, plain
 from inplace_abn.conversion.waiting import IDENTITY, Norm, Note
 from inplace_abn.instance_norm import repeated, take_means
+from inplace_abn.modes import PLAIN, State
 from inplace_abn.settings import Operands, Settings, check_hyperparameters
 
-PLAIN = ("plain", 0.0)
-"""The expectation of a norm whose output nobody activates."""
-
 _SETTINGS = ("_synchronised", "_group")
-_STATE = ("_expected", "_seen", "_seen_generation", "_plain_since", "_note", "bytes_saved", "_was_watched", "_eps")
+_STATE = ("_note", "bytes_saved", "_was_watched", "_eps")
 
 
 class InPlaceNorm(guard.Guarded):
@@ -37,10 +35,6 @@ class InPlaceNorm(guard.Guarded):
     signed_weight = True
     _synchronised: bool = False
     _group: ProcessGroup | None = None
-    _expected: tuple[str, float] | None = None
-    _seen: set[tuple[Any, ...]]
-    _seen_generation: int = -1
-    _plain_since: int = 0
     _note: Note = Note()
     _was_watched: bool = False
     """Whether the last forward pass was watched (`conversion.watch`)."""
@@ -61,7 +55,7 @@ class InPlaceNorm(guard.Guarded):
     def _noted(self, y: Tensor) -> Tensor:
         """y as torch computes it. A pass without gradients is watched, too: backward may repeat it with gradients."""
         module: Any = self
-        if module.training and not torch.is_grad_enabled():
+        if module.training and not torch.is_grad_enabled() and not _torch.in_backward():
             watching = watch.current()
             self.__dict__["_was_watched"] = watching is not None
             if watching is not None and self._given_up is None:
@@ -83,11 +77,12 @@ class InPlaceNorm(guard.Guarded):
         if torch.compiler.is_compiling():
             return self._compiled(x)
         # A recomputation does what its forward pass did.
-        if not _torch.in_backward() and self._was_watched is not (watch.current() is not None):
+        watched = self._was_watched if _torch.in_backward() else watch.current() is not None
+        if guard.of_forward_pass("watched", watched) is not self._was_watched:
             self.__dict__["_was_watched"] = not self._was_watched
-        given_up = self._given_up
+        given_up = None if self._was_watched else self._given_up
         # All calls of a generation do the same. While the guard pauses, nobody watches.
-        if given_up and not self._was_watched and (given_up[0] != guard.generation or guard.is_paused()):
+        if given_up is not None and (given_up[0] < guard.now() or guard.is_paused()):
             return None
         module: Any = self
         if module.eps != self._eps:
@@ -97,24 +92,25 @@ class InPlaceNorm(guard.Guarded):
         if not _may_wait(self, x):
             self.__dict__["_note"] = Note(why="its input, its parameters or the mode of the call are not supported")
             return None
-        expected = self._expectation()
-        if expected == PLAIN:
+        look = guard.look(self, x, None)
+        decision = look.decision
+        if decision.expected == PLAIN:
             return None
-        known = self._guard_generation == guard.generation
-        look = guard.Look(self._trusted) if known else guard.look(self, x, None)
-        if not look.trusted and not look.due:
+        if self.per_instance:
+            # torch's InstanceNorm returns contiguous tensors.
+            x = x.contiguous()
+        if not decision.trusted and not decision.measures:
             self.__dict__["_note"] = self._note._replace(in_place=False, why=self.why_untrusted)
             return None
         module._check_input_dim(x)
         functions.calibrate()
-        # If nothing was measured yet, or the layer is not trusted, the measurement decides in this call.
-        decisive = look.due and (look.first or not look.trusted)
         observation = measuring.observe(self, x) if look.due else None
-        if observation is not None and decisive and self._scales_otherwise():
+        if (look.decisive or not decision.trusted) and self._weight_would_be_clamped():
             self.__dict__["_note"] = Note(why="a weight is within eps of zero")
-            guard.take(self, observation.figures(*IDENTITY, None), True, x.dtype)
+            if observation is not None:
+                guard.take(self, observation.figures(*IDENTITY, None), look)
             return None
-        applied = IDENTITY
+        applied, expected = IDENTITY, decision.expected
         if expected is not None and can_be_taken_back(*expected, x.dtype):
             applied = expected
         data = x.detach()
@@ -133,10 +129,12 @@ class InPlaceNorm(guard.Guarded):
         elif not training:
             mean = module.running_mean.clone()
         values = writing.written(data, memory, operands, settings.activating(applied), True, statistics)
+        norm = Norm(self, x, operands.weight, operands.bias, mean, values, settings, observation, look)
+        y = pending(norm, memory, None, applied)
         if settings.per_instance:
+            # As in torch, after x was saved, where a checkpoint's recomputation may end.
             take_means(of_module, operands, samples)
-        norm = Norm(self, x, operands.weight, operands.bias, mean, values, settings, observation, decisive)
-        return pending(norm, memory, None, applied)
+        return y
 
     def _compiled(self, x: Tensor) -> Tensor | None:
         """The norm for compilers, which see what follows; None where the norm does what it did before conversion."""
@@ -147,7 +145,7 @@ class InPlaceNorm(guard.Guarded):
         if _torch.transforms_active() or not suitable:
             return None
         # Compilers compile anew when an attribute changes that they have read here.
-        trusted = self._predicted(x.dtype) if self._trusted and self._revision >= 0 else ""
+        trusted = self._predicted(x.dtype) if self._revision >= 0 else ""
         if not trusted:
             return None
         module._check_input_dim(x)
@@ -163,7 +161,7 @@ class InPlaceNorm(guard.Guarded):
     def _predicted(self, dtype: torch.dtype) -> str:
         return trust.predicted(self, dtype)
 
-    def _scales_otherwise(self) -> bool:
+    def _weight_would_be_clamped(self) -> bool:
         """Whether a weight is within eps of zero.
 
         In place the scale would then have the magnitude eps, which would change the result.
@@ -214,7 +212,6 @@ class InPlaceNorm(guard.Guarded):
         guard.forget(self)
         for name in _STATE:
             self.__dict__.pop(name, None)
-        self.__dict__["_seen"] = set()
 
     def extra_repr(self) -> str:
         text: str = super().extra_repr()  # type: ignore[misc]
@@ -223,23 +220,7 @@ class InPlaceNorm(guard.Guarded):
 
     def activations(self) -> set[str]:
         """The names of the activations that followed in this generation of the guard."""
-        return {what[0] for what in self._seen if len(what) > 1}
-
-    def _expectation(self) -> tuple[str, float] | None:
-        """What is expected to follow, by earlier generations."""
-        if self._seen_generation != guard.generation:
-            state = self.__dict__
-            seen, state["_seen"], state["_seen_generation"] = self._seen, set(), guard.generation
-            if self._expected == PLAIN:
-                if not 0 <= guard.generation - self._plain_since < 100:
-                    state["_expected"] = None
-            elif seen:
-                what = next(iter(seen))
-                if all(what == ("plain",) for what in seen):
-                    state.update(_expected=PLAIN, _plain_since=guard.generation)
-                else:
-                    state["_expected"] = what[:2] if len(seen) == 1 and what[2:] == (False,) else None
-        return self._expected
+        return {what[0] for mode in self._modes() for what in mode.seen if len(what) > 1}
 
     def __prepare_scriptable__(self) -> Any:
         raise RuntimeError(
@@ -385,7 +366,9 @@ def adopt(module: nn.Module, name: str, *, expected: tuple[str, float] | None = 
     kind = converted_class(module)
     assert kind is not None
     module.__class__ = kind
-    module.__dict__.update(_guard_name=name, _seen=set(), _expected=expected, _eps=module.eps)
+    module.__dict__.update(_guard_name=name, _eps=module.eps)
+    if expected is not None:
+        module.__dict__["_guard"] = State(expected)
 
 
 def release(module: nn.Module) -> None:
@@ -464,8 +447,11 @@ def _may_wait(module: Any, x: Tensor) -> bool:
         return False
     if not _has_usual_statistics(module) or (module.per_instance and x.dim() == module._get_no_batch_dim()):
         return False
+    # In torch a checkpoint's recomputation may end between an instance norm and the update of its running statistics.
+    if module.per_instance and module.track_running_stats and _torch.top_saved_tensors_hooks(True) is not None:
+        return False
     synchronised = module._participating() is not None
-    return measuring.is_suitable(module, x, None, synchronised) and _has_standard_strides(x)
+    return measuring.is_suitable(module, x, None, synchronised) and (module.per_instance or _has_standard_strides(x))
 
 
 def _has_usual_statistics(module: Any) -> bool:

@@ -21,7 +21,16 @@ from torch.utils._pytree import tree_map_only
 
 from inplace_abn import _torch, functions
 from inplace_abn.conversion.consumers import kept
-from inplace_abn.conversion.recognition import IN_GRAPH, KNOWN, METADATA, Activating, Adding, Passing, is_writing
+from inplace_abn.conversion.recognition import (
+    IN_GRAPH,
+    KNOWN,
+    METADATA,
+    NO_GRADIENT,
+    Activating,
+    Adding,
+    Passing,
+    is_writing,
+)
 from inplace_abn.conversion.waiting import IDENTITY, Norm, State, follow, stand, wait
 from inplace_abn.conversion.watch import Result, is_writable
 from inplace_abn.settings import Operands
@@ -298,6 +307,8 @@ def _asked_of_graph(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
     def in_graph(t: Pending) -> Tensor:
         if t._taken_from is not None and not t._has_moved():
+            if func in NO_GRADIENT:
+                return t
             raise RuntimeError(
                 f"inplace_abn: a gradient of the output of {t._taken_from}, or a hook on it, is asked for after "
                 "it was activated or added to in place, and it has no place in the graph any more. Ask before, "
@@ -360,7 +371,8 @@ def _added(call: Adding) -> Tensor | None:
     for t, other in ((call.first, call.second), (call.second, call.first)):
         if t is other or not _is_fusible(t) or t._state.residual is not None:
             continue
-        if call.in_place and t is not call.first:
+        # The sum has the layout of its first operand.
+        if t is not call.first and (call.in_place or (isinstance(other, Tensor) and other.stride() != t.stride())):
             return None
         residual = _as_residual(other, t._state)
         if residual is None:

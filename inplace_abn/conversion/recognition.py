@@ -205,3 +205,6 @@ IN_GRAPH: frozenset[Any] = frozenset(
     ]
 )
 """Functions that ask for gradients of the first argument, or of the second one of ``torch.autograd.grad``."""
+
+NO_GRADIENT: frozenset[Any] = frozenset([_GRAD.__get__, _RETAINS_GRAD.__get__])
+"""Those of `IN_GRAPH` that have an answer for a tensor without a place in the graph: its gradient is not retained."""

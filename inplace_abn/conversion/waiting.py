@@ -17,6 +17,7 @@ from inplace_abn.activations import ACTIVATIONS, take_back
 from inplace_abn.gradients import Values
 from inplace_abn.kept import KeptABNFunction
 from inplace_abn.measuring import Observation
+from inplace_abn.modes import Decision
 from inplace_abn.settings import Settings
 
 IDENTITY = ("identity", 0.0)
@@ -50,11 +51,11 @@ class Norm:
         values: Values,
         settings: Settings,
         observation: Observation | None,
-        decisive: bool,
+        look: guard.Look,
     ) -> None:
         self.module, self.weight, self.bias = module, weight, bias
         self.mean, self.values, self.settings = mean, values, settings
-        self.observation, self.decisive = observation, decisive
+        self.observation, self.look = observation, look
         self.x = x
         self._edge = (x.requires_grad, x.grad_fn, x.output_nr)
         self._content = x._version, x.data_ptr()
@@ -102,16 +103,18 @@ class Norm:
         later calls.
         """
         observation, self.observation = self.observation, None
-        state: guard.State | None = self.module._guard
-        if observation is not None:
-            figures = observation.figures(*activation, residual)
-            trusted = guard.take(self.module, figures, self.decisive, observation.x.dtype)
-            self.trusted = trusted or not self.decisive
-            self.module._guard.learn((*activation, residual is not None), self.decisive)
-        if not self.trusted or is_known(self.module, activation, residual is not None):
+        look, consumer = self.look, (*activation, residual is not None)
+        if observation is not None and look.mode is not None:
+            guard.take(self.module, observation.figures(*activation, residual), look)
+            if look.mode.learn(consumer, look.decisive):
+                guard.changed_at = guard.generation
+            look = self.look = look._replace(decision=look.mode.decisions[-1])
+        self.trusted = look.trusted
+        if not self.trusted or is_known(look.decision, consumer):
             return self.trusted
-        if observation is None and state is not None:
-            state.stranger = guard.changed_at = guard.generation
+        if observation is None and look.mode is not None:
+            look.mode.is_followed_by_a_stranger()
+            guard.changed_at = guard.generation
         return False
 
     def note(self, follows: str, why: str = "") -> None:
@@ -119,25 +122,24 @@ class Norm:
         self.module.__dict__["_note"] = Note(follows, not why, why)
 
     def saw(self, *what: Any) -> None:
-        """Stores on the module what followed."""
-        self.module._seen.add(what)
-        if what == ("plain",) and self.observation is not None:
-            # Nothing was measured, so the next call must measure.
+        """Remembers what followed."""
+        if self.look.mode is not None:
+            self.look.mode.seen.add(what)
+        if what == ("plain",):
+            # Nothing is measured, so the next call is.
             self.observation = None
-            self.module.__dict__["_guard_generation"] = -1
 
 
-def is_known(module: Any, activation: tuple[str, float], with_residual: bool) -> bool:
+def is_known(decision: Decision, consumer: tuple[str, float, bool]) -> bool:
     """Whether what follows the norm was measured.
 
     The identity counts as measured if any activation was, because the z of an activation determines y less well.
     """
-    state: guard.State | None = module._guard
-    if state is None or module.guard_interval == 0:
+    if decision.known is None:
         return True
-    if activation == IDENTITY:
-        return any(state.knows(what) for what in state.met if what[2] or not with_residual)
-    return state.knows((*activation, with_residual))
+    if consumer[:2] == IDENTITY:
+        return any(what[2] or not consumer[2] for what in decision.known)
+    return consumer in decision.known
 
 
 def native(

@@ -213,7 +213,7 @@ def test_hooks_of_checkpoints_are_told():
     found = []
 
     def look(x):
-        found.append(_torch.are_of_checkpoint(_torch.top_saved_tensors_hooks(True)))
+        found.append(_torch.checkpoint_of(_torch.top_saved_tensors_hooks(True)) is not None)
         return x.sin()
 
     x = torch.ones(2, requires_grad=True)
@@ -333,3 +333,50 @@ def test_stand_in_like_has_no_memory_and_may_be_an_output_of_a_node():
         assert Made.apply(x, (t,)) is t
         (g,) = torch.autograd.grad(t, x, torch.ones_like(like))
         assert torch.equal(g, torch.ones_like(g))
+
+
+def test_custom_functions_are_told_from_code_without_gradients():
+    seen = []
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            seen.append(_torch.in_custom_function())
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, g):
+            seen.append(_torch.in_custom_function())
+            return g
+
+    x = torch.ones(2, requires_grad=True)
+    Function.apply(x).sum().backward()
+    assert seen == [True, False]
+    assert not _torch.in_custom_function()
+    with torch.no_grad():
+        assert not _torch.in_custom_function()
+
+
+def test_autograd_removes_the_hooks_of_what_a_custom_function_modified_through_the_subclass():
+    seen = []
+
+    class Seeing(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.mark_dirty(x)
+            return x
+
+        @staticmethod
+        def backward(ctx, g):
+            return g
+
+    x = (torch.ones(2, requires_grad=True) * 1).as_subclass(Seeing)
+    seen.clear()
+    Function.apply(x)
+    assert [func in _torch.HOOKS for func in seen] == [True]

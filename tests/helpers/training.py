@@ -57,7 +57,7 @@ def differences(actual, expected):
         if other is None or own is None or own.shape != other.shape:
             found[name] = 0.0 if own is None and other is None else math.inf
             continue
-        least = scale if "gradient" in name else 1e-12
+        least = scale if "gradient" in name else 1e-6
         error = (own.double() - other.double()).norm() / max(float(other.double().norm()), least)
         found[name] = math.inf if error.isnan() else float(error)
     return found

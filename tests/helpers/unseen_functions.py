@@ -27,6 +27,18 @@ class DoubledInPlace(torch.autograd.Function):
         return g * 2
 
 
+class Halved(torch.autograd.Function):
+    """Saves nothing."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 0.5
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * 0.5
+
+
 class Passed(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):

@@ -1,0 +1,250 @@
+"""What the guard (`inplace_abn.guard`) knows of a layer: what it does in which generation, and who wrote to its weight.
+
+Everything is known by dtype, because recovery depends on it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from inplace_abn.figures import Figures, fetched, unpacked
+
+PLAIN = ("plain", 0.0)
+"""The expectation of a norm whose output nobody activates."""
+_PLAIN_FOR = 100
+"""The generations after which such a norm looks again."""
+_REMEMBERED = 8
+"""The number of decisions that are remembered for recomputations."""
+
+
+class Decision(NamedTuple):
+    """What a layer does in all calls of a generation, and in their recomputations, with inputs of one dtype."""
+
+    since: int = -1
+    """The first generation in which it was valid."""
+    trusted: bool = True
+    """Whether the layer is in place."""
+    measures: bool = False
+    """Whether calls are measured. The first measurement of a layer changes the decision."""
+    expected: tuple[str, float] | None = None
+    """What is expected to follow a converted norm; None if that is not known."""
+    known: frozenset[Any] | None = frozenset()
+    """What follows a converted norm, and was measured; None if nothing needs to be."""
+
+
+class Mode:
+    """What a layer does with inputs of one dtype."""
+
+    def __init__(self, dtype: torch.dtype, expected: tuple[str, float] | None) -> None:
+        self.dtype = dtype
+        self.generation = -1
+        """The latest generation that was decided about."""
+        self.decisions = [Decision(expected=expected)]
+        self.settled_at = -1
+        """The generation whose calls are not measured, or not any more."""
+        self.measured_at = -1
+        self.calls = 0
+        """The calls that were measured in that generation."""
+        self.why = ""
+        """Why the layer is not in place, in words."""
+        self.seen: set[tuple[Any, ...]] = set()
+        """What followed a converted norm in this generation."""
+        self._plain_since = 0
+        self._figures: list[tuple[Tensor, torch.Event | None]] = []
+        self._measured_consumers: set[Any] = set()
+        self._unmeasured_since: int | None = None
+        """The generation in which something followed that was never measured; None if nothing did."""
+
+    def at(self, generation: int) -> Decision:
+        """The decision that was valid in a generation."""
+        return next((d for d in reversed(self.decisions) if d.since <= generation), self.decisions[0])
+
+    def change(self, **changes: Any) -> None:
+        """Changes the decision, from this generation on."""
+        last = self.decisions[-1]
+        decision = last._replace(**changes)
+        self.settled_at = -1
+        if decision == last:
+            return
+        if last.since == self.generation:
+            self.decisions.pop()
+        self.decisions = [*self.decisions[1 - _REMEMBERED :], decision._replace(since=self.generation)]
+
+    def begin(self, generation: int, measures: bool, guarded: bool) -> None:
+        """Decides about a generation, by what the layer has seen before."""
+        self.generation = generation
+        trusted = self.decisions[-1].trusted or self.measured_at < 0
+        known = frozenset(self._measured_consumers) if guarded else None
+        self.change(trusted=trusted, measures=measures, known=known, expected=self._expectation())
+
+    def _expectation(self) -> tuple[str, float] | None:
+        seen, self.seen = self.seen, set()
+        last = self.decisions[-1].expected
+        if last == PLAIN and 0 <= self.generation - self._plain_since < _PLAIN_FOR:
+            return PLAIN
+        if last == PLAIN or not seen:
+            return None if last == PLAIN else last
+        if seen == {("plain",)}:
+            self._plain_since = self.generation
+            return PLAIN
+        what = next(iter(seen))
+        return what[:2] if len(seen) == 1 and what[2:] == (False,) else None
+
+    def is_new(self, generation: int) -> bool:
+        """Whether the layer must be measured as if for the first time."""
+        return self.measured_at < 0 or self._unmeasured_since not in (None, generation)
+
+    def calls_in(self, generation: int) -> int:
+        """The number of calls that were measured in a generation."""
+        return self.calls if self.measured_at == generation else 0
+
+    def keep(self, figures: Tensor, waited: bool) -> None:
+        """Keeps the figures of a call, and drops those of earlier generations."""
+        if self.measured_at != self.generation:
+            self.measured_at, self.calls, self._figures, self._unmeasured_since = self.generation, 0, [], None
+        self.calls += 1
+        self._figures.append((figures, None) if waited else fetched(figures))
+
+    def has_figures(self) -> bool:
+        return bool(self._figures)
+
+    def take(self) -> list[Figures]:
+        """The figures that were kept and not taken yet. Waits for the device."""
+        self._wait()
+        found, self._figures = self._figures, []
+        return [unpacked(figures) for figures, _ in found]
+
+    def learn(self, consumer: Any, at_once: bool) -> bool:
+        """Remembers that what follows was measured, and returns whether that counts from the next generation only."""
+        is_later = not at_once and consumer not in self._measured_consumers
+        self._measured_consumers.add(consumer)
+        if at_once:
+            self.change(known=(self.decisions[-1].known or frozenset()) | {consumer})
+        return is_later
+
+    def is_followed_by_a_stranger(self) -> None:
+        """Remembers that something followed that was never measured."""
+        self._unmeasured_since = self.generation
+
+    def renew(self) -> None:
+        """Forgets what was measured, in the middle of a generation."""
+        self.measured_at, self._figures, self._unmeasured_since = -1, [], None
+        self._measured_consumers.clear()
+        self.change(trusted=True, measures=True, known=frozenset())
+
+    def _wait(self) -> None:
+        for _, event in self._figures:
+            if event is not None:
+                event.synchronize()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Another process counts generations of its own. Events cannot be copied."""
+        self._wait()
+        figures = [(figures, None) for figures, _ in self._figures]
+        last = self.decisions[-1]._replace(since=-1)
+        return vars(self) | {"generation": -1, "settled_at": -1, "decisions": [last], "_figures": figures}
+
+
+class State:
+    """What the guard knows of a layer."""
+
+    def __init__(self, expected: tuple[str, float] | None = None) -> None:
+        self.modes: dict[torch.dtype, Mode] = {}
+        self.writes = Writes()
+        self.scaled_at = -1
+        """The generation in which it was found out whether the scale is the weight."""
+        self.scales = True
+        self._expected = expected
+
+    def mode(self, dtype: torch.dtype) -> Mode:
+        if dtype not in self.modes:
+            self.modes[dtype] = Mode(dtype, self._expected)
+        return self.modes[dtype]
+
+
+class Writes:
+    """Notices who writes to a layer's weight and bias: an optimizer in its step, or somebody else.
+
+    Parameters are compared by identity and by their versions, which do not show writes to ``.data``.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        """The number of times that somebody else wrote."""
+        self.counted_at = 0
+        """The generation of the last one."""
+        self._weight: Tensor | None = None
+        self._bias: Tensor | None = None
+        self._version: int | None = None
+        """The sum of both versions; None while it is not known what it should be."""
+        self._found = False
+
+    def are_begun(self) -> bool:
+        """Whether the parameters of a layer are known."""
+        return self._weight is not None
+
+    def are_expected(self, module: Any) -> bool:
+        """Whether nobody wrote since the layer's last call, or since the last step of an optimizer.
+
+        Weights that are made for each call, as parametrized ones are, are not looked at.
+        """
+        parameters = module._parameters
+        weight, bias = parameters.get("weight"), parameters.get("bias")
+        if weight is None:
+            return self._weight is None
+        version = weight._version if bias is None else weight._version + bias._version
+        return version == self._version and weight is self._weight and bias is self._bias
+
+    def take(self, module: Any) -> bool:
+        """Whether somebody else wrote. From now on the present values are the expected ones."""
+        parameters = module._parameters
+        weight, bias = parameters.get("weight"), parameters.get("bias")
+        found = self._found or (
+            self._weight is not None
+            and (weight is not self._weight or bias is not self._bias or self._version not in (None, self._sum()))
+        )
+        self._found, self._weight, self._bias = False, weight, bias
+        keys = [id(t) for t in (weight, bias) if t is not None]
+        reference = weakref.ref(self, partial(_forget, keys))
+        _watched.update(dict.fromkeys(keys, reference))
+        self._version = self._sum()
+        return found
+
+    def _sum(self) -> int:
+        weight, bias = self._weight, self._bias
+        return (0 if weight is None else weight._version) + (0 if bias is None else bias._version)
+
+    def before_step(self) -> None:
+        if self._version is not None:
+            self._found = self._found or self._version != self._sum()
+            self._version = None
+
+    def after_step(self) -> None:
+        if not self._found:
+            self._version = self._sum()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy watches its own parameters from its first call on."""
+        return vars(Writes()) | {"count": self.count}
+
+
+_watched: dict[int, weakref.ref[Writes]] = {}
+"""Who watches a parameter, by its id. A watcher holds its parameters, so that no id is used again."""
+
+
+def _forget(keys: list[int], reference: Any) -> None:
+    for key in keys:
+        if _watched.get(key) is reference:
+            del _watched[key]
+
+
+def watchers(optimizer: Any) -> list[Writes]:
+    """Those who watch parameters of an optimizer."""
+    keys = [id(t) for group in optimizer.param_groups for t in group["params"]] if _watched else []
+    found = [reference() for reference in {_watched[key] for key in keys if key in _watched}]
+    return [writes for writes in found if writes is not None]

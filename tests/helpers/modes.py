@@ -1,0 +1,29 @@
+"""Modes of the guard, for tests: looked at, set, and changed as an optimizer changes them."""
+
+import torch
+
+from inplace_abn import guard
+from inplace_abn.modes import State
+
+
+def the_mode(module):
+    """What the guard knows of a module that has met one dtype."""
+    (mode,) = module._guard.modes.values()
+    return mode
+
+
+def distrust(module, *dtypes):
+    """Makes a module keep its input, as if the guard had found that it is not recoverable."""
+    guard.forget(module)
+    state = module.__dict__["_guard"] = State()
+    for dtype in dtypes:
+        mode = state.mode(dtype)
+        mode.measured_at = guard.generation
+        mode.change(trusted=False)
+
+
+def optimize(module, value):
+    """Gives the weight a value in the step of an optimizer."""
+    module.weight.grad = module.weight.detach() - value
+    torch.optim.SGD([module.weight], lr=1.0).step()
+    module.weight.grad = None
