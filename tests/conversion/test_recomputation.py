@@ -124,7 +124,7 @@ def train(generator, discriminator, two_passes):
 
 def assert_trained_alike(ours, torchs):
     for a, e in zip(ours, torchs, strict=True):
-        torch.testing.assert_close(a, e, rtol=1e-6, atol=1e-7 * e.abs().max().item())
+        torch.testing.assert_close(a, e, rtol=1e-6, atol=1e-7 * e.abs().max().item() + 1e-10)
 
 
 @pytest.mark.parametrize("two_passes", [False, True])
@@ -155,24 +155,25 @@ def test_checkpoints_in_checkpoints_do_what_their_forward_pass_did(kind):
 @pytest.mark.parametrize("layer", [InPlaceABN, InPlaceABNSync])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_module_whose_mode_changes_is_computed_again_in_its_former_mode(kind, layer):
-    module = set_guard(layer(4, activation="silu", signed_weight=True).double(), interval=1)
-    modes = []
+    module = set_guard(layer(4, activation="silu", signed_weight=True, track_running_stats=False).double(), interval=1)
+    twin, modes = copy.deepcopy(module), []
     for weight in (1e-6, 1e-6, 1.0, 1.0, 1.0):
-        x = batch()
+        x, other = batch(), batch()
         dz = torch.randn_like(x) + 2 * x.detach()
-        z = repeated(kind, lambda t: module(t * 1), x)
+        leaf = x.detach().requires_grad_()
+        results = repeated(kind, lambda t: module(t * 1), x), twin(leaf * 1)
         modes.append(module._trusted)
         guard._advance()
-        module(batch() * 1).sum().backward()
+        for each in (module, twin):
+            each(other * 1).sum().backward()
         modes.append(module._trusted)
-        z.backward(dz)
-        leaf = x.detach().requires_grad_()
-        F.silu(F.batch_norm(leaf, None, None, module.weight.detach(), training=True)).backward(dz)
-        torch.testing.assert_close(x.grad, leaf.grad, rtol=1e-6, atol=1e-9)
-        optimize(module, weight)
+        for z in results:
+            z.backward(dz)
+        torch.testing.assert_close(x.grad, leaf.grad)
+        optimize(weight, module, twin)
     changes = [tuple(modes[i : i + 2]) for i in range(0, len(modes), 2)]
-    assert (True, False) in changes
-    assert (False, True) in changes
+    # Under reentrant checkpoints only the recomputation is measured.
+    assert kind == "reentrant" or {(True, False), (False, True)} <= set(changes)
 
 
 # --- Running statistics -----------------------------------------------------------------------------------------------
