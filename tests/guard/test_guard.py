@@ -125,7 +125,7 @@ def test_the_mode_changes_exactly_one_generation_after_the_measurement_that_asks
     set_guard(module := layer(), interval=5)
     to_multiple(5)
     assert step(module)
-    optimize(module, 1e-9)
+    optimize(1e-9, module)
     for _ in range(4):
         assert step(module)
         advance()
@@ -135,7 +135,7 @@ def test_the_mode_changes_exactly_one_generation_after_the_measurement_that_asks
     assert step(module)
     advance()
     assert not step(module)
-    optimize(module, 1.0)
+    optimize(1.0, module)
     for _ in range(3):
         assert not step(module)
         advance()
@@ -149,7 +149,7 @@ def test_a_layer_that_sees_only_odd_generations_is_measured_all_the_same():
     to_multiple(4)
     advance()
     assert step(module)
-    optimize(module, 0.0)
+    optimize(0.0, module)
     seen = []
     for times in (1, 2, 2, 2):
         advance(times)

@@ -40,7 +40,7 @@ def test_a_layer_under_checkpoints_is_measured_in_every_interval(reentrant):
         leaf = torch.randn(8, 8, 16, 16).requires_grad_()
         checkpoint(lambda t: module(t * 1), leaf, use_reentrant=reentrant).sum().backward()
         modes.append(module._trusted)
-        optimize(module, 10.0)
+        optimize(10.0, module)
     assert modes == [True, True, True, False]
 
 

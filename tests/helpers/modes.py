@@ -22,8 +22,11 @@ def distrust(module, *dtypes):
         mode.change(trusted=False)
 
 
-def optimize(module, value):
-    """Gives the weight a value in the step of an optimizer."""
-    module.weight.grad = module.weight.detach() - value
-    torch.optim.SGD([module.weight], lr=1.0).step()
-    module.weight.grad = None
+def optimize(value, *modules):
+    """Gives weights a value in the step of an optimizer."""
+    weights = [module.weight for module in modules]
+    for weight in weights:
+        weight.grad = weight.detach() - value
+    torch.optim.SGD(weights, lr=1.0).step()
+    for weight in weights:
+        weight.grad = None
