@@ -137,22 +137,26 @@ def guard_step():
     torch.optim.SGD([p], lr=0.1).step()
 
 
-@pytest.mark.parametrize("which", ["weight", "bias"])
+# Where nobody sees what follows, the norm is torch's, which saves the weight itself.
+BY_VALUE = [
+    (name, which) for name in NETS for which in ("weight", "bias") if (name, which) != ("converted, unseen", "weight")
+]
+
+
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
-@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize(("name", "which"), BY_VALUE)
 def test_a_write_to_a_parameter_before_backward_does_not_matter(name, training, write, which):
     """``bias.data.add_`` made gradients wrong, and ``bias.add_`` without grad was an error where torch has none."""
     x = torch.randn(3, C, 5, 4, dtype=torch.float64, requires_grad=True)
     model = net(name, training)
     expected = run(copy.deepcopy(model), x, None, which)
-    torch.testing.assert_close(run(model, x, write, which), expected, rtol=0, atol=0)
+    torch.testing.assert_close(run(model, x, write, which), expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("which", ["weight", "bias"])
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("hooked", [False, True])
-@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize(("name", "which"), BY_VALUE)
 def test_second_derivatives_have_the_values_of_the_forward_pass_too(name, hooked, write, which):
     x = torch.randn(3, C, 3, 2, dtype=torch.float64, requires_grad=True)
     model = net(name, True)
