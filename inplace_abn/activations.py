@@ -246,16 +246,7 @@ def can_be_taken_back(activation: str, param: float, dtype: torch.dtype) -> bool
 
 def take_back(z: Tensor, activation: str, param: float) -> None:
     """Writes y over z. This needs `can_be_taken_back` to be true."""
-    if not is_relu(activation, param):
-        F.leaky_relu_(z, 1.0 / param)
-        return
-    # Only -inf is stored as the least positive number.
-    F.leaky_relu_(z, 1.0 / relu_slope(z.dtype)).masked_fill_(z == torch.finfo(z.dtype).tiny, -math.inf)
-
-
-def bits(t: Tensor) -> Tensor:
-    """The bits of each value, as an integer; a view."""
-    return t.view({8: torch.int64, 4: torch.int32, 2: torch.int16}[t.element_size()])
+    F.leaky_relu_(z, 1.0 / (relu_slope(z.dtype) if is_relu(activation, param) else param))
 
 
 def relu_slope(dtype: torch.dtype) -> float:

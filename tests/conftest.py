@@ -47,7 +47,6 @@ EMULATED = {
     "test_activations",
     "test_dead_positions",
     "test_functions",
-    "test_infinities",
     "test_instance_norm",
     "test_ops",
     "test_residual",

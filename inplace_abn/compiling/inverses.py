@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from inplace_abn import ops
-from inplace_abn.activations import TANH_CUBIC, TANH_SCALE, bits, find, is_relu, relu_slope
+from inplace_abn.activations import TANH_CUBIC, TANH_SCALE, find, is_relu, relu_slope
 
 _library = torch.library.Library("inplace_abn", "FRAGMENT")
 # The op takes any strides. Without flexible_layout compilers would copy z into the strides that it had before they
@@ -35,6 +35,13 @@ def _like(z: Tensor, activation: str, param: float) -> Tensor:
 _library.impl("untagged", _by_kernels, "CompositeExplicitAutograd")
 torch.library.register_fake("inplace_abn::untagged", _like, lib=_library)
 
+_BITS = {
+    torch.float64: torch.int64,
+    torch.float32: torch.int32,
+    torch.bfloat16: torch.int16,
+    torch.float16: torch.int16,
+}
+
 
 def tagged(y: Tensor, activation: str, param: float, dtype: torch.dtype) -> Tensor:
     """z of y with its tag, rounded to ``dtype``.
@@ -45,19 +52,12 @@ def tagged(y: Tensor, activation: str, param: float, dtype: torch.dtype) -> Tens
         dtype: of the result.
     """
     if is_relu(activation, param):
-        # -inf becomes zero. No other y does, because compilers do not keep the sign of a zero.
-        trace = (y * relu_slope(dtype)).abs()
-        if dtype == torch.float16:
-            trace = torch.where(y < torch.finfo(dtype).min, 0.0, trace)
-        trace = torch.where(y == -math.inf, 0.0, -trace.clamp_min(_LEAST_TRACE.get(dtype, torch.finfo(dtype).tiny)))
-        return torch.where(y <= _LARGEST_ZERO.get(dtype, 0.0), trace, y).to(dtype)
+        trace = torch.where(y < torch.finfo(dtype).min, 0.0, y * relu_slope(dtype))
+        return torch.where(y > 0, y, -trace.abs()).to(dtype)
     if activation == "leaky_relu":
         return torch.where(y > 0, y, -(y * param).abs()).to(dtype)
     if activation == "elu":
-        curved = -(param * torch.expm1(y.clamp_max(0))).abs().clamp_max(param)
-        return torch.where(y > 0, y, torch.where(y == -math.inf, _elu_of_minus_infinity(param, dtype), curved)).to(
-            dtype
-        )
+        return torch.where(y > 0, y, -(param * torch.expm1(y.clamp_max(0))).abs()).to(dtype)
     if activation == "hardswish":
         parabola = y * (torch.where(y < 3, y + 3, 6.0) / 6)
         return _with_flat(torch.where(y <= -3, _flat(y, dtype), parabola), y, activation, dtype)
@@ -79,31 +79,17 @@ def untagged(z: Tensor, activation: str, param: float) -> Tensor:
     value = z.to(torch.promote_types(z.dtype, torch.float32))
     if activation in ("identity", "none"):
         return value
-    if not is_relu(activation, param):
-        return torch.where(value < 0, value * (1 / param), value)
-    return torch.where(value < 0, value * (1 / relu_slope(z.dtype)), torch.where(value == 0, -math.inf, value))
-
-
-_LEAST_TRACE = {torch.float16: 2.0**-24}
-_LARGEST_ZERO = {torch.float16: 2.0**-25, torch.bfloat16: 2.0**-134}
-"""The largest y that is rounded to zero."""
-
-
-def _elu_of_minus_infinity(alpha: float, dtype: torch.dtype) -> float:
-    """The number next to -alpha, as it is stored."""
-
-    def spacing(v: float) -> float:
-        return math.ldexp(torch.finfo(dtype).eps, math.frexp(v)[1] - 1)
-
-    stored = round(alpha / spacing(alpha)) * spacing(alpha)
-    return -(stored + spacing(stored))
+    slope = relu_slope(z.dtype) if is_relu(activation, param) else param
+    # The inverse of a zero is a zero, whatever its sign. A test of the sign bit is avoided, because compilers have no
+    # vector code for it on the CPU.
+    return torch.where(value < 0, value * (1 / slope), value)
 
 
 def _with_low_bit(z: Tensor, where: Tensor, bit: Tensor) -> Tensor:
     """z with its lowest bit set where both masks are true, and cleared where only the first one is."""
-    old = bits(z)
+    bits = _BITS[z.dtype]
     # The result is no view of other memory, because nobody could write to such a view.
-    return torch.where(where, ((old & ~1) | bit.to(old.dtype)).view(z.dtype), z)
+    return torch.where(where, ((z.view(bits) & ~1) | bit.to(bits)).view(z.dtype), z)
 
 
 def _gate(y: Tensor, activation: str) -> Tensor:
@@ -119,7 +105,7 @@ def _gate(y: Tensor, activation: str) -> Tensor:
 
 def _flat(y: Tensor, dtype: torch.dtype) -> Tensor:
     """The values of the flat part: tiny numbers, which are zeros to the next layer."""
-    return torch.where(y == -math.inf, math.nan, (y * -relu_slope(dtype)).clamp_max(_flat_tagged(dtype) / 2))
+    return (y * -relu_slope(dtype)).clamp_max(_flat_tagged(dtype) / 2)
 
 
 def _with_flat(value: Tensor, y: Tensor, activation: str, dtype: torch.dtype) -> Tensor:

@@ -18,13 +18,6 @@ struct Combination {
   opmath_t from_dy, from_xhat, constant;
 };
 
-// Frozen statistics have no part of xhat in dx, not even of an infinite one.
-template <typename opmath_t>
-INPLACE_ABN_INLINE opmath_t combined(opmath_t from_dy, opmath_t dy, opmath_t from_xhat, opmath_t xhat,
-                                     opmath_t constant) {
-  return from_dy * dy + from_xhat * (from_xhat == 0 ? opmath_t(0) : xhat) + constant;
-}
-
 // Elements of a run that are combined at a time.
 constexpr int64_t most_of_run = 512;
 
@@ -44,7 +37,7 @@ INPLACE_ABN_CLONES void combine_panel(View<const scalar_t> xhat, View<const scal
         Stored<scalar_t, most_of_run> dx_block(dx_run + done);
         INPLACE_ABN_INDEPENDENT
         for (int64_t i = 0; i < count; ++i) {
-          dx_block.set(i, combined(k.from_dy, dy_block[i], k.from_xhat, xhat_block[i], k.constant));
+          dx_block.set(i, k.from_dy * dy_block[i] + k.from_xhat * xhat_block[i] + k.constant);
         }
         dx_block.finish(count);
       }
@@ -64,7 +57,7 @@ INPLACE_ABN_CLONES void combine_rows(const scalar_t* xhat, int64_t xhat_stride, 
       Stored<scalar_t, most_channels> dx_block(dx + r * dx_stride + c);
       INPLACE_ABN_INDEPENDENT
       for (int64_t i = 0; i < count; ++i) {
-        dx_block.set(i, combined(from_dy[c + i], dy_block[i], from_xhat[c + i], xhat_block[i], constant[c + i]));
+        dx_block.set(i, from_dy[c + i] * dy_block[i] + from_xhat[c + i] * xhat_block[i] + constant[c + i]);
       }
       dx_block.finish(count);
     };
@@ -89,7 +82,7 @@ INPLACE_ABN_INLINE void invert_and_combine_block(const scalar_t* z, const scalar
       inverted.get(act, l, gradient[l], y, dy);
       y = added.subtract(y, l);
       added.store_gradient(dy, l);
-      to.set(l, combined(k.from_dy, dy, k.from_xhat, y, k.constant));
+      to.set(l, k.from_dy * dy + k.from_xhat * y + k.constant);
     }
   }
   added.finish(count);
@@ -148,7 +141,7 @@ INPLACE_ABN_CLONES void invert_and_combine_rows(const scalar_t* z, int64_t z_str
         inverted.get(act, i, gradient[i], y, dy);
         y = added.subtract(y, i);
         added.store_gradient(dy, i);
-        to.set(i, combined(from_dy[c + i], dy, from_xhat[c + i], y, constant[c + i]));
+        to.set(i, from_dy[c + i] * dy + from_xhat[c + i] * y + constant[c + i]);
       }
       added.finish(count);
       to.finish(count);
