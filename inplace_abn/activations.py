@@ -252,3 +252,8 @@ def take_back(z: Tensor, activation: str, param: float) -> None:
 def relu_slope(dtype: torch.dtype) -> float:
     """The factor of relu's negative values, for backward. It is the same as in ``activation.h``."""
     return {torch.float64: 2.0**-300, torch.float16: 2.0**-15}.get(dtype, 2.0**-48)
+
+
+def bits(t: Tensor) -> Tensor:
+    """The bits of each value, as an integer; a view."""
+    return t.view({8: torch.int64, 4: torch.int32, 2: torch.int16}[t.element_size()])

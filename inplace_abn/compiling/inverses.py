@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from inplace_abn import ops
-from inplace_abn.activations import TANH_CUBIC, TANH_SCALE, find, is_relu, relu_slope
+from inplace_abn.activations import TANH_CUBIC, TANH_SCALE, bits, find, is_relu, relu_slope
 
 _library = torch.library.Library("inplace_abn", "FRAGMENT")
 # The op takes any strides. Without flexible_layout compilers would copy z into the strides that it had before they
@@ -34,13 +34,6 @@ def _like(z: Tensor, activation: str, param: float) -> Tensor:
 
 _library.impl("untagged", _by_kernels, "CompositeExplicitAutograd")
 torch.library.register_fake("inplace_abn::untagged", _like, lib=_library)
-
-_BITS = {
-    torch.float64: torch.int64,
-    torch.float32: torch.int32,
-    torch.bfloat16: torch.int16,
-    torch.float16: torch.int16,
-}
 
 
 def tagged(y: Tensor, activation: str, param: float, dtype: torch.dtype) -> Tensor:
@@ -87,9 +80,8 @@ def untagged(z: Tensor, activation: str, param: float) -> Tensor:
 
 def _with_low_bit(z: Tensor, where: Tensor, bit: Tensor) -> Tensor:
     """z with its lowest bit set where both masks are true, and cleared where only the first one is."""
-    bits = _BITS[z.dtype]
     # The result is no view of other memory, because nobody could write to such a view.
-    return torch.where(where, ((z.view(bits) & ~1) | bit.to(bits)).view(z.dtype), z)
+    return torch.where(where, ((bits(z) & ~1) | bit).view(z.dtype), z)
 
 
 def _gate(y: Tensor, activation: str) -> Tensor:
