@@ -12,7 +12,7 @@ from compiled_nets import assert_same
 from modes import distrust
 from torch import nn
 
-from inplace_abn import InPlaceABN, convert
+from inplace_abn import InPlaceABN, convert, guard
 from inplace_abn.compiling import joint
 
 pytestmark = [
@@ -114,6 +114,35 @@ def test_weights_are_looked_at_again_while_training(device):
         step(compiled, module, x)
         optimizer.step()
         assert held(compiled, x) == expected
+
+
+@pytest.mark.parametrize("kind", ["converted", "in place", "in place, measured before"])
+def test_weights_that_somebody_else_writes_to_are_looked_at_at_the_next_step(device, kind):
+    """Compiled code does not see who writes, and scaled by eps until the weights were looked at again."""
+    if kind == "converted":
+        native, x = made(device=device), batch(device)
+        module, compiled = compiled_pair(native)
+        norms = native.norms, module.norms
+    else:
+        native = nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.LeakyReLU(0.01)).to(device).double()
+        module = nn.Sequential(copy.deepcopy(native[0]), InPlaceABN(8, signed_weight=True).to(device).double())
+        x, norms = batch(device), ([native[1]], [module[1]])
+        if kind == "in place, measured before":
+            step(module, module, x)
+        compiled = torch.compile(module, backend="aot_eager")
+    # Nothing is looked at because the interval has passed.
+    while guard.generation % 100 != 1:
+        guard._advance()
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.0) for net in (native, module)]
+    for index, weight in ((None, 1.0), (2, 0.0), (None, 1.0)):
+        with torch.no_grad():
+            for norm in (*norms[0], *norms[1]):
+                (norm.weight if index is None else norm.weight[index]).fill_(weight)
+        step(compiled, module, x), step(native, native, x)
+        for optimizer in optimizers:
+            optimizer.step()
+        count = 2 + len([*native.parameters()])
+        assert_same(step(compiled, module, x)[:count], step(native, native, x)[:count])
 
 
 # --- The pass ---------------------------------------------------------------------------------------------------------
