@@ -100,7 +100,7 @@ PAIRS = [
     *["F.leaky_relu({a}.add_({b}), 0.1, True)", "{a}.mul_({b}.tanh())", "torch.maximum({a}, {b})", "{a}.copy_({b})"],
     *["torch.relu({a}) + {b}", "{a}.relu_() + {b}", "F.gelu({b} + {a})", "{a}.add({b}).relu()", "{a} * {b}"],
     *["torch.ops.aten.add.Tensor({a}, {b})", "sum([{a}, {b}])", "({a} + {b}, {b}.relu_())[0]"],
-    *["{a} if random.random() < 0.5 else {b}", "{a} if {a}.detach().mean() > 0 else {a} + {b}"],
+    *["{a} if random.random() < 0.5 else {b}", "{a} if {a}.detach().amax() > 2 else {a} + {b}"],
 ]
 CALLS = [
     *["{n}({a})"] * 3,
