@@ -70,6 +70,14 @@ class InPlaceNorm(guard.Guarded):
         is_blind = repeated or _torch.top_saved_tensors_hooks(True) is not None
         return watch.Observer(None if repeated else watch.current(), is_blind)
 
+    def _is_given_up(self, since: int) -> bool:
+        """Whether the norm does as torch does, because the watch gave it up in the generation ``since``.
+
+        All calls of a generation do the same. While the guard pauses, nobody watches. A generation that is still to
+        come is from another process.
+        """
+        return since < guard.now() or since > guard.generation or (guard.is_paused() and not self._was_watched)
+
     def _normalised(self, x: Tensor) -> Tensor | None:
         """The norm's output, mostly a `Pending` tensor; None where the norm does what it did before conversion."""
         if not torch.is_grad_enabled():
@@ -80,9 +88,7 @@ class InPlaceNorm(guard.Guarded):
         watched = self._was_watched if _torch.in_backward() else watch.current() is not None
         if guard.of_forward_pass("watched", watched) is not self._was_watched:
             self.__dict__["_was_watched"] = not self._was_watched
-        given_up = None if self._was_watched else self._given_up
-        # All calls of a generation do the same. While the guard pauses, nobody watches.
-        if given_up is not None and (given_up[0] < guard.now() or guard.is_paused()):
+        if self._given_up is not None and self._is_given_up(self._given_up[0]):
             return None
         module: Any = self
         if module.eps != self._eps:

@@ -42,7 +42,7 @@ HELD = {
     "inception": 0.45,
     "timm silu": 0.43,
     "timm relu": 0.59,
-    "resnet basic": 0.59,
+    "resnet basic": 0.6,
     "resnet bottleneck": 0.6,
     "upernet": 0.67,
     "segformer": 0.96,

@@ -181,7 +181,7 @@ def test_a_module_given_another_number_of_channels_says_that_x_is_wrong(kind, wa
     if way == "Python node":
         monkeypatch.setattr(functions, "_node", None)
     elif way == "not trusted":
-        monkeypatch.setattr(guard, "lets", lambda *_: False)
+        monkeypatch.setattr(guard, "may_run_in_place", lambda *_: False)
     elif way == "compiled":
         torch._dynamo.reset()
         call = torch.compile(module, backend="eager")
