@@ -233,10 +233,11 @@ variable_list saved_variables(const AutogradContext* ctx) {
   } catch (const c10::Error& error) {
     const std::string message = error.what();
     const bool is_output = message.find("InPlaceABNFunction") != std::string::npos;
-    TORCH_CHECK(message.find("modified by an inplace operation") == std::string::npos, "inplace_abn: the ",
-                is_output ? "output" : "residual",
-                " of an in-place ABN has been modified in place, but its backward needs it. Replace that operation by "
-                "one out of place (z = z + y for z += y), use ABN, or leave the norm out of the conversion (filter_fn)");
+    TORCH_CHECK(
+        message.find("modified by an inplace operation") == std::string::npos, "inplace_abn: the ",
+        is_output ? "output" : "residual",
+        " of an in-place ABN has been modified in place, but its backward needs it. Replace that operation by "
+        "one out of place (z = z + y for z += y), use ABN, or leave the norm out of the conversion (filter_fn)");
     throw;
   }
 }
