@@ -25,7 +25,9 @@ class _Keeper(NamedTuple):
     factors: bool = False
     """Whether it keeps each of the two only if the other one needs a gradient, because they are multiplied."""
     narrow: bool = False
-    """Whether autocast makes it compute in 16 bits, and other functions in 32."""
+    """Whether autocast makes it compute in 16 bits."""
+    wide: str = ""
+    """The kind of devices on which autocast makes it compute in float32."""
 
 
 _IN_PLACE = "inplace"
@@ -43,20 +45,24 @@ _KEEPERS: list[tuple[_Keeper, tuple[Any, ...]]] = [
     (_Keeper(("input", "weight"), ("input", "weight"), factors=True, narrow=True), (F.linear,)),
     (_MATRICES, (torch.matmul, Tensor.matmul, Tensor.__matmul__)),
     (_MM, (torch.mm, Tensor.mm, torch.bmm, Tensor.bmm)),
-    (_PRODUCT, (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__)),
+    (_PRODUCT, (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.multiply, Tensor.multiply)),
     # The slope depends on the input.
     (_Keeper(("input", "weight"), ("input",), narrow=True), (F.prelu, Tensor.prelu)),
     (_Keeper(("input", "min_val", "max_val", _IN_PLACE), ("input",)), (F.hardtanh,)),
     (_Keeper(("input", _IN_PLACE), ("input",)), (F.relu6, F.hardsigmoid, F.selu)),
     (_Keeper(("input", "alpha", _IN_PLACE), ("input",)), (F.celu,)),
     (_Keeper(("input", "threshold", "value", _IN_PLACE), ("input",)), (F.threshold,)),
-    (_UNARY, (F.softplus, F.logsigmoid, F.softsign, F.hardshrink, F.softshrink, F.glu)),
+    (_UNARY, (F.logsigmoid, F.softsign, F.hardshrink, F.softshrink, F.glu)),
+    (_UNARY._replace(wide="cuda"), (F.softplus,)),
     (_UNARY, (torch.abs, Tensor.abs, torch.square, Tensor.square, torch.sin, Tensor.sin, torch.cos, Tensor.cos)),
     (_UNARY, (torch.clamp, Tensor.clamp)),
     # The gradient is scattered into the input's shape, or compared with the input.
-    (_UNARY, (torch.max_pool2d, torch.max_pool3d, F.max_pool2d, F.max_pool3d, F.avg_pool2d, F.avg_pool3d)),
-    # Another norm.
-    (_UNARY, (F.layer_norm, F.group_norm, F.batch_norm, F.instance_norm, F.rms_norm)),
+    (_UNARY, (torch.max_pool1d, torch.max_pool2d, F.max_pool1d, F.max_pool2d, F.avg_pool1d, F.avg_pool2d)),
+    (_UNARY, (F.adaptive_max_pool1d, F.adaptive_max_pool2d)),
+    (_UNARY._replace(wide="cpu"), (torch.max_pool3d, F.max_pool3d, F.avg_pool3d)),
+    # Another norm. RMSNorm keeps a copy of 16 bits in 32.
+    (_UNARY._replace(wide="cuda"), (F.layer_norm, F.group_norm)),
+    (_UNARY, (F.batch_norm, F.instance_norm)),
 ]
 
 _KEEPING: dict[Any, _Keeper] = {function: keeper for keeper, functions in _KEEPERS for function in functions}
@@ -76,13 +82,15 @@ def kept(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Ite
     for i, t in enumerate(operands):
         other = operands[1 - i] if keeper.factors else None
         needed = not keeper.factors or (isinstance(other, Tensor) and other.requires_grad)
-        if isinstance(t, Tensor) and needed and not _is_cast(t, keeper.narrow):
+        if isinstance(t, Tensor) and needed and not _is_cast(t, keeper):
             yield t
 
 
-def _is_cast(t: Tensor, narrow: bool) -> bool:
+def _is_cast(t: Tensor, keeper: _Keeper) -> bool:
     """Whether autocast gives the function a copy in another dtype, which is kept instead."""
     device = t.device.type
-    if not torch.is_autocast_enabled(device):
+    if t.dtype == torch.float64 or not torch.is_autocast_enabled(device):
         return False
-    return t.dtype != (torch.get_autocast_dtype(device) if narrow else torch.float32)
+    if keeper.narrow:
+        return t.dtype != torch.get_autocast_dtype(device)
+    return keeper.wide == device and t.dtype != torch.float32

@@ -121,7 +121,7 @@ class InPlaceNorm(guard.Guarded):
             applied = expected
         data = x.detach()
         memory = torch.empty_like(data)
-        operands = _operands(module)
+        operands = _unversioned(_operands(module))
         training = measuring.uses_own_statistics(module)
         group = self._participating() if training else None
         settings = Settings(*IDENTITY, module.eps, True, training, group, self.per_instance and training)
@@ -436,6 +436,17 @@ def _operands(module: Any) -> Operands:
         if module.momentum is None:
             momentum = module.num_batches_tracked.double().reciprocal()
     return Operands(module.weight, module.bias, None, *running, momentum)
+
+
+def _unversioned(operands: Operands) -> Operands:
+    """The operands with running statistics whose updates autograd does not notice.
+
+    torch's own norm saves running statistics, and updates them without a new version.
+    """
+    mean, var = operands.running_mean, operands.running_var
+    return operands._replace(
+        running_mean=None if mean is None else mean.data, running_var=None if var is None else var.data
+    )
 
 
 def _may_wait(module: Any, x: Tensor) -> bool:

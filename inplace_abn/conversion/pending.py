@@ -124,7 +124,8 @@ class Pending(Tensor):
         ]
         args, kwargs = tree_map_only(Pending, values_of, (args, kwargs or {}))
         result = func(*args, **kwargs)
-        increment_version([t._values() for t in written])
+        # Below autograd a detached tensor has a version of its own.
+        increment_version([values for t in written for values in (t._shown, t._plain) if values is not None])
         # An in-place op returns the tensor that it was given.
         return tree_map_only(Tensor, lambda t: shown.get(id(t), t), result)
 
@@ -136,8 +137,10 @@ class Pending(Tensor):
             with _torch.NoTorchFunction():
                 self._shown = self._plain.detach()
         elif self._shown is None:
-            assert self._state is not None
-            self._shown, self._state = self._state.expose(), None
+            state = self._state
+            assert state is not None
+            self._shown, self._state = state.expose(), None
+            _saw_plain(state.norm, "code outside of torch's functions", "it cannot be seen what keeps its output")
         return self._shown
 
     def _has_moved(self) -> bool:
@@ -217,15 +220,12 @@ def plain(t: Any, is_kept: bool = False, reader: str = "") -> Tensor:
     is_seen = not moved and t._shown is None and not _torch.in_custom_function()
     # The plain tensor gets a place in the graph even under no_grad.
     with torch.inference_mode(False), torch.enable_grad():
-        if (
-            is_seen
-            and state is not None
-            and state.has_its_residual()
-            and state.norm.is_unchanged()
-            and not state.norm.why_gone()
-            and _is_plain_surroundings()
-        ):
-            return _unfused(t, state, is_kept, reader)
+        if is_seen and state is not None:
+            y = _made(state, is_kept, reader)
+            if y is not None:
+                return _settled(t, y)
+            # The pending tensor's node is the norm, and its memory is y.
+            t._shown, t._state = state.expose(), None
         values = stand(t, (t._values(),))
         # Writing to a view is something else for hooks.
         t._plain = values.view_as(values) if t._stands_for_view else values
@@ -236,24 +236,31 @@ def plain(t: Any, is_kept: bool = False, reader: str = "") -> Tensor:
     return t._plain
 
 
-def _unfused(t: Pending, state: State, is_kept: bool, reader: str) -> Tensor:
-    """The norm's output, without an activation.
+def _made(state: State, is_kept: bool, reader: str) -> Tensor | None:
+    """The norm's output with a node of its own; None if there is no need for one, or no place.
 
-    It is y's memory if it is kept for backward anyway. Otherwise torch computes it from x.
+    If the output is kept for backward anyway, the node keeps it instead of x. If its memory is taken, torch computes it
+    again from x.
     """
     norm = state.norm
-    if state.memory is not None and is_kept:
+    if not is_kept and norm.trusted:
+        _saw_plain(norm, reader, "what follows does not keep its output for backward")
+    if (
+        (state.memory is not None and not is_kept)
+        or not (state.has_its_residual() and norm.is_unchanged() and _is_plain_surroundings())
+        or norm.why_gone()
+    ):
+        return None
+    if state.memory is not None:
         norm.saw("kept")
-        y = _attached(state, IDENTITY, None, follows=reader)
-        if y is not None:
-            return _settled(t, y)
+        return _attached(state, IDENTITY, None, follows=reader)
     y = norm.native()
-    if state.residual is not None:
-        y = y + state.residual
-    if norm.trusted and not is_kept:
-        norm.saw("plain")
-        norm.note(reader, "what follows does not keep its output for backward")
-    return _settled(t, y)
+    return y if state.residual is None else y + state.residual
+
+
+def _saw_plain(norm: Norm, reader: str, why: str) -> None:
+    norm.saw("plain")
+    norm.note(reader, why)
 
 
 def _settled(t: Pending, result: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from sum_programs import SUMS
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
-from unseen_functions import Gated, scripted_gate
+from unseen_functions import DoubledInPlace, Gated, scripted_gate, scripted_relu_in_place
 from unseen_programs import UNSEEN
 
 from inplace_abn import convert, guard, revert
@@ -276,3 +276,15 @@ def test_what_is_kept_for_backward_under_hooks_is_what_they_gave_back():
     del x
     assert storage.expired()
     z.sum().backward()
+
+
+@pytest.mark.parametrize("write", [scripted_relu_in_place, DoubledInPlace.apply, lambda h: h.mul_(2)])
+@pytest.mark.parametrize("keep", [lambda h: torch.sin(h), lambda h: torch.relu_(h)])
+def test_a_write_to_what_backward_needs_is_noticed_whoever_writes(keep, write):
+    """A scripted function wrote to the norm's output, which backward had kept, without a word."""
+    net = converted(Net())
+    h = net.bn(net.conv(torch.randn(4, 3, 6, 5)))
+    keep(h)
+    z = write(h)
+    with pytest.raises(RuntimeError, match="modified in place"):
+        z.sum().backward()

@@ -114,6 +114,12 @@ def parts_are_written(net, a):
     return first.relu() * second, second.sin()
 
 
+def called_with_another_layout_too(net, a):
+    """torch's norm is called for the first one. It saves the running statistics, which the second call updates."""
+    x = net.conv(a)
+    return net.bn(x.transpose(2, 3)).sin(), F.relu(net.bn(x))
+
+
 def view_of_it(net, a):
     h = net.instance(net.conv(a).contiguous(memory_format=torch.channels_last))
     return F.relu(h).view(len(h), -1)
@@ -147,6 +153,7 @@ GRAPH = {
     "bias changes before backward": bias_changes_before_backward,
     "its gradient is none": gradient_of_it_is_none,
     "parts are written": parts_are_written,
+    "called with another layout, too": called_with_another_layout_too,
     "view of it": view_of_it,
     "sum with its first operand's layout": sum_has_the_layout_of_its_first_operand,
 }

@@ -123,6 +123,13 @@ REGIONS = [
 GROUPS = [(CALLS, 32), (ACTIVATIONS, 22), (OTHERS, 22), (PAIRS, 16), (["{c}({a})"], 4), (REGIONS, 6)]
 
 
+def spread(norm):
+    """Gives a norm a bias that is nowhere zero. What is tagged is zero to the last bit, and ties break otherwise."""
+    if norm.bias is not None:
+        nn.init.normal_(norm.bias)
+    return norm
+
+
 def without_grad(function):
     with torch.no_grad():
         return function()
@@ -148,7 +155,8 @@ def penalised(t, source):
     return t if gradient is None else t + gradient.square().mean()
 
 
-NAMES = [BatchNormAct2d, Doubled, DoubledInPlace, Gated, Passed, checkpoint, offloaded, penalised, retain, without_grad]
+NAMES = [BatchNormAct2d, Doubled, DoubledInPlace, Gated, Passed, checkpoint, offloaded, penalised, retain]
+NAMES += [spread, without_grad]
 NAMESPACE = {f.__name__: f for f in NAMES} | {
     m.__name__.split(".")[-1]: m for m in (copy, nn, parametrize, random, torch)
 }
@@ -184,8 +192,9 @@ def drawn(seed):
     choose = random.Random(seed)
     norms, convs = [f"n{i}" for i in range(4)], [f"c{i}" for i in range(3)]
     setup = [f"{c} = nn.Conv2d(8, 8, 3, padding=1, bias={choose.random() < 0.5})" for c in convs]
-    setup += [f"{n} = {choose.choice(NORMS)}" for n in norms]
-    setup += ["narrow, deep = nn.BatchNorm1d(8), nn.InstanceNorm3d(8, affine=True)", "slope = nn.PReLU(8)"]
+    setup += [f"{n} = spread({choose.choice(NORMS)})" for n in norms]
+    setup += ["narrow, deep = spread(nn.BatchNorm1d(8)), spread(nn.InstanceNorm3d(8, affine=True))"]
+    setup += ["slope = nn.PReLU(8)"]
     setup += [f"shared = nn.{choose.choice(['ReLU(inplace=True)', 'SiLU()', 'LeakyReLU(0.1)', 'Hardswish(True)'])}"]
     changes = [choose.choice(CHANGES) for _ in range(choose.randrange(4))]
     changes = [change.format(n=n, m=m) for change in changes for n, m in [choose.sample(norms, 2)]]
