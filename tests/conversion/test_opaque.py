@@ -55,7 +55,7 @@ def test_a_scripted_function_gets_the_norms_output():
     model = spread(Net(lambda m, x: m.last(squared(m.bn(m.conv(x))))))
     check_training(model, images())
     (layer,) = analyze(model, images()).layers
-    assert (layer.in_place, layer.why) == (False, "its output is read where it cannot be seen what keeps it")
+    assert (layer.in_place, layer.why) == (False, "it cannot be seen what keeps its output")
 
 
 @torch.jit.script
