@@ -246,7 +246,11 @@ def can_be_taken_back(activation: str, param: float, dtype: torch.dtype) -> bool
 
 def take_back(z: Tensor, activation: str, param: float) -> None:
     """Writes y over z. This needs `can_be_taken_back` to be true."""
-    F.leaky_relu_(z, 1.0 / (relu_slope(z.dtype) if is_relu(activation, param) else param))
+    if not is_relu(activation, param):
+        F.leaky_relu_(z, 1.0 / param)
+        return
+    # Only -inf is stored as the least positive number.
+    F.leaky_relu_(z, 1.0 / relu_slope(z.dtype)).masked_fill_(z == torch.finfo(z.dtype).tiny, -math.inf)
 
 
 def relu_slope(dtype: torch.dtype) -> float:

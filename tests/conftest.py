@@ -47,6 +47,7 @@ EMULATED = {
     "test_activations",
     "test_dead_positions",
     "test_functions",
+    "test_infinities",
     "test_instance_norm",
     "test_ops",
     "test_residual",

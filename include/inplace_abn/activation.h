@@ -6,9 +6,11 @@
 //   scalar_t forward(opmath_t y)                                     z: the value, rounded to storage, and its tag
 //   void inverse(scalar_t z, opmath_t dz, opmath_t& y, opmath_t& dy) y with act(y) = z, and dy = dz * act'(y)
 // An inverse that reads no tag takes z as opmath_t. `inverse` sees nothing but z, so `forward` has to leave in z
-// whatever the inverse needs. Both branches of a piecewise activation are told apart by the sign bit, not by `z < 0`: a
-// small negative value may have been rounded to -0. y = 0 belongs to the negative branch, as in torch's own
-// derivatives.
+// whatever the inverse needs. A zero belongs to the negative branch of a piecewise activation, as in torch's own
+// derivatives; a small negative value may have been rounded to -0.
+//
+// Infinities and NaN come out where torch's do. So y = -inf leaves a trace in z even where act(-inf) is finite: xhat is
+// infinite there, and the weight's gradient NaN, although dy is zero.
 #pragma once
 
 #include <cmath>
@@ -78,33 +80,41 @@ struct PlainRelu {
 };
 
 // The negative branch is y * slope, too small to be seen by the next layer. dy is selected, not multiplied: on the
-// negative branch it is zero even where dz is NaN or infinite. A y that the storage type cannot hold has no inverse; it
-// becomes -0, as torch turns -inf into 0.
+// negative branch it is zero even where dz is NaN or infinite. -inf becomes the least positive number that is normal
+// (in float16 the least one), and nothing else does. It is not zero, which kernels read where there is no element. A
+// smaller y than float16 can hold has no inverse; it becomes -0.
 template <typename scalar_t>
 struct Relu {
   using opmath_t = opmath_type<scalar_t>;
+  static constexpr bool is_half = std::is_same_v<scalar_t, c10::Half>;
   static constexpr opmath_t slope = static_cast<opmath_t>(relu_slope<scalar_t>()), inverse_slope = 1 / slope;
+  static constexpr opmath_t of_minus_infinity = is_half ? opmath_t(0x1p-24) : std::numeric_limits<opmath_t>::min();
 
   INPLACE_ABN_INLINE opmath_t value(opmath_t y) const {
-    constexpr opmath_t least = -largest();
-    const opmath_t trace = y < least ? opmath_t(0) : y * slope;
-    return y > 0 ? y : -std::abs(trace);
+    opmath_t trace = -std::abs(y * slope);
+    if constexpr (is_half) trace = y < -65504 ? -opmath_t(0) : trace;
+    const opmath_t negative = is_minus_infinity(y) ? of_minus_infinity : trace;
+    return y <= largest_without_slope() ? negative : y;
   }
   INPLACE_ABN_INLINE scalar_t forward(opmath_t y) const { return static_cast<scalar_t>(value(y)); }
   INPLACE_ABN_INLINE void inverse(opmath_t z, opmath_t dz, opmath_t& y, opmath_t& dy) const {
-    const bool negative = sign_bit(z);
-    y = negative ? z * inverse_slope : z;
+    const bool negative = z <= of_minus_infinity;
+    const opmath_t traced = z == of_minus_infinity ? -std::numeric_limits<opmath_t>::infinity() : z * inverse_slope;
+    y = negative ? traced : z;
     dy = negative ? opmath_t(0) : dz;
   }
 
  private:
-  INPLACE_ABN_INLINE static constexpr opmath_t largest() {
-    if constexpr (std::is_same_v<scalar_t, c10::Half>) return 65504;
-    if constexpr (std::is_same_v<scalar_t, c10::BFloat16>) return 0x1.fep127f;
-    return std::numeric_limits<opmath_t>::max();
+  // The largest y that would round to what -inf becomes.
+  INPLACE_ABN_INLINE static constexpr opmath_t largest_without_slope() {
+    if constexpr (is_half) return 0x1.7ffffep-24f;
+    if constexpr (std::is_same_v<scalar_t, c10::BFloat16>) return 0x1.01p-126f;
+    return of_minus_infinity;
   }
 };
 
+// Exponential below zero. -inf becomes the number next to -alpha (in more than 16 bits, where a result of expm1 might
+// be off by one, the one after that), if a backward will follow; nothing else does.
 template <typename scalar_t>
 struct Elu {
   using opmath_t = opmath_type<scalar_t>;
@@ -113,28 +123,37 @@ struct Elu {
   // The y that is returned where z has rounded to -alpha, and no longer determines y. Such y are spread over about one
   // unit below log(half_spacing / alpha); this is the middle.
   opmath_t saturated;
+  opmath_t of_minus_infinity;
 
-  explicit Elu(double alpha_)
+  explicit Elu(double alpha_, bool invertible = true)
       : alpha(static_cast<opmath_t>(alpha_)),
         inverse_alpha(static_cast<opmath_t>(1 / alpha_)),
-        saturated(static_cast<opmath_t>(std::log(half_spacing(alpha_) / alpha_) - 0.5)) {}
+        saturated(static_cast<opmath_t>(std::log(half_spacing(alpha_) / alpha_) - 0.5)),
+        of_minus_infinity(invertible ? beyond(static_cast<scalar_t>(-alpha)) : -alpha) {}
 
   INPLACE_ABN_INLINE opmath_t value(opmath_t y) const {
-    return y > 0 ? y : -std::abs(alpha * expm1_nonpositive(y > 0 ? opmath_t(0) : y));
+    const opmath_t curved = -std::abs(alpha * expm1_nonpositive(y > 0 ? opmath_t(0) : y));
+    return y > 0 ? y : (is_minus_infinity(y) ? of_minus_infinity : curved);
   }
   INPLACE_ABN_INLINE scalar_t forward(opmath_t y) const { return static_cast<scalar_t>(value(y)); }
   INPLACE_ABN_INLINE void inverse(opmath_t z, opmath_t dz, opmath_t& y, opmath_t& dy) const {
     // Below `floor`, where z is -alpha, log1p would be infinite and the derivative is zero.
     constexpr opmath_t floor = -1 + std::numeric_limits<opmath_t>::epsilon() / 2;
-    const bool negative = sign_bit(z);
-    const opmath_t ratio = negative ? z * inverse_alpha : opmath_t(0);
+    const bool positive = z > 0;
+    const opmath_t ratio = positive ? opmath_t(0) : z * inverse_alpha;
     const opmath_t log = log1p_nonpositive(ratio < floor ? floor : ratio);
-    y = negative ? (ratio < floor ? saturated : log) : z;
+    const opmath_t saturating = z == of_minus_infinity ? -std::numeric_limits<opmath_t>::infinity() : saturated;
+    y = positive ? z : (ratio < floor ? saturating : log);
     const opmath_t slope = z + alpha;
-    dy = negative ? dz * (slope < 0 ? opmath_t(0) : slope) : dz;
+    dy = positive ? dz : dz * (slope < 0 ? opmath_t(0) : slope);
   }
 
  private:
+  static opmath_t beyond(scalar_t least) {
+    const scalar_t next = next_in_magnitude(least);
+    return static_cast<opmath_t>(sizeof(scalar_t) == 2 ? next : next_in_magnitude(next));
+  }
+
   // Half the distance from `v` to the next smaller number that the storage type holds.
   static double half_spacing(double v) {
     constexpr int digits = std::is_same_v<scalar_t, double>          ? 53
@@ -216,6 +235,7 @@ template <typename scalar_t, typename F>
 decltype(auto) visit_forward(Activation activation, double param, bool invertible, F&& f) {
   const bool relu = activation == Activation::relu || (activation == Activation::leaky_relu && param == 0);
   if (relu && !invertible) return f(PlainRelu<scalar_t>{});
+  if (activation == Activation::elu) return f(Elu<scalar_t>(param, invertible));
   return visit_activation<scalar_t>(activation, param, std::forward<F>(f));
 }
 

@@ -59,7 +59,8 @@ INPLACE_ABN_INLINE bool low_bit(c10::Half v) {
 }
 
 // The flat part of an activation, where its value is zero. It is stored as a positive value much smaller than |y|. Its
-// low bit is set; that of other small positive values is cleared.
+// low bit is set; that of other small positive values is cleared. The value of -inf is NaN, as torch's product of -inf
+// and zero is.
 template <typename scalar_t>
 struct Flat {
   using opmath_t = opmath_type<scalar_t>;
@@ -68,8 +69,8 @@ struct Flat {
   static constexpr opmath_t tagged = std::is_same_v<scalar_t, c10::Half> ? opmath_t(0.5) : opmath_t(0x1p-8);
 
   INPLACE_ABN_INLINE static opmath_t value(opmath_t y) {
-    const opmath_t magnitude = -y * scale, largest = tagged / 2;
-    return magnitude < largest ? magnitude : largest;
+    const opmath_t magnitude = -y * scale, largest = tagged / 2, nan_if_infinite = y - y;
+    return (magnitude < largest ? magnitude : largest) + nan_if_infinite;
   }
   // Negative values have a tag, too: the bit is set on the left of `y_min`.
   INPLACE_ABN_INLINE static Tag<opmath_t> tag(opmath_t value, opmath_t y, opmath_t y_min) {
@@ -224,13 +225,14 @@ struct WithMinimum {
     const opmath_t curved = p * p * inverse * (left ? opmath_t(1) : bounded);
     const opmath_t gate = q * q * inverse * (left ? bounded : opmath_t(1));
     opmath_t slope;
-    y = possible > linear ? possible : curved;
+    y = possible <= linear ? curved : possible;
     if constexpr (is_double) {
       slope = refine(z, y);
     } else {
       slope = gate + curved * Curve::template steepness<is_16_bit>(gate, curved);
     }
-    dy = dz * slope;
+    // The slope is NaN where z is infinite, as torch's product of infinity and zero is.
+    dy = dz * (slope + (z - z));
     if constexpr (Curve::has_flat) {
       // Written out here, because GCC does not vectorise the loop if this is a function.
       const bool flat = !negative & bit & (z < Flat<scalar_t>::tagged);

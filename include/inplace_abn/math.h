@@ -50,6 +50,18 @@ INPLACE_ABN_INLINE int64_t sign_mask(double v) {
   return bits_to<int64_t>(v) >> 63;
 }
 
+template <typename opmath_t>
+INPLACE_ABN_INLINE bool is_minus_infinity(opmath_t v) {
+  return v < -std::numeric_limits<opmath_t>::max();
+}
+
+// The number of v's sign whose magnitude comes next.
+template <typename T>
+T next_in_magnitude(T v) {
+  using bits_t = std::conditional_t<sizeof(T) == 2, uint16_t, std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>>;
+  return bits_to<T>(static_cast<bits_t>(bits_to<bits_t>(v) + 1));
+}
+
 namespace math_detail {
 
 // x = n * ln 2 + r with |r| <= ln 2 / 2, for -87 <= x <= 88.37. The sum's last mantissa bits are n.

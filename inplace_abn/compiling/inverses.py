@@ -45,12 +45,19 @@ def tagged(y: Tensor, activation: str, param: float, dtype: torch.dtype) -> Tens
         dtype: of the result.
     """
     if is_relu(activation, param):
-        trace = torch.where(y < torch.finfo(dtype).min, 0.0, y * relu_slope(dtype))
-        return torch.where(y > 0, y, -trace.abs()).to(dtype)
+        # -inf becomes zero. No other y does, because compilers do not keep the sign of a zero.
+        trace = (y * relu_slope(dtype)).abs()
+        if dtype == torch.float16:
+            trace = torch.where(y < torch.finfo(dtype).min, 0.0, trace)
+        trace = torch.where(y == -math.inf, 0.0, -trace.clamp_min(_LEAST_TRACE.get(dtype, torch.finfo(dtype).tiny)))
+        return torch.where(y <= _LARGEST_ZERO.get(dtype, 0.0), trace, y).to(dtype)
     if activation == "leaky_relu":
         return torch.where(y > 0, y, -(y * param).abs()).to(dtype)
     if activation == "elu":
-        return torch.where(y > 0, y, -(param * torch.expm1(y.clamp_max(0))).abs()).to(dtype)
+        curved = -(param * torch.expm1(y.clamp_max(0))).abs()
+        return torch.where(y > 0, y, torch.where(y == -math.inf, _elu_of_minus_infinity(param, dtype), curved)).to(
+            dtype
+        )
     if activation == "hardswish":
         parabola = y * (torch.where(y < 3, y + 3, 6.0) / 6)
         return _with_flat(torch.where(y <= -3, _flat(y, dtype), parabola), y, activation, dtype)
@@ -72,16 +79,33 @@ def untagged(z: Tensor, activation: str, param: float) -> Tensor:
     value = z.to(torch.promote_types(z.dtype, torch.float32))
     if activation in ("identity", "none"):
         return value
-    slope = relu_slope(z.dtype) if is_relu(activation, param) else param
-    # The inverse of a zero is a zero, whatever its sign. A test of the sign bit is avoided, because compilers have no
-    # vector code for it on the CPU.
-    return torch.where(value < 0, value * (1 / slope), value)
+    if not is_relu(activation, param):
+        return torch.where(value < 0, value * (1 / param), value)
+    return torch.where(value < 0, value * (1 / relu_slope(z.dtype)), torch.where(value == 0, -math.inf, value))
+
+
+_LEAST_TRACE = {torch.float16: 2.0**-24}
+_LARGEST_ZERO = {torch.float16: 2.0**-25, torch.bfloat16: 2.0**-134}
+"""The largest y that is rounded to zero."""
+
+
+def _elu_of_minus_infinity(alpha: float, dtype: torch.dtype) -> float:
+    """The number next to -alpha as it is stored; in more than 16 bits the one after that."""
+
+    def spacing(v: float) -> float:
+        return math.ldexp(torch.finfo(dtype).eps, math.frexp(v)[1] - 1)
+
+    v = round(alpha / spacing(alpha)) * spacing(alpha)
+    for _ in range(1 if dtype.itemsize == 2 else 2):
+        v += spacing(v)
+    return -v
 
 
 def _with_low_bit(z: Tensor, where: Tensor, bit: Tensor) -> Tensor:
     """z with its lowest bit set where both masks are true, and cleared where only the first one is."""
+    old = bits(z)
     # The result is no view of other memory, because nobody could write to such a view.
-    return torch.where(where, ((bits(z) & ~1) | bit).view(z.dtype), z)
+    return torch.where(where, ((old & ~1) | bit.to(old.dtype)).view(z.dtype), z)
 
 
 def _gate(y: Tensor, activation: str) -> Tensor:
@@ -97,7 +121,7 @@ def _gate(y: Tensor, activation: str) -> Tensor:
 
 def _flat(y: Tensor, dtype: torch.dtype) -> Tensor:
     """The values of the flat part: tiny numbers, which are zeros to the next layer."""
-    return (y * -relu_slope(dtype)).clamp_max(_flat_tagged(dtype) / 2)
+    return torch.where(y == -math.inf, math.nan, (y * -relu_slope(dtype)).clamp_max(_flat_tagged(dtype) / 2))
 
 
 def _with_flat(value: Tensor, y: Tensor, activation: str, dtype: torch.dtype) -> Tensor:

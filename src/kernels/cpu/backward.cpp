@@ -18,13 +18,22 @@ struct Combination {
   opmath_t from_dy, from_xhat, constant;
 };
 
+// All ones where dx has a part of xhat, else zero: nothing remains of an infinite xhat, either.
+template <typename opmath_t>
+using Mask = typename Tag<opmath_t>::mask_t;
+
+template <typename opmath_t>
+INPLACE_ABN_INLINE opmath_t masked(opmath_t xhat, Mask<opmath_t> mask) {
+  return bits_to<opmath_t>(bits_to<Mask<opmath_t>>(xhat) & mask);
+}
+
 // Elements of a run that are combined at a time.
 constexpr int64_t most_of_run = 512;
 
 template <typename scalar_t, typename opmath_t>
 INPLACE_ABN_CLONES void combine_panel(View<const scalar_t> xhat, View<const scalar_t> dy, View<scalar_t> dx,
                                       int64_t channels, int64_t runs, int64_t length,
-                                      const Combination<opmath_t>* combinations) {
+                                      const Combination<opmath_t>* combinations, Mask<opmath_t> mask) {
   for (int64_t r = 0; r < runs; ++r) {
     for (int64_t c = 0; c < channels; ++c) {
       const scalar_t* xhat_run = xhat.data + c * xhat.channel_stride + r * xhat.batch_stride;
@@ -37,7 +46,7 @@ INPLACE_ABN_CLONES void combine_panel(View<const scalar_t> xhat, View<const scal
         Stored<scalar_t, most_of_run> dx_block(dx_run + done);
         INPLACE_ABN_INDEPENDENT
         for (int64_t i = 0; i < count; ++i) {
-          dx_block.set(i, k.from_dy * dy_block[i] + k.from_xhat * xhat_block[i] + k.constant);
+          dx_block.set(i, k.from_dy * dy_block[i] + k.from_xhat * masked(xhat_block[i], mask) + k.constant);
         }
         dx_block.finish(count);
       }
@@ -48,7 +57,8 @@ INPLACE_ABN_CLONES void combine_panel(View<const scalar_t> xhat, View<const scal
 template <typename scalar_t, typename opmath_t>
 INPLACE_ABN_CLONES void combine_rows(const scalar_t* xhat, int64_t xhat_stride, const scalar_t* dy, int64_t dy_stride,
                                      scalar_t* dx, int64_t dx_stride, int64_t rows, int64_t channels,
-                                     const opmath_t* from_dy, const opmath_t* from_xhat, const opmath_t* constant) {
+                                     const opmath_t* from_dy, const opmath_t* from_xhat, const opmath_t* constant,
+                                     Mask<opmath_t> mask) {
   const int64_t xhat_ahead = rows_ahead<scalar_t>(xhat_stride, 2), dy_ahead = rows_ahead<scalar_t>(dy_stride, 2);
   for (int64_t r = 0; r < rows; ++r) {
     const auto walk = [&](int64_t c, int64_t count) __attribute__((always_inline)) {
@@ -57,7 +67,8 @@ INPLACE_ABN_CLONES void combine_rows(const scalar_t* xhat, int64_t xhat_stride, 
       Stored<scalar_t, most_channels> dx_block(dx + r * dx_stride + c);
       INPLACE_ABN_INDEPENDENT
       for (int64_t i = 0; i < count; ++i) {
-        dx_block.set(i, from_dy[c + i] * dy_block[i] + from_xhat[c + i] * xhat_block[i] + constant[c + i]);
+        dx_block.set(i,
+                     from_dy[c + i] * dy_block[i] + from_xhat[c + i] * masked(xhat_block[i], mask) + constant[c + i]);
       }
       dx_block.finish(count);
     };
@@ -69,7 +80,8 @@ INPLACE_ABN_CLONES void combine_rows(const scalar_t* xhat, int64_t xhat_stride, 
 // `count` elements of a run, a multiple of a vector.
 template <typename scalar_t, typename opmath_t, typename Res, typename Act>
 INPLACE_ABN_INLINE void invert_and_combine_block(const scalar_t* z, const scalar_t* dz, scalar_t* dx, int64_t count,
-                                                 const Combination<opmath_t>& k, Res residual, Act act) {
+                                                 const Combination<opmath_t>& k, Mask<opmath_t> mask, Res residual,
+                                                 Act act) {
   constexpr int64_t lanes = vector_lanes<scalar_t>, most = block_size<scalar_t, lanes, Act>;
   const Inverted<scalar_t, Act, most> inverted(act, z, count);
   const Loaded<scalar_t, most> gradient(dz, count);
@@ -82,7 +94,7 @@ INPLACE_ABN_INLINE void invert_and_combine_block(const scalar_t* z, const scalar
       inverted.get(act, l, gradient[l], y, dy);
       y = added.subtract(y, l);
       added.store_gradient(dy, l);
-      to.set(l, k.from_dy * dy + k.from_xhat * y + k.constant);
+      to.set(l, k.from_dy * dy + k.from_xhat * masked(y, mask) + k.constant);
     }
   }
   added.finish(count);
@@ -93,7 +105,8 @@ INPLACE_ABN_INLINE void invert_and_combine_block(const scalar_t* z, const scalar
 template <typename scalar_t, typename opmath_t, typename Res, typename Act>
 INPLACE_ABN_CLONES void invert_and_combine_panel(View<const scalar_t> z, View<const scalar_t> dz, View<scalar_t> dx,
                                                  int64_t channels, int64_t runs, int64_t length,
-                                                 const Combination<opmath_t>* combinations, Res residual, Act act) {
+                                                 const Combination<opmath_t>* combinations, Mask<opmath_t> mask,
+                                                 Res residual, Act act) {
   constexpr int64_t width = vector_lanes<scalar_t>;
   const bool ragged = length % width != 0;
   for (int64_t r = 0; r < runs; ++r) {
@@ -108,11 +121,11 @@ INPLACE_ABN_CLONES void invert_and_combine_panel(View<const scalar_t> z, View<co
         z_end.take(z_run, length, z_run[0]);
         end.take(dz_run, length, scalar_t(0));
         residual_end.take(residual.at(c, r, 0), length);
-        invert_and_combine_block(z_end.data(), end.data(), end.data(), width, k, residual_end.get(), act);
+        invert_and_combine_block(z_end.data(), end.data(), end.data(), width, k, mask, residual_end.get(), act);
       }
       for (int64_t i = 0, count; i + width <= length; i += count) {
         count = next_block<block_size<scalar_t, width, Act>, width>(length - i);
-        invert_and_combine_block(z_run + i, dz_run + i, dx_run + i, count, k, residual.at(c, r, i), act);
+        invert_and_combine_block(z_run + i, dz_run + i, dx_run + i, count, k, mask, residual.at(c, r, i), act);
       }
       if (ragged) {
         residual_end.store_gradient(residual.at(c, r, 0), length);
@@ -126,7 +139,7 @@ template <typename scalar_t, typename opmath_t, typename Res, typename Act>
 INPLACE_ABN_CLONES void invert_and_combine_rows(const scalar_t* z, int64_t z_stride, const scalar_t* dz,
                                                 int64_t dz_stride, scalar_t* dx, int64_t dx_stride, int64_t rows,
                                                 int64_t channels, const opmath_t* from_dy, const opmath_t* from_xhat,
-                                                const opmath_t* constant, Res residual, Act act) {
+                                                const opmath_t* constant, Mask<opmath_t> mask, Res residual, Act act) {
   const int64_t z_ahead = rows_ahead<scalar_t>(z_stride, 2), dz_ahead = rows_ahead<scalar_t>(dz_stride, 2);
   for (int64_t r = 0; r < rows; ++r) {
     const Res row = residual.at(0, r, 0);
@@ -141,7 +154,7 @@ INPLACE_ABN_CLONES void invert_and_combine_rows(const scalar_t* z, int64_t z_str
         inverted.get(act, i, gradient[i], y, dy);
         y = added.subtract(y, i);
         added.store_gradient(dy, i);
-        to.set(i, from_dy[c + i] * dy + from_xhat[c + i] * y + constant[c + i]);
+        to.set(i, from_dy[c + i] * dy + from_xhat[c + i] * masked(y, mask) + constant[c + i]);
       }
       added.finish(count);
       to.finish(count);
@@ -160,21 +173,23 @@ void set(const ChannelArrays<opmath_t, 3>& arrays, int64_t c, const Combination<
 
 template <typename scalar_t>
 void combine_all_rows(const RowGrid& grid, const View<const scalar_t>& xhat, const View<const scalar_t>& dy,
-                      const View<scalar_t>& dx, const ChannelArrays<opmath_type<scalar_t>, 3>& k) {
+                      const View<scalar_t>& dx, const ChannelArrays<opmath_type<scalar_t>, 3>& k,
+                      Mask<opmath_type<scalar_t>> mask) {
   apply_rows(grid, [&](int64_t first, int64_t rows, int64_t fold, int64_t width) {
     combine_rows(xhat.data + first * xhat.batch_stride, xhat.batch_stride * fold, dy.data + first * dy.batch_stride,
                  dy.batch_stride * fold, dx.data + first * dx.batch_stride, dx.batch_stride * fold, rows, width, k[0],
-                 k[1], k[2]);
+                 k[1], k[2], mask);
   });
 }
 
 // combine_panel as reduce_and_apply_planes calls it.
 template <typename scalar_t>
-auto panel_combiner(const View<const scalar_t>& xhat, const View<const scalar_t>& dy, const View<scalar_t>& dx) {
+auto panel_combiner(const View<const scalar_t>& xhat, const View<const scalar_t>& dy, const View<scalar_t>& dx,
+                    Mask<opmath_type<scalar_t>> mask) {
   return
       [=](int64_t first, int64_t channels, const Panel& panel, const Combination<opmath_type<scalar_t>>* combinations) {
         combine_panel(panel.view(xhat, first), panel.view(dy, first), panel.view(dx, first), channels, panel.runs,
-                      panel.length, combinations);
+                      panel.length, combinations, mask);
       };
 }
 
@@ -213,18 +228,19 @@ void invert_once(const LocalBackwardArgs<scalar_t>& args, const View<scalar_t>& 
   const View<const scalar_t> xhat{args.xhat.data, args.xhat.batch_stride, args.xhat.channel_stride};
   const View<const scalar_t> dy{dresidual.data, dresidual.batch_stride, dresidual.channel_stride};
   const auto finish = [&](int64_t c, const Sums& sums) { return finish_channel(args, c, sums, true); };
+  const Mask<opmath_type<scalar_t>> mask = args.training ? -1 : 0;
   if (args.extent.order == Order::rows) {
     const RowGrid grid(args.extent, {args.z.batch_stride, args.dz.batch_stride, args.dx.batch_stride,
                                      args.xhat.batch_stride, residual.row_stride(args.z)});
     const ChannelArrays<opmath_type<scalar_t>, 3> k(grid);
     reduce_all_rows(args.extent, grid, args.z, args.dz, args.affine, residual, act, store,
                     [&](int64_t c, const Sums& sums) { set(k, c, finish(c, sums)); });
-    combine_all_rows(grid, xhat, dy, args.dx, k);
+    combine_all_rows(grid, xhat, dy, args.dx, k, mask);
     return;
   }
   reduce_and_apply_planes<Sums>(args.extent, sizeof(scalar_t),
                                 panel_sums_of(args.z, args.dz, args.affine, residual, act, store), finish,
-                                panel_combiner(xhat, dy, args.dx));
+                                panel_combiner(xhat, dy, args.dx, mask));
 }
 
 // Inverts z for the sums, if any are wanted, and again for dx, if it is: dy where only dresidual is wanted.
@@ -233,6 +249,7 @@ void invert_twice(const LocalBackwardArgs<scalar_t>& args, bool reduce, const Vi
                   Act act) {
   const DoNotStore<scalar_t> store;
   const auto finish = [&](int64_t c, const Sums& sums) { return finish_channel(args, c, sums, false); };
+  const Mask<opmath_type<scalar_t>> mask = args.training && args.dx.data != nullptr ? -1 : 0;
   if (args.extent.order == Order::rows) {
     const int64_t like = args.z.batch_stride;
     const RowGrid grid(args.extent, {like, args.dz.batch_stride, dx.data == nullptr ? like : dx.batch_stride,
@@ -249,7 +266,7 @@ void invert_twice(const LocalBackwardArgs<scalar_t>& args, bool reduce, const Vi
       invert_and_combine_rows(args.z.data + first * args.z.batch_stride, args.z.batch_stride * fold,
                               args.dz.data + first * args.dz.batch_stride, args.dz.batch_stride * fold,
                               dx.data + first * dx.batch_stride, dx.batch_stride * fold, rows, width, k[0], k[1], k[2],
-                              residual.rows(first, fold), act);
+                              mask, residual.rows(first, fold), act);
     });
     return;
   }
@@ -263,7 +280,7 @@ void invert_twice(const LocalBackwardArgs<scalar_t>& args, bool reduce, const Vi
       [&](int64_t first, int64_t channels, const Panel& panel, const Combination<opmath_type<scalar_t>>* k) {
         if (dx.data == nullptr) return;
         invert_and_combine_panel(panel.view(args.z, first), panel.view(args.dz, first), panel.view(dx, first), channels,
-                                 panel.runs, panel.length, k, residual.panel(panel, first), act);
+                                 panel.runs, panel.length, k, mask, residual.panel(panel, first), act);
       });
 }
 
@@ -300,16 +317,17 @@ void backward(const BackwardArgs<scalar_t>& args) {
     if (args.mean_dy == nullptr) return Combination<opmath_t>{scale, 0, 0};
     return Combination<opmath_t>{scale, -scale * args.mean_xhat_dy[c], -scale * args.mean_dy[c]};
   };
+  const Mask<opmath_t> mask = args.mean_dy == nullptr ? 0 : -1;
   if (args.extent.order == Order::rows) {
     const RowGrid grid(args.extent, {args.xhat.batch_stride, args.dy.batch_stride, args.dx.batch_stride});
     const ChannelArrays<opmath_t, 3> k(grid);
     for (int64_t c = 0; c < grid.channels; ++c) set(k, c, combination(c));
-    combine_all_rows(grid, args.xhat, args.dy, args.dx, k);
+    combine_all_rows(grid, args.xhat, args.dy, args.dx, k, mask);
     return;
   }
   reduce_and_apply_planes<NoPartial>(
       args.extent, sizeof(scalar_t), [](int64_t, int64_t, const Panel&, NoPartial*) {},
-      [&](int64_t c, NoPartial) { return combination(c); }, panel_combiner(args.xhat, args.dy, args.dx));
+      [&](int64_t c, NoPartial) { return combination(c); }, panel_combiner(args.xhat, args.dy, args.dx, mask));
 }
 
 template <typename scalar_t>

@@ -13,8 +13,9 @@ template <typename opmath_t>
 struct Combination {
   opmath_t from_dy, from_xhat, constant;
 
+  // Frozen statistics have no part of xhat in dx, not even of an infinite one.
   __device__ __forceinline__ opmath_t operator()(opmath_t dy, opmath_t xhat) const {
-    return from_dy * dy + from_xhat * xhat + constant;
+    return from_dy * dy + from_xhat * (from_xhat == 0 ? opmath_t(0) : xhat) + constant;
   }
 };
 
