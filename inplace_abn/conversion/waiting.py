@@ -271,10 +271,11 @@ class WaitingFunction(torch.autograd.Function):
         tensors: list[Tensor | None] = [x, weight, bias]
         needed: tuple[bool, ...] = ctx.needs_input_grad
         create_graph = torch.is_grad_enabled()
-        for i, t in enumerate(tensors):
-            if t is not None and needed[i] and not (create_graph and t.requires_grad):
-                tensors[i] = t.detach().requires_grad_()
         with torch.enable_grad():
+            for i, t in enumerate(tensors):
+                if t is not None and needed[i]:
+                    # Hooks on a tensor itself run when its gradient is complete, and must not run here.
+                    tensors[i] = t.view_as(t) if create_graph and t.requires_grad else t.detach().requires_grad_()
             y = native(*tensors, *ctx.call)  # type: ignore[arg-type]
             inputs = [t for t, need in zip(tensors, needed, strict=False) if need and t is not None]
             found = iter(torch.autograd.grad(y, inputs, g, create_graph=create_graph) if inputs else ())

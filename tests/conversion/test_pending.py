@@ -288,3 +288,21 @@ def test_a_write_to_what_backward_needs_is_noticed_whoever_writes(keep, write):
     z = write(h)
     with pytest.raises(RuntimeError, match="modified in place"):
         z.sum().backward()
+
+
+@pytest.mark.parametrize("hooked", ["input", "weight"])
+def test_a_hook_on_what_the_norm_was_given_runs_once_when_a_graph_of_the_gradient_is_made(hooked):
+    """The hook ran once more inside of the norm's backward: the gradient was multiplied by 3 twice."""
+    results = []
+    torch.manual_seed(0)
+    original = Net().double()
+    a = torch.randn(4, 3, 6, 5, dtype=torch.float64)
+    for net in (original, convert(copy.deepcopy(original))):
+        x = net.layer(a)
+        (x if hooked == "input" else net.bn.weight).register_hook(lambda g: 3 * g)
+        z = net.bn(x).cumsum(1).sin().sum()
+        (first,) = torch.autograd.grad(z, net.layer.weight, create_graph=True)
+        first.square().sum().backward()
+        results.append((first.detach(), net.layer.weight.grad, net.bn.weight.grad))
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected)
