@@ -231,8 +231,8 @@ struct WithMinimum {
     } else {
       slope = gate + curved * Curve::template steepness<is_16_bit>(gate, curved);
     }
-    // The slope is NaN where z is infinite, as torch's product of infinity and zero is.
-    dy = dz * (slope + (z - z));
+    // The slope is NaN where y is infinite, as torch's product of infinity and zero is.
+    dy = dz * (slope + (y - y));
     if constexpr (Curve::has_flat) {
       // Written out here, because GCC does not vectorise the loop if this is a function.
       const bool flat = !negative & bit & (z < Flat<scalar_t>::tagged);

@@ -20,6 +20,7 @@ from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_map_only
 
 from inplace_abn import _torch, functions
+from inplace_abn.conversion import watch
 from inplace_abn.conversion.consumers import kept
 from inplace_abn.conversion.recognition import (
     IN_GRAPH,
@@ -32,7 +33,6 @@ from inplace_abn.conversion.recognition import (
     is_writing,
 )
 from inplace_abn.conversion.waiting import IDENTITY, Norm, State, follow, stand, wait
-from inplace_abn.conversion.watch import Result, is_writable
 from inplace_abn.settings import Operands
 
 
@@ -123,7 +123,8 @@ class Pending(Tensor):
             if type(value) is Pending
         ]
         args, kwargs = tree_map_only(Pending, values_of, (args, kwargs or {}))
-        result = func(*args, **kwargs)
+        watching = watch.current()
+        result = func(*args, **kwargs) if watching is None else watching.run(func, args, kwargs)
         # Below autograd a detached tensor has a version of its own.
         increment_version([values for t in written for values in (t._shown, t._plain) if values is not None])
         # An in-place op returns the tensor that it was given.
@@ -296,13 +297,13 @@ def _attached(
     memory = state.take_back() if activation == IDENTITY else state.activate(activation)
     settings = norm.settings.activating(activation)
     observer = norm.module.observer()
-    writable = is_writable(activation[0], in_place)
+    writable = watch.is_writable(activation[0], in_place)
     saved = None if observer is None else observer.saved(memory, activation, writable)
     operands = Operands(norm.weight, norm.bias, residual)
     z = functions.attached(norm.x, memory, operands, norm.values, settings, stand_in, saved)
     state.memory = None
     if observer is not None:
-        observer.note(Result(norm.module, *activation, writable, is_residual), norm.x, z, residual, saved)
+        observer.note(watch.Result(norm.module, *activation, writable, is_residual), norm.x, z, residual, saved)
     return z
 
 
@@ -324,8 +325,12 @@ def _asked_of_graph(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         values = plain(t)
         first, last = (t, values) if t._leads else (values, t)
         if func is Tensor.retain_grad:
-            # If the last one is written to, it has what is retained, and is the first one from then on.
+            # If the last one is written to, it has what is retained, and is the first one from then on. torch moves only
+            # what is retained for a node's first output.
             with _torch.NoTorchFunction():
+                if last.output_nr:
+                    stand(first, (last,))
+                    t._is_placed()
                 last.retain_grad()
         return first
 

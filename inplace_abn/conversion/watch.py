@@ -137,9 +137,10 @@ class Watch(_torch.OwnMode):
             return args[0] == args[1]
         # Pending tensors must not take the ops below autograd for what a model calls.
         with _torch.NoTorchFunction():
-            return self._watched(func, args, kwargs or {})
+            return self.run(func, args, kwargs or {})
 
-    def _watched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs an op, and sees what it reads and writes."""
         if not self._references or func.namespace in _OWN:
             return func(*args, **kwargs)
         tensors = [t for t in tensors_in((args, kwargs)) if type(t) in _PLAIN]

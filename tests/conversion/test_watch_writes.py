@@ -166,6 +166,38 @@ def test_an_output_that_its_caller_holds_is_not_written_over_by_backward(activat
     assert torch.equal(z, before)
 
 
+@torch.jit.script
+def scripted_relu_in_place(h):
+    return torch.relu_(h)
+
+
+def kept_and_written_to_by_a_script(h):
+    torch.sin(h)
+    return scripted_relu_in_place(h).square()
+
+
+def retained_and_written_to(h):
+    F.silu(h, inplace=True)
+    h.retain_grad()
+    h.mul_(2.0)
+    return h.square() + torch.sin(h)
+
+
+class Following(nn.Module):
+    def __init__(self, follow):
+        super().__init__()
+        self.conv, self.bn, self.follow = conv(3, 4), nn.BatchNorm2d(4), follow
+
+    def forward(self, x):
+        return self.follow(self.bn(self.conv(x)))
+
+
+@pytest.mark.parametrize("follow", [kept_and_written_to_by_a_script, retained_and_written_to])
+def test_a_write_below_autograd_or_to_a_retained_tensor_trains_as_with_torch(follow):
+    """A scripted function's write was not seen in the watched step; a write to what retains its gradient failed."""
+    check_training(spread(Following(follow)), images())
+
+
 def test_a_way_that_is_first_taken_between_two_watched_steps_is_an_error_and_never_other_numbers():
     guard.generation += 101 - guard.generation % 100
     converted = convert(spread(Net(lambda h, x: None, nn.SiLU())))
