@@ -325,8 +325,8 @@ def _asked_of_graph(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         values = plain(t)
         first, last = (t, values) if t._leads else (values, t)
         if func is Tensor.retain_grad:
-            # If the last one is written to, it has what is retained, and is the first one from then on. torch moves only
-            # what is retained for a node's first output.
+            # If the last one is written to, it has what is retained, and is the first one from then on. torch moves it
+            # only if it is a node's first output.
             with _torch.NoTorchFunction():
                 if last.output_nr:
                     stand(first, (last,))
