@@ -1,6 +1,7 @@
 """The ops for calls that are traced instead of computed.
 
-They check shapes, dtypes and devices as the kernels do, and return tensors without values.
+One function serves all ops. It checks arguments as the kernels do, by their names in the op's schema, and returns
+tensors without values. The names of results tell what they are, too.
 """
 
 from __future__ import annotations
@@ -11,253 +12,117 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from inplace_abn import _torch
+
 
 def _stats_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _check_shape(name: str, t: Tensor, expected: Sequence[int]) -> None:
-    torch._check_value(
-        t.dim() == len(expected),
-        lambda: f"inplace_abn: expected {name} of shape {tuple(expected)}, got {tuple(t.shape)}",
-    )
-    for size, wanted in zip(t.shape, expected, strict=True):
-        torch._check_value(
-            size == wanted, lambda: f"inplace_abn: expected {name} of shape {tuple(expected)}, got {tuple(t.shape)}"
-        )
+def _check_shape(name: str, t: Tensor, fits: Any, expected: object) -> None:
+    torch._check_value(fits, lambda: f"inplace_abn: expected {name} of shape {expected}, got {tuple(t.shape)}")
 
 
 def _check_dtype(name: str, t: Tensor, *expected: torch.dtype) -> None:
-    torch._check_type(
-        t.dtype in expected,
-        lambda: f"inplace_abn: expected {name} of dtype {' or '.join(map(str, expected))}, got {t.dtype}",
-    )
+    if t.dtype not in expected:
+        wanted = " or ".join(map(str, expected))
+        raise TypeError(f"inplace_abn: expected {name} of dtype {wanted}, got {t.dtype}")
 
 
-def _check_device(name: str, t: Tensor, like: Tensor) -> None:
-    torch._check_value(
-        t.device == like.device, lambda: f"inplace_abn: expected {name} on {like.device}, got {t.device}"
-    )
+def _check_device(name: str, t: Tensor, x: Tensor) -> None:
+    if t.device != x.device:
+        raise ValueError(f"inplace_abn: expected {name} on {x.device}, got {t.device}")
 
 
-def _check_activations(name: str, t: Tensor) -> None:
-    torch._check_value(
-        t.dim() >= 2, lambda: f"inplace_abn: expected {name} of shape (batch, channel, *), got {tuple(t.shape)}"
-    )
+def _check(name: str, t: Tensor, x: Tensor, shape: Sequence[int], *dtypes: torch.dtype) -> None:
+    _check_shape(name, t, t.dim() == len(shape), tuple(shape))
+    for size, wanted in zip(t.shape, shape, strict=True):
+        _check_shape(name, t, size == wanted, tuple(shape))
+    _check_dtype(name, t, *dtypes)
+    _check_device(name, t, x)
+
+
+def _activations(name: str, t: Tensor, _: Tensor | None) -> Tensor:
+    _check_shape(name, t, t.dim() >= 2, "(batch, channel, *)")
     _check_dtype(name, t, torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    return t
 
 
-def _check_like(x: Tensor, **tensors: Tensor | None) -> None:
-    for name, t in tensors.items():
-        if t is not None:
-            _check_shape(name, t, x.shape)
-            _check_dtype(name, t, x.dtype)
-            _check_device(name, t, x)
+def _gathered(name: str, t: Tensor, running: Tensor | None) -> Tensor:
+    """An empty x with these statistics."""
+    _check_shape(name, t, t.dim() == 2 and t.shape[1] % 2 == 1, "(parts, 2 * channels + 1)")
+    _check_dtype(name, t, torch.float64, torch.float32)
+    return t.new_empty((0, (t.shape[1] - 1) // 2), dtype=t.dtype if running is None else running.dtype)
 
 
-def _vector_size(x: Tensor, per_instance: bool) -> int:
-    return x.shape[0] * x.shape[1] if per_instance else x.shape[1]
+def _like(name: str, t: Tensor, x: Tensor, _: int) -> None:
+    _check(name, t, x, x.shape, x.dtype)
 
 
-def _check_channels(x: Tensor, per_instance: bool = False, **tensors: Tensor | None) -> None:
-    for name, t in tensors.items():
-        if t is not None:
-            _check_shape(name, t, (_vector_size(x, per_instance),))
-            _check_dtype(name, t, _stats_dtype(x.dtype), x.dtype)
-            _check_device(name, t, x)
+def _vector(name: str, t: Tensor, x: Tensor, size: int) -> None:
+    _check(name, t, x, (size,), _stats_dtype(x.dtype), x.dtype)
 
 
-def _check_both_or_neither(**tensors: Tensor | None) -> None:
-    given = [name for name, t in tensors.items() if t is not None]
-    torch._check_value(
-        len(given) != 1, lambda: f"inplace_abn: expected {' and '.join(tensors)} both or neither, got only {given[0]}"
-    )
+def _momentum(_: str, t: Tensor, x: Tensor, __: int) -> None:
+    _check_dtype("momentum", t, torch.float64)
+    _check_device("momentum", t, x)
 
 
-def _check_running(
-    x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, per_instance: bool = False
-) -> None:
-    _check_both_or_neither(running_mean=running_mean, running_var=running_var)
-    _check_channels(x, per_instance, running_mean=running_mean, running_var=running_var)
+def _number(*_: object) -> None:
+    """Nothing is checked, because a compiler may not know its value."""
 
 
-def _check_momentum(x: Tensor, momentum: Tensor | None) -> None:
-    if momentum is not None:
-        _check_dtype("momentum", momentum, torch.float64)
-        _check_device("momentum", momentum, x)
+def _statistic(x: Tensor, size: int) -> Tensor:
+    return x.new_empty((size,), dtype=_stats_dtype(x.dtype))
 
 
-def _channel_statistics(x: Tensor, per_instance: bool = False) -> tuple[Tensor, Tensor]:
-    shape, dtype = (_vector_size(x, per_instance),), _stats_dtype(x.dtype)
-    return x.new_empty(shape, dtype=dtype), x.new_empty(shape, dtype=dtype)
-
-
-def _statistics(x: Tensor, per_instance: bool = False) -> tuple[Tensor, Tensor]:
-    _check_activations("x", x)
-    return _channel_statistics(x, per_instance)
-
-
-def _combine(
-    gathered: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    momentum: float,
-    momentum_tensor: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    torch._check_value(
-        gathered.dim() == 2,
-        lambda: f"inplace_abn: expected gathered of shape (parts, 2 * channels + 1), got {tuple(gathered.shape)}",
-    )
-    torch._check_value(
-        gathered.shape[1] % 2 == 1,
-        lambda: f"inplace_abn: expected gathered of shape (parts, 2 * channels + 1), got {tuple(gathered.shape)}",
-    )
-    _check_dtype("gathered", gathered, torch.float64, torch.float32)
-    channels = (gathered.shape[1] - 1) // 2
-    like = gathered.new_empty((0, channels), dtype=gathered.dtype if running_mean is None else running_mean.dtype)
-    _check_running(like, running_mean, running_var)
-    _check_momentum(gathered, momentum_tensor)
-    return gathered.new_empty((channels,)), gathered.new_empty((channels,)), gathered.new_empty(())
-
-
-def _check(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-) -> None:
-    _check_activations("x", x)
-    _check_channels(x, weight=weight, bias=bias)
-    _check_like(x, residual=residual)
-    _check_running(x, running_mean, running_var)
-
-
-def _forward(
-    x: Tensor,
-    mean: Tensor,
-    var: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    *_: object,
-    z: Tensor | None = None,
-) -> None:
-    _check_activations("x", x)
-    _check_channels(x, mean=mean, var=var, weight=weight, bias=bias)
-    _check_like(x, residual=residual, z=z)
-
-
-def _local_forward(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    momentum: float,
-    momentum_tensor: Tensor | None,
-    eps: float,
-    signed_weight: bool,
-    activation: int,
-    activation_param: float,
-    invertible: bool,
-    per_instance: bool = False,
-    *,
-    z: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    _check_activations("x", x)
-    _check_channels(x, per_instance, weight=weight, bias=bias)
-    _check_like(x, residual=residual, z=z)
-    _check_running(x, running_mean, running_var, per_instance)
-    _check_momentum(x, momentum_tensor)
-    return _channel_statistics(x, per_instance)
-
-
-def _backward_reduce(
-    y_act: Tensor,
-    dy_act: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    *_: object,
-    xhat: Tensor | None = None,
-    dy: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    _check_activations("y_act", y_act)
-    _check_like(y_act, dy_act=dy_act, residual=residual, xhat=xhat, dy=dy)
-    _check_channels(y_act, weight=weight, bias=bias)
-    return _channel_statistics(y_act)
-
-
-def _backward(
-    xhat: Tensor,
-    dy: Tensor,
-    var: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    signed_weight: bool,
-    mean_dy: Tensor | None,
-    mean_xhat_dy: Tensor | None,
-    *,
-    dx: Tensor | None = None,
-) -> None:
-    _check_activations("xhat", xhat)
-    _check_like(xhat, dy=dy, dx=dx)
-    _check_both_or_neither(mean_dy=mean_dy, mean_xhat_dy=mean_xhat_dy)
-    _check_channels(xhat, var=var, weight=weight, mean_dy=mean_dy, mean_xhat_dy=mean_xhat_dy)
-
-
-def _local_backward(
-    y_act: Tensor,
-    dy_act: Tensor,
-    var: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    eps: float,
-    signed_weight: bool,
-    activation: int,
-    activation_param: float,
-    training: bool,
-    per_instance: bool = False,
-    *,
-    dx: Tensor | None = None,
-    dweight: Tensor | None = None,
-    dbias: Tensor | None = None,
-    dresidual: Tensor | None = None,
-    xhat: Tensor | None = None,
-) -> None:
-    _check_activations("y_act", y_act)
-    _check_like(y_act, dy_act=dy_act, residual=residual, dx=dx, dresidual=dresidual, xhat=xhat)
-    _check_channels(y_act, per_instance, var=var, weight=weight, bias=bias, dweight=dweight, dbias=dbias)
-    torch._check_value(
-        dweight is None or weight is not None, lambda: "inplace_abn: dweight was asked for without a weight"
-    )
-    torch._check_value(
-        xhat is None or dx is not None, lambda: "inplace_abn: memory for xhat was given, but no dx was asked for"
-    )
-
-
-def _inverse(z: Tensor, activation: int, activation_param: float) -> Tensor:
-    _check_activations("z", z)
-    return torch.empty_like(z, dtype=_stats_dtype(z.dtype))
-
-
-FAKES: dict[str, Callable[..., Any]] = {
-    "statistics": _statistics,
-    "combine": _combine,
-    "forward": _forward,
-    "forward.out": _forward,
-    "local_forward": _local_forward,
-    "local_forward.out": _local_forward,
-    "backward_reduce": _backward_reduce,
-    "backward_reduce.out": _backward_reduce,
-    "backward": _backward,
-    "backward.out": _backward,
-    "local_backward": _local_backward,
-    "inverse": _inverse,
-    "check": _check,
+FIRST: dict[str, Callable[[str, Tensor, Tensor | None], Tensor]] = {
+    **dict.fromkeys(("x", "y_act", "xhat", "z"), _activations),
+    "gathered": _gathered,
 }
-"""The fakes, by the op's name and overload."""
+"""What an op's first argument must be, by its name. Returns the x that others are compared with."""
+OTHERS: dict[str, Callable[[str, Any, Tensor, int], None]] = {
+    **dict.fromkeys(("dy_act", "residual", "z", "xhat", "dy", "dx", "dresidual"), _like),
+    **dict.fromkeys(("mean", "var", "weight", "bias", "running_mean", "running_var"), _vector),
+    **dict.fromkeys(("mean_dy", "mean_xhat_dy", "dweight", "dbias"), _vector),
+    "momentum_tensor": _momentum,
+    **dict.fromkeys(("momentum", "eps", "signed_weight", "activation", "activation_param"), _number),
+    **dict.fromkeys(("invertible", "training", "per_instance"), _number),
+}
+"""What another argument must be, by its name. ``size`` is that of vectors."""
+RESULTS: dict[str, Callable[[Tensor, int], Tensor]] = {
+    **dict.fromkeys(("mean", "var", "sum_dy", "sum_xhat_dy"), _statistic),
+    "count": lambda x, _: x.new_empty((), dtype=_stats_dtype(x.dtype)),
+    "y": lambda x, _: torch.empty_like(x, dtype=_stats_dtype(x.dtype)),
+}
+_PAIRS = (("running_mean", "running_var"), ("mean_dy", "mean_xhat_dy"))
+_NEEDS = (
+    ("dweight", "weight", "dweight was asked for without a weight"),
+    ("xhat", "dx", "memory for xhat was given, but no dx was asked for"),
+)
+
+
+def fake(op: Any) -> Callable[..., Any]:
+    """The fake of an op."""
+    schema = _torch.schema_of(op)
+    names = [argument.name for argument in schema.arguments]
+    results = [RESULTS[result.name] for result in schema.returns]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = dict.fromkeys(names) | dict(zip(names, args, strict=False)) | kwargs
+        x = FIRST[names[0]](names[0], given[names[0]], given.get("running_mean"))
+        for pair in _PAIRS:
+            present = [name for name in pair if given.get(name) is not None]
+            if len(present) == 1:
+                raise ValueError(f"inplace_abn: expected {' and '.join(pair)} both or neither, got only {present[0]}")
+        size = x.shape[0] * x.shape[1] if given.get("per_instance") else x.shape[1]
+        for name in names[1:]:
+            if given[name] is not None:
+                OTHERS[name](name, given[name], x, size)
+        for name, other, message in _NEEDS:
+            if given.get(name) is not None and other in given and given[other] is None:
+                raise ValueError(f"inplace_abn: {message}")
+        made = tuple(make(x, size) for make in results)
+        return made[0] if len(made) == 1 else made or None
+
+    return call

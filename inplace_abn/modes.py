@@ -54,9 +54,10 @@ class Mode:
         """Why the layer is not in place, in words."""
         self.seen: set[tuple[Any, ...]] = set()
         """What followed a converted norm in this generation."""
+        self.measured_consumers: set[tuple[str, float, bool]] = set()
+        """What followed a converted norm, ever, and was measured: an activation, and whether a sum came before."""
         self._plain_since = 0
         self._figures: list[tuple[Tensor, torch.Event | None]] = []
-        self._measured_consumers: set[Any] = set()
         self._unmeasured_since: int | None = None
         """The generation in which something followed that was never measured; None if nothing did."""
 
@@ -79,7 +80,7 @@ class Mode:
         """Decides about a generation, by what the layer has seen before."""
         self.generation = generation
         trusted = self.decisions[-1].trusted or self.measured_at < 0
-        known = frozenset(self._measured_consumers) if guarded else None
+        known = frozenset(self.measured_consumers) if guarded else None
         self.change(trusted=trusted, measures=measures, known=known, expected=self._expectation())
 
     def _expectation(self) -> tuple[str, float] | None:
@@ -121,8 +122,8 @@ class Mode:
 
     def learn(self, consumer: Any, at_once: bool) -> bool:
         """Remembers that what follows was measured, and returns whether that counts from the next generation only."""
-        is_later = not at_once and consumer not in self._measured_consumers
-        self._measured_consumers.add(consumer)
+        is_later = not at_once and consumer not in self.measured_consumers
+        self.measured_consumers.add(consumer)
         if at_once:
             self.change(known=(self.decisions[-1].known or frozenset()) | {consumer})
         return is_later
@@ -134,7 +135,7 @@ class Mode:
     def renew(self) -> None:
         """Forgets what was measured, in the middle of a generation."""
         self.measured_at, self._figures, self._unmeasured_since = -1, [], None
-        self._measured_consumers.clear()
+        self.measured_consumers.clear()
         self.change(trusted=True, measures=True, known=frozenset())
 
     def _wait(self) -> None:

@@ -147,11 +147,6 @@ def _bump_versions(library: torch.library.Library, op: Any) -> None:
     library.impl(op, call, "ADInplaceOrView", with_keyset=True)
 
 
-def _overload(name: str) -> Any:
-    op, _, overload = name.partition(".")
-    return getattr(getattr(torch.ops.inplace_abn, op), overload or "default")
-
-
-for _name, _fake in fakes.FAKES.items():
-    torch.library.register_fake(f"inplace_abn::{_name}", _fake)
-    _bump_versions(_library, _overload(_name))
+for _op in [value for value in vars().values() if isinstance(value, _torch.OpOverload)]:
+    torch.library.register_fake(_op, fakes.fake(_op))
+    _bump_versions(_library, _op)

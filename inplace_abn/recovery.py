@@ -11,15 +11,12 @@ to an exact backward:
 - ``weight``, of each channel: the error of dweight that the worst dz causes, relative to |xhat| |dy|. The worst channel
   counts, because an average would hide a channel whose weight is driven the wrong way.
 
-Both figures come from the ops that training runs. `measured` uses values of the current batch. `predicted` uses a
-normal distribution, where there are no data. Source of the scheme: arXiv 1712.02616.
+Both figures come from the ops that training runs. Source of the scheme: arXiv 1712.02616.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -27,20 +24,11 @@ from torch import Tensor
 
 from inplace_abn import ops, reference
 from inplace_abn.activations import Activation, find
+from inplace_abn.reference import channel_mean
 from inplace_abn.settings import Settings
 
 _SAMPLE = 1 << 17
 """About the number of values that `sample` takes of a larger batch."""
-_NODES = 1024
-_REACH = 4.7
-"""A prediction covers this many standard deviations. One value in 400,000 lies beyond, and a channel of a large batch
-has about as many. Errors of a saturated activation grow faster than the density falls, so a wider range would count
-values that no batch has."""
-_DENSITY = 1e4
-"""How much denser the values of a prediction lie next to minima and jumps, where few values cause most of the error."""
-_MEAN, _VAR = 0.37, 1.7
-"""Mean and variance of the input for predictions. With 0 and 1, y would often be a number that a 16-bit dtype holds
-exactly, and its rounding would not show."""
 
 
 class Errors(NamedTuple):
@@ -101,53 +89,6 @@ def measured(
     Raises:
         ValueError: a wrong shape.
         TypeError: a dtype that is not supported or does not combine with x's.
-
-    Source: arXiv 1712.02616.
-    """
-    return _errors(_moments(x, mean, var, weight, bias, residual, settings, None))
-
-
-class _Moments(NamedTuple):
-    """Mean squares of each channel; of shape (channel,)."""
-
-    x_error: Tensor
-    x: Tensor
-    steep_error: Tensor
-    steep: Tensor
-    weight_error: Tensor
-    slope: Tensor
-    spread: Tensor
-    """The variance of x, plus eps."""
-
-
-def _errors(moments: _Moments) -> Errors:
-    errors = torch.stack([moments.x_error, moments.steep_error])
-    sizes = torch.stack([moments.x, moments.steep])
-    # A channel of large variance has a small share in dx, unless its dz is larger by the same factor.
-    layer = [_ratio((errors * share).sum(dim=1), (sizes * share).sum(dim=1)).max() for share in (1.0, moments.spread)]
-    return Errors(torch.sqrt(torch.maximum(*layer)), torch.sqrt(_ratio(moments.weight_error, moments.slope)))
-
-
-def _ratio(error: Tensor, size: Tensor) -> Tensor:
-    """error / size. It is 0 where there is no error, and infinite where only the recovered values are not finite."""
-    error = torch.where(error.isnan() & size.isfinite(), math.inf, error)
-    return torch.where(error == 0, 0.0, error / size)
-
-
-def _moments(
-    x: Tensor,
-    mean: Tensor,
-    var: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    settings: Settings,
-    density: Tensor | None,
-) -> _Moments:
-    """The moments behind `Errors`. Overwrites x.
-
-    ``density`` is the share of each value in the averages, with a sum of 1, of a shape that broadcasts against x. With
-    None all values have the same share.
     """
     entry = find(settings.activation)
     if settings.activation == "leaky_relu" and settings.activation_param == 0:
@@ -169,15 +110,12 @@ def _moments(
     # Where the slope jumps, the rounding of y decides on which side it lies, in torch as well. The nearer slope counts.
     slope = torch.where((recovered - torchs).abs() < (recovered - slope).abs(), torchs, slope)
 
-    def average(t: Tensor) -> Tensor:
-        return reference.channel_mean(t) if density is None else reference.channel_sum(t * density)
-
     def seen(t: Tensor) -> Tensor:
         return reference.per_channel(t, x)
 
     # dx is the sum of dy, a multiple of y and a constant. It rounds once more, in the precision of the arithmetic.
     unit = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps / 2
-    rounding = unit**2 / 3 * average(affine.square()) / gamma.square()
+    rounding = unit**2 / 3 * channel_mean(affine.square()) / gamma.square()
     # A slope that is too small for the dtype counts as zero, and must not make the relative error large.
     least = torch.finfo(x.dtype).smallest_normal ** 2
     scale = (gamma * inv_std).square()
@@ -187,19 +125,25 @@ def _moments(
         error = recovered * dz - dy
         added = torch.zeros_like(scale)
         if settings.training:
-            projection, recovered_projection = average(xhat * dy), average(recovered_xhat * recovered * dz)
-            error -= seen(average(error)) + recovered_xhat * seen(recovered_projection) - xhat * seen(projection)
+            projection, recovered_projection = channel_mean(xhat * dy), channel_mean(recovered_xhat * recovered * dz)
+            error -= seen(channel_mean(error)) + recovered_xhat * seen(recovered_projection) - xhat * seen(projection)
             added = rounding * projection.square()
-        size = average(dy.square()) + least * average(dz.square())
-        return (average(error.square()) + added) * scale, size * scale
+        size = channel_mean(dy.square()) + least * channel_mean(dz.square())
+        return (channel_mean(error.square()) + added) * scale, size * scale
 
-    return _Moments(
-        *of_dx(xhat),
-        *of_dx(slope * xhat),
-        average((recovered_xhat * recovered - xhat * slope).square()),
-        average(slope.square()) + least,
-        var.double() + settings.eps,
-    )
+    errors, sizes = map(torch.stack, zip(of_dx(xhat), of_dx(slope * xhat), strict=True))
+    # A channel of large variance has a small share in dx, unless its dz is larger by the same factor.
+    shares = 1.0, var.double() + settings.eps
+    layer = [_ratio((errors * share).sum(dim=1), (sizes * share).sum(dim=1)).max() for share in shares]
+    error = channel_mean((recovered_xhat * recovered - xhat * slope).square())
+    size = channel_mean(slope.square()) + least
+    return Errors(torch.sqrt(torch.maximum(*layer)), torch.sqrt(_ratio(error, size)))
+
+
+def _ratio(error: Tensor, size: Tensor) -> Tensor:
+    """error / size. It is 0 where there is no error, and infinite where only the recovered values are not finite."""
+    error = torch.where(error.isnan() & size.isfinite(), math.inf, error)
+    return torch.where(error == 0, 0.0, error / size)
 
 
 def _slope(entry: Activation, y: Tensor, param: float) -> Tensor:
@@ -235,77 +179,3 @@ def _recovered(
     )
     slope, product = slope.double().view(z.shape), product.double().view(z.shape)
     return torch.where(slope == 0, xhat.double().view(z.shape), product / slope), slope
-
-
-def _normal(centres: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Values of a standard normal distribution, and the share of each, of shape (1, channels or 1, values).
-
-    The values lie densely at the ``centres`` of each channel, which are given in ascending order.
-    """
-    if not centres:
-        values = torch.linspace(-_REACH, _REACH, _NODES, dtype=torch.float64).view(1, 1, -1)
-        density = torch.exp(-values.square() / 2)
-        return values, density / density.sum()
-    places = [centre.double().clamp(-_REACH, _REACH).view(1, -1, 1) for centre in centres]
-    ends = [torch.full_like(places[0], -_REACH)]
-    ends += [(left + right) / 2 for left, right in pairwise(places)]
-    ends += [torch.full_like(places[0], _REACH)]
-    steps = torch.linspace(0, 1, _NODES // len(places), dtype=torch.float64).view(1, 1, -1)
-    found: list[Tensor] = []
-    counts: list[Tensor] = []
-    for centre, (start, end) in zip(places, pairwise(ends), strict=True):
-        # The argument of sinh has equal steps, so the values are dense at the centre.
-        low, high = (torch.asinh((t - centre) * _DENSITY) for t in (start, end))
-        argument = low + (high - low) * steps
-        found.append(centre + torch.sinh(argument) / _DENSITY)
-        counts.append(torch.exp(-found[-1].square() / 2) * torch.cosh(argument) * (high - low))
-    values, density = torch.cat(found, dim=2), torch.cat(counts, dim=2)
-    return values, density / density.sum(dim=2, keepdim=True)
-
-
-def predicted(
-    weight: Tensor | None,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    activation: str,
-    activation_param: float = 0.01,
-    eps: float = 1e-5,
-    signed_weight: bool = True,
-) -> Errors:
-    """The expected errors if xhat is normally distributed and there is no residual.
-
-    This is an estimate: outliers and a residual make the errors larger.
-
-    Args:
-        weight: (channel,) or None, on any device.
-        bias: (channel,) or None.
-        dtype: of the activations in training (that of autocast, if it is used).
-        activation, activation_param, eps, signed_weight: as for `inplace_abn.inplace_abn`.
-
-    Returns:
-        The figures, on the CPU; of one channel if there is neither weight nor bias. All channels are taken to have the
-        same variance, which determines their share in dx.
-
-    Raises:
-        ValueError: an unknown activation.
-
-    Source of the scheme: arXiv 1712.02616.
-    """
-    special = find(activation).special
-    statistics = torch.float64 if dtype == torch.float64 else torch.float32
-    given = [t.detach().to("cpu", statistics) for t in (weight, bias) if t is not None]
-    channels = len(given[0]) if given else 1
-    scale = given[0] if weight is not None else torch.ones(channels, dtype=statistics)
-    shift = given[-1] if bias is not None else torch.zeros(channels, dtype=statistics)
-    # Channels with the same parameters are computed once. In a new model all channels have the same parameters.
-    pairs, channel_of = torch.stack([scale, shift]).unique(dim=1, return_inverse=True)
-    settings = Settings(activation, activation_param, eps, signed_weight or weight is None, True, None)
-    parts = []
-    for scales, shifts in zip(*(t.split(_SAMPLE // _NODES) for t in pairs), strict=True):
-        gamma = reference.gamma(scales, eps, settings.signed_weight)
-        centres = [(y - shifts) / gamma for y in special]
-        values, density = _normal(torch.stack(centres).sort(dim=0).values.unbind() if centres else ())
-        x = (_MEAN + math.sqrt(_VAR + eps) * values).to(dtype).expand(1, len(scales), -1).contiguous()
-        mean, var = torch.full_like(scales, _MEAN), torch.full_like(scales, _VAR)
-        parts.append(_moments(x, mean, var, scales, shifts, None, settings, density))
-    return _errors(_Moments(*(torch.cat(moments)[channel_of] for moments in zip(*parts, strict=True))))

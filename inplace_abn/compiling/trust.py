@@ -1,7 +1,8 @@
 """Decides what a compiled norm may be fused with.
 
-The decision is made when the norm is compiled, by the weights that it has then. It is reviewed as often as the guard
-measures. When the answer changes, the compiler compiles anew.
+What eager steps measured decides. A module that was never measured is measured when it is compiled, with the weights
+that it has then, on values of a normal distribution. Such modules and all converted norms are measured so again, as
+often as the guard measures. When the answer changes, the compiler compiles anew.
 
 Compilers keep their programs on disk, by the code that they compiled. So the answers contain the version of the sources
 that rewrite the graph.
@@ -20,16 +21,25 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from inplace_abn import _torch, guard, recovery
+from inplace_abn import _torch, guard, ops
 from inplace_abn.activations import TYPICAL
 from inplace_abn.compiling import joint
 from inplace_abn.compiling.spelled import spelled_as
-from inplace_abn.figures import HYSTERESIS, THRESHOLDS, Threshold
+from inplace_abn.figures import THRESHOLDS, Threshold, unpacked
+from inplace_abn.measuring import Observation
 
 _CHANNELS = 32
 """The largest number of channels that are looked at in a layer."""
-_RESIDUAL = 4.0
-"""The standard deviation that residuals are assumed to have."""
+_VALUES, _VALUES_OF_CHANNEL = 1 << 14, 1 << 12
+"""The largest numbers of values that are looked at in a layer, and in a channel."""
+_MEAN, _DEVIATION, _RESIDUAL = 0.37, 1.3, 4.0
+"""The mean and the deviation of the values, and the deviation of residuals. With 0 and 1, y would often be a number
+that a 16-bit dtype holds exactly, and its rounding would not show."""
+
+_IDENTITY = ("identity", 0.0)
+_Candidates = dict[str, tuple[str, float]]
+"""Activations and their parameters, by the names of `spelled_as`. "residual" is the identity after an addition."""
+_TYPICAL: _Candidates = {spelled_as(*what): what for what in TYPICAL} | {"residual": _IDENTITY}
 
 _Answers = dict[tuple[int, torch.dtype], frozenset[str]]
 _answers: weakref.WeakKeyDictionary[Any, _Answers] = weakref.WeakKeyDictionary()
@@ -42,8 +52,8 @@ def in_place(activation: str, param: float) -> str:
     return _told(frozenset({spelled_as(activation, param), "identity", "residual"}))
 
 
-def predicted(module: Any, dtype: torch.dtype) -> str:
-    """The argument ``trusted`` of `batch_norm.normalised` for a converted norm, by prediction.
+def converted(module: Any, dtype: torch.dtype) -> str:
+    """The argument ``trusted`` of `batch_norm.normalised` for a converted norm.
 
     Empty if no activation is trusted.
     """
@@ -52,7 +62,7 @@ def predicted(module: Any, dtype: torch.dtype) -> str:
 
 
 def trusts(module: Any, dtype: torch.dtype) -> bool:
-    """Whether a compiled in-place module may be in place: by the guard's mode if it has measured, or by prediction."""
+    """Whether a compiled in-place module may be in place."""
     # An exported program runs torch's own ops in any case, and its weights have no values to look at.
     if _torch.is_exporting():
         mode = guard.mode_of(module, dtype)
@@ -73,12 +83,19 @@ def _found(module: Any, dtype: torch.dtype, before: frozenset[str] | None) -> fr
     mode = guard.mode_of(module, dtype)
     if mode is not None and not mode.decisions[-1].trusted:
         return frozenset()
-    if not hasattr(module, "activation_param"):
-        return _tolerated(module, dtype, TYPICAL, before)
-    own = module.activation, module.activation_param
-    if mode is not None and mode.measured_at >= 0:
-        return frozenset({spelled_as(*own)})
-    return _tolerated(module, dtype, [own], before) & {spelled_as(*own)}
+    measured = mode is not None and mode.measured_at >= 0
+    if hasattr(module, "activation_param"):
+        own = module.activation, module.activation_param
+        candidates = {spelled_as(*own): own}
+        return frozenset(candidates) if measured else _tolerated(module, dtype, candidates, before)
+    consumers = mode.measured_consumers if mode is not None and measured else ()
+    if not consumers:
+        return _tolerated(module, dtype, _TYPICAL, before)
+    # As in `waiting.is_known`, what is trusted with an activation is trusted without one.
+    candidates = {spelled_as(name, param): (name, param) for name, param, _ in consumers} | {"identity": _IDENTITY}
+    if any(added for *_, added in consumers):
+        candidates["residual"] = _IDENTITY
+    return frozenset(candidates) if before is None else _tolerated(module, dtype, candidates, before)
 
 
 def _told(found: frozenset[str]) -> str:
@@ -107,59 +124,49 @@ register_optimizer_step_post_hook(_review)
 
 
 def _tolerated(
-    module: Any, dtype: torch.dtype, candidates: list[tuple[str, float]], before: frozenset[str] | None
+    module: Any, dtype: torch.dtype, candidates: _Candidates, before: frozenset[str] | None
 ) -> frozenset[str]:
-    """The activations whose z is trusted, and "residual" if z is trusted after an addition as well.
+    """The names of those candidates whose z is trusted; none if no activation's is.
 
     ``before`` is the previous answer, or None if there was none. A name that is not in it needs better figures.
     """
-    threshold = THRESHOLDS.get(dtype)
-    if module.guard_threshold is not None:
-        threshold = Threshold(module.guard_threshold, module.guard_threshold)
-    tensors = [None if t is None else t.detach() for t in (module.weight, module.bias)]
-    if threshold is None or any(t is not None and t.device.type == "meta" for t in tensors):
+    if dtype not in THRESHOLDS or any(t is not None and t.is_meta for t in (module.weight, module.bias)):
         return frozenset()
-    gamma, beta = _channels(*tensors)
     if module.guard_interval == 0:
-        return frozenset({spelled_as(*what) for what in candidates} | {"residual"})
-    # In place a weight within eps of zero would be replaced by eps. Such layers are refused, so that nobody sees this.
-    if module.signed_weight and tensors[0] is not None:
-        least = tensors[0].abs().min().item() / module.eps
-        if least < (1.0 if before else HYSTERESIS):
-            return frozenset()
-
-    def is_small(name: str, x: float, weight: float) -> bool:
-        room = HYSTERESIS if before is not None and name not in before else 1.0
-        return not threshold.exceeded(room * x, room * weight)
-
-    found = set()
-    for activation, param in candidates:
-        errors = recovery.predicted(gamma, beta, dtype, activation, param, module.eps, module.signed_weight)
-        name = spelled_as(activation, param)
-        if is_small(name, errors.x.item(), errors.weight.max().item()):
+        return frozenset(candidates)
+    given = module.guard_threshold
+    threshold = THRESHOLDS[dtype] if given is None else Threshold(given, given)
+    gamma, beta = _channels(module.weight, module.bias, torch.promote_types(dtype, torch.float32))
+    values, others = _normal(len(gamma))
+    x, residual = (_MEAN + _DEVIATION * values).to(dtype), (_RESIDUAL * others).to(dtype)
+    found, settings = set(), (gamma, beta, module.eps, module.signed_weight, True, False)
+    mean, var = ops.run(ops.statistics, [], x)
+    for name, what in candidates.items():
+        observation = Observation(x.clone(), len(gamma), mean, var, *settings)
+        figures = unpacked(observation.figures(*what, residual if name == "residual" else None))
+        if figures.trusted(before is None or name in before, threshold):
             found.add(name)
-    rounding = torch.finfo(dtype).eps / 2 / math.sqrt(3)
-    added = rounding * torch.sqrt(1 + (beta.double().square() + _RESIDUAL**2) / gamma.double().square())
-    if found and is_small("residual", added.square().mean().sqrt().item(), added.max().item()):
-        found.add("residual")
-    return frozenset(found)
+    return frozenset(found) if found - {"residual"} else frozenset()
 
 
-def _channels(weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Weight and bias of some channels, on the CPU: the extreme ones, and others that are spread over all weights."""
-    given = next((t for t in (weight, bias) if t is not None), None)
-    if given is None:
-        return torch.ones(1), torch.zeros(1)
-    gamma = torch.ones_like(given) if weight is None else weight
-    beta = torch.zeros_like(given) if bias is None else bias
-    gamma, beta = (t.to("cpu", torch.promote_types(t.dtype, torch.float32)) for t in (gamma, beta))
-    if len(gamma) > _CHANNELS:
-        figures = (gamma, gamma.abs(), beta, beta / gamma)
-        extreme = [index for figure in figures for index in (figure.argmax(), figure.argmin())]
-        spread = gamma.argsort()[torch.linspace(0, len(gamma) - 1, _CHANNELS - len(extreme)).long()]
-        chosen = torch.cat([torch.stack(extreme), spread]).unique()
-        gamma, beta = gamma[chosen], beta[chosen]
-    return gamma, beta
+def _normal(channels: int) -> tuple[Tensor, Tensor]:
+    """Values of two independent standard normal distributions, each of shape (1, channels, values); float64."""
+    steps = torch.arange(0.5, channels * min(_VALUES // channels, _VALUES_OF_CHANNEL), dtype=torch.float64)
+    # Quantiles are dealt to the channels in turn. Multiples of the golden ratio fill the range evenly, in an order that
+    # has nothing to do with the size.
+    values = torch.special.ndtri(steps / len(steps)).view(1, -1, channels).mT.contiguous()
+    return values, torch.special.ndtri(steps * ((math.sqrt(5) - 1) / 2) % 1).view(values.shape)
+
+
+def _channels(weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The different pairs of weight and bias of some channels, on the CPU: the extreme ones, and others in between."""
+    given = [t.detach().to("cpu", dtype) for t in (weight, bias) if t is not None] or [torch.ones(1, dtype=dtype)]
+    gamma = torch.ones_like(given[0]) if weight is None else given[0]
+    beta = torch.zeros_like(gamma) if bias is None else given[-1]
+    orders = torch.stack([figure.argsort() for figure in (gamma, gamma.abs(), beta, beta / gamma)])
+    places = torch.linspace(0, len(gamma) - 1, _CHANNELS // len(orders)).long()
+    pairs: Tensor = torch.stack([gamma, beta])[:, orders[:, places].flatten()].unique(dim=1)
+    return pairs
 
 
 @cache

@@ -151,7 +151,7 @@ class InPlaceNorm(guard.Guarded):
         if _torch.transforms_active() or not suitable:
             return None
         # Compilers compile anew when an attribute changes that they have read here.
-        trusted = self._predicted(x.dtype) if self._revision >= 0 else ""
+        trusted = self._fusible_with(x.dtype) if self._revision >= 0 else ""
         if not trusted:
             return None
         module._check_input_dim(x)
@@ -164,8 +164,8 @@ class InPlaceNorm(guard.Guarded):
 
     # This is a method, because the compiler of torch 2.11 does not pass a module to a function.
     @_torch.read_while_tracing
-    def _predicted(self, dtype: torch.dtype) -> str:
-        return trust.predicted(self, dtype)
+    def _fusible_with(self, dtype: torch.dtype) -> str:
+        return trust.converted(self, dtype)
 
     def _weight_would_be_clamped(self) -> bool:
         """Whether a weight is within eps of zero.

@@ -36,6 +36,16 @@ def test_gradients_are_native_and_no_more_is_held_than_in_eager(activation, back
     assert held(compiled, x) <= held(eager, x)
 
 
+@pytest.mark.parametrize("activation", ["leaky_relu", "silu", "identity"])
+def test_after_an_eager_step_no_more_is_held_than_in_eager(activation, device):
+    native, x = made(activation, device), batch(device)
+    module, compiled = compiled_pair(native)
+    for _ in range(2):
+        assert_same(step(module, module, x), step(native, native, x))
+    assert_same(step(compiled, module, x), step(native, native, x))
+    assert held(compiled, x) <= held(module, x)
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_evaluation_with_grad_is_native(activation, device):
     native, x = made(activation, device), batch(device)

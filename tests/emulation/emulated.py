@@ -33,7 +33,7 @@ class Emulator:
         for overload, name in OVERLOADS.items():
             base, _, variant = overload.partition(".")
             self.ops[name] = getattr(getattr(getattr(torch.ops, NAMESPACE), base), variant or "default")
-            torch.library.register_fake(f"{NAMESPACE}::{overload}", fakes.FAKES[overload])
+            torch.library.register_fake(self.ops[name], fakes.fake(self.ops[name]))
             ops._bump_versions(self._versions, self.ops[name])
         self.set()
 

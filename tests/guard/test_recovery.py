@@ -1,11 +1,9 @@
-"""The errors that gradients really have in place, against those that the guard measures and predicts."""
+"""The errors that gradients really have in place, against those that the guard measures."""
 
 import fidelity
 import pytest
 import torch
 from fidelity import Layer
-
-from inplace_abn.activations import find
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Errors below this number of unit roundoffs are not compared. They are those of float32 sums, of subnormal gradients,
@@ -13,29 +11,20 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FLOORS = {torch.float32: 16, torch.bfloat16: 2, torch.float16: 6}
 
 
-def values_at_minima(layer):
-    """How many values of a channel lie so near to a minimum that their y is lost."""
-    reach, count = torch.finfo(layer.x.dtype).eps ** 0.5, layer.x.numel() / layer.x.shape[1]
-    normal = torch.distributions.Normal(layer.beta, layer.gamma)
-    densities = [normal.log_prob(torch.tensor(y)).exp().item() for y in find(layer.activation).special]
-    return count * 2 * reach * sum(densities)
-
-
-def assert_within_two(actual, torchs, figure, dtype, where, may_say_more=False):
+def assert_within_two(actual, torchs, figure, dtype, where):
     """Asserts that ``figure`` and the actual error are within a factor of two. Errors count as at least a few
-    roundings, as at least torch's error, and as at most 1. With ``may_say_more`` the figure may be larger."""
+    roundings, as at least torch's error, and as at most 1."""
     unit = torch.finfo(dtype).eps / 2
     for name in ("x", "weight"):
         floor = max(FLOORS[dtype] * unit, getattr(torchs, name))
         real, said = (min(max(getattr(pair, name), floor), 1.0) for pair in (actual, figure))
         told = (where, name, real / unit, said / unit, getattr(torchs, name) / unit)
-        assert real / 2 <= said, told
-        assert said <= 2 * real or may_say_more, told
+        assert real / 2 <= said <= 2 * real, told
 
 
 @pytest.mark.parametrize("label", DTYPES)
 @pytest.mark.parametrize("activation", fidelity.ACTIVATIONS)
-def test_measured_and_predicted_errors_are_within_two_of_the_worst_that_a_gradient_causes(activation, label):
+def test_the_measured_error_is_within_two_of_the_worst_that_a_gradient_causes(activation, label):
     dtype = DTYPES[label]
     x, state = fidelity.inputs(dtype), torch.get_rng_state()
     for gamma in (1e-4, 1e-2, 1.0, 3.0, 10.0, 100.0):
@@ -43,14 +32,7 @@ def test_measured_and_predicted_errors_are_within_two_of_the_worst_that_a_gradie
             torch.set_rng_state(state)
             layer = Layer(x, gamma, ratio * gamma, activation)
             ours, torchs = fidelity.errors(layer)
-            assert_within_two(ours.worst(), torchs.worst(), fidelity.measured(layer), dtype, ("measured", gamma, ratio))
-            # A prediction is for a typical channel. It includes values next to a minimum, which few channels have if
-            # they are rare.
-            typical = ours.worst(torch.median), torchs.worst(torch.median)
-            rare = 0 < values_at_minima(layer) < 1
-            assert_within_two(
-                *typical, fidelity.predicted(layer), dtype, ("predicted", gamma, ratio), may_say_more=rare
-            )
+            assert_within_two(ours.worst(), torchs.worst(), fidelity.measured(layer), dtype, (gamma, ratio))
 
 
 @pytest.mark.parametrize("tails", ["normal", "heavy"])

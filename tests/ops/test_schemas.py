@@ -6,7 +6,7 @@ from cases import relative_error
 from forward_results import EPS, code, forward_result
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from inplace_abn import ops
+from inplace_abn import fakes, ops
 
 
 def test_every_write_is_noticed_by_autograd(device):
@@ -128,6 +128,13 @@ def test_ops_leave_no_trace_in_the_graph(device):
         assert torch.is_grad_enabled()
 
 
+def test_fakes_know_every_argument_and_every_result_and_no_others():
+    schemas = [op._schema for op in map(ops.__dict__.get, ops.__all__) if hasattr(op, "_schema")]
+    assert {schema.arguments[0].name for schema in schemas} == fakes.FIRST.keys()
+    assert {argument.name for schema in schemas for argument in schema.arguments[1:]} == fakes.OTHERS.keys()
+    assert {result.name for schema in schemas for result in schema.returns} == fakes.RESULTS.keys()
+
+
 WRONG_WHEN_TRACED = {
     "integer x": ("statistics", TypeError, "x of dtype", lambda a: [a[0].long()]),
     "x without channels": ("statistics", ValueError, "x of shape", lambda a: [a[0][0, 0, 0]]),
@@ -145,6 +152,12 @@ WRONG_WHEN_TRACED = {
     "dy of another dtype": ("backward_reduce", TypeError, "dy_act of dtype", lambda a: [a[0], a[1].half(), *a[2:]]),
     "mean_dy alone": ("backward", ValueError, "both or neither", lambda a: [*a[:-1], None]),
     "weight elsewhere": ("backward", ValueError, "weight on", lambda a: [*a[:3], a[3].to("meta"), *a[4:]]),
+    "momentum elsewhere": (
+        "combine",
+        ValueError,
+        "momentum on",
+        lambda a: [*a[:4], torch.ones((), device="meta").double()],
+    ),
     "dweight without weight": ("local_backward", ValueError, "without a weight", lambda a: [*a[:3], None, *a[4:]]),
 }
 

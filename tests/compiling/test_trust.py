@@ -1,0 +1,114 @@
+"""What compiled norms may be fused with: what eager steps measured, or what values of a normal distribution say."""
+
+import fidelity
+import pytest
+import torch
+from modes import distrust, optimize
+from torch import nn
+
+from inplace_abn import InPlaceABN, convert, guard
+from inplace_abn.compiling import trust
+from inplace_abn.compiling.spelled import spelled_as
+from inplace_abn.figures import THRESHOLDS
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Block(nn.Module):
+    def __init__(self, activation, adds):
+        super().__init__()
+        self.norm, self.activation, self.adds = nn.BatchNorm2d(4), activation, adds
+
+    def forward(self, x):
+        y = self.norm(x)
+        return self.activation(y + x if self.adds else y)
+
+
+def block(activation=None, adds=False):
+    return convert(Block(activation or nn.SiLU(), adds))
+
+
+def step(module, x):
+    module(x.requires_grad_() * 1).sum().backward()
+
+
+@pytest.mark.parametrize("channels", [1, 3, 5, 13, 21, 32])
+def test_values_and_residuals_are_normal_and_independent(channels):
+    values, others = trust._normal(channels)
+    assert values.shape == others.shape == (1, channels, min(1 << 12, (1 << 14) // channels))
+    for t in (values, others):
+        assert t.mean().abs() < 1e-3
+        assert abs(t.var() - 1) < 0.01
+        assert t.mean(2).abs().max() < 0.06
+    for channel in range(channels):
+        assert torch.corrcoef(torch.stack([values[0, channel], others[0, channel]]))[0, 1].abs() < 0.05
+
+
+@pytest.mark.parametrize("label", DTYPES)
+@pytest.mark.parametrize("activation", fidelity.ACTIVATIONS)
+def test_the_answer_is_what_a_normal_batch_says(activation, label):
+    torch.manual_seed(0)
+    dtype, param = DTYPES[label], fidelity.ACTIVATIONS[activation]
+    x, threshold = fidelity.inputs(dtype), THRESHOLDS[dtype]
+    module = InPlaceABN(4, activation=activation, activation_param=param, signed_weight=True)
+    for gamma in (1e-4, 1e-2, 1.0, 3.0, 10.0, 100.0):
+        for ratio in (0.0, -2.0, 2.0, -20.0, 20.0):
+            nn.init.constant_(module.weight, gamma), nn.init.constant_(module.bias, ratio * gamma)
+            said = fidelity.measured(fidelity.Layer(x, gamma, ratio * gamma, activation))
+            share = max(said.x / threshold.x, said.weight / threshold.weight)
+            found = trust._tolerated(module, dtype, {"it": (activation, param)}, None)
+            assert bool(found) == (share <= 1) or 0.5 < share < 2, (gamma, ratio, share)
+
+
+def test_channels_are_the_extreme_ones_and_others_and_equal_ones_count_once():
+    weight, bias = torch.randn(512), torch.randn(512)
+    gamma, beta = trust._channels(weight, bias, torch.float32)
+    assert 8 < len(gamma) <= 32
+    for chosen, figure in ((gamma, weight), (gamma.abs(), weight.abs()), (beta, bias), (beta / gamma, bias / weight)):
+        assert {figure.min().item(), figure.max().item()} <= {*chosen.tolist()}
+    assert trust._channels(torch.ones(512), None, torch.float64).tolist() == [[1.0], [0.0]]
+    assert trust._channels(None, None, torch.float32).tolist() == [[1.0], [0.0]]
+
+
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("activation", [nn.ReLU(), nn.SiLU()])
+def test_what_an_eager_step_measured_is_trusted_and_nothing_else(activation, adds):
+    module = block(activation, adds)
+    assert trust._found(module.norm, torch.float32, None) == trust._TYPICAL.keys()
+    step(module, torch.randn(8, 4, 16, 16))
+    expected = {type(activation).__name__.lower(), "identity"} | ({"residual"} if adds else set())
+    assert trust._found(module.norm, torch.float32, None) == expected
+    assert trust._found(module.norm, torch.bfloat16, None) == trust._TYPICAL.keys()
+
+
+def test_what_an_eager_step_refused_is_refused():
+    module, x = block(nn.ELU()), torch.randn(8, 4, 16, 16)
+    x[0, :, 0, 0] = -1e4
+    step(module, x)
+    assert not guard.mode_of(module.norm, torch.float32).decisions[-1].trusted
+    assert not trust._found(module.norm, torch.float32, None)
+    distrusted = InPlaceABN(4)
+    assert trust.trusts(distrusted, torch.float32)
+    distrust(distrusted, torch.float32)
+    guard.renew(distrusted)
+    assert not trust.trusts(distrusted, torch.float32)
+
+
+def test_what_was_measured_is_reviewed_with_the_weights_of_later():
+    module = block(nn.ELU())
+    step(module, torch.randn(8, 4, 16, 16))
+    module.norm.guard_interval = 1
+    assert trust.converted(module.norm, torch.float32).split()[:-1] == [spelled_as("elu", 1.0), "identity"]
+    optimize(30.0, module.norm)
+    assert trust.converted(module.norm, torch.float32).split()[:-1] == ["identity"]
+    optimize(1.0, module.norm)
+    assert trust.converted(module.norm, torch.float32).split()[:-1] == [spelled_as("elu", 1.0), "identity"]
+
+
+def test_a_weight_within_eps_of_zero_and_a_pausing_guard_decide_for_all():
+    module = block()
+    nn.init.constant_(module.norm.weight, 1e-6)
+    assert not trust._found(module.norm, torch.float32, None)
+    module.norm.guard_interval = 0
+    assert trust._found(module.norm, torch.float32, None) == trust._TYPICAL.keys()
+    assert not trust._found(module.norm.to("meta"), torch.complex64, None)
