@@ -32,6 +32,8 @@ _CHANNELS = 32
 """The largest number of channels that are looked at in a layer."""
 _VALUES, _VALUES_OF_CHANNEL = 1 << 14, 1 << 12
 """The largest numbers of values that are looked at in a layer, and in a channel."""
+_REACH = 4.5
+"""The values reach as many deviations. One value in 150,000 of a batch lies beyond."""
 _MEAN, _DEVIATION, _RESIDUAL = 0.37, 1.3, 4.0
 """The mean and the deviation of the values, and the deviation of residuals. With 0 and 1, y would often be a number
 that a 16-bit dtype holds exactly, and its rounding would not show."""
@@ -155,6 +157,8 @@ def _normal(channels: int) -> tuple[Tensor, Tensor]:
     # Quantiles are dealt to the channels in turn. Multiples of the golden ratio fill the range evenly, in an order that
     # has nothing to do with the size.
     values = torch.special.ndtri(steps / len(steps)).view(1, -1, channels).mT.contiguous()
+    # Errors of a saturated activation are largest at the ends, which quantiles leave out.
+    values[..., 0], values[..., -1] = -_REACH, _REACH
     return values, torch.special.ndtri(steps * ((math.sqrt(5) - 1) / 2) % 1).view(values.shape)
 
 

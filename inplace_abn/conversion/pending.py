@@ -12,6 +12,7 @@ other libraries. Such code gets the right values and the right gradients, in mem
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -93,7 +94,7 @@ class Pending(Tensor):
             given.append((t, values, values._version))
             return values
 
-        args, kwargs = tree_map_only(Pending, made_plain, (args, kwargs))
+        args, kwargs = _replaced((args, kwargs), made_plain)
         result = func(*args, **kwargs)
         # The pending tensor's version follows the plain one's, so that autograd notices modifications.
         increment_version([t for t, values, version in given if values._version != version])
@@ -122,7 +123,7 @@ class Pending(Tensor):
             for value in [args[i] if i < len(args) else (kwargs or {}).get(argument.name)]
             if type(value) is Pending
         ]
-        args, kwargs = tree_map_only(Pending, values_of, (args, kwargs or {}))
+        args, kwargs = _replaced((args, kwargs or {}), values_of)
         watching = watch.current()
         result = func(*args, **kwargs) if watching is None else watching.run(func, args, kwargs)
         # Below autograd a detached tensor has a version of its own.
@@ -173,6 +174,23 @@ class Pending(Tensor):
             self._taken_from = None
         self._is_placed()
 
+
+def _replaced(value: Any, replace: Callable[[Pending], Tensor]) -> Any:
+    """The value with other tensors instead of pending ones, at any depth.
+
+    This is ``tree_map_only``, which takes as long as a small convolution, for the containers that arguments are in.
+    """
+    kind = type(value)
+    if kind is Pending:
+        return replace(value)
+    if kind is tuple or kind is list:
+        return kind([_replaced(item, replace) for item in value])
+    if kind is dict:
+        return {key: _replaced(item, replace) for key, item in value.items()}
+    return value if kind in _LEAVES else tree_map_only(Pending, replace, value)
+
+
+_LEAVES = (Tensor, torch.nn.Parameter, int, float, bool, str, type(None))
 
 _LEFT_BEHIND = (
     "inplace_abn: the output of a converted norm was written to through a view, and is then read by a custom autograd "
@@ -336,8 +354,8 @@ def _asked_of_graph(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
     # The place in the graph matters for this argument only. For the other arguments the values matter.
     at = 1 if func is torch.autograd.grad else 0
-    given = [tree_map_only(Pending, in_graph if i == at else plain, argument) for i, argument in enumerate(args)]
-    kwargs = {name: tree_map_only(Pending, plain, value) for name, value in kwargs.items()}
+    given = [_replaced(argument, in_graph if i == at else plain) for i, argument in enumerate(args)]
+    kwargs = _replaced(kwargs, plain)
     with _torch.NoTorchFunction():
         return func(*given, **kwargs)
 
