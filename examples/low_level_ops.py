@@ -3,10 +3,10 @@
 
 Images of different sizes do not fit into one tensor. The micro-batches of gradient accumulation are several tensors,
 too. ``MicroBatchNorm`` takes a list of tensors and normalises all of them with the mean and variance of the whole list.
-The ops of `inplace_abn.ops` allow this, because your own code may run between two of them. The forward pass calls
-`statistics` of each tensor, then your code, then `forward` over each tensor. The backward pass calls `backward_reduce`
-of each tensor, then your code, then `backward` of each tensor. In this example your code is a sum over the list. A sum
-over some ranks of a process group goes into the same two places.
+The ops of `inplace_abn.kernels.ops` allow this, because your own code may run between two of them. The forward pass
+calls `statistics` of each tensor, then your code, then `forward` over each tensor. The backward pass calls
+`backward_reduce` of each tensor, then your code, then `backward` of each tensor. In this example your code is a sum
+over the list. A sum over some ranks of a process group goes into the same two places.
 
 The example needs no other package. ``python examples/low_level_ops.py`` compares it with torch's BatchNorm of the
 concatenated list, in float64, and prints:
@@ -26,8 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from inplace_abn import ops
 from inplace_abn.activations import ACTIVATIONS
+from inplace_abn.kernels import ops
 from inplace_abn.memory import measure
 
 SLOPE = 0.01

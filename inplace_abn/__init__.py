@@ -1,14 +1,14 @@
 """In-place activated batch normalisation: batch norm and activation in one, in half the memory."""
 
-from inplace_abn.abn import ABN, InPlaceABN, InPlaceABNSync
 from inplace_abn.conversion.convert import convert, load_public_state_dict, revert
 from inplace_abn.conversion.report import Report, analyze, report
 from inplace_abn.conversion.verification import Verification, verify
 from inplace_abn.functions import inplace_abn as inplace_abn
 from inplace_abn.functions import inplace_abn_sync
-from inplace_abn.group import active_group, set_active_group
 from inplace_abn.guard import set_guard
-from inplace_abn.instance_norm import InPlaceInstanceNorm, inplace_instance_norm
+from inplace_abn.modules.abn import ABN, InPlaceABN, InPlaceABNSync
+from inplace_abn.modules.group import active_group, set_active_group
+from inplace_abn.modules.instance_norm import InPlaceInstanceNorm, inplace_instance_norm
 
 __version__ = "2.0.0"
 

@@ -1,9 +1,9 @@
 """``inplace_abn`` and ``inplace_abn_sync``: the forward pass, local and synchronised.
 
 The forward pass writes z over x, or to new memory, and keeps z instead of x ("In-Place Activated BatchNorm for
-Memory-Optimized Training of DNNs", arXiv 1712.02616). `checks` refuses invalid calls before anything is written.
-`writing` calls the ops. `autograd` makes the node of the graph. `gradients` has the backward pass. `ownership` decides
-which memory backward may overwrite.
+Memory-Optimized Training of DNNs", arXiv 1712.02616). `autograd.checks` refuses invalid calls before anything is
+written. `autograd.forward` calls the ops, `autograd.nodes` makes the node of the graph, `autograd.backward` has the
+backward pass, and `autograd.ownership` decides which memory backward may overwrite.
 
 ``INPLACE_ABN_DISABLE=1`` in the environment makes both functions work out of place, for debugging.
 """
@@ -17,24 +17,13 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from inplace_abn import (
-    _torch,
-    autograd,
-    checks,
-    distributed,
-    gradients,
-    guard,
-    node,
-    ops,
-    ownership,
-    plain,
-    reference,
-    writing,
-)
+from inplace_abn import _torch, distributed, guard, reference
 from inplace_abn.activations import ACTIVATIONS, activate, check_activation
+from inplace_abn.autograd import backward, checks, forward, nodes, ownership, plain
+from inplace_abn.autograd.backward import Values
+from inplace_abn.autograd.kept import KeptABNFunction
 from inplace_abn.compiling import batch_norm, trust
-from inplace_abn.gradients import Values
-from inplace_abn.kept import KeptABNFunction
+from inplace_abn.kernels import node, ops
 from inplace_abn.settings import Operands, Settings, check_hyperparameters
 
 _DISABLED = os.environ.get("INPLACE_ABN_DISABLE") == "1"
@@ -190,7 +179,7 @@ def kept(
     residual: Tensor | None = None,
     keep_input: bool = False,
 ) -> Tensor:
-    """`plain.kept` with the errors of `inplace_abn`, so that a module that keeps x for a while does not fail once it
+    """`autograd.plain.kept` with the errors of `inplace_abn`: a module that keeps x for a while must not fail once it
     runs in place."""
     check_kept(x, Operands(weight, bias, residual, running_mean, running_var), training, keep_input)
     tensors = (x, weight, bias, running_mean, running_var)
@@ -215,7 +204,7 @@ def _requires_grad(x: Tensor, operands: Operands) -> bool:
 
 
 def _count_sole_holders() -> None:
-    ownership.set_sole_holders(*ownership.sole_holders(autograd.as_identity, ownership.last_counts, False))
+    ownership.set_sole_holders(*ownership.sole_holders(nodes.as_identity, ownership.last_counts, False))
     if _node is not None:
         compiled = _node
         # The C++ node builds graphs only after counts were set. With None it reuses nothing.
@@ -277,29 +266,29 @@ def _forward(
         return z if keep_input else x.copy_(z)
     statistics = None
     if settings.group is not None:
-        statistics, trusted = writing.sync_statistics(x.detach(), operands, settings.group, watch)
+        statistics, trusted = forward.sync_statistics(x.detach(), operands, settings.group, watch)
         if not trusted:
             z = KeptABNFunction.apply(x, *operands[:3], *statistics, settings)
             return z
     if not requires_grad:
         z = torch.empty_like(x) if keep_input else x
-        writing.written(x, z, operands, settings, False, statistics)
+        forward.written(x, z, operands, settings, False, statistics)
         return z
     if compiling:
         # The compiler merges x, its clone, and the target of the copy below into one buffer.
         with torch.no_grad():
             data = x.clone()
-            values = writing.written(data, data, operands, settings, True, statistics)
-        z = autograd.TracedABNFunction.apply(x, data, *operands[:3], values.var, settings)
+            values = forward.written(data, data, operands, settings, True, statistics)
+        z = nodes.TracedABNFunction.apply(x, data, *operands[:3], values.var, settings)
         return z if keep_input else x.copy_(z)
     calibrate()
     data = x.detach()
     if keep_input:
         z = torch.empty_like(data)
-        return attached(x, z, operands, writing.written(data, z, operands, settings, True, statistics), settings)
+        return attached(x, z, operands, forward.written(data, z, operands, settings, True, statistics), settings)
     edge = _input_edge(x, settings)
-    values = writing.written(data, data, operands, settings, True, statistics)
-    return autograd.overwritten(x, operands, values, settings, edge)
+    values = forward.written(data, data, operands, settings, True, statistics)
+    return nodes.overwritten(x, operands, values, settings, edge)
 
 
 def _compiled(x: Tensor, operands: Operands, settings: Settings) -> Tensor:
@@ -315,11 +304,11 @@ def _compiled(x: Tensor, operands: Operands, settings: Settings) -> Tensor:
 def _input_edge(x: Tensor, settings: Settings) -> Tensor | None:
     # Under transforms x may need a gradient at another level than the current one.
     differentiated = x.requires_grad or _torch.transforms_active()
-    return gradients.input_edge(x) if settings.group is None and differentiated else None
+    return backward.input_edge(x) if settings.group is None and differentiated else None
 
 
 def calibrate() -> None:
-    """Calibrates `ownership`, once. This must happen before the first graph is built."""
+    """Calibrates `autograd.ownership`, once. This must happen before the first graph is built."""
     if not ownership.is_calibrated():
         ownership.calibrate(_count_sole_holders)
 
@@ -344,12 +333,12 @@ def attached(
     stand_in: Tensor | None = None,
     saved: Tensor | None = None,
 ) -> Tensor:
-    """Makes a node for z, which `writing.written` wrote with these settings, as a function of x. Returns z.
+    """Makes a node for z, which `forward.written` wrote with these settings, as a function of x. Returns z.
 
     Args:
         x: of z's shape. It may have been overwritten since.
         z: a tensor without graph.
-        values: what `writing.written` returned.
+        values: what `forward.written` returned.
         stand_in: a tensor that stands for z and gets the same place in the graph.
         saved: a tensor without graph by which backward knows z, if z itself may be written to.
     """
@@ -366,7 +355,7 @@ def attached(
         )
         if found is not None:
             return found
-    return autograd.attached(x, z, operands, values, settings, _input_edge(x, settings), stand_in, saved)
+    return nodes.attached(x, z, operands, values, settings, _input_edge(x, settings), stand_in, saved)
 
 
 def _out_of_place(x: Tensor, operands: Operands, settings: Settings) -> Tensor:

@@ -16,9 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from inplace_abn import inplace_abn, ops, recovery, reference
+from inplace_abn import inplace_abn, reference
 from inplace_abn.activations import TYPICAL, activate, find
-from inplace_abn.figures import THRESHOLDS
+from inplace_abn.guard import recovery
+from inplace_abn.guard.figures import THRESHOLDS
+from inplace_abn.kernels import ops
 from inplace_abn.settings import Settings
 
 ACTIVATIONS = dict(TYPICAL)

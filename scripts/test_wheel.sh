@@ -122,8 +122,8 @@ for each in $on; do
       fi
     done
     "$env/bin/python" -c "
-import sys, inplace_abn.ops, inplace_abn.functions
-assert inplace_abn.ops.__file__.startswith(sys.prefix), inplace_abn.ops.__file__
+import sys, inplace_abn
+assert inplace_abn.__file__.startswith(sys.prefix), inplace_abn.__file__
 assert inplace_abn.functions._node is None"
     exec "$env/bin/python" -m pytest "${options[@]}" "$@"
   ) >"$logs/$number.log" 2>&1 || { status=1; grep -E '^(FAILED|ERROR)|Error' "$logs/$number.log" || tail -n 20 "$logs/$number.log"; }

@@ -30,7 +30,7 @@ from benchmark import steps as course
 from torch import Tensor, nn
 
 from inplace_abn import Verification, convert, verify
-from inplace_abn.conversion.norms import KINDS
+from inplace_abn.conversion.classes import KINDS
 from inplace_abn.conversion.table import readable
 from inplace_abn.memory import memory_report
 

@@ -12,8 +12,8 @@ import math
 import torch
 from torch import Tensor
 
-from inplace_abn import ops
 from inplace_abn.activations import TANH_CUBIC, TANH_SCALE, bits, find, is_relu, relu_slope
+from inplace_abn.kernels import ops
 
 _library = torch.library.Library("inplace_abn", "FRAGMENT")
 # The op takes any strides. Without flexible_layout compilers would copy z into the strides that it had before they

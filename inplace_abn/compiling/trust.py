@@ -21,12 +21,13 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from inplace_abn import _torch, guard, ops
+from inplace_abn import _torch, guard
 from inplace_abn.activations import TYPICAL
 from inplace_abn.compiling import joint
 from inplace_abn.compiling.spelled import spelled_as
-from inplace_abn.figures import THRESHOLDS, Threshold, unpacked
-from inplace_abn.measuring import Observation
+from inplace_abn.guard.figures import THRESHOLDS, Threshold, unpacked
+from inplace_abn.guard.measuring import Observation
+from inplace_abn.kernels import ops
 
 _CHANNELS = 32
 """The largest number of channels that are looked at in a layer."""
@@ -110,7 +111,7 @@ def _review(*_: Any) -> None:
     for module, answers in list(_answers.items()):
         interval = module.guard_interval
         # Compiled code does not see who writes to its weights, so that is found out here.
-        if interval == 0 or (not guard.renew_if_written(module) and guard.generation % interval):
+        if interval == 0 or (not guard.renew_if_written(module) and guard.generations.current % interval):
             continue
         now = {
             dtype: _found(module, dtype, before)

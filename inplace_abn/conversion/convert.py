@@ -1,7 +1,7 @@
 """Converts a model's norms to in-place ones, and back.
 
-A module is converted by giving it a subclass of its class (`conversion.norms`). So it stays the same object wherever it
-is referred to, and it stays a norm for code that looks for norms. It keeps its parameters, buffers, hooks, flags and
+A module is converted by giving it a subclass of its class (`conversion.classes`). So it stays the same object wherever
+it is referred to, and it stays a norm for code that looks for norms. It keeps its parameters, buffers, hooks, flags and
 state-dict keys. Nothing else in the model changes.
 """
 
@@ -17,11 +17,11 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from inplace_abn import reference
-from inplace_abn.abn import InPlaceABN
 from inplace_abn.activations import find
-from inplace_abn.conversion import norms
+from inplace_abn.conversion import classes
 from inplace_abn.guard import strip
-from inplace_abn.instance_norm import InPlaceInstanceNorm
+from inplace_abn.modules.abn import InPlaceABN
+from inplace_abn.modules.instance_norm import InPlaceInstanceNorm
 
 _logger = logging.getLogger("inplace_abn")
 
@@ -38,12 +38,12 @@ def convert(
 ) -> nn.Module:
     """Makes the BatchNorms and InstanceNorms of ``model`` in-place norms.
 
-    A norm becomes a subclass of its class (`conversion.norms`), with the same parameters, buffers and keys of the state
-    dict. So optimizers that were made before remain valid, and checkpoints load both ways. Nothing else changes, and
-    the model does not run. In training the norm's output waits for what follows. A known activation is fused with the
-    norm, and only the result is kept for backward. An addition before the activation is fused as well. If a function
-    follows that keeps its input for backward, the norm keeps the same tensor instead of its own input. If anything else
-    follows, the norm does what it did before.
+    A norm becomes a subclass of its class (`conversion.classes`), with the same parameters, buffers and keys of the
+    state dict. So optimizers that were made before remain valid, and checkpoints load both ways. Nothing else changes,
+    and the model does not run. In training the norm's output waits for what follows. A known activation is fused with
+    the norm, and only the result is kept for backward. An addition before the activation is fused as well. If a
+    function follows that keeps its input for backward, the norm keeps the same tensor instead of its own input. If
+    anything else follows, the norm does what it did before.
 
     Args:
         model: is modified. Copy it before (``copy.deepcopy``) to keep the original.
@@ -62,25 +62,25 @@ def convert(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"inplace_abn.convert: expected model to be a torch.nn.Module, got {type(model).__name__}")
-    modules = {name: module for name, module in model.named_modules() if norms.is_norm(module)}
-    before = [module for module in modules.values() if norms.is_converted(module)]
-    chosen = {name: module for name, module in modules.items() if not norms.unfit_reason(module)}
+    modules = {name: module for name, module in model.named_modules() if classes.is_norm(module)}
+    before = [module for module in modules.values() if classes.is_converted(module)]
+    chosen = {name: module for name, module in modules.items() if not classes.unfit_reason(module)}
     if filter_fn is not None:
         chosen = {name: module for name, module in chosen.items() if filter_fn(module, name)}
     for name, module in chosen.items():
-        norms.adopt(module, name)
+        classes.adopt(module, name)
     for module in (*chosen.values(), *before) if sync else ():
         module.__dict__["_synchronised"] = True
     if chosen:
-        norms.hook(model)
+        classes.hook(model)
     _logger.info("%s", _told(list(modules.values()), len(chosen), len(before)))
     return model
 
 
 def _told(found: list[nn.Module], converted: int, before: int) -> str:
     """What was found, in one line."""
-    supported = [module for module in found if isinstance(module, norms.KINDS)]
-    others = Counter(type(module).__name__ for module in found if not isinstance(module, norms.KINDS))
+    supported = [module for module in found if isinstance(module, classes.KINDS)]
+    others = Counter(type(module).__name__ for module in found if not isinstance(module, classes.KINDS))
     text = f"converted {converted} of {len(supported) - before} norms" if supported else "no norms to convert"
     if before:
         text = f"{text}, {before} are converted already" if converted else f"{before} norms are converted already"
@@ -114,16 +114,16 @@ def revert(
             was built in place has a weight that cannot be set to its scale, because the weight is computed from other
             parameters. Nothing has been modified.
     """
-    converted = [(name, module) for name, module in model.named_modules() if norms.is_converted(module)]
-    classes = {module: _original_class(name, module) for name, module in converted}
+    converted = [(name, module) for name, module in model.named_modules() if classes.is_converted(module)]
+    originals = {module: _original_class(name, module) for name, module in converted}
     for name, module in model.named_modules():
         if isinstance(module, _BUILT):
             _check_scale(name, module)
-    for norm, original in classes.items():
-        norms.release(norm)
+    for norm, original in originals.items():
+        norm.release()
         norm.__class__ = original
     for module in model.modules():
-        norms.unhook(module)
+        classes.unhook(module)
     replaced: dict[nn.Module, nn.Module] = {}
     for module in list(model.modules()):
         if isinstance(module, _BUILT):
@@ -142,11 +142,11 @@ def _original_class(name: str, module: nn.Module) -> type[nn.Module]:
         ValueError: the norm's class was changed after conversion.
     """
     current = type(module)
-    if norms.is_made_by_conversion(current):
-        return norms.original_class(current)
-    if parametrize.is_parametrized(module) and norms.is_made_by_conversion(current.__bases__[0]):
+    if classes.is_made_by_conversion(current):
+        return classes.original_class(current)
+    if parametrize.is_parametrized(module) and classes.is_made_by_conversion(current.__bases__[0]):
         # torch.nn.utils.parametrize makes a subclass for each module, whose attributes are the parametrized tensors.
-        original = norms.original_class(current.__bases__[0])
+        original = classes.original_class(current.__bases__[0])
         members = {key: value for key, value in vars(current).items() if key not in ("__dict__", "__weakref__")}
         return type(f"Parametrized{original.__name__}", (original,), members)
     raise ValueError(

@@ -1,4 +1,4 @@
-"""The classes of converted norms: they do what torch's or timm's norms do, in place where that is right."""
+"""What converted norms have in common: they do what torch's norms do, in place where that is right."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ import torch
 from torch import Tensor, fx, nn
 from torch.distributed import ProcessGroup
 
-from inplace_abn import _torch, checks, distributed, functions, guard, measuring, writing
+from inplace_abn import _torch, distributed, functions, guard
 from inplace_abn.activations import can_be_taken_back
+from inplace_abn.autograd import checks, forward
 from inplace_abn.compiling import batch_norm, trust
 from inplace_abn.conversion import watch
-from inplace_abn.conversion.pending import Pending, pending, plain
+from inplace_abn.conversion.pending import pending, plain
 from inplace_abn.conversion.waiting import IDENTITY, Norm, Note
-from inplace_abn.instance_norm import repeated, take_means
-from inplace_abn.modes import PLAIN, State
-from inplace_abn.settings import Operands, Settings, check_hyperparameters
+from inplace_abn.guard import measuring
+from inplace_abn.guard.modes import PLAIN
+from inplace_abn.modules.instance_norm import repeated, take_means
+from inplace_abn.settings import Operands, Settings
 
 _SETTINGS = ("_synchronised", "_group")
 _STATE = ("_note", "bytes_saved", "_was_watched", "_eps")
@@ -47,7 +49,7 @@ class InPlaceNorm(guard.Guarded):
 
     def forward(self, input: Tensor) -> Tensor:
         if isinstance(input, fx.Proxy):
-            return _as_leaf(self, input)
+            return as_leaf(self, input)
         x = plain(input)
         y = self._normalised(x)
         return self._noted(self._native(x)) if y is None else y
@@ -76,7 +78,7 @@ class InPlaceNorm(guard.Guarded):
         All calls of a generation do the same. While the guard pauses, nobody watches. A generation that is still to
         come is from another process.
         """
-        return since < guard.now() or since > guard.generation or (guard.is_paused() and not self._was_watched)
+        return since < guard.now() or since > guard.generations.current or (guard.is_paused() and not self._was_watched)
 
     def _normalised(self, x: Tensor) -> Tensor | None:
         """The norm's output, mostly a `Pending` tensor; None where the norm does what it did before conversion."""
@@ -130,11 +132,11 @@ class InPlaceNorm(guard.Guarded):
             operands = repeated(of_module, samples)
         statistics = mean = None
         if group is not None:
-            statistics, _ = writing.sync_statistics(data, operands, group, guard.Frozen(True))
+            statistics, _ = forward.sync_statistics(data, operands, group, guard.Frozen(True))
             mean = statistics[0]
         elif not training:
             mean = module.running_mean.clone()
-        values = writing.written(data, memory, operands, settings.activating(applied), True, statistics)
+        values = forward.written(data, memory, operands, settings.activating(applied), True, statistics)
         norm = Norm(self, x, operands.weight, operands.bias, mean, values, settings, observation, look)
         y = pending(norm, memory, None, applied)
         if settings.per_instance:
@@ -219,6 +221,12 @@ class InPlaceNorm(guard.Guarded):
         for name in _STATE:
             self.__dict__.pop(name, None)
 
+    def release(self) -> None:
+        """Removes what conversion has stored on the norm. The class stays."""
+        guard.strip(self)
+        for name in (*_SETTINGS, *_STATE):
+            self.__dict__.pop(name, None)
+
     def extra_repr(self) -> str:
         text: str = super().extra_repr()  # type: ignore[misc]
         note = self.note()
@@ -234,182 +242,7 @@ class InPlaceNorm(guard.Guarded):
         )
 
 
-class InPlaceBatchNorm1d(InPlaceNorm, nn.BatchNorm1d):
-    """A `torch.nn.BatchNorm1d` that was converted."""
-
-
-class InPlaceBatchNorm2d(InPlaceNorm, nn.BatchNorm2d):
-    """A `torch.nn.BatchNorm2d` that was converted."""
-
-
-class InPlaceBatchNorm3d(InPlaceNorm, nn.BatchNorm3d):
-    """A `torch.nn.BatchNorm3d` that was converted."""
-
-
-class InPlaceSyncBatchNorm(InPlaceNorm, nn.SyncBatchNorm):
-    """A `torch.nn.SyncBatchNorm` that was converted."""
-
-
-class InPlaceInstanceNorm1d(InPlaceNorm, nn.InstanceNorm1d):
-    """A `torch.nn.InstanceNorm1d` that was converted."""
-
-    per_instance = True
-
-
-class InPlaceInstanceNorm2d(InPlaceNorm, nn.InstanceNorm2d):
-    """A `torch.nn.InstanceNorm2d` that was converted."""
-
-    per_instance = True
-
-
-class InPlaceInstanceNorm3d(InPlaceNorm, nn.InstanceNorm3d):
-    """A `torch.nn.InstanceNorm3d` that was converted."""
-
-    per_instance = True
-
-
-_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
-    nn.BatchNorm1d: InPlaceBatchNorm1d,
-    nn.BatchNorm2d: InPlaceBatchNorm2d,
-    nn.BatchNorm3d: InPlaceBatchNorm3d,
-    nn.SyncBatchNorm: InPlaceSyncBatchNorm,
-    nn.InstanceNorm1d: InPlaceInstanceNorm1d,
-    nn.InstanceNorm2d: InPlaceInstanceNorm2d,
-    nn.InstanceNorm3d: InPlaceInstanceNorm3d,
-}
-
-KINDS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
-"""The base classes of all norms that are looked at."""
-
-
-def has_own_activation(module: nn.Module) -> bool:
-    """Whether the module is timm's BatchNormAct2d. This does not import timm."""
-    return (
-        isinstance(module, nn.modules.batchnorm._BatchNorm)
-        and type(module).__name__.removeprefix("InPlace") == "BatchNormAct2d"
-        and all(isinstance(getattr(module, name, None), nn.Module) for name in ("act", "drop"))
-    )
-
-
-def converted_class(module: nn.Module) -> type[nn.Module] | None:
-    """The class that a norm gets by conversion; None if the norm cannot be converted."""
-    kind = type(module)
-    if has_own_activation(module) and not isinstance(module, InPlaceNorm):
-        return _with_activation(kind)
-    return _CLASSES.get(kind)
-
-
-def is_norm(module: nn.Module) -> bool:
-    """Whether the module is a norm, of a supported kind or by its name."""
-    named = "norm" in type(module).__name__.lower() and not any(True for _ in module.children())
-    return named or isinstance(module, KINDS)
-
-
-def unfit_reason(module: nn.Module) -> str:
-    """Why a norm is not converted; empty if it is."""
-    if isinstance(module, InPlaceNorm):
-        return "it is converted already"
-    if not isinstance(module, KINDS):
-        return f"{type(module).__name__} is not supported"
-    if converted_class(module) is None:
-        return f"{type(module).__name__} is a subclass whose forward pass is unknown"
-    if "forward" in vars(module):
-        return "it has a forward pass of its own"
-    try:
-        check_hyperparameters(module.eps, module.momentum)  # type: ignore[arg-type]
-    except ValueError as error:
-        return str(error).removeprefix("inplace_abn: ")
-    return ""
-
-
-def is_converted(module: nn.Module) -> bool:
-    return isinstance(module, InPlaceNorm)
-
-
-def is_made_by_conversion(kind: type[nn.Module]) -> bool:
-    return kind in _CLASSES.values()
-
-
-def original_class(kind: type) -> type[nn.Module]:
-    """The class that a norm had before conversion."""
-    return kind.__bases__[1]
-
-
-def _with_activation(base: type[nn.Module]) -> type[nn.Module]:
-    """The converted class of a BatchNorm that has an activation of its own."""
-    if base in _CLASSES:
-        return _CLASSES[base]
-
-    def forward(self: Any, x: Tensor) -> Tensor:
-        if isinstance(x, fx.Proxy):
-            return _as_leaf(self, x)
-        x = plain(x)
-        y = self._normalised(x)
-        unwatched = watch.current() is None or torch.is_grad_enabled()
-        if y is None and unwatched and (self._participating() is None or not self.training):
-            return base.forward(self, x)  # type: ignore[no-any-return]
-        if y is None and not unwatched:
-            # The norm alone is noted, and the activation is seen by the watch.
-            y = self._noted(nn.modules.batchnorm._BatchNorm.forward(self, x))
-        return self.act(self.drop(self._native(x) if y is None else y))  # type: ignore[no-any-return]
-
-    # Without this, copies and pickles would look for the class by its name, which no module has.
-    def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
-        return _made_again, (base,), self.__getstate__()
-
-    members = {"forward": forward, "__reduce_ex__": reduce, "__module__": __name__, "__doc__": f"A converted {base}."}
-    _CLASSES[base] = type(f"InPlace{base.__name__}", (InPlaceNorm, base), members)
-    return _CLASSES[base]
-
-
-def _made_again(base: type[nn.Module]) -> nn.Module:
-    kind = _with_activation(base)
-    return kind.__new__(kind)
-
-
-def adopt(module: nn.Module, name: str, *, expected: tuple[str, float] | None = None) -> None:
-    """Gives a norm its class after conversion."""
-    kind = converted_class(module)
-    assert kind is not None
-    module.__class__ = kind
-    module.__dict__.update(_guard_name=name, _eps=module.eps)
-    if expected is not None:
-        module.__dict__["_guard"] = State(expected)
-
-
-def release(module: nn.Module) -> None:
-    """Removes what conversion has stored on a norm. The class stays."""
-    guard.strip(module)
-    for name in (*_SETTINGS, *_STATE):
-        module.__dict__.pop(name, None)
-
-
-def finish(model: nn.Module, args: Any, result: Any) -> Any:
-    """The hook after a converted model's forward pass. It leaves no `Pending` tensor in the result, and ends the watch.
-
-    It is called after an exception, too, with None for the result.
-    """
-    result = torch.utils._pytree.tree_map_only(Pending, plain, result)
-    watch.end(model, result)
-    return result
-
-
-def hook(model: nn.Module) -> None:
-    """Adds the hooks around a converted model's forward pass, unless it has them."""
-    if finish not in model._forward_hooks.values():
-        model.register_forward_pre_hook(watch.begin)
-        model.register_forward_hook(finish, always_call=True)
-
-
-def unhook(module: nn.Module) -> None:
-    """Removes what `hook` added."""
-    for hooks in (module._forward_pre_hooks, module._forward_hooks):
-        for key in [key for key, value in hooks.items() if value in (watch.begin, finish)]:
-            del hooks[key]
-            module._forward_hooks_always_called.pop(key, None)
-
-
-def _as_leaf(module: Any, x: fx.Proxy) -> Any:
+def as_leaf(module: Any, x: fx.Proxy) -> Any:
     """The call of the module, as a node of the trace."""
     tracer: Any = x.tracer
     name = tracer.path_of_module(module)

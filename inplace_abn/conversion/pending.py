@@ -20,9 +20,10 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_map_only
 
-from inplace_abn import _torch, functions
+from inplace_abn import _torch
 from inplace_abn.conversion import watch
 from inplace_abn.conversion.consumers import kept
+from inplace_abn.conversion.naming import attached, made, saw_plain
 from inplace_abn.conversion.recognition import (
     IN_GRAPH,
     KNOWN,
@@ -34,7 +35,6 @@ from inplace_abn.conversion.recognition import (
     is_writing,
 )
 from inplace_abn.conversion.waiting import IDENTITY, Norm, State, follow, stand, wait
-from inplace_abn.settings import Operands
 
 
 class Pending(Tensor):
@@ -142,7 +142,7 @@ class Pending(Tensor):
             state = self._state
             assert state is not None
             self._shown, self._state = state.expose(), None
-            _saw_plain(state.norm, "code outside of torch's functions", "it cannot be seen what keeps its output")
+            saw_plain(state.norm, "code outside of torch's functions", "it cannot be seen what keeps its output")
         return self._shown
 
     def _has_moved(self) -> bool:
@@ -240,7 +240,7 @@ def plain(t: Any, is_kept: bool = False, reader: str = "") -> Tensor:
     # The plain tensor gets a place in the graph even under no_grad.
     with torch.inference_mode(False), torch.enable_grad():
         if is_seen and state is not None:
-            y = _made(state, is_kept, reader)
+            y = made(state, is_kept, reader)
             if y is not None:
                 return _settled(t, y)
             # The pending tensor's node is the norm, and its memory is y.
@@ -255,74 +255,11 @@ def plain(t: Any, is_kept: bool = False, reader: str = "") -> Tensor:
     return t._plain
 
 
-def _made(state: State, is_kept: bool, reader: str) -> Tensor | None:
-    """The norm's output with a node of its own; None if there is no need for one, or no place.
-
-    If the output is kept for backward anyway, the node keeps it instead of x. If its memory is taken, torch computes it
-    again from x.
-    """
-    norm = state.norm
-    if not is_kept and norm.trusted:
-        _saw_plain(norm, reader, "what follows does not keep its output for backward")
-    if (
-        (state.memory is not None and not is_kept)
-        or not (state.has_its_residual() and norm.is_unchanged() and _is_plain_surroundings())
-        or norm.why_gone()
-    ):
-        return None
-    if state.memory is not None:
-        norm.saw("kept")
-        return _attached(state, IDENTITY, None, follows=reader)
-    y = norm.native()
-    return y if state.residual is None else y + state.residual
-
-
-def _saw_plain(norm: Norm, reader: str, why: str) -> None:
-    norm.saw("plain")
-    norm.note(reader, why)
-
-
 def _settled(t: Pending, result: Tensor) -> Tensor:
     stand(result, (t,))
     t._plain, t._state = result, None
     t._is_placed()
     return result
-
-
-def _attached(
-    state: State,
-    activation: tuple[str, float],
-    stand_in: Tensor | None,
-    *,
-    follows: str = "",
-    in_place: bool = False,
-    is_residual: bool = False,
-) -> Tensor | None:
-    """The activated memory, with a node of its own; None if the guard does not trust the layer.
-
-    Args:
-        stand_in: a pending tensor that gets the same place in the graph.
-        follows: what follows, in words; by default the activation.
-        in_place: whether the activation is to be in place.
-        is_residual: whether another norm's node keeps the result as well.
-    """
-    norm, residual = state.norm, state.residual
-    follows = follows or ("add, " if residual is not None else "") + activation[0]
-    if not norm.is_trusted(activation, residual):
-        norm.note(follows, norm.module.why_untrusted or "it is measured first with what follows")
-        return None
-    norm.note(follows)
-    memory = state.take_back() if activation == IDENTITY else state.activate(activation)
-    settings = norm.settings.activating(activation)
-    observer = norm.module.observer()
-    writable = watch.is_writable(activation[0], in_place)
-    saved = None if observer is None else observer.saved(memory, activation, writable)
-    operands = Operands(norm.weight, norm.bias, residual)
-    z = functions.attached(norm.x, memory, operands, norm.values, settings, stand_in, saved)
-    state.memory = None
-    if observer is not None:
-        observer.note(watch.Result(norm.module, *activation, writable, is_residual), norm.x, z, residual, saved)
-    return z
 
 
 def _asked_of_graph(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -360,11 +297,6 @@ def _asked_of_graph(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return func(*given, **kwargs)
 
 
-def _is_plain_surroundings() -> bool:
-    """Whether nothing watches the ops that run. A mode or tracer would miss a node that is made here."""
-    return not _torch.is_watched()
-
-
 def _is_fusible(t: Any) -> bool:
     return (
         type(t) is Pending
@@ -372,7 +304,7 @@ def _is_fusible(t: Any) -> bool:
         and t._shown is None
         and torch.is_grad_enabled()
         and not t._has_moved()
-        and _is_plain_surroundings()
+        and not _torch.is_watched()
         and t._state.is_fusible()  # type: ignore[union-attr]
     )
 
@@ -384,7 +316,7 @@ def _activated(call: Activating) -> Tensor | None:
     state: State = t._state
     norm, activation = state.norm, (call.activation, call.param)
     norm.saw(*activation, state.residual is not None)
-    z = _attached(state, activation, t if call.in_place else None, in_place=call.in_place)
+    z = attached(state, activation, t if call.in_place else None, in_place=call.in_place)
     if z is None:
         return None
     if call.in_place:
@@ -421,7 +353,7 @@ def _as_residual(other: Any, state: State) -> Tensor | None:
         if _is_fusible(other) and other._state is not None and other._state.residual is None:
             # Both nodes save the same tensor. It is the output of the other norm, and the residual of this one.
             other._state.norm.saw("residual")
-            y = _attached(other._state, IDENTITY, other, follows="add", is_residual=True)
+            y = attached(other._state, IDENTITY, other, follows="add", is_residual=True)
             if y is not None:
                 other._plain, other._state = y, None
                 other._is_placed()

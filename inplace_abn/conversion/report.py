@@ -12,8 +12,9 @@ from typing import Any
 
 from torch import nn
 
-from inplace_abn.conversion import norms, table
+from inplace_abn.conversion import classes, table
 from inplace_abn.conversion.convert import convert
+from inplace_abn.conversion.norms import InPlaceNorm
 from inplace_abn.conversion.table import readable
 from inplace_abn.trial import copied, loss, randomness_restored
 
@@ -134,14 +135,14 @@ def report(model: nn.Module) -> Report:
     layers: list[Layer] = []
     unsupported: Counter[str] = Counter()
     for name, module in model.named_modules():
-        if not norms.is_norm(module):
+        if not classes.is_norm(module):
             continue
-        if isinstance(module, norms.InPlaceNorm):
+        if isinstance(module, InPlaceNorm):
             saved = module.bytes_saved if module.note().in_place else None
-            kind, note = norms.original_class(type(module)).__name__, module.note()
+            kind, note = classes.original_class(type(module)).__name__, module.note()
             layers.append(Layer(name, kind, note.follows, note.in_place, note.why, saved))
-        elif isinstance(module, norms.KINDS):
-            why = norms.unfit_reason(module) or "it was not converted"
+        elif isinstance(module, classes.KINDS):
+            why = classes.unfit_reason(module) or "it was not converted"
             layers.append(Layer(name, type(module).__name__, "", False, why, None))
         else:
             unsupported[type(module).__name__] += 1
@@ -168,7 +169,7 @@ def analyze(model: nn.Module, /, *args: Any, **kwargs: Any) -> Report:
     with randomness_restored(model):
         other = convert(copied(model))
         for module in other.modules():
-            if isinstance(module, norms.InPlaceNorm):
+            if isinstance(module, InPlaceNorm):
                 module.forget()
         loss(other, copy.deepcopy(args), copy.deepcopy(kwargs)).backward()
         return report(other)

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from inplace_abn.abn import ActivatedNorm
 from inplace_abn.activations import find
-from inplace_abn.conversion import norms
+from inplace_abn.conversion import classes
+from inplace_abn.conversion.norms import InPlaceNorm
+from inplace_abn.modules.abn import ActivatedNorm
 from inplace_abn.trial import randomness_restored, tensors_in
 
 _TOLERANCE = 1e-9
@@ -150,7 +151,7 @@ def verify(
 def _activations(model: nn.Module) -> set[str]:
     """The activations that the model's in-place modules have applied."""
     fixed = {m.activation for m in model.modules() if isinstance(m, ActivatedNorm)}
-    return fixed.union(*(m.activations() for m in model.modules() if isinstance(m, norms.InPlaceNorm)))
+    return fixed.union(*(m.activations() for m in model.modules() if isinstance(m, InPlaceNorm)))
 
 
 def _largest(errors: Iterable[float]) -> float:
@@ -234,7 +235,7 @@ def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], seed: 
         # The input of a norm was rounded before. Where large terms cancel in the norm, that rounding is larger than the
         # result itself.
         for module in model.modules():
-            if isinstance(module, norms.KINDS):
+            if isinstance(module, classes.KINDS):
                 module.register_forward_pre_hook(lambda _, args: moved(args))
                 module.register_forward_hook(lambda _, __, result: moved(result))
         with torch.no_grad():

@@ -12,12 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from inplace_abn import _torch, guard, ops
+from inplace_abn import _torch, guard
 from inplace_abn.activations import ACTIVATIONS, take_back
-from inplace_abn.gradients import Values
-from inplace_abn.kept import KeptABNFunction
-from inplace_abn.measuring import Observation
-from inplace_abn.modes import Decision
+from inplace_abn.autograd.backward import Values
+from inplace_abn.autograd.kept import KeptABNFunction
+from inplace_abn.guard.measuring import Observation
+from inplace_abn.guard.modes import Decision
+from inplace_abn.kernels import ops
 from inplace_abn.settings import Settings
 
 IDENTITY = ("identity", 0.0)
@@ -107,14 +108,14 @@ class Norm:
         if observation is not None and look.mode is not None:
             guard.take(self.module, observation.figures(*activation, residual), look)
             if look.mode.learn(consumer, look.decisive):
-                guard.changed_at = guard.generation
+                guard.generations.changed_at = guard.generations.current
             look = self.look = look._replace(decision=look.mode.decisions[-1])
         self.trusted = look.trusted
         if not self.trusted or is_known(look.decision, consumer):
             return self.trusted
         if observation is None and look.mode is not None:
             look.mode.is_followed_by_a_stranger()
-            guard.changed_at = guard.generation
+            guard.generations.changed_at = guard.generations.current
         return False
 
     def note(self, follows: str, why: str = "") -> None:
@@ -318,7 +319,7 @@ class FollowsFunction(torch.autograd.Function):
         return g, None
 
 
-# As in autograd.py, this is ``apply`` without the binding of default arguments.
+# As in autograd/nodes.py, this is ``apply`` without the binding of default arguments.
 wait = super(torch.autograd.Function, WaitingFunction).apply
 stand = super(torch.autograd.Function, StandsForFunction).apply
 follow = super(torch.autograd.Function, FollowsFunction).apply

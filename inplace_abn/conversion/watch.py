@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_map_only
 
-from inplace_abn import _torch, guard, ops, tags
+from inplace_abn import _torch, guard, tags
 from inplace_abn.activations import activate, find, taken_over
+from inplace_abn.kernels import ops
 from inplace_abn.trial import tensors_in
 
 _logger = logging.getLogger("inplace_abn")
@@ -247,7 +248,7 @@ def untagged(t: Tensor, activation: str, param: float) -> Tensor:
 def _give_up(layer: Any, why: str) -> None:
     """Makes the layer torch's from the next generation on."""
     if layer.__dict__.get("_given_up") is None:
-        layer.__dict__["_given_up"] = guard.generation, why
+        layer.__dict__["_given_up"] = guard.generations.current, why
         _logger.info(
             "%s: %s; from the next optimizer step on it does as torch does", layer.__dict__["_guard_name"], why
         )
@@ -260,9 +261,9 @@ class _Root:
         self.watched_at, self.calls, self.interval = -1, 0, 0
 
     def is_due(self) -> bool:
-        if self.watched_at == guard.generation:
+        if self.watched_at == guard.generations.current:
             return self.calls < guard.CALLS
-        return self.watched_at <= guard.changed_at or guard.has_passed(self.watched_at, self.interval)
+        return self.watched_at <= guard.generations.changed_at or guard.has_passed(self.watched_at, self.interval)
 
 
 _roots: weakref.WeakKeyDictionary[nn.Module, _Root] = weakref.WeakKeyDictionary()
@@ -280,9 +281,9 @@ def begin(model: nn.Module, _: Any) -> None:
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return
     intervals = [m.guard_interval for m in model.modules() if isinstance(m, guard.Guarded) and m.guard_interval]
-    if root.watched_at != guard.generation:
+    if root.watched_at != guard.generations.current:
         root.calls = 0
-    root.watched_at, root.interval = guard.generation, min(intervals, default=0)
+    root.watched_at, root.interval = guard.generations.current, min(intervals, default=0)
     root.calls += 1
     if intervals:
         _local.watch = Watch()

@@ -216,11 +216,11 @@ variable_list gradients(const Saved& saved, const Tensor& dz, const Needed& need
 // has none.
 using Edges = std::tuple<OptTensor, OptTensor, OptTensor>;
 
-// For create_graph=True: in plain torch, by autograd.py.
+// For create_graph=True: in plain torch, by autograd/nodes.py.
 variable_list differentiable(const Saved& saved, const Tensor& dz, const Edges& edges, const Settings& s) {
   const pybind11::gil_scoped_acquire gil;
   const pybind11::object result =
-      pybind11::module_::import("inplace_abn.autograd")
+      pybind11::module_::import("inplace_abn.autograd.nodes")
           .attr("differentiable")(saved.z, saved.weight, saved.bias, saved.residual, saved.var, dz, edges, s.eps,
                                   s.signed_weight, s.activation, s.activation_param, s.training, s.per_instance);
   const auto [x, weight, bias, residual] = result.cast<std::tuple<OptTensor, OptTensor, OptTensor, OptTensor>>();

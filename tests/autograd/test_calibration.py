@@ -14,7 +14,8 @@ from torch.autograd.graph import save_on_cpu
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from inplace_abn import functions, inplace_abn, ownership
+from inplace_abn import functions, inplace_abn
+from inplace_abn.autograd import ownership
 
 
 @contextmanager
@@ -267,7 +268,7 @@ with torch.inference_mode(), torch.device("meta"):
 a = torch.randn(4, 3, 5, requires_grad=True)
 z = inplace_abn.InPlaceABN(3)(a * 2)
 z.square().sum().backward()
-from inplace_abn import ownership
+from inplace_abn.autograd import ownership
 assert ownership._sole_gradient and ownership._sole_output
 assert a.grad.isfinite().all()
 """
@@ -285,7 +286,7 @@ if child == 0:
     inplace_abn.InPlaceABN(3)(a * 2).square().sum().backward()
     os._exit(0 if a.grad.isfinite().all() else 1)
 assert os.waitpid(child, 0)[1] == 0
-from inplace_abn import ownership
+from inplace_abn.autograd import ownership
 assert not ownership.is_calibrated()
 """
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from buffers import SHAPE, after, leaf, ramp, unit, used_by
 from torch import nn
 
-from inplace_abn import ownership
+from inplace_abn.autograd import ownership
 
 
 class Subclass(torch.Tensor):

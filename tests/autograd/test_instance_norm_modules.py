@@ -21,8 +21,9 @@ from torch.utils.checkpoint import checkpoint
 from wired_nets import Row
 from wirings import WIRINGS
 
-from inplace_abn import InPlaceABN, InPlaceInstanceNorm, functions, inplace_instance_norm, plain, set_guard
+from inplace_abn import InPlaceABN, InPlaceInstanceNorm, functions, inplace_instance_norm, set_guard
 from inplace_abn.activations import exactly
+from inplace_abn.autograd import plain
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:.*torch.jit")]
 NATIVE = {3: nn.InstanceNorm1d, 4: nn.InstanceNorm2d, 5: nn.InstanceNorm3d}

@@ -13,7 +13,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from inplace_abn import _torch, autograd, functions
+from inplace_abn import _torch, functions
+from inplace_abn.autograd import nodes
 
 
 def test_below_autograd_makes_no_graph_and_bumps_no_version():
@@ -203,10 +204,10 @@ def test_kernels_of_a_backend_are_told():
 def test_raw_saved_tensors_tell_hooks(monkeypatch):
     monkeypatch.setattr(functions, "_node", None)
     z = functions.inplace_abn(torch.ones(2, 3, requires_grad=True) * torch.rand(2, 3), None, None, None, None)
-    assert not autograd._is_hooked(z.grad_fn)
+    assert not nodes._is_hooked(z.grad_fn)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
         hooked = functions.inplace_abn(torch.ones(2, 3, requires_grad=True) * torch.rand(2, 3), None, None, None, None)
-    assert autograd._is_hooked(hooked.grad_fn)
+    assert nodes._is_hooked(hooked.grad_fn)
 
 
 def test_hooks_of_checkpoints_are_told():
@@ -229,7 +230,7 @@ def test_hooks_of_checkpoints_are_told():
 def test_unsafe_split_gives_a_place_in_the_graph_that_overwriting_leaves_alone():
     x = torch.ones(2, 3, requires_grad=True) * 1
     before = x.grad_fn
-    edge = functions.gradients.input_edge(x)
+    edge = functions.backward.input_edge(x)
     x.mul_(2)
     assert edge.numel() == 0
     assert edge.grad_fn.next_functions[0][0] is before

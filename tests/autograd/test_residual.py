@@ -6,7 +6,8 @@ from cases import ACTIVATIONS, DTYPES, TOLERANCE, laid_out, parameters, relative
 from torch.autograd import gradcheck, gradgradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from inplace_abn import ABN, InPlaceABN, inplace_abn, ops, reference
+from inplace_abn import ABN, InPlaceABN, inplace_abn, reference
+from inplace_abn.kernels import ops
 
 SHAPE = (4, 6, 7, 5)
 

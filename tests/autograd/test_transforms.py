@@ -7,7 +7,8 @@ from compiled_nets import SHAPE, WIRINGS, abn, assert_same, drawn, expected_abn,
 from torch import nn
 from torch.library import opcheck
 
-from inplace_abn import InPlaceABN, inplace_abn, ops, reference
+from inplace_abn import InPlaceABN, inplace_abn, reference
+from inplace_abn.kernels import ops
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_compiler"),

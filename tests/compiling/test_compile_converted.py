@@ -141,8 +141,8 @@ def test_weights_that_somebody_else_writes_to_are_looked_at_at_the_next_step(dev
             step(module, module, x)
         compiled = torch.compile(module, backend="aot_eager")
     # Nothing is looked at because the interval has passed.
-    while guard.generation % 100 != 1:
-        guard._advance()
+    while guard.generations.current % 100 != 1:
+        guard.generations.advance()
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.0) for net in (native, module)]
     for index, weight in ((None, 1.0), (2, 0.0), (None, 1.0)):
         with torch.no_grad():

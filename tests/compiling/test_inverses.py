@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from inplace_abn import ops
 from inplace_abn.activations import activation_backward, find, is_relu
 from inplace_abn.compiling import inverses
+from inplace_abn.kernels import ops
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 ACTIVATIONS = [

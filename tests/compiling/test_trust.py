@@ -9,7 +9,7 @@ from torch import nn
 from inplace_abn import InPlaceABN, convert, guard
 from inplace_abn.compiling import trust
 from inplace_abn.compiling.spelled import spelled_as
-from inplace_abn.figures import THRESHOLDS
+from inplace_abn.guard.figures import THRESHOLDS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -36,9 +36,12 @@ def step(module, x):
 def test_values_and_residuals_are_normal_and_independent(channels):
     values, others = trust._normal(channels)
     assert values.shape == others.shape == (1, channels, min(1 << 12, (1 << 14) // channels))
+    assert (values[..., 0] == -trust._REACH).all()
+    assert (values[..., -1] == trust._REACH).all()
     for t in (values, others):
         assert t.mean().abs() < 1e-3
-        assert abs(t.var() - 1) < 0.01
+        # The two ends add up to 0.04 to the variance of 512 values.
+        assert abs(t.var() - 1) < 0.01 + 2 * trust._REACH**2 / t.shape[2] * (t is values)
         assert t.mean(2).abs().max() < 0.06
     for channel in range(channels):
         assert torch.corrcoef(torch.stack([values[0, channel], others[0, channel]]))[0, 1].abs() < 0.05
@@ -57,7 +60,9 @@ def test_the_answer_is_what_a_normal_batch_says(activation, label):
             said = fidelity.measured(fidelity.Layer(x, gamma, ratio * gamma, activation))
             share = max(said.x / threshold.x, said.weight / threshold.weight)
             found = trust._tolerated(module, dtype, {"it": (activation, param)}, None)
-            assert bool(found) == (share <= 1) or 0.5 < share < 2, (gamma, ratio, share)
+            # elu's error grows with the exponential of the largest value, and this batch has none of 4.5 deviations.
+            is_refused_early = activation == "elu" and not found
+            assert bool(found) == (share <= 1) or 0.5 < share < 2 or is_refused_early, (gamma, ratio, share)
 
 
 def test_channels_are_the_extreme_ones_and_others_and_equal_ones_count_once():

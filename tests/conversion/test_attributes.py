@@ -8,8 +8,8 @@ from cases import relative_error
 from torch import nn
 
 from inplace_abn import guard
-from inplace_abn.conversion import norms
-from inplace_abn.instance_norm import InPlaceInstanceNorm
+from inplace_abn.conversion import classes
+from inplace_abn.modules.instance_norm import InPlaceInstanceNorm
 
 KINDS = {
     nn.BatchNorm1d: 1,
@@ -75,7 +75,7 @@ def results(norm, function, change, training, at):
         (y.square() + y * x.detach()).sum().backward()
         found += [y.detach(), x.grad, *(p.grad.clone() for p in norm.parameters() if p.grad is not None)]
         found += [b.double() for b in norm.buffers()]
-        guard._advance()
+        guard.generations.advance()
     return found
 
 
@@ -89,7 +89,7 @@ def test_attributes_that_are_changed_later_mean_what_they_mean_in_torch(kind, ch
     for function, at in CASES:
         norm = made(kind)
         ours = copy.deepcopy(norm)
-        norms.adopt(ours, "norm")
+        classes.adopt(ours, "norm")
         expected, actual = (results(n, function, CHANGES[change], training, at) for n in (norm, ours))
         if isinstance(expected, str):
             assert actual == expected

@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from training import check_training
 
 from inplace_abn import analyze, convert, report, revert, verify
-from inplace_abn.conversion.norms import InPlaceBatchNorm2d, InPlaceNorm
+from inplace_abn.conversion.classes import InPlaceBatchNorm2d
+from inplace_abn.conversion.norms import InPlaceNorm
 from inplace_abn.memory import measure
 
 

@@ -36,7 +36,7 @@ class Net(nn.Module):
 
 
 def net(converted, gamma=None):
-    guard.generation = 0
+    guard.generations.current = 0
     torch.manual_seed(0)
     made = spread(Net()).double()
     if gamma is not None:

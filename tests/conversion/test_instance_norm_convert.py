@@ -10,7 +10,8 @@ from torch import nn
 from training import check_training
 
 from inplace_abn import InPlaceInstanceNorm, convert, report, revert, verify
-from inplace_abn.conversion.norms import InPlaceInstanceNorm2d, InPlaceInstanceNorm3d, InPlaceNorm
+from inplace_abn.conversion.classes import InPlaceInstanceNorm2d, InPlaceInstanceNorm3d
+from inplace_abn.conversion.norms import InPlaceNorm
 from inplace_abn.memory import measure
 
 KINDS = {1: nn.InstanceNorm1d, 2: nn.InstanceNorm2d, 3: nn.InstanceNorm3d}

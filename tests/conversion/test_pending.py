@@ -15,7 +15,7 @@ from unseen_functions import DoubledInPlace, Gated, scripted_gate, scripted_relu
 from unseen_programs import UNSEEN
 
 from inplace_abn import convert, guard, revert
-from inplace_abn.conversion import norms
+from inplace_abn.conversion import classes, norms
 from inplace_abn.conversion.pending import Pending
 
 PROGRAMS = SEEN | SUMS | UNSEEN | GRAPH
@@ -50,7 +50,7 @@ class Net(nn.Module):
 def converted(net, **known):
     net = copy.deepcopy(net)
     for name in ("bn", "bn2", "bn3", "instance"):
-        norms.adopt(getattr(net, name), name, **known)
+        classes.adopt(getattr(net, name), name, **known)
     return net
 
 
@@ -73,7 +73,7 @@ def results(net, program, calls):
         found += [None if p.grad is None else p.grad.clone() for p in net.parameters()]
         found += [b.clone() for b in net.buffers()]
         found += [torch.tensor(value) for value in net.kept]
-        guard._advance()
+        guard.generations.advance()
     return found
 
 
@@ -237,7 +237,7 @@ def test_what_never_followed_before_is_torchs_until_it_was_measured():
         y = activate(twin.bn(twin.conv(b) * 1.0))
         (y.cumsum(1) * y).sum().backward()
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-8, atol=1e-8)
-        guard._advance()
+        guard.generations.advance()
         return z
 
     assert "InPlaceABN" in step(torch.relu).grad_fn.name()
@@ -258,7 +258,7 @@ def test_an_output_that_is_modified_before_backward_is_an_error_that_tells_what_
 def test_a_dropout_that_drops_nothing_is_no_reader(dropout, training):
     """MONAI has a dropout of probability zero between norm and activation."""
     norm = nn.BatchNorm2d(4)
-    norms.adopt(norm, "norm")
+    classes.adopt(norm, "norm")
     layer = dropout(0.0 if training else 0.5).train(training)
     y = norm(torch.randn(2, 4, 5, 5, requires_grad=True) * 1)
     assert layer(y) is y

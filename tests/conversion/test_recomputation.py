@@ -163,7 +163,7 @@ def test_a_module_whose_mode_changes_is_computed_again_in_its_former_mode(kind, 
         leaf = x.detach().requires_grad_()
         results = repeated(kind, lambda t: module(t * 1), x), twin(leaf * 1)
         modes.append(module._trusted)
-        guard._advance()
+        guard.generations.advance()
         for each in (module, twin):
             each(other * 1).sum().backward()
         modes.append(module._trusted)

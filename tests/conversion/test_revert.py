@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 
 from inplace_abn import InPlaceABN, InPlaceABNSync, convert, report, revert, set_active_group, verify
 from inplace_abn.activations import TYPICAL
-from inplace_abn.conversion.norms import InPlaceBatchNorm2d
+from inplace_abn.conversion.classes import InPlaceBatchNorm2d
 
 
 @pytest.mark.parametrize("name", ALL)

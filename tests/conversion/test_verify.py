@@ -10,7 +10,7 @@ from foreign_nets import conv, spread
 from torch import nn
 
 from inplace_abn import convert, verify
-from inplace_abn.conversion.norms import InPlaceBatchNorm2d
+from inplace_abn.conversion.classes import InPlaceBatchNorm2d
 
 
 def wrong_activation(model):

@@ -91,7 +91,7 @@ def test_an_optimizer_that_steps_between_a_forward_pass_and_its_recomputation():
     """As the two optimizers of a GAN do."""
 
     def losses(model):
-        guard.generation += 198 - guard.generation % 100
+        guard.generations.current += 198 - guard.generations.current % 100
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         other = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.0)
         found = {}
@@ -188,11 +188,11 @@ def test_an_exception_in_the_forward_pass_ends_the_watch(when):
 
 
 def test_nothing_watches_between_two_measured_steps(monkeypatch):
-    guard.generation += 101 - guard.generation % 100
+    guard.generations.current += 101 - guard.generations.current % 100
     model = convert(spread(nn.Sequential(conv(3, 4), nn.BatchNorm2d(4), nn.ReLU(), conv(4, 4))))
     optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.0), []
     dispatch = watch.Watch.__torch_dispatch__
-    counted = lambda self, *args: (seen.append(guard.generation % 100), dispatch(self, *args))[1]  # noqa: E731
+    counted = lambda self, *args: (seen.append(guard.generations.current % 100), dispatch(self, *args))[1]  # noqa: E731
     monkeypatch.setattr(watch.Watch, "__torch_dispatch__", counted)
     for _ in range(102):
         model(images()).sum().backward()
@@ -272,7 +272,7 @@ def test_data_parallel_wrappers(wrapper, checkpointed):
         return DistributedDataParallel(model, **options)
 
     def losses(model):
-        guard.generation += 198 - guard.generation % 100
+        guard.generations.current += 198 - guard.generations.current % 100
         optimizer, found = torch.optim.SGD(model.parameters(), lr=1e-3), {}
         for step in range(4):
             torch.manual_seed(10 * step + torch.distributed.get_rank())

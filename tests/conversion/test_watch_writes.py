@@ -199,7 +199,7 @@ def test_a_write_below_autograd_or_to_a_retained_tensor_trains_as_with_torch(fol
 
 
 def test_a_way_that_is_first_taken_between_two_watched_steps_is_an_error_and_never_other_numbers():
-    guard.generation += 101 - guard.generation % 100
+    guard.generations.current += 101 - guard.generations.current % 100
     converted = convert(spread(Net(lambda h, x: None, nn.SiLU())))
     optimizer = torch.optim.SGD(converted.parameters(), lr=0.0)
     for _ in range(3):

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from training import check_training
 
 from inplace_abn import convert, verify
-from inplace_abn.conversion.norms import InPlaceBatchNorm2d
+from inplace_abn.conversion.classes import InPlaceBatchNorm2d
 from inplace_abn.memory import measure
 
 

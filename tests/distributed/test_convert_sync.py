@@ -33,7 +33,7 @@ class Net(nn.Module):
 @on_each_rank(3)
 def test_converted_norms_synchronise_in_the_active_group(kind):
     """set_active_group passed converted norms by, so they went on with the default group."""
-    guard.generation = 0
+    guard.generations.current = 0
     torch.manual_seed(0)
     net = Net(0.7).double()
     shared = copy.deepcopy(net)
@@ -52,7 +52,7 @@ def test_converted_norms_synchronise_in_the_active_group(kind):
 @pytest.mark.parametrize("gamma", [0.7, 0.0])
 @on_each_rank(2)
 def test_a_converted_net_equals_one_process_on_the_whole_batch(gamma, kind):
-    guard.generation = 0
+    guard.generations.current = 0
     torch.manual_seed(0)
     net = Net(gamma).double()
     shared = copy.deepcopy(net)

@@ -17,13 +17,13 @@ def layer(activation="elu", gamma=10.0):
 
 
 def advance():
-    guard._advance()
+    guard.generations.advance()
 
 
 def start_over():
     """Sets the generation to zero on each rank. Ranks that took part in different tests have counted differently. Ranks
     of one training never do."""
-    guard.generation = 0
+    guard.generations.current = 0
 
 
 def share(t, sizes):
@@ -72,7 +72,7 @@ def test_what_one_rank_cannot_recover_all_ranks_keep_from_the_first_step_on():
     assert not module._trusted
     calm = 0.1 * residual.clamp(-1, 1)
     advance()
-    while guard.generation % 2:
+    while guard.generations.current % 2:
         run(module, x, dz, calm)
         advance()
     run(module, x, dz, calm)
@@ -88,7 +88,7 @@ def test_an_empty_rank_takes_part_in_the_decision():
     x = torch.randn(0 if dist.get_rank() else 4, 4, 8, 8)
     run(module, x, x)
     assert not module._trusted
-    assert the_mode(module).measured_at == guard.generation
+    assert the_mode(module).measured_at == guard.generations.current
 
 
 @on_each_rank(2)
@@ -121,7 +121,7 @@ def test_ranks_that_have_one_value_each_keep_their_input():
     assert the_mode(module).measured_at < 0
     run(module, x, dz)
     assert module._trusted
-    assert the_mode(module).measured_at == guard.generation
+    assert the_mode(module).measured_at == guard.generations.current
 
 
 @on_each_rank(2)

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from emulation import build
-from inplace_abn import fakes, functions, ops
+from inplace_abn import functions
+from inplace_abn.kernels import fakes, ops
 
 NAMESPACE = "inplace_abn_emulated"
 OVERLOADS = {name.replace("_out", ".out"): name for name in ops.__all__ if hasattr(getattr(ops, name), "_schema")}

@@ -7,8 +7,8 @@ import torch
 from cases import needs_kernels, parameters, relative_error
 
 from emulation import emulated
-from inplace_abn import ops
 from inplace_abn.activations import find
+from inplace_abn.kernels import ops
 
 pytestmark = [pytest.mark.emulated, *needs_kernels]
 

@@ -8,8 +8,8 @@ import torch
 from cases import ALL_ACTIVATIONS, DTYPES, needs_kernels, parameters, stats_dtype, tolerance
 
 from emulation import emulated
-from inplace_abn import ops
 from inplace_abn.activations import find
+from inplace_abn.kernels import ops
 
 pytestmark = [pytest.mark.emulated, *needs_kernels]
 

@@ -59,7 +59,7 @@ def test_a_layer_that_was_measured_in_float32_is_measured_again_in_16_bits(case,
         for _ in () if is_new else range(2):
             step(model, module, x, dz)
             assert module._trusted
-            guard._advance()
+            guard.generations.advance()
         results.append(step(model, module, x.to(dtype), dz.to(dtype)))
         assert not module._guard.modes[dtype].decisions[-1].trusted
     for ours, of_new in zip(*results, strict=True):
@@ -76,7 +76,7 @@ def test_each_dtype_has_a_mode_of_its_own():
             z.sum().backward()
             in_place.append(z.data_ptr() == given.data_ptr())
         assert in_place == [True, False]
-        guard._advance()
+        guard.generations.advance()
 
 
 def test_autocast_in_later_epochs_is_measured_first():
@@ -86,7 +86,7 @@ def test_autocast_in_later_epochs_is_measured_first():
     x = torch.randn(8, 3, 16, 16)
     for _ in range(2):
         model(x).sum().backward()
-        guard._advance()
+        guard.generations.advance()
     with torch.autocast("cpu", torch.bfloat16):
         model(x).sum().backward()
     assert set(model[1]._guard.modes) == {torch.float32, torch.bfloat16}

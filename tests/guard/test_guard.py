@@ -11,7 +11,8 @@ from modes import optimize
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from inplace_abn import ABN, InPlaceABN, figures, guard, measuring, set_guard
+from inplace_abn import ABN, InPlaceABN, guard, set_guard
+from inplace_abn.guard import figures, measuring
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 # Errors of dx that the in-place form has for dz = noise + 2x without a guard.
@@ -59,7 +60,7 @@ def advance(times=1):
 
 
 def to_multiple(interval):
-    advance(interval - guard.generation % interval)
+    advance(interval - guard.generations.current % interval)
 
 
 def gradients(module, x, dz):

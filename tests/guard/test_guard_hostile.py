@@ -7,7 +7,8 @@ from modes import distrust, optimize, the_mode
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from inplace_abn import ABN, InPlaceABN, figures, guard, recovery, set_guard
+from inplace_abn import ABN, InPlaceABN, guard, set_guard
+from inplace_abn.guard import figures, recovery
 
 
 def layer(activation="relu", gamma=1.0, beta=0.0, channels=8, **options):
@@ -33,7 +34,7 @@ def error_of_dx(module, x, residual=None):
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_layer_under_checkpoints_is_measured_in_every_interval(reentrant):
-    guard.generation = 0
+    guard.generations.current = 0
     module = set_guard(layer("elu"), interval=2)
     modes = []
     for _ in range(4):
@@ -45,7 +46,7 @@ def test_a_layer_under_checkpoints_is_measured_in_every_interval(reentrant):
 
 
 def test_a_layer_that_is_called_several_times_a_step_is_trusted_only_if_all_calls_can_be():
-    guard.generation = 0
+    guard.generations.current = 0
     module = set_guard(layer(gamma=0.1), interval=5)
     for i in range(8):
         x = torch.randn(8, 8, 16, 16).bfloat16()
@@ -53,14 +54,14 @@ def test_a_layer_that_is_called_several_times_a_step_is_trusted_only_if_all_call
         error = error_of_dx(module, x, 30 * torch.randn_like(x))
         assert module._trusted == (i == 0)
         assert error < 0.01 or i == 0
-        guard._advance()
+        guard.generations.advance()
 
 
 def test_a_layer_that_is_called_in_two_dtypes_is_judged_by_both():
     module = set_guard(layer(gamma=0.5, beta=10.0), interval=100)
     assert error_of_dx(module, torch.randn(8, 8, 16, 16)) < 1e-4
     error_of_dx(module, torch.randn(8, 8, 16, 16).bfloat16())
-    guard._advance()
+    guard.generations.advance()
     assert error_of_dx(module, torch.randn(8, 8, 16, 16).bfloat16()) < 0.01
     assert not module._trusted
 
@@ -125,7 +126,7 @@ def test_what_raises_raises_again_and_changes_nothing():
         assert torch.equal(given, x)
         assert module.num_batches_tracked == 0
         assert module.running_mean.abs().max() == 0
-        guard._advance()
+        guard.generations.advance()
 
 
 @pytest.mark.parametrize("momentum", [0, 1, 0.3])
@@ -139,14 +140,14 @@ def test_a_layer_that_keeps_its_input_updates_statistics_as_one_that_does_not(mo
 
 
 def test_a_layer_without_gradients_looks_at_its_weight_once_in_an_interval():
-    guard.generation = 0
+    guard.generations.current = 0
     module = set_guard(layer(), interval=3)
     looked = []
     for _ in range(6):
         with torch.no_grad():
             module(torch.randn(2, 8, 4, 4))
         looked.append(module._guard.scaled_at)
-        guard._advance()
+        guard.generations.advance()
     assert looked == [0, 0, 0, 3, 3, 3]
 
 

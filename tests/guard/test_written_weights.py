@@ -10,7 +10,8 @@ from test_guard_hostile import error_of_dx, layer
 from torch import nn
 from torch.nn.utils import prune
 
-from inplace_abn import InPlaceABN, InPlaceABNSync, InPlaceInstanceNorm, convert, guard, measuring, set_guard
+from inplace_abn import InPlaceABN, InPlaceABNSync, InPlaceInstanceNorm, convert, guard, set_guard
+from inplace_abn.guard import measuring
 
 MASK = torch.ones(8)
 MASK[2] = 0
@@ -57,7 +58,7 @@ MAKES = {
 @pytest.fixture(autouse=True)
 def generation_in_the_middle_of_an_interval(monkeypatch):
     """Nothing is measured because the interval has passed."""
-    monkeypatch.setattr(guard, "generation", guard.generation // 100 * 100 + 101)
+    monkeypatch.setattr(guard.generations, "current", guard.generations.current // 100 * 100 + 101)
 
 
 def norm_of(model):

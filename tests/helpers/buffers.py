@@ -4,7 +4,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from inplace_abn import inplace_abn, ops
+from inplace_abn import inplace_abn
+from inplace_abn.kernels import ops
 
 SHAPE = (3, 4, 5, 6)
 

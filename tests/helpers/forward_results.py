@@ -3,8 +3,8 @@
 import torch
 from cases import laid_out, parameters, stats_dtype
 
-from inplace_abn import ops
 from inplace_abn.activations import find
+from inplace_abn.kernels import ops
 
 EPS = 1e-5
 

@@ -3,7 +3,7 @@
 import torch
 
 from inplace_abn import guard
-from inplace_abn.modes import State
+from inplace_abn.guard.modes import State
 
 
 def the_mode(module):
@@ -18,7 +18,7 @@ def distrust(module, *dtypes):
     state = module.__dict__["_guard"] = State()
     for dtype in dtypes:
         mode = state.mode(dtype)
-        mode.measured_at = guard.generation
+        mode.measured_at = guard.generations.current
         mode.change(trusted=False)
 
 

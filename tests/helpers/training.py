@@ -19,7 +19,7 @@ def trained(model, x, steps=STEPS, rate=1e-3):
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
     found = {}
     # The guard measures again when a hundred steps are done, which is before the third step here.
-    guard.generation += 198 - guard.generation % 100
+    guard.generations.current += 198 - guard.generations.current % 100
     for step in range(steps):
         for seeded in (random.seed, torch.manual_seed, np.random.seed):
             seeded(step)

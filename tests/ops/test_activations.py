@@ -4,8 +4,9 @@ import pytest
 import torch
 from cases import ALL_ACTIVATIONS, DTYPES, stats_dtype
 
-from inplace_abn import inplace_abn, ops
+from inplace_abn import inplace_abn
 from inplace_abn.activations import activate, activation_backward, exactly, find
+from inplace_abn.kernels import ops
 
 NAMES = {f"{name}({param})": (name, param) for name, param in ALL_ACTIVATIONS}
 # Values of y in float64: near extrema and kinks, near zero, where activations saturate, and between.

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from inplace_abn import ops
 from inplace_abn.activations import find
+from inplace_abn.kernels import ops
 
 IDENTITY = find("identity").code
 

@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from cases import ALL_ACTIVATIONS, DTYPES, TOLERANCE, relative_error
 from nets import inplace_norm, resnet
 
-from inplace_abn import InPlaceABN, inplace_abn, ops
+from inplace_abn import InPlaceABN, inplace_abn
 from inplace_abn.activations import find
+from inplace_abn.kernels import ops
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),

@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from inplace_abn import InPlaceABN, inplace_abn, inplace_abn_sync, ops, reference
+from inplace_abn import InPlaceABN, inplace_abn, inplace_abn_sync, reference
 from inplace_abn.activations import find
+from inplace_abn.kernels import ops
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 FLAT = {"relu": -1.0, "leaky_relu": -1.0, "hardswish": -4.0}

@@ -14,8 +14,8 @@ from inplace_abn import (
     guard,
     inplace_abn,
     inplace_abn_sync,
-    ops,
 )
+from inplace_abn.kernels import ops
 
 
 def arguments(device="cpu", **changes):

@@ -15,8 +15,9 @@ from cases import (
 )
 from forward_results import EPS, code, forward_result
 
-from inplace_abn import ops, reference
+from inplace_abn import reference
 from inplace_abn.activations import activation_backward
+from inplace_abn.kernels import ops
 
 LAYOUTS = ["contiguous", "channels_last", "channel slice", "transposed"]
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 from cases import TOLERANCE, laid_out, parameters, relative_error
 
-from inplace_abn import ops, reference
+from inplace_abn import reference
 from inplace_abn.activations import find
+from inplace_abn.kernels import ops
 
 EPS = 1e-5
 

@@ -6,7 +6,7 @@ from cases import relative_error
 from forward_results import EPS, code, forward_result
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from inplace_abn import fakes, ops
+from inplace_abn.kernels import fakes, ops
 
 
 def test_every_write_is_noticed_by_autograd(device):

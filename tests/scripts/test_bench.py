@@ -17,7 +17,7 @@ from benchmark import machine, report, steps, timing
 from benchmark.cases import CORE, GROUPS, Case, Setting, make_cases, shape_of
 from benchmark.contenders import CHECKPOINT, COMPILE, EAGER, FLOOR, OURS, PEER, make_contender, make_iterations
 
-from inplace_abn import ops
+from inplace_abn.kernels import ops
 
 CPU = torch.device("cpu")
 FP32 = Setting("fp32", "contiguous")

@@ -17,7 +17,7 @@ import torch
 import zoo
 from torch import nn
 
-from inplace_abn.conversion.norms import InPlaceInstanceNorm3d
+from inplace_abn.conversion.classes import InPlaceInstanceNorm3d
 
 FOLDER = Path(__file__).parents[2] / "examples"
 pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason="needs the examples")

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from inplace_abn import checks, distributed, guard, ops
-from inplace_abn.figures import WIDTH
-from inplace_abn.gradients import Values, by_value, values_per_channel
+from inplace_abn import distributed, guard
+from inplace_abn.autograd import checks
+from inplace_abn.autograd.backward import Values, by_value, values_per_channel
+from inplace_abn.guard.figures import WIDTH
+from inplace_abn.kernels import ops
 from inplace_abn.settings import Operands, Settings
 
 

@@ -22,8 +22,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from inplace_abn import ops, reference
+from inplace_abn import reference
 from inplace_abn.activations import Activation, find
+from inplace_abn.kernels import ops
 from inplace_abn.reference import channel_mean
 from inplace_abn.settings import Settings
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from inplace_abn.figures import Figures, fetched, unpacked
+from inplace_abn.guard.figures import Figures, fetched, unpacked
 
 PLAIN = ("plain", 0.0)
 """The expectation of a norm whose output nobody activates."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from inplace_abn import _torch
-from inplace_abn.gradients import values_per_channel
+from inplace_abn.autograd.backward import values_per_channel
 from inplace_abn.settings import Operands
 
 _TENSORS = Operands._fields[:-1]

@@ -8,8 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from inplace_abn.abn import InPlaceABNSync
-from inplace_abn.conversion.norms import InPlaceNorm
+from inplace_abn.guard import Guarded
 
 _world: ProcessGroup | None = None
 _groups: dict[frozenset[int], ProcessGroup] = {}
@@ -45,5 +44,6 @@ def active_group(active: bool) -> ProcessGroup:
 def set_active_group(network: nn.Module, group: ProcessGroup | None) -> None:
     """Makes every synchronised norm in ``network`` synchronise with ``group`` (None: the default group)."""
     for module in network.modules():
-        if isinstance(module, (InPlaceABNSync, InPlaceNorm)):
-            module.set_group(group)
+        set_group = getattr(module, "set_group", None) if isinstance(module, Guarded) else None
+        if set_group is not None:
+            set_group(group)

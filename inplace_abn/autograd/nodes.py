@@ -1,6 +1,6 @@
 """The autograd nodes of the op. They save z instead of x, and reuse the memory of z where `ownership` allows it.
 
-The op runs before its node is made, so that an op that fails leaves no trace in the graph. `gradients` has the maths.
+The op runs before its node is made, so that an op that fails leaves no trace in the graph. `backward` has the maths.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inplace_abn import _torch, gradients, ownership
+from inplace_abn import _torch
 from inplace_abn.activations import bits, name_of
-from inplace_abn.gradients import Edges, Needed, Saved, Values, parameter_edge
+from inplace_abn.autograd import backward, ownership
+from inplace_abn.autograd.backward import Edges, Needed, Saved, Values, parameter_edge
 from inplace_abn.settings import Operands, Settings
 
 
@@ -185,7 +186,7 @@ class InPlaceABNFunction(torch.autograd.Function):
         need = Needed(*ctx.needs_input_grad[:4])
         # Compiled code is functional. The compiler reuses memory, so nothing is reused here.
         if torch.compiler.is_compiling():
-            return *gradients.gradients(need, Saved(*ctx.saved_tensors), dz, False, False, settings), *(None,) * 3
+            return *backward.gradients(need, Saved(*ctx.saved_tensors), dz, False, False, settings), *(None,) * 3
         # Only the engine passes gradients that nobody else holds. Other callers hold theirs, and may call again. If x
         # is a view, the engine runs the CopySlices node of its base, and that node calls this one.
         node = _torch.current_node()
@@ -193,14 +194,14 @@ class InPlaceABNFunction(torch.autograd.Function):
         own_dz = by_engine and of_stand_in is None and ownership.owns_gradient(dz, sys.getrefcount(dz))
         saved = _unpacked(ctx)
         if torch.is_grad_enabled():
-            return *gradients.differentiable(saved, dz, ctx.edges, settings), *(None,) * 3
+            return *backward.differentiable(saved, dz, ctx.edges, settings), *(None,) * 3
         z = saved.z
         own_dz = own_dz and z.stride() == dz.stride()
         # Counts of holders are those of an output. They do not tell who else holds an alias.
         own_z = by_engine and not ctx.is_alias and not _is_hooked(ctx) and ownership.owns_output(z)
         # The tensor z is part of the graph. A gradient that takes its memory must be another tensor.
         saved = saved._replace(z=z.detach())
-        return *gradients.gradients(need, saved, dz, own_z, own_dz, settings), *(None,) * 3
+        return *backward.gradients(need, saved, dz, own_z, own_dz, settings), *(None,) * 3
 
 
 # This is `torch.autograd.Function.apply` without its binding of default arguments, which takes longer than the rest of
@@ -260,7 +261,7 @@ class TracedABNFunction(torch.autograd.Function):
     def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
         need_x, _, *need = ctx.needs_input_grad
         saved = Saved(*ctx.saved_tensors)
-        dx, *others = gradients.gradients(Needed(need_x, *need[:3]), saved, dz, False, False, ctx.settings)
+        dx, *others = backward.gradients(Needed(need_x, *need[:3]), saved, dz, False, False, ctx.settings)
         return dx, None, *others, None, None
 
 
@@ -320,7 +321,7 @@ def differentiable(
     activation_param: float,
     training: bool,
     per_instance: bool,
-) -> gradients.Gradients:
-    """`gradients.differentiable` for the node in C++."""
+) -> backward.Gradients:
+    """`backward.differentiable` for the node in C++."""
     settings = Settings(name_of(activation), activation_param, eps, signed_weight, training, None, per_instance)
-    return gradients.differentiable(Saved(z, weight, bias, residual, var), dz, Edges(*edges), settings)
+    return backward.differentiable(Saved(z, weight, bias, residual, var), dz, Edges(*edges), settings)

@@ -1,117 +1,24 @@
-"""The guard of recovery: a layer runs in place only while xhat can be recovered from z (`inplace_abn.recovery`).
-
-The rule is deterministic, so that the same seed gives the same bits. Generations count the steps of all optimizers of
-the process. A layer measures in the first generation that it sees, and then once in every ``guard_interval``
-generations, for each dtype by itself. In such a generation it measures the first calls, each on a sample of the call's
-input, before the input is overwritten. What a layer does is constant within a generation, so that micro-batches agree.
-It changes in the next generation. The copy of the figures to the host starts when they are measured, so the host waits
-for the first measurement of a layer only: its first step must be right, too.
-
-A checkpoint's recomputation belongs to the generation of its forward pass, whatever optimizer stepped in between. It is
-measured if the forward pass was not, because under reentrant checkpoints only the recomputation needs gradients.
-
-Trust is lost above the threshold and regained below a quarter of it. A layer that is not trusted runs `plain.kept`: it
-keeps x, as torch does. A signed weight is then the scale itself, even within eps of zero.
-
-Optimizers change weights by little. Whatever else writes to them may change them by much, so the layer is then measured
-at its next call, as a new one is. What writes more than a few times in an interval counts as an optimizer.
-
-Calls that are compiled, captured, traced or transformed by torch.func keep the mode that the layer had, because a
-measurement would make the host wait.
-
-Anything may follow a converted norm, so its measurement depends on what follows. If something follows for the first
-time, the norm runs as torch's until the next generation, in which it is measured.
-"""
+"""What each layer does in a call: it is measured, judged, and trusted or not (`inplace_abn.guard`)."""
 
 from __future__ import annotations
 
 import logging
-import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from inplace_abn import _torch, measuring
-from inplace_abn.figures import THRESHOLDS, Figures, Threshold, are_known, described, no_figures, worst
-from inplace_abn.modes import Decision, Mode, State, Writes, watchers
+from inplace_abn import _torch
+from inplace_abn.guard import generations, measuring
+from inplace_abn.guard.figures import THRESHOLDS, Figures, Threshold, are_known, described, no_figures, worst
+from inplace_abn.guard.modes import Decision, Mode, State
 
 ON_UNTRUSTED = ("fallback", "warn", "raise")
 CALLS = 8
 """The largest number of calls that are measured in a generation. Without optimizer steps a generation never ends."""
 
-generation = 0
-"""The number of steps that optimizers of this process have taken."""
-
 _logger = logging.getLogger("inplace_abn")
-_T = TypeVar("_T")
-
-
-_stepping: weakref.WeakKeyDictionary[Any, list[Writes]] = weakref.WeakKeyDictionary()
-"""The watchers of the parameters of optimizers that are in their step."""
-
-
-def _before_step(optimizer: Any, *_: Any) -> None:
-    found = _stepping[optimizer] = watchers(optimizer)
-    for writes in found:
-        writes.before_step()
-
-
-def _advance(optimizer: Any = None, *_: Any) -> None:
-    global generation
-    generation += 1
-    for writes in _stepping.pop(optimizer, ()) if optimizer is not None else ():
-        writes.after_step()
-
-
-register_optimizer_step_pre_hook(_before_step)
-register_optimizer_step_post_hook(_advance)
-
-changed_at = -1
-"""The last generation in which something was measured, or seen, that a module does differently in the next one."""
-
-_of_checkpoints: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
-"""What was true in the forward pass of each checkpoint."""
-
-
-def of_forward_pass(name: str, value: _T) -> _T:
-    """What is true now; in a checkpoint's recomputation what was true in its forward pass."""
-    hooks = _torch.top_saved_tensors_hooks(True)
-    checkpoint = None if hooks is None else _torch.checkpoint_of(hooks)
-    found: _T = value if checkpoint is None else _of_checkpoints.setdefault(checkpoint, {}).setdefault(name, value)
-    return found
-
-
-def now() -> int:
-    """The generation of a call."""
-    return of_forward_pass("generation", generation)
-
-
-_paused = 0
-
-
-def is_paused() -> bool:
-    return _paused > 0
-
-
-@contextmanager
-def paused() -> Iterator[None]:
-    """Pauses the guard: modes stay as they are, and nothing is measured."""
-    global _paused
-    _paused += 1
-    try:
-        yield
-    finally:
-        _paused -= 1
-
-
-def has_passed(since: int, interval: int) -> bool:
-    """Whether a multiple of the interval has come since that generation. A generation that is still to come is from
-    another process, and counts as passed."""
-    return since > generation or generation // interval > since // interval
 
 
 class Guarded:
@@ -164,7 +71,7 @@ def _settled(module: Any, x: Tensor) -> Mode | None:
     """The mode if this call only has to do what was decided, as most calls."""
     state: State | None = module._guard
     mode = None if state is None else state.modes.get(x.dtype)
-    if mode is None or mode.settled_at != generation or _torch.top_saved_tensors_hooks(True) is not None:
+    if mode is None or mode.settled_at != generations.current or _torch.top_saved_tensors_hooks(True) is not None:
         return None
     return mode if state.writes.are_expected(module) else None  # type: ignore[union-attr]
 
@@ -182,17 +89,19 @@ def look(module: Any, x: Tensor, residual: Tensor | None, empty: bool = False) -
         return Look(mode.decisions[-1], mode)
     state: State | None = module._guard
     mode = None if state is None else state.modes.get(x.dtype)
-    at, interval = now(), module.guard_interval
-    if _paused:
+    at, interval = generations.now(), module.guard_interval
+    if generations.is_paused():
         return Look(Decision(known=None) if mode is None else mode.at(at))
     if interval and state is not None and not state.writes.are_expected(module) and not _is_recomputed():
         renew_if_written(module)
-    if mode is not None and at < mode.generation <= generation:
+    if mode is not None and at < mode.generation <= generations.current:
         return Look(mode.at(at))
     if mode is None or mode.generation != at:
         if x.dtype not in THRESHOLDS:
             return Look(Decision())
-        measures = interval > 0 and (mode is None or mode.is_new(at) or has_passed(mode.measured_at, interval))
+        measures = interval > 0 and (
+            mode is None or mode.is_new(at) or generations.has_passed(mode.measured_at, interval)
+        )
         judges = mode is not None and mode.has_figures()
         if (measures or judges) and not measuring.is_measurable(module, x, residual, empty):
             return Look(Decision() if mode is None else mode.decisions[-1])
@@ -244,8 +153,8 @@ def renew_if_written(module: Any) -> bool:
     if state is None or state.writes.are_expected(module) or not state.writes.take(module):
         return False
     writes, interval = state.writes, module.guard_interval
-    writes.count = 1 if has_passed(writes.counted_at, interval) else writes.count + 1
-    writes.counted_at = generation
+    writes.count = 1 if generations.has_passed(writes.counted_at, interval) else writes.count + 1
+    writes.counted_at = generations.current
     if writes.count > CALLS and writes.count % interval:
         return False
     state.scaled_at = -1
@@ -339,8 +248,8 @@ def _scales(module: Any) -> bool:
     The weight is looked at once in an interval, until the layer is measured.
     """
     state: State = module._guard
-    if state.scaled_at < 0 or has_passed(state.scaled_at, module.guard_interval):
-        state.scaled_at, weight = generation, module.weight
+    if state.scaled_at < 0 or generations.has_passed(state.scaled_at, module.guard_interval):
+        state.scaled_at, weight = generations.current, module.weight
         state.scales = weight is None or not module.signed_weight or bool((weight.detach().abs() >= module.eps).all())
     return state.scales
 
@@ -436,8 +345,7 @@ _SETTINGS = ("guard_interval", "guard_threshold", "on_untrusted", "_guard_name")
 
 def forget(module: Any) -> None:
     """Forgets what was measured. The next measurement of the module is its first again."""
-    global changed_at
-    changed_at = generation
+    generations.changed_at = generations.current
     for name in _STATE:
         module.__dict__.pop(name, None)
     renew(module)
@@ -449,7 +357,7 @@ def renew(module: Any) -> None:
     module.__dict__["_revision"] = getattr(module, "_revision", 0) + 1
 
 
-def strip(module: nn.Module) -> None:
+def strip(module: Any) -> None:
     """Removes all that the guard has stored on a module."""
     forget(module)
     for name in (*_SETTINGS, "_revision"):

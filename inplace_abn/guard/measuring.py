@@ -7,9 +7,11 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from inplace_abn import _torch, ops, recovery
-from inplace_abn.figures import THRESHOLDS, packed
-from inplace_abn.recovery import Errors
+from inplace_abn import _torch
+from inplace_abn.guard import recovery
+from inplace_abn.guard.figures import THRESHOLDS, packed
+from inplace_abn.guard.recovery import Errors
+from inplace_abn.kernels import ops
 from inplace_abn.settings import Settings
 
 _KINDS = (Tensor, nn.Parameter)

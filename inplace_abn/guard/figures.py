@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from inplace_abn.recovery import Errors
+from inplace_abn.guard.recovery import Errors
 from inplace_abn.settings import Settings
 
 

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from inplace_abn import distributed, reference
 from inplace_abn.activations import activate, activation_backward
-from inplace_abn.gradients import by_value
+from inplace_abn.autograd.backward import by_value
 from inplace_abn.settings import Settings
 
 

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from inplace_abn import checks, reference
+from inplace_abn import reference
 from inplace_abn.activations import activate
+from inplace_abn.autograd import checks
 from inplace_abn.distributed import AllReduce
 from inplace_abn.settings import Operands
 
@@ -60,7 +61,7 @@ def instance_norm(
 ) -> Tensor:
     """torch's instance norm, scaled by the weight itself, and the activation.
 
-    Arguments are those of `inplace_abn.instance_norm.inplace_instance_norm`. The result is a new tensor.
+    Arguments are those of `inplace_abn.modules.instance_norm.inplace_instance_norm`. The result is a new tensor.
     """
     weight, bias = _of_one_dtype(weight, bias, running_mean)
     # On the CPU torch's gradient of one channels-last sample with several spatial dimensions is wrong.

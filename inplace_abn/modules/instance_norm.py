@@ -11,9 +11,11 @@ import warnings
 import torch
 from torch import Tensor
 
-from inplace_abn import _torch, checks, functions, guard, measuring, plain, reference
-from inplace_abn.abn import ActivatedNorm
+from inplace_abn import _torch, functions, guard, reference
 from inplace_abn.activations import check_activation
+from inplace_abn.autograd import checks, plain
+from inplace_abn.guard import measuring
+from inplace_abn.modules.abn import ActivatedNorm
 from inplace_abn.settings import Operands, Settings, check_hyperparameters
 
 

@@ -38,7 +38,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from inplace_abn import _torch, fakes
+from inplace_abn import _torch
+from inplace_abn.kernels import fakes
 
 _BUILD_SOURCE = "pip install --no-build-isolation -e ."
 
@@ -61,7 +62,7 @@ __all__ = [
     "with_cuda",
 ]
 
-_FOLDER = Path(__file__).parent
+_FOLDER = Path(__file__).parents[1]
 _NEVER_BUILT = (
     f"inplace_abn's compiled modules do not exist in {_FOLDER}: this source tree was never built. "
     f"Build it: `{_BUILD_SOURCE}`"

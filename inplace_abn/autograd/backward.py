@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from inplace_abn import _torch, distributed, ops, reference
+from inplace_abn import _torch, distributed, reference
+from inplace_abn.kernels import ops
 from inplace_abn.settings import Settings
 
 

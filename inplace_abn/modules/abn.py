@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup
 
-from inplace_abn import _torch, checks, distributed, functions, guard, plain
+from inplace_abn import _torch, distributed, functions, guard
 from inplace_abn.activations import check_activation
+from inplace_abn.autograd import checks, plain
 from inplace_abn.compiling import trust
 from inplace_abn.settings import check_hyperparameters
 

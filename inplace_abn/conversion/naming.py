@@ -1,0 +1,72 @@
+"""What becomes of a norm's output once it is known what follows: a node that keeps the output, or torch's norm."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from inplace_abn import _torch, functions
+from inplace_abn.conversion import watch
+from inplace_abn.conversion.waiting import IDENTITY, Norm, State
+from inplace_abn.settings import Operands
+
+
+def made(state: State, is_kept: bool, reader: str) -> Tensor | None:
+    """The norm's output with a node of its own; None if there is no need for one, or no place.
+
+    If the output is kept for backward anyway, the node keeps it instead of x. If its memory is taken, torch computes it
+    again from x.
+    """
+    norm = state.norm
+    # A mode or a tracer that watches the ops would miss a node that is made here.
+    may_be_made = state.has_its_residual() and norm.is_unchanged() and not _torch.is_watched()
+    if not is_kept and norm.trusted:
+        saw_plain(norm, reader, "what follows does not keep its output for backward")
+    if (state.memory is not None and not is_kept) or not may_be_made or norm.why_gone():
+        return None
+    if state.memory is not None:
+        norm.saw("kept")
+        return attached(state, IDENTITY, None, follows=reader)
+    y = norm.native()
+    return y if state.residual is None else y + state.residual
+
+
+def saw_plain(norm: Norm, reader: str, why: str) -> None:
+    """Remembers that the norm is torch's in this call, because of ``reader``."""
+    norm.saw("plain")
+    norm.note(reader, why)
+
+
+def attached(
+    state: State,
+    activation: tuple[str, float],
+    stand_in: Tensor | None,
+    *,
+    follows: str = "",
+    in_place: bool = False,
+    is_residual: bool = False,
+) -> Tensor | None:
+    """The activated memory, with a node of its own; None if the guard does not trust the layer.
+
+    Args:
+        stand_in: a pending tensor that gets the same place in the graph.
+        follows: what follows, in words; by default the activation.
+        in_place: whether the activation is to be in place.
+        is_residual: whether another norm's node keeps the result as well.
+    """
+    norm, residual = state.norm, state.residual
+    follows = follows or ("add, " if residual is not None else "") + activation[0]
+    if not norm.is_trusted(activation, residual):
+        norm.note(follows, norm.module.why_untrusted or "it is measured first with what follows")
+        return None
+    norm.note(follows)
+    memory = state.take_back() if activation == IDENTITY else state.activate(activation)
+    settings = norm.settings.activating(activation)
+    observer = norm.module.observer()
+    writable = watch.is_writable(activation[0], in_place)
+    saved = None if observer is None else observer.saved(memory, activation, writable)
+    operands = Operands(norm.weight, norm.bias, residual)
+    z = functions.attached(norm.x, memory, operands, norm.values, settings, stand_in, saved)
+    state.memory = None
+    if observer is not None:
+        observer.note(watch.Result(norm.module, *activation, writable, is_residual), norm.x, z, residual, saved)
+    return z

@@ -1,0 +1,72 @@
+"""The guard of recovery: a layer runs in place only while xhat can be recovered from z (`inplace_abn.guard.recovery`).
+
+The rule is deterministic, so that the same seed gives the same bits. Generations count the steps of all optimizers of
+the process. A layer measures in the first generation that it sees, and then once in every ``guard_interval``
+generations, for each dtype by itself. In such a generation it measures the first calls, each on a sample of the call's
+input, before the input is overwritten. What a layer does is constant within a generation, so that micro-batches agree.
+It changes in the next generation. The copy of the figures to the host starts when they are measured, so the host waits
+for the first measurement of a layer only: its first step must be right, too.
+
+A checkpoint's recomputation belongs to the generation of its forward pass, whatever optimizer stepped in between. It is
+measured if the forward pass was not, because under reentrant checkpoints only the recomputation needs gradients.
+
+Trust is lost above the threshold and regained below a quarter of it. A layer that is not trusted runs
+`autograd.plain.kept`: it keeps x, as torch does. A signed weight is then the scale itself, even within eps of zero.
+
+Optimizers change weights by little. Whatever else writes to them may change them by much, so the layer is then measured
+at its next call, as a new one is. What writes more than a few times in an interval counts as an optimizer.
+
+Calls that are compiled, captured, traced or transformed by torch.func keep the mode that the layer had, because a
+measurement would make the host wait.
+
+Anything may follow a converted norm, so its measurement depends on what follows. If something follows for the first
+time, the norm runs as torch's until the next generation, in which it is measured.
+"""
+
+from inplace_abn.guard import generations as generations
+from inplace_abn.guard.generations import has_passed, is_paused, now, of_forward_pass, paused
+from inplace_abn.guard.layers import (
+    CALLS,
+    ON_UNTRUSTED,
+    Frozen,
+    Guarded,
+    Look,
+    Watch,
+    check_interval,
+    forget,
+    look,
+    may_run_in_place,
+    mode_of,
+    notice_writes,
+    renew,
+    renew_if_written,
+    set_guard,
+    strip,
+    take,
+)
+
+__all__ = [
+    "CALLS",
+    "ON_UNTRUSTED",
+    "Frozen",
+    "Guarded",
+    "Look",
+    "Watch",
+    "check_interval",
+    "forget",
+    "generations",
+    "has_passed",
+    "is_paused",
+    "look",
+    "may_run_in_place",
+    "mode_of",
+    "notice_writes",
+    "now",
+    "of_forward_pass",
+    "paused",
+    "renew",
+    "renew_if_written",
+    "set_guard",
+    "strip",
+    "take",
+]

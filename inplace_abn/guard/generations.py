@@ -1,0 +1,85 @@
+"""Generations: the steps that all optimizers of the process have taken.
+
+What a layer does is constant within a generation, so that micro-batches agree. A checkpoint's recomputation belongs to
+the generation of its forward pass, whatever optimizer stepped in between.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from inplace_abn import _torch
+from inplace_abn.guard.modes import Writes, watchers
+
+_T = TypeVar("_T")
+
+current = 0
+"""The number of steps that optimizers of this process have taken."""
+
+_stepping: weakref.WeakKeyDictionary[Any, list[Writes]] = weakref.WeakKeyDictionary()
+"""The watchers of the parameters of optimizers that are in their step."""
+
+
+def _before_step(optimizer: Any, *_: Any) -> None:
+    found = _stepping[optimizer] = watchers(optimizer)
+    for writes in found:
+        writes.before_step()
+
+
+def advance(optimizer: Any = None, *_: Any) -> None:
+    global current
+    current += 1
+    for writes in _stepping.pop(optimizer, ()) if optimizer is not None else ():
+        writes.after_step()
+
+
+register_optimizer_step_pre_hook(_before_step)
+register_optimizer_step_post_hook(advance)
+
+changed_at = -1
+"""The last generation in which something was measured, or seen, that a module does differently in the next one."""
+
+_of_checkpoints: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
+"""What was true in the forward pass of each checkpoint."""
+
+
+def of_forward_pass(name: str, value: _T) -> _T:
+    """What is true now; in a checkpoint's recomputation what was true in its forward pass."""
+    hooks = _torch.top_saved_tensors_hooks(True)
+    checkpoint = None if hooks is None else _torch.checkpoint_of(hooks)
+    found: _T = value if checkpoint is None else _of_checkpoints.setdefault(checkpoint, {}).setdefault(name, value)
+    return found
+
+
+def now() -> int:
+    """The generation of a call."""
+    return of_forward_pass("generation", current)
+
+
+_paused = 0
+
+
+def is_paused() -> bool:
+    return _paused > 0
+
+
+@contextmanager
+def paused() -> Iterator[None]:
+    """Pauses the guard: modes stay as they are, and nothing is measured."""
+    global _paused
+    _paused += 1
+    try:
+        yield
+    finally:
+        _paused -= 1
+
+
+def has_passed(since: int, interval: int) -> bool:
+    """Whether a multiple of the interval has come since that generation. A generation that is still to come is from
+    another process, and counts as passed."""
+    return since > current or current // interval > since // interval

@@ -1,0 +1,1 @@
+"""The only door to compiled code: the ops, their fakes for traced calls, and the loader of the graph node in C++."""
