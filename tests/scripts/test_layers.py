@@ -1,29 +1,35 @@
-"""The order of the package's modules."""
+"""The order of the package's modules, the picture of it, and the page that describes it."""
 
-import ast
-from graphlib import TopologicalSorter
 from pathlib import Path
 
-import inplace_abn
+import plot_rooms
+import pytest
 
-PACKAGE = Path(inplace_abn.__file__).parent
-FOLDERS = [path.name for path in PACKAGE.iterdir() if path.is_dir()]
-
-
-def imported(path):
-    """Yields the modules of the package that a file imports, at its top or later. A folder counts as one module."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom) and node.module is not None:
-            package, *names = node.module.split(".")
-            if package == PACKAGE.name:
-                yield from names[:1] or (alias.name for alias in node.names)
+DOCS = Path(plot_rooms.__file__).parents[1] / "docs"
 
 
 def test_no_module_or_folder_imports_one_that_imports_it():
-    graph = {}
-    for path in PACKAGE.rglob("*.py"):
-        first = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-        graph.setdefault(first, set()).update(set(imported(path)) - {first})
-    assert set(FOLDERS) - {"__pycache__"} < graph.keys()
+    graph = plot_rooms.rooms()
+    folders = {path.name for path in plot_rooms.PACKAGE.iterdir() if (path / "__init__.py").exists()}
+    assert folders < graph.keys()
     assert len(graph["conversion"]) > 5
-    TopologicalSorter(graph).prepare()
+    assert max(plot_rooms.floors(graph).values()) <= 8
+
+
+def test_a_circle_is_an_error():
+    with pytest.raises(ValueError, match="cycle"):
+        plot_rooms.floors({"a": {"b"}, "b": {"a"}})
+
+
+def test_the_picture_is_of_these_rooms():
+    """`python scripts/plot_rooms.py docs/pictures/rooms.png` draws it anew."""
+    image = pytest.importorskip("PIL.Image")
+    drawn = image.open(DOCS / "pictures" / "rooms.png").text["Description"]
+    assert drawn == plot_rooms.told(plot_rooms.rooms())
+
+
+def test_the_page_has_a_sentence_for_each_room():
+    page = (DOCS / "architecture.md").read_text(encoding="utf-8")
+    for room in plot_rooms.rooms():
+        target = f"{room}/" if (plot_rooms.PACKAGE / room).is_dir() else f"{room}.py"
+        assert page.replace("`", "").count(f"| [{target}](") == 1, target
