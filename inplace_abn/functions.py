@@ -11,7 +11,6 @@ backward pass, and `autograd.ownership` decides which memory backward may overwr
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,11 +80,19 @@ def inplace_abn(
 
     Source: arXiv 1712.02616.
     """
-    check_activation(activation, activation_param)
-    check_hyperparameters(eps, momentum)
-    training = training or running_mean is None
-    settings = Settings(activation, activation_param, eps, signed_weight, training, None)
-    return local(x, Operands(weight, bias, residual, running_mean, running_var, momentum), settings, keep_input)
+    settings = Settings(activation, activation_param, eps, signed_weight, training or running_mean is None, None)
+    return run(x, Operands(weight, bias, residual, running_mean, running_var, momentum), settings, keep_input)
+
+
+def run(
+    x: Tensor, operands: Operands, settings: Settings, keep_input: bool, watch: guard.Frozen | None = None
+) -> Tensor:
+    """`inplace_abn`, or `inplace_abn_sync` if there is a group."""
+    check_activation(settings.activation, settings.activation_param)
+    check_hyperparameters(settings.eps, operands.momentum)
+    if settings.group is None:
+        return local(x, operands, settings, keep_input)
+    return _forward(x, operands, settings, watch, keep_input)
 
 
 def local(x: Tensor, operands: Operands, settings: Settings, keep_input: bool) -> Tensor:
@@ -96,7 +103,7 @@ def local(x: Tensor, operands: Operands, settings: Settings, keep_input: bool) -
         try:
             z: Tensor | None = _node.inplace_abn(
                 x,
-                *operands[:-1],
+                *operands.tensors(),
                 settings.training,
                 *operands.momentum_arguments(),
                 *settings.arithmetic(),
@@ -142,48 +149,18 @@ def inplace_abn_sync(
     The other arguments, the result and the errors are those of `inplace_abn`. All ranks raise together if the whole
     batch has only one value per channel.
     """
-    check_activation(activation, activation_param)
-    check_hyperparameters(eps, momentum)
     training = training or running_mean is None
     group = distributed.participating_group(group) if training else None
-    if group is None:
-        return inplace_abn(
-            x,
-            weight,
-            bias,
-            running_mean,
-            running_var,
-            training,
-            momentum,
-            eps,
-            activation,
-            activation_param,
-            signed_weight=signed_weight,
-            residual=residual,
-            keep_input=keep_input,
-        )
     settings = Settings(activation, activation_param, eps, signed_weight, training, group)
     operands = Operands(weight, bias, residual, running_mean, running_var, momentum)
-    return _forward(x, operands, settings, watch, keep_input)
+    return run(x, operands, settings, keep_input, watch)
 
 
-def kept(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    *settings: Any,
-    signed_weight: bool,
-    residual: Tensor | None = None,
-    keep_input: bool = False,
-) -> Tensor:
-    """`autograd.plain.kept` with the errors of `inplace_abn`: a module that keeps x for a while must not fail once it
-    runs in place."""
-    check_kept(x, Operands(weight, bias, residual, running_mean, running_var), training, keep_input)
-    tensors = (x, weight, bias, running_mean, running_var)
-    return plain.kept(*tensors, training, *settings, signed_weight=signed_weight, residual=residual)
+def kept(x: Tensor, operands: Operands, settings: Settings, keep_input: bool) -> Tensor:
+    """`autograd.plain.kept` with the errors of `run`: a module that keeps x for a while must not fail once it runs in
+    place."""
+    check_kept(x, operands, settings.training, keep_input)
+    return plain.kept(x, operands, settings)
 
 
 def check_kept(x: Tensor, operands: Operands, training: bool, keep_input: bool) -> None:
@@ -192,7 +169,7 @@ def check_kept(x: Tensor, operands: Operands, training: bool, keep_input: bool) 
     if not is_plain() and not torch.compiler.is_compiling():
         _check(x, operands, training, _requires_grad(x, operands), keep_input)
         if not _torch.transforms_active():
-            ops.run(ops.check, [], x, *operands[:-1])
+            ops.run(ops.check, [], x, *operands.tensors())
 
 
 def _requires_grad(x: Tensor, operands: Operands) -> bool:
@@ -252,7 +229,7 @@ def _forward(
     if not compiling:
         _check(x, operands, settings.training, requires_grad, keep_input)
         if settings.group is not None:
-            ops.run(ops.check, [], x, *operands[:-1])
+            ops.run(ops.check, [], x, *operands.tensors())
     if settings.training and settings.group is None and not settings.per_instance:
         checks.check_count(x)
     if keep_input and _torch.transforms_active():
@@ -268,7 +245,7 @@ def _forward(
     if settings.group is not None:
         statistics, trusted = forward.sync_statistics(x.detach(), operands, settings.group, watch)
         if not trusted:
-            z = KeptABNFunction.apply(x, *operands[:3], *statistics, settings)
+            z = KeptABNFunction.apply(x, *operands.of_graph(), *statistics, settings)
             return z
     if not requires_grad:
         z = torch.empty_like(x) if keep_input else x
@@ -279,7 +256,7 @@ def _forward(
         with torch.no_grad():
             data = x.clone()
             values = forward.written(data, data, operands, settings, True, statistics)
-        z = nodes.TracedABNFunction.apply(x, data, *operands[:3], values.var, settings)
+        z = nodes.TracedABNFunction.apply(x, data, *operands.of_graph(), values.var, settings)
         return z if keep_input else x.copy_(z)
     calibrate()
     data = x.detach()
@@ -316,7 +293,7 @@ def calibrate() -> None:
 def _check(x: Tensor, operands: Operands, training: bool, requires_grad: bool, keep_input: bool) -> None:
     """Raises for errors that the op does not detect."""
     if _torch.transforms_active() or _torch.in_forward_mode():
-        checks.check_transforms((x, *operands[:3]))
+        checks.check_transforms((x, *operands.of_graph()))
     checks.check_tensors(x, operands)
     if requires_grad:
         checks.check_saved(operands, training)
@@ -346,7 +323,7 @@ def attached(
         found: Tensor | None = _node.attached(
             x,
             z,
-            *operands[:3],
+            *operands.of_graph(),
             *values,
             settings.training,
             *settings.arithmetic(),
@@ -359,9 +336,6 @@ def attached(
 
 
 def _out_of_place(x: Tensor, operands: Operands, settings: Settings) -> Tensor:
-    weight, bias, residual, running_mean, running_var, momentum = operands
-    scale = None if weight is None else reference.gamma(weight, settings.eps, settings.signed_weight)
-    what = (settings.eps, settings.activation, settings.activation_param, residual)
-    if settings.group is None:
-        return plain.abn(x, scale, bias, running_mean, running_var, settings.training, momentum, *what, inplace=False)
-    return plain.abn_sync(x, scale, bias, running_mean, running_var, momentum, *what, settings.group)
+    if operands.weight is not None:
+        operands = operands._replace(weight=reference.gamma(operands.weight, settings.eps, settings.signed_weight))
+    return plain.abn(x, operands, settings, False) if settings.group is None else plain.abn_sync(x, operands, settings)

@@ -24,6 +24,14 @@ class Operands(NamedTuple):
     running_var: Tensor | None = None
     momentum: float | Tensor = 0.0
 
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """All tensors of the call besides x, as most ops take them."""
+        return self[:5]
+
+    def of_graph(self) -> tuple[Tensor | None, ...]:
+        """Those that may need a gradient: weight, bias and residual."""
+        return self[:3]
+
     def momentum_arguments(self) -> tuple[float, Tensor | None]:
         """The momentum as the ops take it: as a number, or as a tensor if only the device knows it."""
         return (0.0, self.momentum) if isinstance(self.momentum, Tensor) else (self.momentum, None)

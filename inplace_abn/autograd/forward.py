@@ -58,7 +58,7 @@ def written(
 
 
 def _values(operands: Operands, settings: Settings, var: Tensor, invertible: bool) -> Values:
-    weight, bias = operands[:2]
+    weight, bias = operands.weight, operands.bias
     # Parameters that were repeated for each sample are copies already.
     if invertible and not settings.per_instance:
         weight, bias = by_value(weight, bias)

@@ -6,7 +6,6 @@ The op runs before its node is made, so that an op that fails leaves no trace in
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -125,7 +124,7 @@ class _Call:
     def __init__(
         self,
         z: Tensor,
-        operands: Sequence[Tensor | None],
+        operands: Operands,
         values: Values,
         settings: Settings,
         edge: Tensor | None,
@@ -133,7 +132,7 @@ class _Call:
         stand_in: Tensor | None = None,
         saved: Tensor | None = None,
     ) -> None:
-        weight, bias, residual = operands
+        weight, bias, residual = operands.of_graph()
         self.settings, self.written, self.stand_in, self.saved = settings, written, stand_in, saved
         # Parameters that stand for themselves are saved with their places in the graph.
         self.copies = None if values.weight is weight and values.bias is bias else values[:2]
@@ -267,12 +266,12 @@ class TracedABNFunction(torch.autograd.Function):
 
 def overwritten(x: Tensor, operands: Operands, values: Values, settings: Settings, edge: Tensor | None) -> Tensor:
     """Makes the node of z for x, which the op has already overwritten. Returns x."""
-    call = _Call(x, operands[:3], values, settings, edge)
+    call = _Call(x, operands, values, settings, edge)
     if _torch.transforms_active():
         # Transforms wrap the edge at each of their levels, so it must be a visible input.
-        z: Tensor = InPlaceABNFunction.apply(x, *operands[:3], values.var, edge, call)
+        z: Tensor = InPlaceABNFunction.apply(x, *operands.of_graph(), values.var, edge, call)
     else:
-        z = _apply(x, *operands[:3], values.var, None, call)
+        z = _apply(x, *operands.of_graph(), values.var, None, call)
     if call.hooked is not None:
         call.hooked.start()
     return z
@@ -293,8 +292,8 @@ def attached(
     ``stand_in`` becomes a second output of the node. ``saved`` is what the node saves instead of z: a copy of z, or an
     alias that becomes a copy before somebody writes to z.
     """
-    call = _Call(z, operands[:3], values, settings, edge, z, stand_in, saved)
-    result = _apply(x, *operands[:3], values.var, None, call)
+    call = _Call(z, operands, values, settings, edge, z, stand_in, saved)
+    result = _apply(x, *operands.of_graph(), values.var, None, call)
     z = result if stand_in is None else result[0]
     if call.hooked is not None:
         call.hooked.start()

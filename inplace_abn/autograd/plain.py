@@ -8,75 +8,43 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from inplace_abn import reference
 from inplace_abn.activations import activate
 from inplace_abn.autograd import checks
 from inplace_abn.distributed import AllReduce
-from inplace_abn.settings import Operands
+from inplace_abn.settings import Operands, Settings
 
 
-def abn(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool = True,
-    momentum: float | Tensor = 0.1,
-    eps: float = 1e-5,
-    activation: str = "leaky_relu",
-    activation_param: float = 0.01,
-    residual: Tensor | None = None,
-    inplace: bool = True,
-) -> Tensor:
-    """torch's batch norm, scaled by the weight itself, and the activation, which is in place if ``inplace``.
-
-    The other arguments are those of `inplace_abn.functions.inplace_abn`.
-    """
-    checks.check_channels(x, Operands(weight, bias, None, running_mean, running_var))
-    training = training or running_mean is None
-    if training and isinstance(momentum, Tensor):
+def abn(x: Tensor, operands: Operands, settings: Settings, inplace: bool = True) -> Tensor:
+    """torch's batch norm, scaled by the weight itself, and the activation, which is in place if ``inplace``."""
+    checks.check_channels(x, operands)
+    weight, bias, _, running_mean, running_var, momentum = operands
+    if settings.training and isinstance(momentum, Tensor):
         # batch_norm takes a number only. Tracers would keep that number, and reading it would wait for the device.
         _update(running_mean, running_var, x, momentum)
         running_mean = running_var = None
     momentum = 0.0 if isinstance(momentum, Tensor) else float(momentum)
-    y = F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
-    return _added_and_activated(y, residual, activation, activation_param, inplace)
+    y = F.batch_norm(x, running_mean, running_var, weight, bias, settings.training, momentum, settings.eps)
+    return _added_and_activated(y, operands, settings, inplace)
 
 
-def instance_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool = True,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-    activation: str = "leaky_relu",
-    activation_param: float = 0.01,
-    residual: Tensor | None = None,
-) -> Tensor:
-    """torch's instance norm, scaled by the weight itself, and the activation.
-
-    Arguments are those of `inplace_abn.modules.instance_norm.inplace_instance_norm`. The result is a new tensor.
-    """
-    weight, bias = _of_one_dtype(weight, bias, running_mean)
+def instance_norm(x: Tensor, operands: Operands, settings: Settings) -> Tensor:
+    """torch's instance norm, scaled by the weight itself, and the activation, in a new tensor."""
+    _, _, _, running_mean, running_var, momentum = operands
+    weight, bias = _of_one_dtype(operands.weight, operands.bias, running_mean)
     # On the CPU torch's gradient of one channels-last sample with several spatial dimensions is wrong.
     flat = x.flatten(2) if x.dim() > 3 else x
-    y = F.instance_norm(flat, running_mean, running_var, weight, bias, training, momentum, eps).view(x.shape)
+    share = float(momentum)
+    y = F.instance_norm(flat, running_mean, running_var, weight, bias, settings.training, share, settings.eps)
     # Compilers make better code from ops that write to new memory.
-    return _added_and_activated(y, residual, activation, activation_param, not torch.compiler.is_compiling())
+    return _added_and_activated(y.view(x.shape), operands, settings, not torch.compiler.is_compiling())
 
 
-def _added_and_activated(
-    y: Tensor, residual: Tensor | None, activation: str, activation_param: float, inplace: bool
-) -> Tensor:
-    if residual is not None:
-        y = y + residual
-    return activate(y, activation, activation_param, inplace)
+def _added_and_activated(y: Tensor, operands: Operands, settings: Settings, inplace: bool) -> Tensor:
+    if operands.residual is not None:
+        y = y + operands.residual
+    return activate(y, settings.activation, settings.activation_param, inplace)
 
 
 def _of_one_dtype(
@@ -90,31 +58,16 @@ def _of_one_dtype(
     return (None if weight is None else weight.to(dtype)), (None if bias is None else bias.to(dtype))
 
 
-def kept(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool = True,
-    momentum: float | Tensor = 0.1,
-    eps: float = 1e-5,
-    activation: str = "leaky_relu",
-    activation_param: float = 0.01,
-    *,
-    signed_weight: bool = False,
-    residual: Tensor | None = None,
-) -> Tensor:
-    """The call of an in-place module that the guard does not trust: `abn`, which keeps x. A signed weight is the scale
-    itself, even within eps of zero.
+def kept(x: Tensor, operands: Operands, settings: Settings) -> Tensor:
+    """The call of an in-place module that the guard does not trust: `abn`, which keeps x, in a new tensor.
 
-    Arguments and errors are those of `inplace_abn.functions.inplace_abn`. The result is a new tensor.
+    A signed weight is the scale itself, even within eps of zero.
     """
-    scale = weight if weight is None or signed_weight else reference.gamma(weight, eps)
-    scale, bias = _of_one_dtype(scale, bias, running_mean)
-    what = (scale, bias, running_mean, running_var, training, momentum, eps, activation, activation_param, residual)
+    weight = operands.weight
+    scale = weight if weight is None or settings.signed_weight else reference.gamma(weight, settings.eps)
+    scale, bias = _of_one_dtype(scale, operands.bias, operands.running_mean)
     # Compilers make better code from ops that write to new memory.
-    return abn(x, *what, inplace=not torch.compiler.is_compiling())
+    return abn(x, operands._replace(weight=scale, bias=bias), settings, inplace=not torch.compiler.is_compiling())
 
 
 def _update(running_mean: Tensor | None, running_var: Tensor | None, x: Tensor, momentum: Tensor) -> None:
@@ -126,20 +79,11 @@ def _update(running_mean: Tensor | None, running_var: Tensor | None, x: Tensor, 
             running.copy_((1 - momentum) * running.double() + momentum * batch.double())
 
 
-def abn_sync(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    momentum: float | Tensor,
-    eps: float,
-    activation: str,
-    activation_param: float,
-    residual: Tensor | None,
-    group: ProcessGroup,
-) -> Tensor:
-    """`abn` in training, with the statistics of all ranks of ``group``. Autograd can differentiate its collectives."""
+def abn_sync(x: Tensor, operands: Operands, settings: Settings) -> Tensor:
+    """`abn` in training, with the statistics of all ranks of the group. Autograd can differentiate its collectives."""
+    weight, bias, residual, running_mean, running_var, momentum = operands
+    group = settings.group
+    assert group is not None
     values = x.to(torch.promote_types(x.dtype, torch.float32))
     count = AllReduce.apply(values.new_full((1,), x.numel() // x.shape[1]), group)
     if count.item() == 1:
@@ -148,6 +92,6 @@ def abn_sync(
     centred = values - reference.per_channel(mean, x)
     var = AllReduce.apply(reference.channel_sum(centred.square()), group) / count
     reference.update(running_mean, running_var, mean, var, count, momentum)
-    xhat = centred * reference.per_channel(torch.rsqrt(var + eps), x)
+    xhat = centred * reference.per_channel(torch.rsqrt(var + settings.eps), x)
     y = reference.scaled(xhat, weight, bias, residual)
-    return activate(y.to(x.dtype), activation, activation_param)
+    return activate(y.to(x.dtype), settings.activation, settings.activation_param)

@@ -183,22 +183,8 @@ class InPlaceNorm(guard.Guarded):
         if group is None:
             return super().forward(x)  # type: ignore[misc, no-any-return]
         module._check_input_dim(x)
-        weight, bias, _, running_mean, running_var, momentum = _operands(module)
-        return functions.inplace_abn_sync(
-            x,
-            weight,
-            bias,
-            running_mean,
-            running_var,
-            True,
-            momentum,
-            module.eps,
-            "identity",
-            group=group,
-            signed_weight=True,
-            keep_input=True,
-            watch=guard.Frozen(False),
-        )
+        settings = Settings(*IDENTITY, module.eps, True, True, group)
+        return functions.run(x, _operands(module), settings, True, guard.Frozen(False))
 
     def _participating(self) -> ProcessGroup | None:
         """The group to synchronise statistics with in training; None where they are local."""

@@ -14,7 +14,7 @@ from inplace_abn import _torch, distributed, functions, guard
 from inplace_abn.activations import check_activation
 from inplace_abn.autograd import checks, plain
 from inplace_abn.compiling import trust
-from inplace_abn.settings import check_hyperparameters
+from inplace_abn.settings import Operands, Settings, check_hyperparameters
 
 
 class ActivatedNorm(nn.Module):
@@ -122,8 +122,18 @@ class ABN(ActivatedNorm):
     State dicts are interchangeable with those of torch's BatchNorm.
     """
 
-    def _call(self, function: Callable[..., Tensor], x: Tensor, **options: Any) -> Tensor:
-        """Calls ``function`` with x and this module's tensors and settings.
+    signed_weight: bool = True
+    """Whether the scale is the weight itself."""
+
+    def _call(
+        self,
+        function: Callable[..., Tensor],
+        x: Tensor,
+        residual: Tensor | None,
+        *options: Any,
+        group: ProcessGroup | None = None,
+    ) -> Tensor:
+        """Calls ``function`` with x, this module's tensors and settings, and the options.
 
         A batch that raises is not counted. Checkpoints end a recomputation by an exception, after the statistics were
         updated, so such a batch counts.
@@ -143,22 +153,13 @@ class ABN(ActivatedNorm):
             # Writing to a counter that the transform has captured raises. This must happen before the running
             # statistics are updated.
             if function is not plain.abn:
-                checks.check_transforms((x, weight, bias, options.get("residual")))
+                checks.check_transforms((x, weight, bias, residual))
             batches.add_(0)
+        operands = Operands(weight, bias, residual, running_mean, buffers.get("running_var"), momentum)
+        what = (self.activation, self.activation_param, self.eps, self.signed_weight)
+        settings = Settings(*what, training or running_mean is None, group)
         try:
-            z = function(
-                x,
-                weight,
-                bias,
-                running_mean,
-                buffers.get("running_var"),
-                training or running_mean is None,
-                momentum,
-                self.eps,
-                self.activation,
-                self.activation_param,
-                **options,
-            )
+            z = function(x, operands, settings, *options)
         except BaseException:
             if batches is not None and _torch.in_backward():
                 batches.add_(1)
@@ -169,7 +170,7 @@ class ABN(ActivatedNorm):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """``act(norm(x) + residual)`` in a new tensor of x's shape and dtype."""
-        return self._call(plain.abn, x, residual=residual)
+        return self._call(plain.abn, x, residual)
 
 
 class InPlaceABN(guard.Guarded, ABN):
@@ -225,10 +226,8 @@ class InPlaceABN(guard.Guarded, ABN):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """``act(norm(x) + residual)``, written over x of shape (batch, channel, \\*) unless ``keep_input``."""
-        options: dict[str, Any] = {"signed_weight": self.signed_weight, "residual": residual}
-        if not guard.may_run_in_place(self, x, residual):
-            return self._call(functions.kept, x, keep_input=self.keep_input, **options)
-        return self._call(functions.inplace_abn, x, keep_input=self.keep_input, **options)
+        function = functions.run if guard.may_run_in_place(self, x, residual) else functions.kept
+        return self._call(function, x, residual, self.keep_input)
 
     def extra_repr(self) -> str:
         return super().extra_repr() + (", keep_input=True" if self.keep_input else "")
@@ -311,18 +310,14 @@ class InPlaceABNSync(InPlaceABN):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """``act(norm(x) + residual)`` with all ranks' statistics in training, written over x unless ``keep_input``."""
-        options: dict[str, Any] = {"signed_weight": self.signed_weight, "residual": residual}
-        if not self._is_synchronised():
-            # The function uses local statistics here. It warns if torch.distributed is not initialised.
-            if not guard.may_run_in_place(self, x, residual):
-                return self._call(functions.kept, x, keep_input=self.keep_input, **options)
-            options["keep_input"] = self.keep_input
-            return self._call(functions.inplace_abn_sync, x, group=self.group, **options)
+        group = self._participating()
+        if group is None:
+            return super().forward(x, residual)
         frozen = is_compiling()
         watch = guard.Frozen(guard.may_run_in_place(self, x, residual)) if frozen else guard.Watch(self, x, residual)
-        options["keep_input"] = self.keep_input
-        return self._call(functions.inplace_abn_sync, x, group=self.group, watch=watch, **options)
+        return self._call(functions.run, x, residual, self.keep_input, watch, group=group)
 
-    def _is_synchronised(self) -> bool:
+    def _participating(self) -> ProcessGroup | None:
+        """The group to synchronise statistics with; None where they are local, after a warning if nothing is."""
         training = self.training or self._buffers.get("running_mean") is None
-        return training and distributed.participating_group(self.group) is not None
+        return distributed.participating_group(self.group) if training else None

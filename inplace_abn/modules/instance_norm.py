@@ -57,34 +57,26 @@ def inplace_instance_norm(
         TypeError: a dtype that is not supported or does not combine with x's.
         RuntimeError: the op that made ``x`` needs it for its own backward.
     """
-    check_activation(activation, activation_param)
-    check_hyperparameters(eps, momentum)
-    if not training and running_mean is not None:
-        return functions.inplace_abn(
-            x,
-            weight,
-            bias,
-            running_mean,
-            running_var,
-            False,
-            momentum,
-            eps,
-            activation,
-            activation_param,
-            signed_weight=True,
-            residual=residual,
-            keep_input=keep_input,
-        )
-    operands = Operands(weight, bias, residual, running_mean, running_var, momentum)
+    training = training or running_mean is None
+    settings = Settings(activation, activation_param, eps, True, training, None, per_instance=training)
+    return _run(x, Operands(weight, bias, residual, running_mean, running_var, momentum), settings, keep_input)
+
+
+def _run(x: Tensor, operands: Operands, settings: Settings, keep_input: bool) -> Tensor:
+    """`inplace_instance_norm`."""
+    if not settings.training:
+        return functions.run(x, operands, settings, keep_input)
+    check_activation(settings.activation, settings.activation_param)
+    check_hyperparameters(settings.eps, operands.momentum)
     checks.check_instances(x, operands)
     if functions.is_plain():
-        scale = None if weight is None else reference.gamma(weight, eps, True)
-        what = (momentum, eps, activation, activation_param, residual)
-        return plain.instance_norm(x, scale, bias, running_mean, running_var, True, *what)
+        if operands.weight is not None:
+            operands = operands._replace(weight=reference.gamma(operands.weight, settings.eps, True))
+        return plain.instance_norm(x, operands, settings)
+    running_mean = operands.running_mean
     if running_mean is not None and not torch.compiler.is_compiling() and _torch.transforms_active():
         # Writing to a statistic that the transform has captured raises. This must happen before anything is written.
         running_mean.add_(0)
-    settings = Settings(activation, activation_param, eps, True, True, None, per_instance=True)
     samples = x.shape[0]
     of_samples = repeated(operands, samples)
     z = functions.local(x, of_samples, settings, keep_input)
@@ -189,14 +181,15 @@ class InPlaceInstanceNorm(guard.Guarded, ActivatedNorm):
             )
         training = measuring.uses_own_statistics(self)
         momentum = 0.0 if self.momentum is None else self.momentum
-        what = (running_mean, running_var, training, momentum, self.eps, self.activation, self.activation_param)
+        operands = Operands(weight, bias, residual, running_mean, running_var, momentum)
+        what = (self.activation, self.activation_param, self.eps, True, training, None)
+        settings = Settings(*what, per_instance=training)
         if guard.may_run_in_place(self, x, residual):
-            return inplace_instance_norm(x, weight, bias, *what, residual=residual, keep_input=self.keep_input)
-        operands = Operands(weight, bias, residual, running_mean, running_var)
+            return _run(x, operands, settings, self.keep_input)
         if training:
             checks.check_instances(x, operands)
         functions.check_kept(x, operands, training, self.keep_input)
-        return plain.instance_norm(x, weight, bias, *what, residual)
+        return plain.instance_norm(x, operands, settings)
 
     def extra_repr(self) -> str:
         return super().extra_repr() + (", keep_input=True" if self.keep_input else "")

@@ -24,6 +24,7 @@ from wirings import WIRINGS
 from inplace_abn import InPlaceABN, InPlaceInstanceNorm, functions, inplace_instance_norm, set_guard
 from inplace_abn.activations import exactly
 from inplace_abn.autograd import plain
+from inplace_abn.settings import Operands, Settings
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:.*torch.jit")]
 NATIVE = {3: nn.InstanceNorm1d, 4: nn.InstanceNorm2d, 5: nn.InstanceNorm3d}
@@ -386,7 +387,11 @@ def test_one_channels_last_sample_has_the_gradient_of_the_formulas_in_place_or_n
     dz, what = torch.randn_like(x), {"activation": "identity", "activation_param": 0.0}
     expected = x.clone().requires_grad_()
     oracle(expected, x.new_ones(3), x.new_zeros(3), None, None, **what).backward(dz)
-    for function in (plain.instance_norm, inplace_instance_norm):
+    settings = Settings("identity", 0.0, 1e-5, True, True, None)
+    for function in (
+        lambda t: plain.instance_norm(t, Operands(None, None), settings),
+        lambda t: inplace_instance_norm(t, None, None, None, None, **what),
+    ):
         leaf = x.clone().requires_grad_()
-        function(leaf * 1, None, None, None, None, **what).backward(dz)
+        function(leaf * 1).backward(dz)
         torch.testing.assert_close(leaf.grad, expected.grad)
