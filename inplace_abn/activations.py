@@ -193,6 +193,15 @@ def check_activation(activation: str, activation_param: float) -> None:
         raise ValueError(f"inplace_abn: expected a finite elu alpha > 0, got {activation_param}")
 
 
+def is_relu(activation: str, param: float) -> bool:
+    return activation == "relu" or (activation == "leaky_relu" and param == 0)
+
+
+def in_effect(activation: str, param: float) -> Activation:
+    """The entry of the activation; that of relu for a leaky_relu of slope 0."""
+    return find("relu" if is_relu(activation, param) else activation)
+
+
 def activate(y: Tensor, activation: str, param: float, inplace: bool = False) -> Tensor:
     """act(y). ``param`` is leaky_relu's slope or elu's alpha."""
     return find(activation).apply(y, param, inplace)
@@ -200,8 +209,7 @@ def activate(y: Tensor, activation: str, param: float, inplace: bool = False) ->
 
 def activation_backward(y: Tensor, dz: Tensor, activation: str, param: float) -> Tensor:
     """dy = dz * act'(y)."""
-    name = "relu" if activation == "leaky_relu" and param == 0 else activation
-    entry = find(name)
+    entry = in_effect(activation, param)
     dy = dz * entry.slope(y, param)
     return dy if entry.dead is None else torch.where(entry.dead(y), 0.0, dy)
 
@@ -231,10 +239,6 @@ def native(activation: str, param: float, inplace: bool = False) -> nn.Module:
     if "inplace" in module.__dict__:
         module.__dict__["inplace"] = inplace and not entry.special
     return module
-
-
-def is_relu(activation: str, param: float) -> bool:
-    return activation == "relu" or (activation == "leaky_relu" and param == 0)
 
 
 def can_be_taken_back(activation: str, param: float, dtype: torch.dtype) -> bool:

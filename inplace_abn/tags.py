@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from inplace_abn import _torch
-from inplace_abn.activations import find, is_relu
+from inplace_abn.activations import in_effect
 from inplace_abn.trial import tensors_in
 
 _NEGATIVE = frozenset({"eq", "ne", "ge", "lt"})
@@ -117,7 +117,7 @@ def op_of(function: _torch.OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
 
 def sign_of(activation: str, param: float) -> str:
     """The sign of the tiny numbers that stand for zeros: "negative", "positive", or empty if there are none."""
-    return find("relu" if is_relu(activation, param) else activation).zeros
+    return in_effect(activation, param).zeros
 
 
 class Follower:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from inplace_abn import reference
-from inplace_abn.activations import Activation, find
+from inplace_abn.activations import Activation, in_effect
 from inplace_abn.kernels import ops
 from inplace_abn.reference import channel_mean
 from inplace_abn.settings import Settings
@@ -91,9 +91,7 @@ def measured(
         ValueError: a wrong shape.
         TypeError: a dtype that is not supported or does not combine with x's.
     """
-    entry = find(settings.activation)
-    if settings.activation == "leaky_relu" and settings.activation_param == 0:
-        entry = find("relu")
+    entry = in_effect(settings.activation, settings.activation_param)
     inv_std = torch.rsqrt(var.double() + settings.eps)
     gamma = torch.ones_like(inv_std)
     if weight is not None:
