@@ -175,7 +175,7 @@ def find(activation: str) -> Activation:
     return found
 
 
-def taken_over(op: str, approximate: str = "") -> str | None:
+def activation_of_op(op: str, approximate: str = "") -> str | None:
     """The activation that torch's op of this name computes with this argument; None if there is none."""
     return _OPS.get((op, approximate))
 

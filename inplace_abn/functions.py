@@ -112,7 +112,7 @@ def local(x: Tensor, operands: Operands, settings: Settings, keep_input: bool) -
         except (ValueError, RuntimeError) as raised:
             if not settings.per_instance:
                 checks.check_channels(x, operands)
-            raise ops.translated(raised) from None
+            raise ops.as_python_error(raised) from None
         if z is not None:
             return z
     return _forward(x, operands, settings)
@@ -166,7 +166,7 @@ def kept(x: Tensor, operands: Operands, settings: Settings, keep_input: bool) ->
 def check_kept(x: Tensor, operands: Operands, training: bool, keep_input: bool) -> None:
     """Raises the errors that the call in place would raise."""
     checks.check_channels(x, operands)
-    if not is_plain() and not torch.compiler.is_compiling():
+    if not must_run_out_of_place() and not torch.compiler.is_compiling():
         _check(x, operands, training, _requires_grad(x, operands), keep_input)
         if not _torch.transforms_active():
             ops.run(ops.check, [], x, *operands.tensors())
@@ -200,7 +200,7 @@ def is_disabled() -> bool:
     return _DISABLED
 
 
-def is_plain() -> bool:
+def must_run_out_of_place() -> bool:
     """Whether the call must run torch's own ops, out of place.
 
     Tracers would record ops that have no gradient. Selective checkpointing skips an op whose result it has kept, and
@@ -220,7 +220,7 @@ def _forward(
     watch: guard.Frozen | None = None,
     keep_input: bool = False,
 ) -> Tensor:
-    if is_plain():
+    if must_run_out_of_place():
         return _out_of_place(x, operands, settings)
     if not settings.per_instance:
         checks.check_channels(x, operands)

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from inplace_abn import distributed, guard
 from inplace_abn.autograd import checks
 from inplace_abn.autograd.backward import Values, by_value, values_per_channel
-from inplace_abn.guard.figures import WIDTH
+from inplace_abn.guard.figures import FIGURES_PER_RANK
 from inplace_abn.kernels import ops
 from inplace_abn.settings import Operands, Settings
 
@@ -84,14 +84,14 @@ def sync_statistics(
     """
     count = values_per_channel(x)
     mean, var = ops.run(ops.statistics, [], x)
-    said = mean.new_zeros(WIDTH) if watch is None else watch.figures(x).to(mean.dtype)
-    packed = torch.cat([mean, var, mean.new_full((1,), count), said])
+    figures = mean.new_zeros(FIGURES_PER_RANK) if watch is None else watch.figures(x).to(mean.dtype)
+    packed = torch.cat([mean, var, mean.new_full((1,), count), figures])
     everything = distributed.all_gather(packed, group)
-    gathered = everything[:, :-WIDTH].contiguous()
+    gathered = everything[:, :-FIGURES_PER_RANK].contiguous()
     if not torch.compiler.is_compiling() and count < 2:
         checks.check_count(x, gathered[:, -1].sum().item())
     # The guard may raise, so it is asked before anything is written.
-    trusted = watch is None or watch.trusts(everything[:, -WIDTH:])
+    trusted = watch is None or watch.trusts(everything[:, -FIGURES_PER_RANK:])
     running = operands.running_mean, operands.running_var
     mean, var, _ = ops.run(ops.combine, present(*running), gathered, *running, *operands.momentum_arguments())
     return (mean, var), trusted

@@ -178,7 +178,8 @@ def normalised(
     """torch's batch norm, which `compiling.joint` can fuse with what follows.
 
     Args:
-        trusted: the activations whose z is trusted for recovering x, as `spelled_as` names them, separated by spaces.
+        trusted: the activations whose z is trusted for recovering x, as `activation_key` names them, with spaces in
+            between.
 
     The other arguments are those of `inplace_abn.functions.inplace_abn`. The scale is the weight itself.
     """

@@ -20,7 +20,7 @@ from inplace_abn._torch import decompositions, is_backward
 from inplace_abn.compiling import batch_norm, inverses
 from inplace_abn.compiling.batch_norm import NORM, NORM_BACKWARD
 from inplace_abn.compiling.readers import Readers
-from inplace_abn.compiling.spelled import activated, spelled_as
+from inplace_abn.compiling.spelled import activated, activation_key
 
 _aten = torch.ops.aten
 _KEEPING = frozenset(
@@ -92,7 +92,7 @@ class Search:
             found = None if residual is None else activated(total)
         if found is None or any(fusion.result is found.result for fusion in self.found.values()):
             return None
-        if not self._trusts(norm, spelled_as(found.activation, found.param)):
+        if not self._trusts(norm, activation_key(found.activation, found.param)):
             return None
         if residual is not None and not (self._trusts(norm, "residual") and self._is_kept(residual)):
             return None

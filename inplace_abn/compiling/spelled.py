@@ -37,7 +37,7 @@ class Activated(NamedTuple):
     param: float
 
 
-def spelled_as(activation: str, param: float) -> str:
+def activation_key(activation: str, param: float) -> str:
     """The activation as one word, by which a norm names the activations that it trusts."""
     if activation == "leaky_relu":
         return "relu" if param == 0 else "leaky_relu" if param >= 2.0**-12 else f"leaky_relu={float(param)}"

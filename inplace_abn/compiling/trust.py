@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from inplace_abn import _torch, guard
 from inplace_abn.activations import TYPICAL
 from inplace_abn.compiling import joint
-from inplace_abn.compiling.spelled import spelled_as
+from inplace_abn.compiling.spelled import activation_key
 from inplace_abn.guard.figures import THRESHOLDS, Threshold, unpacked
 from inplace_abn.guard.measuring import Observation
 from inplace_abn.kernels import ops
@@ -41,8 +41,8 @@ that a 16-bit dtype holds exactly, and its rounding would not show."""
 
 _IDENTITY = ("identity", 0.0)
 _Candidates = dict[str, tuple[str, float]]
-"""Activations and their parameters, by the names of `spelled_as`. "residual" is the identity after an addition."""
-_TYPICAL: _Candidates = {spelled_as(*what): what for what in TYPICAL} | {"residual": _IDENTITY}
+"""Activations and their parameters, by the names of `activation_key`. "residual" is the identity after an addition."""
+_TYPICAL: _Candidates = {activation_key(*what): what for what in TYPICAL} | {"residual": _IDENTITY}
 
 _Answers = dict[tuple[int, torch.dtype], frozenset[str]]
 _answers: weakref.WeakKeyDictionary[Any, _Answers] = weakref.WeakKeyDictionary()
@@ -52,7 +52,7 @@ _answers: weakref.WeakKeyDictionary[Any, _Answers] = weakref.WeakKeyDictionary()
 @_torch.read_while_tracing
 def in_place(activation: str, param: float) -> str:
     """The argument ``trusted`` of `batch_norm.normalised` for a norm that this activation follows."""
-    return _told(frozenset({spelled_as(activation, param), "identity", "residual"}))
+    return _told(frozenset({activation_key(activation, param), "identity", "residual"}))
 
 
 def converted(module: Any, dtype: torch.dtype) -> str:
@@ -89,13 +89,13 @@ def _found(module: Any, dtype: torch.dtype, before: frozenset[str] | None) -> fr
     measured = mode is not None and mode.measured_at >= 0
     if hasattr(module, "activation_param"):
         own = module.activation, module.activation_param
-        candidates = {spelled_as(*own): own}
+        candidates = {activation_key(*own): own}
         return frozenset(candidates) if measured else _tolerated(module, dtype, candidates, before)
     consumers = mode.measured_consumers if mode is not None and measured else ()
     if not consumers:
         return _tolerated(module, dtype, _TYPICAL, before)
     # As in `waiting.is_known`, what is trusted with an activation is trusted without one.
-    candidates = {spelled_as(name, param): (name, param) for name, param, _ in consumers} | {"identity": _IDENTITY}
+    candidates = {activation_key(name, param): (name, param) for name, param, _ in consumers} | {"identity": _IDENTITY}
     if any(added for *_, added in consumers):
         candidates["residual"] = _IDENTITY
     return frozenset(candidates) if before is None else _tolerated(module, dtype, candidates, before)

@@ -6,11 +6,11 @@ from torch import Tensor
 
 from inplace_abn import _torch, functions
 from inplace_abn.conversion import watch
-from inplace_abn.conversion.waiting import IDENTITY, Norm, State
+from inplace_abn.conversion.waiting import IDENTITY, NormCall, PendingState
 from inplace_abn.settings import Operands
 
 
-def made(state: State, is_kept: bool, reader: str) -> Tensor | None:
+def made(state: PendingState, is_kept: bool, reader: str) -> Tensor | None:
     """The norm's output with a node of its own; None if there is no need for one, or no place.
 
     If the output is kept for backward anyway, the node keeps it instead of x. If its memory is taken, torch computes it
@@ -20,24 +20,24 @@ def made(state: State, is_kept: bool, reader: str) -> Tensor | None:
     # A mode or a tracer that watches the ops would miss a node that is made here.
     may_be_made = state.has_its_residual() and norm.is_unchanged() and not _torch.is_watched()
     if not is_kept and norm.trusted:
-        saw_plain(norm, reader, "what follows does not keep its output for backward")
+        record_plain(norm, reader, "what follows does not keep its output for backward")
     if (state.memory is not None and not is_kept) or not may_be_made or norm.why_gone():
         return None
     if state.memory is not None:
-        norm.saw("kept")
+        norm.record_consumer("kept")
         return attached(state, IDENTITY, None, follows=reader)
     y = norm.native()
     return y if state.residual is None else y + state.residual
 
 
-def saw_plain(norm: Norm, reader: str, why: str) -> None:
+def record_plain(norm: NormCall, reader: str, why: str) -> None:
     """Remembers that the norm is torch's in this call, because of ``reader``."""
-    norm.saw("plain")
+    norm.record_consumer("plain")
     norm.note(reader, why)
 
 
 def attached(
-    state: State,
+    state: PendingState,
     activation: tuple[str, float],
     stand_in: Tensor | None,
     *,

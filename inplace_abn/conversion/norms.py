@@ -15,7 +15,7 @@ from inplace_abn.autograd import checks, forward
 from inplace_abn.compiling import batch_norm, trust
 from inplace_abn.conversion import watch
 from inplace_abn.conversion.pending import pending, plain
-from inplace_abn.conversion.waiting import IDENTITY, Norm, Note
+from inplace_abn.conversion.waiting import IDENTITY, NormCall, Note
 from inplace_abn.guard import measuring
 from inplace_abn.guard.modes import PLAIN
 from inplace_abn.modules.instance_norm import repeated, take_means
@@ -137,7 +137,7 @@ class InPlaceNorm(guard.Guarded):
         elif not training:
             mean = module.running_mean.clone()
         values = forward.written(data, memory, operands, settings.activating(applied), True, statistics)
-        norm = Norm(self, x, operands.weight, operands.bias, mean, values, settings, observation, look)
+        norm = NormCall(self, x, operands.weight, operands.bias, mean, values, settings, observation, look)
         y = pending(norm, memory, None, applied)
         if settings.per_instance:
             # As in torch, after x was saved, where a checkpoint's recomputation may end.

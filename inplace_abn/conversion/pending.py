@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 from inplace_abn import _torch
 from inplace_abn.conversion import watch
 from inplace_abn.conversion.consumers import kept
-from inplace_abn.conversion.naming import attached, made, saw_plain
+from inplace_abn.conversion.naming import attached, made, record_plain
 from inplace_abn.conversion.recognition import (
     IN_GRAPH,
     KNOWN,
@@ -34,13 +34,13 @@ from inplace_abn.conversion.recognition import (
     Passing,
     is_writing,
 )
-from inplace_abn.conversion.waiting import IDENTITY, Norm, State, follow, stand, wait
+from inplace_abn.conversion.waiting import IDENTITY, NormCall, PendingState, follow, stand, wait
 
 
 class Pending(Tensor):
     """A tensor without memory that stands for a norm's output."""
 
-    _state: State | None
+    _state: PendingState | None
     """None after it was decided what the tensor stands for."""
     _plain: Tensor | None
     _shown: Tensor | None
@@ -142,14 +142,14 @@ class Pending(Tensor):
             state = self._state
             assert state is not None
             self._shown, self._state = state.expose(), None
-            saw_plain(state.norm, "code outside of torch's functions", "it cannot be seen what keeps its output")
+            record_plain(state.norm, "code outside of torch's functions", "it cannot be seen what keeps its output")
         return self._shown
 
     def _has_moved(self) -> bool:
         with _torch.NoTorchFunction():
             return self.grad_fn is not self._node
 
-    def _is_placed(self) -> None:
+    def _record_position(self) -> None:
         if self._plain is not None:
             self._version_of_plain = self._plain._version
         with _torch.NoTorchFunction():
@@ -172,7 +172,7 @@ class Pending(Tensor):
         self._leads, self._shown = False, None
         if is_written:
             self._taken_from = None
-        self._is_placed()
+        self._record_position()
 
 
 def _replaced(value: Any, replace: Callable[[Pending], Tensor]) -> Any:
@@ -199,17 +199,17 @@ _LEFT_BEHIND = (
 )
 
 
-def pending(norm: Norm, memory: Tensor, residual: Tensor | None, applied: tuple[str, float]) -> Pending:
+def pending(norm: NormCall, memory: Tensor, residual: Tensor | None, applied: tuple[str, float]) -> Pending:
     """A tensor that stands for the norm's output, which ``memory`` holds."""
-    return _placed(_torch.stand_in_like(Pending, memory), State(norm, memory, residual, applied))
+    return _placed(_torch.stand_in_like(Pending, memory), PendingState(norm, memory, residual, applied))
 
 
-def _placed(t: Any, state: State) -> Pending:
+def _placed(t: Any, state: PendingState) -> Pending:
     t._state, t._plain, t._shown, t._leads, t._taken_from = state, None, None, False, None
     norm = state.norm
     t._stands_for_view = norm.module.per_instance
     wait(norm.x, norm.weight, norm.bias, state.residual, norm, (t,))
-    t._is_placed()
+    t._record_position()
     return t  # type: ignore[no-any-return]
 
 
@@ -249,7 +249,7 @@ def plain(t: Any, is_kept: bool = False, reader: str = "") -> Tensor:
         # Writing to a view is something else for hooks.
         t._plain = values.view_as(values) if t._stands_for_view else values
     t._leads = True
-    t._is_placed()
+    t._record_position()
     if is_seen:
         t._follow(False)
     return t._plain
@@ -258,7 +258,7 @@ def plain(t: Any, is_kept: bool = False, reader: str = "") -> Tensor:
 def _settled(t: Pending, result: Tensor) -> Tensor:
     stand(result, (t,))
     t._plain, t._state = result, None
-    t._is_placed()
+    t._record_position()
     return result
 
 
@@ -285,7 +285,7 @@ def _asked_of_graph(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             with _torch.NoTorchFunction():
                 if last.output_nr:
                     stand(first, (last,))
-                    t._is_placed()
+                    t._record_position()
                 last.retain_grad()
         return first
 
@@ -313,15 +313,15 @@ def _activated(call: Activating) -> Tensor | None:
     t = call.input
     if not _is_fusible(t):
         return None
-    state: State = t._state
+    state: PendingState = t._state
     norm, activation = state.norm, (call.activation, call.param)
-    norm.saw(*activation, state.residual is not None)
+    norm.record_consumer(*activation, state.residual is not None)
     z = attached(state, activation, t if call.in_place else None, in_place=call.in_place)
     if z is None:
         return None
     if call.in_place:
         t._plain, t._state = z, None
-        t._is_placed()
+        t._record_position()
         increment_version([t])
     else:
         t._taken_from = norm.name
@@ -343,7 +343,7 @@ def _added(call: Adding) -> Tensor | None:
     return None
 
 
-def _as_residual(other: Any, state: State) -> Tensor | None:
+def _as_residual(other: Any, state: PendingState) -> Tensor | None:
     memory = state.memory
     if not isinstance(other, Tensor) or memory is None:
         return None
@@ -352,11 +352,11 @@ def _as_residual(other: Any, state: State) -> Tensor | None:
     if type(other) is Pending:
         if _is_fusible(other) and other._state is not None and other._state.residual is None:
             # Both nodes save the same tensor. It is the output of the other norm, and the residual of this one.
-            other._state.norm.saw("residual")
+            other._state.norm.record_consumer("residual")
             y = attached(other._state, IDENTITY, other, follows="add", is_residual=True)
             if y is not None:
                 other._plain, other._state = y, None
-                other._is_placed()
+                other._record_position()
         other = plain(other)
     if type(other) is not Tensor or other.layout is not torch.strided or other.is_neg() or other.is_inference():
         return None
@@ -375,6 +375,6 @@ def _with_residual(t: Pending, residual: Tensor, in_place: bool) -> Tensor:
     if not in_place:
         t._taken_from = norm.name
         return pending(norm, memory, residual, IDENTITY)
-    _placed(t, State(norm, memory, residual, IDENTITY))
+    _placed(t, PendingState(norm, memory, residual, IDENTITY))
     increment_version([t])
     return t

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inplace_abn import _torch
-from inplace_abn.activations import ACTIVATIONS, taken_over
+from inplace_abn.activations import ACTIVATIONS, activation_of_op
 
 
 class Activating(NamedTuple):
@@ -105,7 +105,7 @@ _CURVED = sorted(
 
 
 def _curved(op: str) -> Iterator[tuple[Reading, tuple[Any, ...]]]:
-    name = taken_over(op)
+    name = activation_of_op(op)
     assert name is not None
     yield _activating(name, "inplace"), (getattr(F, op),)
     for in_place in (False, True):
@@ -116,7 +116,7 @@ def _curved(op: str) -> Iterator[tuple[Reading, tuple[Any, ...]]]:
 def _gelu(in_place: bool) -> Reading:
     def read(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Activating | None:
         given = by_name(("input",), args, {k: v for k, v in kwargs.items() if k != "approximate"})
-        name = taken_over("gelu", kwargs.get("approximate", "none"))
+        name = activation_of_op("gelu", kwargs.get("approximate", "none"))
         return None if given is None or name is None else Activating(given["input"], name, 0.0, in_place)
 
     return read

@@ -39,7 +39,7 @@ class Note(NamedTuple):
     """Why it was not in place; empty if it was."""
 
 
-class Norm:
+class NormCall:
     """A norm's call: what it was called with, and what it computed."""
 
     def __init__(
@@ -114,7 +114,7 @@ class Norm:
         if not self.trusted or is_known(look.decision, consumer):
             return self.trusted
         if observation is None and look.mode is not None:
-            look.mode.is_followed_by_a_stranger()
+            look.mode.note_unmeasured_consumer()
             guard.generations.changed_at = guard.generations.current
         return False
 
@@ -122,7 +122,7 @@ class Norm:
         """Stores on the module what it did: it was in place unless there is a reason why not."""
         self.module.__dict__["_note"] = Note(follows, not why, why)
 
-    def saw(self, *what: Any) -> None:
+    def record_consumer(self, *what: Any) -> None:
         """Remembers what followed."""
         if self.look.mode is not None:
             self.look.mode.seen.add(what)
@@ -172,10 +172,10 @@ def _versions(*tensors: Tensor | None) -> list[tuple[int, int, bool]]:
 _STORED = (Tensor, torch.nn.Parameter)
 
 
-class State:
+class PendingState:
     """What a pending tensor stands for: memory, and what was done with that memory."""
 
-    def __init__(self, norm: Norm, memory: Tensor, residual: Tensor | None, applied: tuple[str, float]) -> None:
+    def __init__(self, norm: NormCall, memory: Tensor, residual: Tensor | None, applied: tuple[str, float]) -> None:
         self.norm = norm
         self.memory: Tensor | None = memory
         self.residual = residual
@@ -250,7 +250,7 @@ class WaitingFunction(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
         residual: Tensor | None,
-        norm: Norm,
+        norm: NormCall,
         pending: Sequence[Tensor],
     ) -> Tensor:
         return pending[0]

@@ -24,7 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_map_only
 
 from inplace_abn import _torch, guard, tags
-from inplace_abn.activations import activate, find, taken_over
+from inplace_abn.activations import activate, activation_of_op, find
 from inplace_abn.kernels import ops
 from inplace_abn.trial import tensors_in
 
@@ -188,7 +188,7 @@ class Watch(_torch.OwnMode):
     def _follow_native(self, op: tags.Op, made: Iterable[Tensor]) -> None:
         """Follows a norm's output, done as torch does it, to its activation, and from there as a norm's result."""
         layer = next((self._natively[t.storage] for t in op.tensors if t.storage in self._natively), None)
-        name = None if layer is None else taken_over(op.name, op.values.get("approximate", ""))
+        name = None if layer is None else activation_of_op(op.name, op.values.get("approximate", ""))
         for t in made if layer is not None else ():
             if name is not None:
                 param = float(op.values.get("negative_slope", op.values.get("alpha", 0.0)))

@@ -39,7 +39,7 @@ of the number of values that are summed. Among many channels there is also alway
 """
 HYSTERESIS = 4.0
 
-WIDTH = 4
+FIGURES_PER_RANK = 4
 """The number of figures of a rank."""
 
 

@@ -128,7 +128,7 @@ class Mode:
             self.change(known=(self.decisions[-1].known or frozenset()) | {consumer})
         return is_later
 
-    def is_followed_by_a_stranger(self) -> None:
+    def note_unmeasured_consumer(self) -> None:
         """Remembers that something followed that was never measured."""
         self._unmeasured_since = self.generation
 

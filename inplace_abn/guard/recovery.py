@@ -103,11 +103,11 @@ def measured(
     affine = y
     if residual is not None:
         y = y + residual
-    slope, torchs = (_slope(entry, t, settings.activation_param) for t in (y, y.to(x.dtype).double()))
+    slope, torch_slope = (_slope(entry, t, settings.activation_param) for t in (y, y.to(x.dtype).double()))
     ops.run(ops.forward, [x], x, mean, var, weight, bias, residual, *settings.arithmetic(), True)
     recovered_xhat, recovered = _recovered(x, weight, bias, residual, settings)
     # Where the slope jumps, the rounding of y decides on which side it lies, in torch as well. The nearer slope counts.
-    slope = torch.where((recovered - torchs).abs() < (recovered - slope).abs(), torchs, slope)
+    slope = torch.where((recovered - torch_slope).abs() < (recovered - slope).abs(), torch_slope, slope)
 
     def seen(t: Tensor) -> Tensor:
         return reference.per_channel(t, x)

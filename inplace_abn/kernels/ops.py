@@ -44,6 +44,7 @@ from inplace_abn.kernels import fakes
 _BUILD_SOURCE = "pip install --no-build-isolation -e ."
 
 __all__ = [
+    "as_python_error",
     "backward",
     "backward_out",
     "backward_reduce",
@@ -58,7 +59,6 @@ __all__ = [
     "local_forward_out",
     "run",
     "statistics",
-    "translated",
     "with_cuda",
 ]
 
@@ -98,7 +98,7 @@ inverse = torch.ops.inplace_abn.inverse.default
 check = torch.ops.inplace_abn.check.default
 
 
-def translated(raised: Exception) -> Exception:
+def as_python_error(raised: Exception) -> Exception:
     """A kernel's error as an exception of the right class. Other exceptions are returned as they are.
 
     The class of a kernel's exception does not reach Python in every release of torch. The message does, so its words
@@ -121,7 +121,7 @@ def run(op: Any, written: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
         with _torch.BelowAutograd():
             result = op(*args, **kwargs)
     except (ValueError, RuntimeError) as raised:
-        raise translated(raised) from None
+        raise as_python_error(raised) from None
     increment_version(written)
     return result
 
@@ -140,7 +140,7 @@ def _bump_versions(library: torch.library.Library, op: Any) -> None:
         try:
             result = op.redispatch(keyset & _torch.BELOW_AUTOGRAD, *args, **kwargs)
         except (ValueError, RuntimeError) as raised:
-            raise translated(raised) from None
+            raise as_python_error(raised) from None
         written = (*map(args.__getitem__, positions), *map(kwargs.get, names))
         increment_version([t for t in written if t is not None])
         return result

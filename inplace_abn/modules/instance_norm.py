@@ -69,7 +69,7 @@ def _run(x: Tensor, operands: Operands, settings: Settings, keep_input: bool) ->
     check_activation(settings.activation, settings.activation_param)
     check_hyperparameters(settings.eps, operands.momentum)
     checks.check_instances(x, operands)
-    if functions.is_plain():
+    if functions.must_run_out_of_place():
         if operands.weight is not None:
             operands = operands._replace(weight=reference.gamma(operands.weight, settings.eps, True))
         return plain.instance_norm(x, operands, settings)

@@ -8,7 +8,7 @@ from torch import nn
 
 from inplace_abn import InPlaceABN, convert, guard
 from inplace_abn.compiling import trust
-from inplace_abn.compiling.spelled import spelled_as
+from inplace_abn.compiling.spelled import activation_key
 from inplace_abn.guard.figures import THRESHOLDS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -103,11 +103,11 @@ def test_what_was_measured_is_reviewed_with_the_weights_of_later():
     module = block(nn.ELU())
     step(module, torch.randn(8, 4, 16, 16))
     module.norm.guard_interval = 1
-    assert trust.converted(module.norm, torch.float32).split()[:-1] == [spelled_as("elu", 1.0), "identity"]
+    assert trust.converted(module.norm, torch.float32).split()[:-1] == [activation_key("elu", 1.0), "identity"]
     optimize(30.0, module.norm)
     assert trust.converted(module.norm, torch.float32).split()[:-1] == ["identity"]
     optimize(1.0, module.norm)
-    assert trust.converted(module.norm, torch.float32).split()[:-1] == [spelled_as("elu", 1.0), "identity"]
+    assert trust.converted(module.norm, torch.float32).split()[:-1] == [activation_key("elu", 1.0), "identity"]
 
 
 def test_a_weight_within_eps_of_zero_and_a_pausing_guard_decide_for_all():
