@@ -99,7 +99,7 @@ def test_attributes_that_are_changed_later_mean_what_they_mean_in_torch(kind, ch
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_a_built_instance_norm_that_tracks_no_statistics_any_more_uses_its_own_and_updates_the_running_ones(training):
+def test_an_instance_norm_that_stops_tracking_uses_its_own_statistics(training):
     """In evaluation it used the running ones."""
     norm = made(nn.InstanceNorm2d)
     ours = InPlaceInstanceNorm(4, affine=True, track_running_stats=True, activation="identity").double()

@@ -169,7 +169,7 @@ def test_a_view_that_is_written_to_before_a_custom_function_is_an_error_and_neve
     function(h).sum().backward()
 
 
-def test_parameters_that_are_modified_before_the_output_is_needed_again_are_an_error_and_never_other_numbers():
+def test_parameters_modified_before_the_output_is_needed_again_are_an_error():
     net = converted(Net())
     h = net.bn(net.conv(torch.randn(4, 3, 6, 5)))
     torch.relu(h)

@@ -33,3 +33,9 @@ def test_the_page_has_a_sentence_for_each_room():
     for room in plot_rooms.rooms():
         target = f"{room}/" if (plot_rooms.PACKAGE / room).is_dir() else f"{room}.py"
         assert page.replace("`", "").count(f"| [{target}](") == 1, target
+
+
+def test_the_map_of_the_tests_has_a_row_for_each_helper():
+    tests = Path(__file__).parents[1]
+    text = (tests / "README.md").read_text(encoding="utf-8")
+    assert [path.name for path in (tests / "helpers").glob("*.py") if f"| `{path.name}` |" not in text] == []
