@@ -32,7 +32,7 @@ tree=$(mktemp -d)
 trap 'rm -rf "$tree"' EXIT
 cp -r tests scripts pyproject.toml include src "$tree"
 cd "$tree"
-python -c "import torch; from inplace_abn import ops; assert ops.with_cuda; print('build_cuda: torch', torch.__version__)"
+python -c "import torch; from inplace_abn.kernels import ops; assert ops.with_cuda; print('build_cuda: torch', torch.__version__)"
 python -m pytest --quiet --exitfirst -p no:cacheprovider -n auto \
   tests/ops/test_{ops,schemas,errors,cuda,partition}.py -m "not slow and not emulated"
 echo "build_cuda: done in $SECONDS s"
