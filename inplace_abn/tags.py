@@ -23,12 +23,15 @@ from inplace_abn.trial import tensors_in
 _NEGATIVE = frozenset({"eq", "ne", "ge", "lt"})
 _POSITIVE = frozenset({"eq", "ne", "gt", "le"})
 _COMPARISONS = _NEGATIVE | _POSITIVE
+_BY_SIGN = {"negative": _NEGATIVE, "positive": _POSITIVE, "either": _COMPARISONS}
+_TURNING = frozenset({"neg", "mul", "div", "sub", "mm", "bmm", "prod"})
+"""Ops that may change the sign of tags."""
 
 _READERS = {
     "tells zeros from other numbers": (
         "sign sgn signbit heaviside copysign nonzero nonzero_static nonzero_numpy count_nonzero any all is_nonzero "
-        "logical_not logical_and logical_or logical_xor bernoulli multinomial poisson binary_cross_entropy to_sparse "
-        "_to_sparse to_sparse_csr _to_sparse_csr isclose atan2"
+        "logical_not logical_and logical_or logical_xor equal bernoulli multinomial poisson binary_cross_entropy "
+        "to_sparse _to_sparse to_sparse_csr _to_sparse_csr isclose atan2"
     ),
     "takes a root or logarithm": "sqrt rsqrt log log2 log10 special_entr xlogy special_xlogy special_xlog1py logit",
     "rounds": "floor ceil remainder floor_divide frexp nextafter",
@@ -125,7 +128,7 @@ class Follower:
 
     def __init__(self) -> None:
         self.tagged: dict[int, dict[Hashable, str]] = {}
-        """The sources of each storage's tags, and the sign of their tiny numbers."""
+        """The sources of each storage's tags, and the sign of their tiny numbers: "negative", "positive", "either"."""
         self.chosen: dict[int, tuple[Op, Collection[Hashable]]] = {}
         """The storages of what ops have chosen by tagged values, such as the indices of a pooling."""
 
@@ -145,7 +148,7 @@ class Follower:
                 found |= dict.fromkeys(sources, f"{by.name} chooses by them, and {op.name} reads its choice")
         for t in op.tensors:
             for source, sign in self.tagged.get(t.storage, {}).items():
-                reading = self._reading(op, _POSITIVE if sign == "positive" else _NEGATIVE)
+                reading = self._reading(op, _BY_SIGN[sign])
                 if reading:
                     found[source] = f"{op.name} {reading}"
         return found
@@ -168,6 +171,8 @@ class Follower:
     def follow(self, op: Op, results: Collection[Seen]) -> None:
         """Notes which results of the op have tags, or were chosen by them."""
         sources = {s: sign for t in op.tensors for s, sign in self.tagged.get(t.storage, {}).items()}
+        if op.name in _TURNING:
+            sources = dict.fromkeys(sources, "either")
         keeps = self.keeps(op)
         for result in results:
             if not result.dtype.is_floating_point:

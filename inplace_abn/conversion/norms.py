@@ -75,10 +75,10 @@ class InPlaceNorm(guard.Guarded):
     def _is_given_up(self, since: int) -> bool:
         """Whether the norm does as torch does, because the watch gave it up in the generation ``since``.
 
-        All calls of a generation do the same. While the guard pauses, nobody watches. A generation that is still to
-        come is from another process.
+        A call that nobody watches does so at once. All watched calls of a generation do the same. A generation that is
+        still to come is from another process.
         """
-        return since < guard.now() or since > guard.generations.current or (guard.is_paused() and not self._was_watched)
+        return not self._was_watched or since < guard.now() or since > guard.generations.current
 
     def _normalised(self, x: Tensor) -> Tensor | None:
         """The norm's output, mostly a `Pending` tensor; None where the norm does what it did before conversion."""

@@ -152,7 +152,7 @@ class Watch(_torch.OwnMode):
         readings = {} if is_view else self._follower.readings(op)
         for layer, reading in readings.items():
             _give_up(layer, f"its zeros are tiny numbers in training, and {reading}")
-        if not is_view and (readings or self._follower.keeps(op)):
+        if not is_view and (readings or self._follower.keeps(op)) and not _compares_in_backward(func, op.name):
             args, kwargs = tree_map_only(Tensor, lambda t: self._clean(t, op.writes), (args, kwargs))
         for key in op.writes & self._results.keys():
             self._before_write(self._results.pop(key), op.name)
@@ -229,6 +229,12 @@ class Watch(_torch.OwnMode):
                     counted.add(id(t))
             sizes[r.layer] = sizes.get(r.layer, 0) + tensors * r.z.nbytes
         return sizes
+
+
+def _compares_in_backward(func: Any, name: str) -> bool:
+    """Whether backward looks for the result in the argument, which autograd has saved with its tags."""
+    whole = func._overloadname == "default" and name in ("max", "min", "median", "nanmedian")
+    return whole or name in ("amax", "amin", "aminmax")
 
 
 _UNUSED = _torch.use_count(torch.empty(0))

@@ -43,6 +43,9 @@ READERS = {
     "h != 0": (lambda h: (h != 0).sum(), "ne compares them with zero"),
     "h == 0": (lambda h: h == 0, "eq compares them with zero"),
     "h >= 0": (lambda h: h >= 0, "ge compares them with zero"),
+    "-h > 0": (lambda h: -h > 0, "gt compares them with zero"),
+    "h * w > 0": (lambda h: h * -torch.ones_like(h) > 0, "gt compares them with zero"),
+    "equal": (lambda h: torch.tensor(float(torch.equal(h, F.relu(h)))), ZERO),
     "h < 0": (lambda h: h < 0, "lt compares them with zero"),
     "0 <= h": (lambda h: 0 <= h, "ge compares them with zero"),  # noqa: SIM300
     "h >= another": (lambda h: h >= torch.zeros_like(h), OTHERS),
@@ -329,3 +332,33 @@ def test_a_tie_with_padding_is_broken_otherwise_only_while_a_bias_is_exactly_zer
     found = verify(model, convert(copy.deepcopy(model)), x)
     wrong = {name for name in found.errors if found.errors[name] > found.accepted(name)}
     assert wrong <= ({"gradient of bias"} if bias == 0 else set()), str(found)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [lambda h: h.amin((2, 3)), lambda h: torch.aminmax(h)[0], torch.min, torch.max, torch.median],
+    ids=["amin", "aminmax", "min", "max", "median"],
+)
+def test_gradients_of_the_smallest_values_are_torchs(read):
+    """Backward looked for a zero among tags, found none, and divided by their number: all gradients were NaN."""
+    trained_alike(read)
+
+
+def test_more_micro_batches_than_are_watched_do_as_torch_once_a_reader_was_seen():
+    """From the ninth micro-batch of a step on, nobody watched, and the reader saw tags."""
+
+    def steps(model):
+        optimizer, seen = torch.optim.SGD(model.parameters(), 0.1), []
+        for _ in range(2):
+            optimizer.zero_grad()
+            for batch in range(12):
+                torch.manual_seed(batch)
+                y, read = model(images().double())
+                (y.sum() + y.square().mean() * read).backward()
+                seen.append(read.item())
+            seen += [p.grad.clone() for p in model.parameters()]
+            optimizer.step()
+        return seen
+
+    model = spread(Net(lambda h: (h != 0).double().mean())).double()
+    torch.testing.assert_close(steps(convert(copy.deepcopy(model))), steps(model))
