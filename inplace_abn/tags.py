@@ -109,9 +109,11 @@ def op_of(function: _torch.OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
     writes: set[int] = set()
     for i, argument in enumerate(schema.arguments):
         value = args[i] if i < len(args) else kwargs.get(argument.name, argument.default_value)
-        found = [seen(t) for t in tensors_in(value)]
+        given = list(tensors_in(value))
+        # Sparse tensors have no storage, and no tags.
+        found = [seen(t) for t in given if t.layout is torch.strided]
         tensors += found
-        if not found:
+        if not given:
             values[argument.name] = value
         elif argument.alias_info is not None and argument.alias_info.is_write:
             writes.update(t.storage for t in found)

@@ -30,9 +30,14 @@ from inplace_abn.trial import tensors_in
 
 _logger = logging.getLogger("inplace_abn")
 _local = threading.local()
-_PLAIN = (Tensor, nn.Parameter)
+_KINDS = (Tensor, nn.Parameter)
 _OWN = ("prim", "inplace_abn")
 """The namespaces of ops that are not looked at."""
+
+
+def _is_plain(t: Tensor) -> bool:
+    """Whether the tensor has a storage of its own. Sparse tensors have none."""
+    return type(t) in _KINDS and t.layout is torch.strided
 
 
 def current() -> Watch | None:
@@ -144,7 +149,7 @@ class Watch(_torch.OwnMode):
         """Runs an op, and sees what it reads and writes."""
         if not self._references or func.namespace in _OWN:
             return func(*args, **kwargs)
-        tensors = [t for t in tensors_in((args, kwargs)) if type(t) in _PLAIN]
+        tensors = [t for t in tensors_in((args, kwargs)) if _is_plain(t)]
         if not any(tags.storage_of(t) in self._references for t in tensors):
             return func(*args, **kwargs)
         op = tags.op_of(func, args, kwargs)
@@ -158,7 +163,7 @@ class Watch(_torch.OwnMode):
             self._before_write(self._results.pop(key), op.name)
         result = func(*args, **kwargs)
         if not is_view:
-            made = [t for t in tensors_in(result) if type(t) in _PLAIN]
+            made = [t for t in tensors_in(result) if _is_plain(t)]
             self._follower.follow(op, [tags.seen(t) for t in made])
             self._follow_native(op, made)
             for t in made:
@@ -168,7 +173,7 @@ class Watch(_torch.OwnMode):
 
     def _clean(self, t: Tensor, writes: frozenset[int]) -> Tensor:
         """The tensor without tags, if it is a norm's result that the op does not write to."""
-        key = tags.storage_of(t) if type(t) in _PLAIN else -1
+        key = tags.storage_of(t) if _is_plain(t) else -1
         result = self._results.get(key)
         if result is None or result.z is None or key in writes or not t.is_floating_point():
             return t
@@ -199,7 +204,7 @@ class Watch(_torch.OwnMode):
     def finish(self, output: Any) -> None:
         """Gives up layers whose tags decided about an output, and tells all what they saved."""
         for t in tensors_in(output):
-            chosen = self._follower.chosen.get(tags.storage_of(t)) if type(t) in _PLAIN else None
+            chosen = self._follower.chosen.get(tags.storage_of(t)) if _is_plain(t) else None
             for layer in chosen[1] if chosen is not None else ():
                 _give_up(layer, f"its zeros are tiny numbers in training, and {chosen[0].name} chooses by them")  # type: ignore[index]
         for layer, size in self._sizes().items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -63,12 +64,13 @@ def memory_report(
         ImportError: ``progress`` is True, but tqdm is not installed.
     """
     with _bar(progress) as bar, randomness_restored(model):
-        before = measure(copied(model), *args, tick=bar.tick, **kwargs)
+        # The model may write to what it is given.
+        before = measure(copied(model), *copy.deepcopy(args), tick=bar.tick, **copy.deepcopy(kwargs))
         if not converted:
             return MemoryReport(before)
         bar.expect(2 * bar.count)
         other = convert(copied(model))
-        after = measure(other, *args, tick=bar.tick, **kwargs)
+        after = measure(other, *copy.deepcopy(args), tick=bar.tick, **copy.deepcopy(kwargs))
         return MemoryReport(before, after, report(other))
 
 

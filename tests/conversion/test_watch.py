@@ -362,3 +362,14 @@ def test_more_micro_batches_than_are_watched_do_as_torch_once_a_reader_was_seen(
 
     model = spread(Net(lambda h: (h != 0).double().mean())).double()
     torch.testing.assert_close(steps(convert(copy.deepcopy(model))), steps(model))
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)
+def test_sparse_tensors_after_a_norm_are_no_error(layout):
+    """The watched step failed in every net that multiplies by a sparse matrix, as graph convolutions do."""
+    adjacency = torch.eye(64, dtype=torch.float64).to_sparse(layout=layout)
+    trained_alike(lambda h: torch.sparse.mm(adjacency, h.permute(2, 3, 0, 1).reshape(64, -1)))
+
+
+def test_what_becomes_sparse_reads_tags():
+    assert trained_alike(lambda h: h.detach().to_sparse().values().numel() * h.mean()).why

@@ -185,3 +185,21 @@ def test_on_cuda_the_caching_allocator_is_asked():
     report = memory_report(chain(4).cuda(), x)
     assert report.before.held - report.after.held >= 0.95 * report.norms.bytes_saved
     assert report.after.peak < report.before.peak
+
+
+def test_a_models_writes_to_its_inputs_do_not_reach_the_callers():
+    """A forward pass that wrote to its input changed the tensor that was given to the report."""
+
+    class Writes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = chain(1)
+
+        def forward(self, x, given):
+            given["calls"] += 1
+            return self.net(x.add_(1))
+
+    x, given = torch.zeros(2, 4, 8, 8), {"calls": 0}
+    memory_report(Writes(), x, given)
+    assert not x.any()
+    assert given == {"calls": 0}
