@@ -1,6 +1,7 @@
 """The modules' constructors, attributes, state dicts and subclasses."""
 
 import copy
+import importlib
 import inspect
 import io
 import warnings
@@ -226,3 +227,14 @@ def test_a_parametrised_weight_is_used_and_trained():
         (z * x).sum().backward()
     gradient = parametrised.parametrizations.weight.original.grad
     torch.testing.assert_close(gradient, 2 * plain.weight.grad)
+
+
+@pytest.mark.parametrize(
+    ("file", "names"),
+    [("abn", "ABN InPlaceABN InPlaceABNSync"), ("functions", "inplace_abn inplace_abn_sync"),
+     ("group", "active_group set_active_group")],
+)  # fmt: skip
+def test_files_have_the_names_of_the_pypi_package(file, names):
+    module = importlib.import_module(f"inplace_abn.{file}")
+    for name in names.split():
+        assert getattr(module, name) is getattr(inplace_abn, name)
