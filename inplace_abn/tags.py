@@ -86,7 +86,7 @@ class Op(NamedTuple):
     """A call of an op below autograd."""
 
     name: str
-    """The op's name, without namespace, overload and the underscore of ops in place."""
+    """The op's name, without namespace, overload, the underscore of ops in place, and the prefix of ops on lists."""
     tensors: tuple[Seen, ...]
     values: dict[str, Any]
     """Arguments that are no tensors, by name, with defaults."""
@@ -117,7 +117,12 @@ def op_of(function: _torch.OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
             values[argument.name] = value
         elif argument.alias_info is not None and argument.alias_info.is_write:
             writes.update(t.storage for t in found)
-    return Op(schema.name.split("::")[-1].removesuffix("_"), tuple(tensors), values, frozenset(writes))
+    return Op(
+        schema.name.split("::")[-1].removeprefix("_foreach_").removesuffix("_"),
+        tuple(tensors),
+        values,
+        frozenset(writes),
+    )
 
 
 def sign_of(activation: str, param: float) -> str:
@@ -203,6 +208,8 @@ class Follower:
             if values.get("rounding_mode") == "floor":
                 return "rounds"
             return "divides by them" if any(t.storage in self.tagged for t in op.tensors[1:]) else ""
+        if name == "view" and "dtype" in values:
+            return "reads their bits"
         if name == "_to_copy" and values.get("dtype") == torch.bool:
             return "tells zeros from other numbers"
         return _READS.get(name, "")

@@ -172,11 +172,10 @@ def hook(model: nn.Module) -> None:
     if finish not in model._forward_hooks.values():
         model.register_forward_pre_hook(watch.begin)
         model.register_forward_hook(finish, always_call=True)
+    watch.hook_parts(model)
 
 
-def unhook(module: nn.Module) -> None:
-    """Removes what `hook` added."""
-    for hooks in (module._forward_pre_hooks, module._forward_hooks):
-        for key in [key for key, value in hooks.items() if value in (watch.begin, finish)]:
-            del hooks[key]
-            module._forward_hooks_always_called.pop(key, None)
+def unhook(model: nn.Module) -> None:
+    """Removes what `hook` added, from all modules."""
+    for module in model.modules():
+        watch.unhook(module, watch.begin, finish, watch.begin_part, watch.end_part)

@@ -122,8 +122,7 @@ def revert(
     for norm, original in originals.items():
         norm.release()
         norm.__class__ = original
-    for module in model.modules():
-        classes.unhook(module)
+    classes.unhook(model)
     replaced: dict[nn.Module, nn.Module] = {}
     for module in list(model.modules()):
         if isinstance(module, _BUILT):

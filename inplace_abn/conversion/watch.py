@@ -2,9 +2,8 @@
 
 Outputs of converted norms are different from torch's in two ways. Zeros are tiny numbers (`inplace_abn.tags`). And they
 must not be written to, even where torch's activation keeps its input instead, and therefore allows it. A dispatch mode
-sees who reads and writes. In the watched step such code gets what it would get with torch: a reader gets the values
-without tags, and before a write backward gets a copy of its own. From the next generation of the guard on the layer is
-torch's.
+sees who reads and writes. In the watched step such code gets what it would get with torch: before it runs, backward gets
+a copy of its own, and the output loses its tags. From the next generation of the guard on the layer is torch's.
 
 At the end of the forward pass the watch finds out what the norms have saved.
 """
@@ -19,7 +18,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_map_only
 
@@ -33,6 +32,8 @@ _local = threading.local()
 _KINDS = (Tensor, nn.Parameter)
 _OWN = ("prim", "inplace_abn")
 """The namespaces of ops that are not looked at."""
+_CALCULATING = ("aten", "prims", "torchvision")
+"""The namespaces of ops that are known to tell zeros from tiny numbers only where `inplace_abn.tags` says so."""
 
 
 def _is_plain(t: Tensor) -> bool:
@@ -77,14 +78,16 @@ class Observer(NamedTuple):
         """The tensor by which backward is to know z; None if that is z itself.
 
         If the watch is blind, it is a copy, and z loses its tags. Otherwise it is an alias with a version of its own,
-        which becomes a copy before somebody writes to z.
+        which becomes a copy before somebody reads tags or writes to z.
         """
+        if not is_writable and not tags.sign_of(*activation):
+            return None
+        if not self.is_blind:
+            return z.data
         with _torch.BelowAutograd():
-            if self.is_blind and (is_writable or tags.sign_of(*activation)):
-                saved = z.clone()
-                z.copy_(untagged(z, *activation))
-                return saved
-        return z.data if is_writable and not self.is_blind else None
+            saved = z.clone()
+            z.copy_(untagged(z, *activation))
+        return saved
 
     def note(self, result: Result, x: Tensor, z: Tensor, residual: Tensor | None, saved: Tensor | None) -> None:
         """Tells the watch of a norm's result, and of the tensors of its call."""
@@ -153,11 +156,18 @@ class Watch(_torch.OwnMode):
         if not any(tags.storage_of(t) in self._references for t in tensors):
             return func(*args, **kwargs)
         op = tags.op_of(func, args, kwargs)
-        is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in _torch.schema_of(func).returns)
-        readings = {} if is_view else self._follower.readings(op)
+        is_view = func is not _BITS and any(
+            r.alias_info is not None and not r.alias_info.is_write for r in _torch.schema_of(func).returns
+        )
+        readings = {} if is_view else self._readings(func.namespace, op)
         for layer, reading in readings.items():
             _give_up(layer, f"its zeros are tiny numbers in training, and {reading}")
-        if not is_view and (readings or self._follower.keeps(op)) and not _compares_in_backward(func, op.name):
+        if readings or op.name in _READ_AGAIN:
+            for t in op.tensors:
+                if t.storage not in op.writes:
+                    self._release(t.storage)
+        elif not is_view and self._follower.keeps(op):
+            # What is made of z then has no tags, without a copy of z that lives until backward.
             args, kwargs = tree_map_only(Tensor, lambda t: self._clean(t, op.writes), (args, kwargs))
         for key in op.writes & self._results.keys():
             self._before_write(self._results.pop(key), op.name)
@@ -171,6 +181,13 @@ class Watch(_torch.OwnMode):
                     self._hold(t)
         return result
 
+    def _readings(self, namespace: str, op: tags.Op) -> dict[Any, str]:
+        """The layers whose tags the op notices, and how, in words."""
+        if namespace in _CALCULATING:
+            return self._follower.readings(op)
+        sources = [source for t in op.tensors for source in self._follower.tagged.get(t.storage, ())]
+        return dict.fromkeys(sources, f"{namespace}::{op.name} may tell them from zeros")
+
     def _clean(self, t: Tensor, writes: frozenset[int]) -> Tensor:
         """The tensor without tags, if it is a norm's result that the op does not write to."""
         key = tags.storage_of(t) if _is_plain(t) else -1
@@ -179,16 +196,26 @@ class Watch(_torch.OwnMode):
             return t
         return untagged(t, result.activation, result.param)
 
+    def _release(self, key: int) -> None:
+        """Takes the tags from a norm's result, whatever refers to it, after backward got a copy."""
+        result = self._results.get(key)
+        if result is not None and result.saved is not None and tags.sign_of(result.activation, result.param):
+            result.saved.data = result.saved.data.clone()
+            _untag(result)
+            del self._results[key]
+
     @staticmethod
     def _before_write(result: Result, op: str) -> None:
-        """Gives backward what it needs, and takes the tags from z, because they mean nothing in what will be there."""
+        """Gives backward what it needs, and takes the tags from z, because they mean nothing in what will be there.
+
+        Where torch does not allow the write either, backward raises its error.
+        """
         if result.is_writable:
             _give_up(result.layer, f"{op} writes to its output, which backward needs")
-        if result.saved is not None:
-            result.saved.data = result.saved.data.clone()
+            if result.saved is not None:
+                result.saved.data = result.saved.data.clone()
         if result.z is not None and tags.sign_of(result.activation, result.param):
-            z = result.z.detach()
-            z.copy_(untagged(z, result.activation, result.param))
+            _untag(result)
 
     def _follow_native(self, op: tags.Op, made: Iterable[Tensor]) -> None:
         """Follows a norm's output, done as torch does it, to its activation, and from there as a norm's result."""
@@ -236,10 +263,10 @@ class Watch(_torch.OwnMode):
         return sizes
 
 
-def _compares_in_backward(func: Any, name: str) -> bool:
-    """Whether backward looks for the result in the argument, which autograd has saved with its tags."""
-    whole = func._overloadname == "default" and name in ("max", "min", "median", "nanmedian")
-    return whole or name in ("amax", "amin", "aminmax")
+_BITS = torch.ops.aten.view.dtype
+"""The view of a tensor's bits in another dtype."""
+_READ_AGAIN = frozenset({"max", "min", "median", "nanmedian", "amax", "amin", "aminmax", "prod", "cumprod"})
+"""Ops whose backward looks for the result in the argument, or divides by the argument, as autograd has saved it."""
 
 
 _UNUSED = _torch.use_count(torch.empty(0))
@@ -256,6 +283,13 @@ def untagged(t: Tensor, activation: str, param: float) -> Tensor:
     return torch.where(native == 0, native, t, out=torch.empty_like(t))
 
 
+def _untag(result: Result) -> None:
+    """Writes zeros over the tags of z. Nobody notices a new version of z."""
+    assert result.z is not None
+    z = result.z.detach()
+    z.copy_(untagged(z, result.activation, result.param))
+
+
 def _give_up(layer: Any, why: str) -> None:
     """Makes the layer torch's from the next generation on."""
     if layer.__dict__.get("_given_up") is None:
@@ -269,33 +303,44 @@ class _Root:
     """When a model was watched."""
 
     def __init__(self) -> None:
-        self.watched_at, self.calls, self.interval = -1, 0, 0
+        self.watched_at, self.interval = -1, 0
+        self.calls: Counter[tuple[bool, bool]] = Counter()
+        """The watched calls of the generation, by training and evaluation, with and without gradients."""
 
-    def is_due(self) -> bool:
+    def is_due(self, kind: tuple[bool, bool]) -> bool:
         if self.watched_at == guard.generations.current:
-            return self.calls < guard.CALLS
+            return self.calls[kind] < guard.CALLS
         return self.watched_at <= guard.generations.changed_at or guard.has_passed(self.watched_at, self.interval)
 
 
 _roots: weakref.WeakKeyDictionary[nn.Module, _Root] = weakref.WeakKeyDictionary()
 
 
-def begin(model: nn.Module, _: Any) -> None:
-    """The hook before a converted model's forward pass. It begins to watch if the model is due."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+def begin(model: nn.Module, args: Any) -> None:
+    """The hook before a converted model's forward pass. It begins to watch if the model is due.
+
+    A pass without gradients is watched in training only: a checkpoint may repeat it with gradients.
+    """
+    if torch.compiler.is_compiling() or current() is not None:
+        return
+    kind = model.training, torch.is_grad_enabled()
+    if not any(kind) or torch.is_inference_mode_enabled() or any(isinstance(value, fx.Proxy) for value in args):
         return
     root = _roots.get(model)
     if root is None:
         root = _roots[model] = _Root()
-    if not root.is_due() or guard.is_paused() or current() is not None or _torch.is_watched() or _torch.in_backward():
+    if not root.is_due(kind) or guard.is_paused() or _torch.is_watched() or _torch.in_backward():
         return
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return
-    intervals = [m.guard_interval for m in model.modules() if isinstance(m, guard.Guarded) and m.guard_interval]
     if root.watched_at != guard.generations.current:
-        root.calls = 0
+        root.calls.clear()
+    intervals = [m.guard_interval for m in model.modules() if isinstance(m, guard.Guarded) and m.guard_interval]
     root.watched_at, root.interval = guard.generations.current, min(intervals, default=0)
-    root.calls += 1
+    root.calls[kind] += 1
+    for part in model.modules():
+        if part is not model:
+            unhook(part, begin_part, end_part)
     if intervals:
         _local.watch = Watch()
         _local.root = weakref.ref(model)
@@ -312,3 +357,33 @@ def end(model: nn.Module, output: Any) -> None:
     if modes and modes[-1] is watch:
         watch.__exit__(None, None, None)
     watch.finish(output)
+
+
+def begin_part(part: nn.Module, args: Any) -> None:
+    begin(part, args)
+
+
+def end_part(part: nn.Module, _: Any, output: Any) -> None:
+    end(part, output)
+
+
+def hook_parts(model: nn.Module) -> None:
+    """Adds hooks to the parts of a model that contain norms, in case that the model itself is never called.
+
+    The outermost part that is called is watched, and needs no hooks within it.
+    """
+    norms = [name for name, module in model.named_modules() if isinstance(module, guard.Guarded)]
+    parts = {name[:i] for name in norms for i, character in enumerate(name) if character == "."}
+    for name in sorted(parts):
+        part = model.get_submodule(name)
+        if end_part not in part._forward_hooks.values():
+            part.register_forward_pre_hook(begin_part)
+            part.register_forward_hook(end_part, always_call=True)
+
+
+def unhook(module: nn.Module, *functions: Any) -> None:
+    """Removes hooks around the module's forward pass."""
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key in [key for key, value in hooks.items() if value in functions]:
+            del hooks[key]
+            module._forward_hooks_always_called.pop(key, None)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from foreign_nets import BatchNormAct2d, conv, spread
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from training import check_training
 
 from inplace_abn import analyze, convert, report, verify
@@ -336,12 +337,56 @@ def test_a_tie_with_padding_is_broken_otherwise_only_while_a_bias_is_exactly_zer
 
 @pytest.mark.parametrize(
     "read",
-    [lambda h: h.amin((2, 3)), lambda h: torch.aminmax(h)[0], torch.min, torch.max, torch.median],
-    ids=["amin", "aminmax", "min", "max", "median"],
+    [lambda h: h.amin((2, 3)), lambda h: torch.aminmax(h)[0], torch.min, torch.max, torch.median, lambda h: h.prod(1)],
+    ids=["amin", "aminmax", "min", "max", "median", "prod"],
 )
 def test_gradients_of_the_smallest_values_are_torchs(read):
     """Backward looked for a zero among tags, found none, and divided by their number: all gradients were NaN."""
     trained_alike(read)
+
+
+@pytest.mark.parametrize(
+    "read", [lambda h, p: h**p, lambda h, p: h.clamp_min(0.0) ** p * (h == 0)], ids=["pow", "comparison behind"]
+)
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_readers_that_read_again_in_backward_get_zeros(is_checkpointed, read):
+    """Backward, or what a checkpoint repeats, saw the tags: the exponent's gradient was NaN in the first step."""
+
+    class Powers(Net):
+        def __init__(self):
+            super().__init__(
+                lambda h: checkpoint(self.power, h, use_reentrant=False) if is_checkpointed else self.power(h)
+            )
+            self.exponent = nn.Parameter(torch.full((4, 1, 1), 1.5))
+
+        def power(self, h):
+            return read(h, self.exponent)
+
+    (layer,) = report(check_training(spread(Powers()), images())).layers
+    assert not layer.in_place
+
+
+@torch.library.custom_op("inplace_abn_tests::is_zero", mutates_args=())
+def is_zero(h: torch.Tensor) -> torch.Tensor:
+    return (h == 0).to(h.dtype)
+
+
+OUT_OF_SIGHT = {
+    "op of another library": (lambda h: is_zero(h.detach()), "inplace_abn_tests::is_zero may tell them from zeros"),
+    "list": (lambda h: torch._foreach_sqrt([h.detach()])[0], "sqrt takes a root or logarithm"),
+    "sign of a list": (lambda h: torch._foreach_sign([h.detach(), h.detach()])[1], ZERO),
+    "bits": (lambda h: (h.detach().view(torch.int64) == 0).double(), "view reads their bits"),
+    "data": (lambda h: h.data.sign(), ZERO),
+}
+
+
+@pytest.mark.parametrize("name", OUT_OF_SIGHT)
+def test_ops_that_are_not_torchs_usual_ones_get_zeros(name):
+    """These read tags in silence."""
+    read, words = OUT_OF_SIGHT[name]
+    layer = trained_alike(read)
+    assert not layer.in_place
+    assert words in layer.why
 
 
 def test_more_micro_batches_than_are_watched_do_as_torch_once_a_reader_was_seen():

@@ -204,14 +204,88 @@ def test_nothing_watches_between_two_measured_steps(monkeypatch):
     assert set(seen) == {1, 0}
 
 
-def test_without_grad_and_in_evaluation_nothing_watches(monkeypatch):
+def test_where_no_backward_pass_can_follow_nothing_watches(monkeypatch):
     model = convert(net())
     monkeypatch.setattr(watch.Watch, "__torch_dispatch__", None)
-    with torch.no_grad():
-        model(images())
-        model.eval()(images())
     with torch.inference_mode():
         model(images())
+    with torch.no_grad():
+        model.eval()(images())
+
+
+class Called:
+    """Calls a model otherwise than by its name."""
+
+    def __init__(self, model, call):
+        self.model, self.call = model, call
+        self.parameters, self.named_parameters = model.parameters, model.named_parameters
+        self.named_buffers = model.named_buffers
+
+    def __call__(self, x):
+        return self.call(self.model, x)
+
+
+class System(nn.Module):
+    """As a LightningModule, which nobody calls by its name."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = net()
+
+    def training_step(self, x):
+        return self.net(x).square()
+
+
+def after_evaluations(model, x):
+    for _ in range(9):
+        model.eval()(x.detach()).sum().backward()
+    model.zero_grad()
+    return model.train()(x)
+
+
+CALLS = {
+    "method of the model": (System, System.training_step),
+    "part of the model": (System, lambda model, x: model.net(x)),
+    "parts of a part": (System, lambda model, x: model.net.last(model.net.second(model.net.first(x)))),
+    "whole in a checkpoint": (net, lambda model, x: checkpoint(model, x, use_reentrant=False)),
+    "whole in a reentrant checkpoint": (net, lambda model, x: checkpoint(model, x, use_reentrant=True)),
+    "evaluated nine times before": (net, after_evaluations),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_readers_and_writers_are_found_however_the_model_is_called(name):
+    """The first steps read tags: the watch began with a call of the converted model, and ended after eight."""
+    make, call = CALLS[name]
+    torch.manual_seed(0)
+    model = make().double().train()
+    converted = convert(copy.deepcopy(model))
+    errors = differences(trained(Called(converted, call), images()), trained(Called(model, call), images()))
+    assert max(errors.values()) < 1e-6, errors
+    for norm in converted.modules():
+        if isinstance(norm, nn.BatchNorm2d) and (norm.num_features, norm.note().follows) != (4, ""):
+            assert norm.note().in_place or READ in norm.note().why or WRITTEN in norm.note().why, norm
+    whys = " ".join(norm.note().why for norm in converted.modules() if isinstance(norm, nn.BatchNorm2d))
+    assert READ in whys
+    assert WRITTEN in whys
+
+
+def test_parts_have_hooks_only_until_what_is_called_is_known():
+    def hooked(model):
+        return [name for name, part in model.named_modules() if part._forward_pre_hooks]
+
+    model = System()
+    assert hooked(convert(model)) == ["", "net", "net.first", "net.second"]
+    model.net(images())
+    assert hooked(model) == ["", "net"]
+    assert hooked(revert(model)) == []
+    model = convert(System())
+    with torch.no_grad():
+        model.net.eval()(images())
+    assert hooked(model) == ["", "net", "net.first", "net.second"]
+    torch.fx.symbolic_trace(model.net.first)
+    convert(model)
+    assert hooked(model) == ["", "net", "net.first", "net.second"]
 
 
 def test_what_a_step_has_found_is_copied_pickled_and_reverted():
