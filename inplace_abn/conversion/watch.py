@@ -2,8 +2,8 @@
 
 Outputs of converted norms are different from torch's in two ways. Zeros are tiny numbers (`inplace_abn.tags`). And they
 must not be written to, even where torch's activation keeps its input instead, and therefore allows it. A dispatch mode
-sees who reads and writes. In the watched step such code gets what it would get with torch: before it runs, backward gets
-a copy of its own, and the output loses its tags. From the next generation of the guard on the layer is torch's.
+sees who reads and writes. In the watched step such code gets what it would get with torch: before it runs, backward
+gets a copy of its own, and the output loses its tags. From the next generation of the guard on the layer is torch's.
 
 At the end of the forward pass the watch finds out what the norms have saved.
 """
@@ -163,9 +163,8 @@ class Watch(_torch.OwnMode):
         for layer, reading in readings.items():
             _give_up(layer, f"its zeros are tiny numbers in training, and {reading}")
         if readings or op.name in _READ_AGAIN:
-            for t in op.tensors:
-                if t.storage not in op.writes:
-                    self._release(t.storage)
+            for key in {t.storage for t in op.tensors} - op.writes:
+                self._release(key)
         elif not is_view and self._follower.keeps(op):
             # What is made of z then has no tags, without a copy of z that lives until backward.
             args, kwargs = tree_map_only(Tensor, lambda t: self._clean(t, op.writes), (args, kwargs))
