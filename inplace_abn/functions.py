@@ -262,7 +262,8 @@ def _forward(
     data = x.detach()
     if keep_input:
         z = torch.empty_like(data)
-        return attached(x, z, operands, forward.written(data, z, operands, settings, True, statistics), settings)
+        values = forward.written(data, z, operands, settings, True, statistics)
+        return attached(x, nodes.Result(z), operands, values, settings)
     edge = _input_edge(x, settings)
     values = forward.written(data, data, operands, settings, True, statistics)
     return nodes.overwritten(x, operands, values, settings, edge)
@@ -270,11 +271,11 @@ def _forward(
 
 def _compiled(x: Tensor, operands: Operands, settings: Settings) -> Tensor:
     """The call for compilers: a norm and an activation, which `compiling.joint` fuses."""
-    weight, bias, residual, running_mean, running_var, momentum = operands
+    weight, residual = operands.weight, operands.residual
     param, eps = batch_norm.constant(settings.activation_param), batch_norm.constant(settings.eps)
     scale = None if weight is None else reference.gamma(weight, eps, settings.signed_weight)
     trusted = trust.in_place(settings.activation, param)
-    y = batch_norm.normalised(x, scale, bias, running_mean, running_var, settings.training, momentum, eps, trusted)
+    y = batch_norm.normalised(x, operands._replace(weight=scale), settings.training, eps, trusted)
     return activate(y if residual is None else y + residual, settings.activation, param)
 
 
@@ -301,38 +302,28 @@ def _check(x: Tensor, operands: Operands, training: bool, requires_grad: bool, k
         checks.check_overwritable(x, requires_grad)
 
 
-def attached(
-    x: Tensor,
-    z: Tensor,
-    operands: Operands,
-    values: Values,
-    settings: Settings,
-    stand_in: Tensor | None = None,
-    saved: Tensor | None = None,
-) -> Tensor:
+def attached(x: Tensor, result: nodes.Result, operands: Operands, values: Values, settings: Settings) -> Tensor:
     """Makes a node for z, which `forward.written` wrote with these settings, as a function of x. Returns z.
 
     Args:
         x: of z's shape. It may have been overwritten since.
-        z: a tensor without graph.
+        result: z, which has no graph.
         values: what `forward.written` returned.
-        stand_in: a tensor that stands for z and gets the same place in the graph.
-        saved: a tensor without graph by which backward knows z, if z itself may be written to.
     """
-    if _node is not None and settings.group is None and saved is None:
+    if _node is not None and settings.group is None and result.saved is None:
         found: Tensor | None = _node.attached(
             x,
-            z,
+            result.z,
             *operands.of_graph(),
             *values,
             settings.training,
             *settings.arithmetic(),
             settings.per_instance,
-            stand_in,
+            result.stand_in,
         )
         if found is not None:
             return found
-    return nodes.attached(x, z, operands, values, settings, _input_edge(x, settings), stand_in, saved)
+    return nodes.attached(x, result, operands, values, settings, _input_edge(x, settings))
 
 
 def _out_of_place(x: Tensor, operands: Operands, settings: Settings) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from inplace_abn.activations import activation_backward, exactly
+from inplace_abn.settings import Operands, Settings
 
 
 def per_channel(t: Tensor, like: Tensor) -> Tensor:
@@ -96,36 +97,28 @@ def forward(
 
 
 def backward(
-    x: Tensor,
-    dz: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor | None = None,
-    var: Tensor | None = None,
-    eps: float = 1e-5,
-    activation: str = "leaky_relu",
-    activation_param: float = 0.01,
-    signed_weight: bool = False,
-    residual: Tensor | None = None,
+    x: Tensor, dz: Tensor, operands: Operands, settings: Settings, frozen: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dx, dweight, dbias, dresidual), by the formulas, so that autograd can differentiate them once more.
 
-    Without ``mean`` and ``var`` the statistics are computed from x (training). If both are given, they are constants
-    (evaluation).
+    The statistics are computed from x (training), unless ``frozen``, mean and var, is given (evaluation).
     """
-    frozen = mean is not None and var is not None
-    if mean is None or var is None:
+    weight, bias, residual = operands.of_graph()
+    if frozen is None:
         mean = channel_mean(x)
         var = channel_mean((x - per_channel(mean, x)).square())
-    inv_std = torch.rsqrt(var + eps)
-    scale = torch.ones_like(inv_std) if weight is None else gamma(weight, eps, signed_weight)
+    else:
+        mean, var = frozen
+    inv_std = torch.rsqrt(var + settings.eps)
+    scale = torch.ones_like(inv_std) if weight is None else gamma(weight, settings.eps, settings.signed_weight)
     xhat = (x - per_channel(mean, x)) * per_channel(inv_std, x)
-    dy = activation_backward(scaled(xhat, scale, bias, residual), dz, activation, activation_param)
+    y = scaled(xhat, scale, bias, residual)
+    dy = activation_backward(y, dz, settings.activation, settings.activation_param)
     dx = dy
-    if not frozen:
+    if frozen is None:
         dx = dy - per_channel(channel_mean(dy), x) - xhat * per_channel(channel_mean(xhat * dy), x)
     dx = dx * per_channel(scale * inv_std, x)
     dweight = channel_sum(xhat * dy)
-    if weight is not None and not signed_weight:
+    if weight is not None and not settings.signed_weight:
         dweight = torch.where(weight < 0, -dweight, dweight)
     return dx, dweight, channel_sum(dy), dy

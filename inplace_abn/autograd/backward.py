@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from inplace_abn import _torch, distributed, reference
 from inplace_abn.kernels import ops
-from inplace_abn.settings import Settings
+from inplace_abn.settings import Operands, Settings
 
 
 class Saved(NamedTuple):
@@ -234,19 +234,9 @@ def differentiable(saved: Saved, dz: Tensor, edges: Edges, settings: Settings) -
     if edges.x is not None:
         x = folded(_WithEdge.apply(edges.x, x.view(shape)))
     weight, bias = placed(weight, edges.weight), placed(bias, edges.bias)
-    dx, dweight, dbias, dresidual = reference.backward(
-        x,
-        dz,
-        weight,
-        bias,
-        mean=None if settings.training else torch.zeros_like(var),
-        var=None if settings.training else var,
-        eps=settings.eps,
-        activation=settings.activation,
-        activation_param=settings.activation_param,
-        signed_weight=settings.signed_weight,
-        residual=residual,
-    )
+    frozen = None if settings.training else (torch.zeros_like(var), var)
+    operands = Operands(weight, bias, residual)
+    dx, dweight, dbias, dresidual = reference.backward(x, dz, operands, settings, frozen)
     return Gradients(
         dx.reshape(shape),
         None if weight is None else dweight,

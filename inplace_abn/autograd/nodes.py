@@ -6,7 +6,7 @@ The op runs before its node is made, so that an op that fails leaves no trace in
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -118,31 +118,34 @@ def _checksum(saved: Saved) -> Tensor:
     return torch.cat(sums)
 
 
+class Result(NamedTuple):
+    """A call's result, and what else belongs to it if the result is not in x's memory."""
+
+    z: Tensor
+    stand_in: Tensor | None = None
+    """A tensor that stands for z and gets the same place in the graph."""
+    saved: Tensor | None = None
+    """What the node saves instead of z: a copy of z, or an alias that becomes a copy before somebody writes to z."""
+
+
 class _Call:
     """What autograd may not see of a call. The node keeps parts of it only: it would otherwise hold its own output."""
 
     def __init__(
-        self,
-        z: Tensor,
-        operands: Operands,
-        values: Values,
-        settings: Settings,
-        edge: Tensor | None,
-        written: Tensor | None = None,
-        stand_in: Tensor | None = None,
-        saved: Tensor | None = None,
+        self, result: Result, overwrites: bool, operands: Operands, values: Values, settings: Settings, edge: Any
     ) -> None:
         weight, bias, residual = operands.of_graph()
-        self.settings, self.written, self.stand_in, self.saved = settings, written, stand_in, saved
+        z, self.stand_in, self.saved = result
+        self.settings, self.written = settings, None if overwrites else z
         # Parameters that stand for themselves are saved with their places in the graph.
         self.copies = None if values.weight is weight and values.bias is bias else values[:2]
         self.edges = Edges(edge, parameter_edge(weight, values.weight), parameter_edge(bias, values.bias))
         hooks = _torch.top_saved_tensors_hooks(True)
         self.hooked: _Hooked | _Aliased | None = None
         if hooks is not None:
-            self.hooked = _Hooked(values.saved(z if saved is None else saved, residual), hooks)
-        elif saved is not None and saved.data_ptr() == z.data_ptr():
-            self.hooked = _Aliased(z, saved)
+            self.hooked = _Hooked(values.saved(z if self.saved is None else self.saved, residual), hooks)
+        elif self.saved is not None and self.saved.data_ptr() == z.data_ptr():
+            self.hooked = _Aliased(z, self.saved)
 
 
 class InPlaceABNFunction(torch.autograd.Function):
@@ -266,7 +269,7 @@ class TracedABNFunction(torch.autograd.Function):
 
 def overwritten(x: Tensor, operands: Operands, values: Values, settings: Settings, edge: Tensor | None) -> Tensor:
     """Makes the node of z for x, which the op has already overwritten. Returns x."""
-    call = _Call(x, operands, values, settings, edge)
+    call = _Call(Result(x), True, operands, values, settings, edge)
     if _torch.transforms_active():
         # Transforms wrap the edge at each of their levels, so it must be a visible input.
         z: Tensor = InPlaceABNFunction.apply(x, *operands.of_graph(), values.var, edge, call)
@@ -278,25 +281,14 @@ def overwritten(x: Tensor, operands: Operands, values: Values, settings: Setting
 
 
 def attached(
-    x: Tensor,
-    z: Tensor,
-    operands: Operands,
-    values: Values,
-    settings: Settings,
-    edge: Tensor | None,
-    stand_in: Tensor | None,
-    saved: Tensor | None,
+    x: Tensor, result: Result, operands: Operands, values: Values, settings: Settings, edge: Tensor | None
 ) -> Tensor:
-    """Makes a node for z, which is already written, as a function of x. Only x's place in the graph is read.
-
-    ``stand_in`` becomes a second output of the node. ``saved`` is what the node saves instead of z: a copy of z, or an
-    alias that becomes a copy before somebody writes to z.
-    """
-    call = _Call(z, operands, values, settings, edge, z, stand_in, saved)
-    result = _apply(x, *operands.of_graph(), values.var, None, call)
-    z = result if stand_in is None else result[0]
+    """Makes a node for z, which is already written, as a function of x. Only x's place in the graph is read."""
+    call = _Call(result, False, operands, values, settings, edge)
+    outputs = _apply(x, *operands.of_graph(), values.var, None, call)
     if call.hooked is not None:
         call.hooked.start()
+    z: Tensor = outputs if result.stand_in is None else outputs[0]
     return z
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from inplace_abn import _torch
 from inplace_abn.compiling.inverses import tagged
 from inplace_abn.reference import channel_sum, per_channel
+from inplace_abn.settings import Operands
 
 _library = torch.library.Library("inplace_abn", "FRAGMENT")
 _SETTINGS = "Tensor mean, Tensor var, Tensor? weight, Tensor? bias, float eps, bool training, str trusted"
@@ -88,16 +89,9 @@ def plain_norm(
 
 
 def plain_norm_backward(
-    dy: Tensor,
-    x: Tensor,
-    mean: Tensor,
-    var: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    training: bool,
-    trusted: str,
+    dy: Tensor, x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, *settings: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
+    eps, training, _ = settings
     xhat = affine(x, mean, var, None, None, eps, None)
     return gradients(dy, xhat, var, weight, eps, training)
 
@@ -127,13 +121,12 @@ for _name, _op in _ops.items():
 torch.library.register_autograd("inplace_abn::norm", _backward, setup_context=_setup_context, lib=_library)
 
 
-def statistics(
-    x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, momentum: float | Tensor, training: bool
-) -> tuple[Tensor, Tensor]:
+def _statistics(x: Tensor, operands: Operands, training: bool) -> tuple[Tensor, Tensor]:
     """Mean and biased variance of each channel.
 
     In training they are those of the batch, and the running ones are updated.
     """
+    running_mean, running_var, momentum = operands.running_mean, operands.running_var, operands.momentum
     if not training:
         assert running_mean is not None
         assert running_var is not None
@@ -164,25 +157,13 @@ def constant(value: float) -> float:
     return numerator / denominator
 
 
-def normalised(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    momentum: float | Tensor,
-    eps: float,
-    trusted: str,
-) -> Tensor:
-    """torch's batch norm, which `compiling.joint` can fuse with what follows.
+def normalised(x: Tensor, operands: Operands, training: bool, eps: float, trusted: str) -> Tensor:
+    """torch's batch norm, which `compiling.joint` can fuse with what follows. The scale is the weight itself.
 
     Args:
         trusted: the activations whose z is trusted for recovering x, as `activation_key` names them, with spaces in
             between.
-
-    The other arguments are those of `inplace_abn.functions.inplace_abn`. The scale is the weight itself.
     """
-    mean, var = statistics(x, running_mean, running_var, momentum, training)
-    y: Tensor = NORM(x, mean, var, weight, bias, eps, training, trusted)
+    mean, var = _statistics(x, operands, training)
+    y: Tensor = NORM(x, mean, var, operands.weight, operands.bias, eps, training, trusted)
     return y

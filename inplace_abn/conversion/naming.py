@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from inplace_abn import _torch, functions
+from inplace_abn.autograd import nodes
 from inplace_abn.conversion import watch
 from inplace_abn.conversion.waiting import IDENTITY, NormCall, PendingState
 from inplace_abn.settings import Operands
@@ -64,8 +65,9 @@ def attached(
     observer = norm.module.observer()
     writable = watch.is_writable(activation[0], in_place)
     saved = None if observer is None else observer.saved(memory, activation, writable)
-    operands = Operands(norm.weight, norm.bias, residual)
-    z = functions.attached(norm.x, memory, operands, norm.values, settings, stand_in, saved)
+    operands = Operands(norm.operands.weight, norm.operands.bias, residual)
+    result = nodes.Result(memory, stand_in, saved)
+    z = functions.attached(norm.x, result, operands, norm.values, settings)
     state.memory = None
     if observer is not None:
         observer.note(watch.Result(norm.module, *activation, writable, is_residual), norm.x, z, residual, saved)

@@ -137,7 +137,9 @@ class InPlaceNorm(guard.Guarded):
         elif not training:
             mean = module.running_mean.clone()
         values = forward.written(data, memory, operands, settings.activating(applied), True, statistics)
-        norm = NormCall(self, x, operands.weight, operands.bias, mean, values, settings, observation, look)
+        if observation is not None:
+            look = look._replace(observation=observation)
+        norm = NormCall(self, x, operands, mean, values, settings, look)
         y = pending(norm, memory, None, applied)
         if settings.per_instance:
             # As in torch, after x was saved, where a checkpoint's recomputation may end.
@@ -160,9 +162,7 @@ class InPlaceNorm(guard.Guarded):
         training = measuring.uses_own_statistics(module)
         if training:
             checks.check_count(x)
-        weight, bias, _, running_mean, running_var, momentum = _operands(module)
-        what = (training, momentum, batch_norm.constant(module.eps), trusted)
-        return batch_norm.normalised(x, weight, bias, running_mean, running_var, *what)
+        return batch_norm.normalised(x, _operands(module), training, batch_norm.constant(module.eps), trusted)
 
     # This is a method, because the compiler of torch 2.11 does not pass a module to a function.
     @_torch.read_while_tracing

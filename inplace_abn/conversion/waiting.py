@@ -16,10 +16,9 @@ from inplace_abn import _torch, guard
 from inplace_abn.activations import ACTIVATIONS, take_back
 from inplace_abn.autograd.backward import Values
 from inplace_abn.autograd.kept import KeptABNFunction
-from inplace_abn.guard.measuring import Observation
 from inplace_abn.guard.modes import Decision
 from inplace_abn.kernels import ops
-from inplace_abn.settings import Settings
+from inplace_abn.settings import Operands, Settings
 
 IDENTITY = ("identity", 0.0)
 
@@ -46,21 +45,19 @@ class NormCall:
         self,
         module: Any,
         x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
+        operands: Operands,
         mean: Tensor | None,
         values: Values,
         settings: Settings,
-        observation: Observation | None,
         look: guard.Look,
     ) -> None:
-        self.module, self.weight, self.bias = module, weight, bias
+        self.module, self.x, self.look = module, x, look
+        # Only parameters are kept. The statistics of the call are the mean and the variance among the values.
+        self.operands = Operands(operands.weight, operands.bias)
         self.mean, self.values, self.settings = mean, values, settings
-        self.observation, self.look = observation, look
-        self.x = x
         self._edge = (x.requires_grad, x.grad_fn, x.output_nr)
         self._content = x._version, x.data_ptr()
-        self._versions = _versions(weight, bias)
+        self._versions = _versions(*operands.of_graph())
         self._hooks = _torch.top_saved_tensors_hooks(True)
         self.trusted = True
 
@@ -73,7 +70,10 @@ class NormCall:
 
         Checkpoints are saved-tensor hooks that count what is saved. One may have begun or ended in between.
         """
-        if _versions(self.weight, self.bias) != self._versions or _torch.top_saved_tensors_hooks(True) != self._hooks:
+        if (
+            _versions(*self.operands.of_graph()) != self._versions
+            or _torch.top_saved_tensors_hooks(True) != self._hooks
+        ):
             return False
         x = self.x
         requires_grad, node, number = self._edge
@@ -84,7 +84,7 @@ class NormCall:
         if (self.x._version, self.x.data_ptr()) != self._content:
             return "the norm's input was modified since"
         # Sharded parameters are freed after the forward pass of their unit.
-        versions = _versions(self.weight, self.bias)
+        versions = _versions(*self.operands.of_graph())
         if any(now[:2] != then[:2] for now, then in zip(versions, self._versions, strict=True)):
             return "the norm's parameters were modified or freed since"
         return ""
@@ -94,7 +94,8 @@ class NormCall:
         why = self.why_gone()
         if why:
             raise RuntimeError(_GONE.format(name=self.name, why=why))
-        return native(self.x, self.weight, self.bias, self.mean, self.values.var, self.settings)
+        weight, bias, _ = self.operands.of_graph()
+        return native(self.x, weight, bias, self.mean, self.values.var, self.settings)
 
     def is_trusted(self, activation: tuple[str, float], residual: Tensor | None) -> bool:
         """Whether the guard lets the node keep z instead of x, given what follows.
@@ -103,13 +104,14 @@ class NormCall:
         not with what follows, this call is torch's. Its measurement, or one in the next generation, then decides for
         later calls.
         """
-        observation, self.observation = self.observation, None
-        look, consumer = self.look, (*activation, residual is not None)
+        observation, consumer = self.look.observation, (*activation, residual is not None)
+        look = self.look
         if observation is not None and look.mode is not None:
+            self.look = look._replace(observation=None)
             guard.take(self.module, observation.figures(*activation, residual), look)
             if look.mode.learn(consumer, look.decisive):
                 guard.generations.changed_at = guard.generations.current
-            look = self.look = look._replace(decision=look.mode.decisions[-1])
+            look = self.look = self.look._replace(decision=look.mode.decisions[-1])
         self.trusted = look.trusted
         if not self.trusted or is_known(look.decision, consumer):
             return self.trusted
@@ -128,7 +130,7 @@ class NormCall:
             self.look.mode.seen.add(what)
         if what == ("plain",):
             # Nothing is measured, so the next call is.
-            self.observation = None
+            self.look = self.look._replace(observation=None)
 
 
 def is_known(decision: Decision, consumer: tuple[str, float, bool]) -> bool:

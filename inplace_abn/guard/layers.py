@@ -61,6 +61,8 @@ class Look(NamedTuple):
     """Whether the call is measured."""
     decisive: bool = False
     """Whether that measurement may change the mode in the same call."""
+    observation: Any = None
+    """What `measuring.observe` returned, as long as it is not known what follows."""
 
     @property
     def trusted(self) -> bool:
