@@ -1,9 +1,10 @@
-"""Builds two libraries; see pyproject.toml for everything else.
+"""Builds the libraries; see pyproject.toml for everything else.
 
 ``inplace_abn/_kernels.so`` holds the ops. It is built against torch's stable ABI, so that one build serves torch 2.11
 and later and every Python. torch loads it. ``inplace_abn._node`` is the graph node in C++. It works with the torch and
 the Python that it was built with only. It is optional: if it does not compile, the build says so in one line and goes
-on.
+on. With ``INPLACE_ABN_NODE_HEADERS``, the include folders of some releases of torch, the build makes instead a library
+``inplace_abn/_node_MAJOR_MINOR.so`` for each of them, which serves every Python.
 
 ``INPLACE_ABN_FORCE_CPU=1`` leaves CUDA out. ``INPLACE_ABN_FORCE_CUDA=1`` insists on it, for instance to cross-compile
 on a machine without a GPU. ``INPLACE_ABN_NODE=0`` leaves the node out. ``INPLACE_ABN_PORTABLE=1`` makes kernels that
@@ -14,6 +15,7 @@ need no newer C and C++ runtimes than those of manylinux_2_28. ``TORCH_CUDA_ARCH
 import contextlib
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -75,12 +77,14 @@ def relative(pattern: str) -> list[str]:
 
 cuda, reason = want_cuda()
 portable = os.environ.get("INPLACE_ABN_PORTABLE") == "1"
-with_node = os.environ.get("INPLACE_ABN_NODE") != "0"
+headers = [Path(path) for path in os.environ.get("INPLACE_ABN_NODE_HEADERS", "").split(os.pathsep) if path]
+with_module = os.environ.get("INPLACE_ABN_NODE") != "0" and not headers
 archs = os.environ.get("TORCH_CUDA_ARCH_LIST", "those of the visible GPUs") if cuda else "none"
 print(f"inplace_abn: building for {'CPU and CUDA' if cuda else 'CPU'} ({reason})")
 print(f"inplace_abn: torch {torch.__version__}, CUDA archs: {archs}")
 print(f"inplace_abn: kernels for {'manylinux_2_28' if portable else 'the runtimes of this machine'}")
-print(f"inplace_abn: {'with the C++ node if it compiles' if with_node else 'no C++ node (INPLACE_ABN_NODE=0)'}")
+nodes_told = f"C++ nodes for {len(headers)} releases of torch" if headers else "no C++ node (INPLACE_ABN_NODE=0)"
+print(f"inplace_abn: {'with the C++ node if it compiles' if with_module else nodes_told}")
 
 # What takes longest comes first: ninja starts in this order, and a long compilation that starts last runs alone.
 kernel_sources = relative("src/kernels/cpu/*.cpp") + relative("src/kernels/*.cpp")
@@ -95,27 +99,50 @@ if cuda:
     # itself, and brings libtorch_cuda where there is one.
     libraries += ["cudart_static", "dl", "pthread", "rt"]
     link_flags += ["-Wl,--no-as-needed", "-ltorch", "-Wl,--as-needed", "-Wl,--exclude-libs,ALL"]
-if portable:
-    kernel_sources += relative("src/portable/*.cpp")
-    link_flags += [f"-Wl,--version-script={ROOT / 'src/portable/exports.map'}"]
+portable_sources = relative("src/portable/*.cpp") if portable else []
+portable_flags = [f"-Wl,--version-script={ROOT / 'src/portable/exports.map'}"] if portable else []
 kernels = Extension(
     "inplace_abn._kernels",
-    sources=kernel_sources,
+    sources=kernel_sources + portable_sources,
     include_dirs=[str(ROOT / "include"), *cpp_extension.include_paths("cuda" if cuda else "cpu")],
     library_dirs=cpp_extension.library_paths("cuda" if cuda else "cpu"),
     libraries=libraries,
-    extra_link_args=link_flags,
+    extra_link_args=link_flags + portable_flags,
     depends=relative("include/inplace_abn/*.h") + relative("src/kernels/**/*.h") + relative("src/kernels/cuda/*.cuh"),
     define_macros=macros,
     extra_compile_args={"cxx": CPU_FLAGS, "nvcc": nvcc_flags},
     language="c++",
 )
+NODE_FLAGS = ["-std=c++20", "-O2", "-fvisibility=hidden", "-Wall", "-g0"]
 node = cpp_extension.CppExtension(
     "inplace_abn._node",
-    sources=relative("src/node/*.cpp"),
-    extra_compile_args=["-std=c++20", "-O2", "-fvisibility=hidden", "-Wall", "-g0"],
+    sources=["src/node/bindings.cpp", "src/node/node.cpp"],
+    depends=["src/node/node.h"],
+    extra_compile_args=NODE_FLAGS,
     optional=True,
 )
+STUBS = ROOT / "build" / "stubs"
+"""Libraries with nothing but the names of torch's, which nodes are linked with: headers come without libraries."""
+
+
+def node_of(include: Path) -> Extension:
+    """The node for the torch whose headers are in the folder ``include``."""
+    version = (include / "torch/headeronly/version.h").read_text()
+    release = re.findall(r"#define TORCH_VERSION_(?:MAJOR|MINOR) (\d+)", version)
+    return Extension(
+        f"inplace_abn._node_{'_'.join(release)}",
+        sources=["src/node/ops.cpp", "src/node/node.cpp", *portable_sources],
+        depends=["src/node/node.h"],
+        include_dirs=[str(include), str(include / "torch/csrc/api/include")],
+        library_dirs=[str(STUBS)],
+        libraries=["stdc++"],
+        extra_link_args=[*portable_flags, "-Wl,--no-as-needed", "-ltorch_cpu", "-lc10"],
+        extra_compile_args=NODE_FLAGS,
+        language="c++",
+    )
+
+
+nodes = [node] if with_module else [node_of(include) for include in headers]
 
 
 @contextlib.contextmanager
@@ -137,6 +164,13 @@ def output_to(path: Path) -> Iterator[None]:
                 os.close(descriptor)
 
 
+def make_stubs() -> None:
+    STUBS.mkdir(parents=True, exist_ok=True)
+    for name in ("libtorch_cpu.so", "libc10.so"):
+        command = [*cpp_extension.get_cxx_compiler().split(), "-shared", f"-Wl,-soname,{name}", "-x", "c++", os.devnull]
+        subprocess.run([*command, "-o", str(STUBS / name)], check=True)
+
+
 class Build(cpp_extension.BuildExtension):
     def finalize_options(self) -> None:
         """Keeps objects in the source tree, so that a build finds those of the build before."""
@@ -147,7 +181,7 @@ class Build(cpp_extension.BuildExtension):
         """The file name. That of the kernels has no tag of a Python ABI, because they do not use Python."""
         name = Path(super().get_ext_filename(ext_name))
         plain = name.with_name(name.name.split(".", 1)[0] + name.suffix)
-        return str(plain if plain.stem == "_kernels" else name)
+        return str(name if plain.stem == "_node" else plain)
 
     def build_extension(self, ext: Extension) -> None:
         # Each extension has a folder. In a shared folder ninja would forget what another build file made, and make it
@@ -162,6 +196,8 @@ class Build(cpp_extension.BuildExtension):
 
     def _build_in_own_folder(self, ext: Extension) -> None:
         if not ext.optional:
+            if str(STUBS) in ext.library_dirs:
+                make_stubs()
             return super().build_extension(ext)
         Path(self.build_temp).mkdir(parents=True, exist_ok=True)
         log = Path(self.build_temp) / f"{ext.name}.log"
@@ -179,9 +215,9 @@ class Build(cpp_extension.BuildExtension):
 
 class Wheel(bdist_wheel):
     def get_tag(self) -> tuple[str, str, str]:
-        """The wheel's tag. A wheel without the node is for any Python."""
+        """The wheel's tag. A wheel without the module is for any Python."""
         *python, system = super().get_tag()
-        return (*(python if with_node else ("py3", "none")), system)
+        return (*(python if with_module else ("py3", "none")), system)
 
 
-setup(ext_modules=[kernels, node] if with_node else [kernels], cmdclass={"build_ext": Build, "bdist_wheel": Wheel})
+setup(ext_modules=[kernels, *nodes], cmdclass={"build_ext": Build, "bdist_wheel": Wheel})

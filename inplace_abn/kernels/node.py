@@ -1,37 +1,81 @@
 """The optional graph node in C++. It does the same as the node in Python, in less time per call.
 
-``INPLACE_ABN_NODE=0`` in the environment turns it off.
+A build from source makes the module ``_node`` for its own torch and Python. The wheel has a library of torch ops for
+each release of torch, which serves every Python. ``INPLACE_ABN_NODE=0`` in the environment turns the node off.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import logging
 import os
-from types import ModuleType
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+
+_FOLDER = Path(__file__).parents[1]
+_MODULE = "inplace_abn._node"
+
+Counts = tuple[int, int]
+"""References to a gradient that Python has seen, from Python and from C++."""
+
+
+class Node(NamedTuple):
+    """The functions of the node."""
+
+    inplace_abn: Callable[..., Any]
+    """`functions.local`. Returns None, and does nothing, if the call needs Python. It does not check whether the op
+    that made ``x`` needs its result."""
+    attached: Callable[..., Any]
+    """`functions.attached`. Returns None, and does nothing, if the call needs Python."""
+    set_sole_holders: Callable[[Counts | None, int | None], None]
+    """Sets the counts at which backward is the only holder of a gradient, and of a saved output's storage. Until they
+    are set, no graph is built."""
+    last_counts: Callable[[], tuple[Counts | None, int | None]]
+    """The counts that the calling thread's last backward saw; None for a gradient that only the engine refers to."""
+
+
+def load() -> Node | None:
+    """The node; None if there is none for this torch, which is logged."""
+    if os.environ.get("INPLACE_ABN_NODE") == "0":
+        return None
+    try:
+        return _of_source() if importlib.util.find_spec(_MODULE) is not None else _of_wheel()
+    except (ImportError, OSError) as error:
+        logging.getLogger("inplace_abn").info(
+            "graph nodes are made in Python: the C++ node cannot be loaded (%s)", error
+        )
+        return None
 
 
 def _release(version: str) -> list[str]:
     return version.split("+")[0].split(".")[:2]
 
 
-def load() -> ModuleType | None:
-    """The compiled module; None if there is none for this torch, which is logged."""
-    if os.environ.get("INPLACE_ABN_NODE") == "0":
-        return None
-    logger = logging.getLogger("inplace_abn")
-    try:
-        _node = importlib.import_module("inplace_abn._node")
-    except ImportError as error:
-        logger.info("graph nodes are made in Python: the C++ node cannot be loaded (%s)", error)
-        return None
-    if _release(_node.torch_version) != _release(torch.__version__):
-        logger.info(
-            "graph nodes are made in Python: the C++ node was built for torch %s, this is %s",
-            _node.torch_version,
-            torch.__version__,
-        )
-        return None
-    return _node
+def _of_source() -> Node:
+    module = importlib.import_module(_MODULE)
+    # Another release's node would load, and then do anything.
+    if _release(module.torch_version) != _release(torch.__version__):
+        raise ImportError(f"it was built for torch {module.torch_version}, this is {torch.__version__}")
+    return Node(module.inplace_abn, module.attached, module.set_sole_holders, module.last_counts)
+
+
+def _of_wheel() -> Node:
+    library = _FOLDER / f"_node_{'_'.join(_release(torch.__version__))}.so"
+    if not library.exists():
+        there = [".".join(path.stem.split("_")[2:]) for path in sorted(_FOLDER.glob("_node_*.so"))]
+        raise ImportError(f"there is none for torch {torch.__version__}, but for {', '.join(there) or 'no other'}")
+    torch.ops.load_library(str(library))
+    ops = torch.ops.inplace_abn_node
+
+    def set_sole_holders(gradient: Counts | None, output: int | None) -> None:
+        ops.set_sole_holders(list(gradient or ()), output)
+
+    def last_counts() -> tuple[Counts | None, int | None]:
+        gradient, output = ops.last_counts()
+        return (gradient[0], gradient[1]) if gradient else None, output
+
+    return Node(ops.inplace_abn.default, ops.attached.default, set_sole_holders, last_counts)

@@ -1,25 +1,27 @@
-// The Python module _node: the graph node of the local in-place op in C++. It does what inplace_abn/functions.py does
-// in eager mode, by the same rules, in less time per call; without it functions.py does everything.
+// The graph node of the local in-place op in C++. It does what inplace_abn/functions.py does in eager mode, by the same
+// rules, in less time per call; without it functions.py does everything.
+//
+// It is made of libtorch alone, without Python, so that one library serves every Python. libtorch's C++ interface has
+// no stable ABI, so there is one library for each release of torch. ops.cpp makes torch ops of these functions.
+
+#include "node.h"
 
 #include <ATen/SavedTensorHooks.h>
 #include <ATen/TracerMode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/PyInterpreter.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/graph_task.h>
-#include <torch/csrc/autograd/python_variable.h>
-#include <torch/extension.h>
-#include <torch/version.h>
 
-#include <cstdint>
 #include <initializer_list>
-#include <optional>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -28,8 +30,6 @@
 namespace inplace_abn {
 namespace {
 
-using at::Tensor;
-using OptTensor = std::optional<Tensor>;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
@@ -60,15 +60,11 @@ void bump_version(const OptTensor& t) {
   if (t.has_value() && t->defined() && !t->is_inference()) t->unsafeGetTensorImpl()->bump_version();
 }
 
-// The references to a gradient: from Python, including the one that is made to count them; from C++ before that one is
-// made; and from C++ after, when there is one more if no Python object existed before.
-using Counts = std::tuple<int64_t, int64_t, int64_t>;
-
 // The counts at which backward is the only holder of a gradient that Python has seen, and of a saved output's storage.
 // Until they are known, neither is reused.
-std::optional<Counts> sole_gradient;
-std::optional<int64_t> sole_output;
-thread_local std::pair<std::optional<Counts>, int64_t> counted;
+bool is_calibrated = false;
+Holders sole;
+thread_local Holders counted;
 
 // The dispatch keys of tensors that stand for others.
 constexpr c10::DispatchKeySet opaque{
@@ -84,22 +80,24 @@ bool has_one_owner(const Tensor& t) {
 }
 
 bool owns_gradient(const Tensor& dz) {
-  counted.first = std::nullopt;
+  counted.gradient = std::nullopt;
   if (!has_one_owner(dz) || dz.storage().use_count() != 1) return false;
   // The list that the engine hands over holds one reference. Another node's input, a consumer's saved tensor, and the
   // object of a Python variable would each hold another.
-  const auto before = static_cast<int64_t>(dz.use_count());
-  if (before == 1) return true;
-  const pybind11::gil_scoped_acquire gil;
-  const auto object = pybind11::reinterpret_steal<pybind11::object>(THPVariable_Wrap(dz));
-  counted.first = Counts{object.ref_count(), before, static_cast<int64_t>(dz.use_count())};
-  return counted.first == sole_gradient;
+  const auto from_cpp = static_cast<int64_t>(dz.use_count());
+  if (from_cpp == 1) return true;
+  // Without a Python object it is C++ that holds it.
+  PyObject* const object = dz.unsafeGetTensorImpl()->pyobj_slot()->load_pyobj();
+  const auto* const interpreter = c10::impl::getGlobalPyInterpreter();
+  if (object == nullptr || interpreter == nullptr) return false;
+  counted.gradient = {static_cast<int64_t>((*interpreter)->refcnt(object)), from_cpp};
+  return counted.gradient == sole.gradient;
 }
 
 // Unpacking made a tensor of its own, so it is the storage that others could hold.
 bool owns_output(const Tensor& z) {
-  counted.second = static_cast<int64_t>(z.storage().use_count());
-  return has_one_owner(z) && counted.second == sole_output && !torch::autograd::get_current_graph_task_keep_graph();
+  counted.output = static_cast<int64_t>(z.storage().use_count());
+  return has_one_owner(z) && counted.output == sole.output && !torch::autograd::get_current_graph_task_keep_graph();
 }
 
 // The arguments of a call that are no tensors.
@@ -212,19 +210,23 @@ variable_list gradients(const Saved& saved, const Tensor& dz, const Needed& need
   return {dx.value_or(Tensor()), dweight.value_or(Tensor()), dbias.value_or(Tensor()), dresidual.value_or(Tensor())};
 }
 
-// Tensors that have the places in the graph of a call's x, weight and bias. A parameter that was saved with its place
-// has none.
-using Edges = std::tuple<OptTensor, OptTensor, OptTensor>;
-
-// For create_graph=True: in plain torch, by autograd/nodes.py.
-variable_list differentiable(const Saved& saved, const Tensor& dz, const Edges& edges, const Settings& s) {
-  const pybind11::gil_scoped_acquire gil;
-  const pybind11::object result =
-      pybind11::module_::import("inplace_abn.autograd.nodes")
-          .attr("differentiable")(saved.z, saved.weight, saved.bias, saved.residual, saved.var, dz, edges, s.eps,
-                                  s.signed_weight, s.activation, s.activation_param, s.training, s.per_instance);
-  const auto [x, weight, bias, residual] = result.cast<std::tuple<OptTensor, OptTensor, OptTensor, OptTensor>>();
-  return {x.value_or(Tensor()), weight.value_or(Tensor()), bias.value_or(Tensor()), residual.value_or(Tensor())};
+// For create_graph=True: in plain torch, by an op that autograd/nodes.py defines. `edges` have the places in the graph
+// of the call's x, weight and bias. A parameter that was saved with its place has none. Autograd sees the op.
+variable_list differentiable(const Saved& saved, const Tensor& dz, const std::vector<OptTensor>& edges,
+                             const Settings& s) {
+  using Op = std::vector<Tensor>(const Tensor& z, const OptTensor& weight, const OptTensor& bias,
+                                 const OptTensor& residual, const Tensor& var, const Tensor& dz,
+                                 const c10::List<OptTensor>& edges, double eps, bool signed_weight, int64_t activation,
+                                 double activation_param, bool training, bool per_instance);
+  static const auto handle =
+      c10::Dispatcher::singleton().findSchemaOrThrow("inplace_abn::differentiable", "").typed<Op>();
+  auto found =
+      handle.call(saved.z, saved.weight, saved.bias, saved.residual, saved.var, dz, c10::List<OptTensor>(edges), s.eps,
+                  s.signed_weight, s.activation, s.activation_param, s.training, s.per_instance);
+  if (!saved.weight) found.at(1) = Tensor();
+  if (!saved.bias) found.at(2) = Tensor();
+  if (!saved.residual) found.at(3) = Tensor();
+  return found;
 }
 
 variable_list saved_variables(const AutogradContext* ctx) {
@@ -263,7 +265,7 @@ class InPlaceABNFunction final : public torch::autograd::Function<InPlaceABNFunc
   static variable_list backward(AutogradContext* ctx, const variable_list& incoming) {
     variable_list results(8);
     const bool is_split = incoming.size() == 2 && incoming[1].defined();
-    const Tensor sum = is_split ? (incoming[0].defined() ? incoming[0] + incoming[1] : incoming[1]) : Tensor();
+    const Tensor sum = is_split ? (incoming[0].defined() ? at::add(incoming[0], incoming[1]) : incoming[1]) : Tensor();
     const Tensor& dz = is_split ? sum : incoming[0];
     if (!dz.defined()) return results;
     TORCH_CHECK(!dz.key_set().has(c10::DispatchKey::FuncTorchBatched) && !dz.key_set().has(c10::DispatchKey::Batched),
@@ -310,8 +312,6 @@ class InPlaceABNFunction final : public torch::autograd::Function<InPlaceABNFunc
   }
 };
 
-bool is_calibrated = false;
-
 // Whether these are plain tensors, and no mode, tracer or hook is active that functions.py would have to know of.
 bool is_usual(const Tensor& x, std::initializer_list<const OptTensor*> others, bool requires_grad) {
   const auto usual = [&](const Tensor& t) {
@@ -340,16 +340,18 @@ bool is_simple(const Tensor& x, std::initializer_list<const OptTensor*> others, 
   return is_calibrated && !x.is_view() && !ours && !(x.is_leaf() && x.requires_grad());
 }
 
-OptTensor inplace_abn(const Tensor& x, const OptTensor& weight, const OptTensor& bias, const OptTensor& residual,
-                      const OptTensor& running_mean, const OptTensor& running_var, bool training, double momentum,
-                      const OptTensor& momentum_tensor, double eps, bool signed_weight, int64_t activation,
-                      double activation_param, bool per_instance) {
+}  // namespace
+
+Tensor inplace_abn(const Tensor& x, const OptTensor& weight, const OptTensor& bias, const OptTensor& residual,
+                   const OptTensor& running_mean, const OptTensor& running_var, bool training, double momentum,
+                   const OptTensor& momentum_tensor, double eps, bool signed_weight, int64_t activation,
+                   double activation_param, bool per_instance) {
   const auto is_trained = [](const OptTensor& t) { return t.has_value() && t->requires_grad(); };
   const bool requires_grad = at::GradMode::is_enabled() &&
                              (x.requires_grad() || is_trained(weight) || is_trained(bias) || is_trained(residual));
   if (running_mean.has_value() != running_var.has_value() ||
       !is_simple(x, {&weight, &bias, &residual, &running_mean, &running_var}, training, requires_grad)) {
-    return std::nullopt;
+    return {};
   }
   const Settings settings{eps, signed_weight, activation, activation_param, training, per_instance};
   const Arguments given{running_mean, running_var, momentum, momentum_tensor};
@@ -365,14 +367,12 @@ OptTensor inplace_abn(const Tensor& x, const OptTensor& weight, const OptTensor&
   return z;
 }
 
-// z, which was written elsewhere, with the place in the graph that it has as a function of x. The tensor that stands
-// for it, if there is one, gets that place, too.
-OptTensor attached(const Tensor& x, const Tensor& z, const OptTensor& weight, const OptTensor& bias,
-                   const OptTensor& residual, const OptTensor& weight_value, const OptTensor& bias_value,
-                   const Tensor& var, bool training, double eps, bool signed_weight, int64_t activation,
-                   double activation_param, bool per_instance, const OptTensor& stand_in) {
+Tensor attached(const Tensor& x, const Tensor& z, const OptTensor& weight, const OptTensor& bias,
+                const OptTensor& residual, const OptTensor& weight_value, const OptTensor& bias_value,
+                const Tensor& var, bool training, double eps, bool signed_weight, int64_t activation,
+                double activation_param, bool per_instance, const OptTensor& stand_in) {
   if (!is_calibrated || !is_usual(z, {&weight, &bias, &residual}, true) || x.key_set().has_any(opaque)) {
-    return std::nullopt;
+    return {};
   }
   AutogradContext* context = nullptr;
   const Written written{z, {weight_value, bias_value, var}, stand_in};
@@ -381,24 +381,13 @@ OptTensor attached(const Tensor& x, const Tensor& z, const OptTensor& weight, co
                                    &context)[0];
 }
 
-}  // namespace
-}  // namespace inplace_abn
-
-PYBIND11_MODULE(_node, m) {
-  using pybind11::arg;
-  m.def("inplace_abn", &inplace_abn::inplace_abn, arg("x"), arg("weight"), arg("bias"), arg("residual"),
-        arg("running_mean"), arg("running_var"), arg("training"), arg("momentum"), arg("momentum_tensor"), arg("eps"),
-        arg("signed_weight"), arg("activation"), arg("activation_param"), arg("per_instance"),
-        pybind11::call_guard<pybind11::gil_scoped_release>());
-  m.def("attached", &inplace_abn::attached, arg("x"), arg("z"), arg("weight"), arg("bias"), arg("residual"),
-        arg("weight_value"), arg("bias_value"), arg("var"), arg("training"), arg("eps"), arg("signed_weight"),
-        arg("activation"), arg("activation_param"), arg("per_instance"), arg("stand_in"),
-        pybind11::call_guard<pybind11::gil_scoped_release>());
-  m.def("set_sole_holders", [](std::optional<inplace_abn::Counts> gradient, std::optional<int64_t> output) {
-    inplace_abn::is_calibrated = true;
-    inplace_abn::sole_gradient = gradient;
-    inplace_abn::sole_output = output;
-  });
-  m.def("last_counts", [] { return inplace_abn::counted; });
-  m.attr("torch_version") = TORCH_VERSION;
+void set_sole_holders(const Holders& holders) {
+  is_calibrated = true;
+  sole = holders;
 }
+
+Holders last_counts() {
+  return counted;
+}
+
+}  // namespace inplace_abn

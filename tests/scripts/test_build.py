@@ -14,12 +14,16 @@ import check_symbols
 import fresh
 import pytest
 import torch
+from torch.utils import cpp_extension
 
 import inplace_abn
 from inplace_abn import functions
 
 PACKAGE = Path(inplace_abn.__file__).parent
 KERNELS = PACKAGE / "_kernels.so"
+RELEASE = "_".join(torch.__version__.split("+")[0].split(".")[:2])
+LIBRARY = f"_node_{RELEASE}.so"
+"""The wheel's node for this torch."""
 
 
 def run_in(folder, *command, **environment):
@@ -66,6 +70,7 @@ import logging
 logging.basicConfig(level=logging.INFO)
 import inplace_abn
 import torch
+from torch.utils import cpp_extension
 x = torch.ones(4, 3, 5, requires_grad=True)
 for _ in range(2):  # the first graph is Python's, which tells what a sole holder looks like
     z = inplace_abn.InPlaceABN(3)(x * torch.rand(4, 3, 5))
@@ -77,11 +82,13 @@ print(type(z.grad_fn).__name__, x.grad.isfinite().all().item())
 @pytest.mark.parametrize(
     ("files", "reason"),
     [
-        ({}, "cannot be loaded"),
+        ({}, f"there is none for torch {torch.__version__}, but for no other"),
+        ({"_node_1_4.so": "", "_node_1_5.so": ""}, "but for 1.4, 1.5"),
+        ({LIBRARY: "no library"}, "cannot be loaded"),
         ({"_node.py": 'torch_version = "1.4.2"\n'}, "was built for torch 1.4.2"),
         ({"_node.py": 'raise ImportError("undefined symbol")\n'}, "undefined symbol"),
     ],
-    ids=["none", "another torch", "broken"],
+    ids=["none", "of other releases", "broken", "module of another torch", "broken module"],
 )
 def test_without_the_node_there_is_one_line_of_information_and_no_feature_less(files, reason, copy_of_sources):
     shutil.copy(KERNELS, copy_of_sources / "inplace_abn")
@@ -179,8 +186,8 @@ def small_tree(source_tree, tmp_path):
     for name in ("build_backend.py", "setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(source_tree / name, tmp_path)
     shutil.copytree(PACKAGE, tmp_path / "inplace_abn", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    for name in ("kernels/dispatch.cpp", "node/node.cpp"):
-        (tmp_path / "src" / name).parent.mkdir(parents=True)
+    for name in ("kernels/dispatch.cpp", "node/node.cpp", "node/bindings.cpp", "node/ops.cpp", "node/node.h"):
+        (tmp_path / "src" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "src" / name).touch()
     return tmp_path
 
@@ -193,6 +200,7 @@ def build_wheel(tree, **environment):
         "INPLACE_ABN_FORCE_CUDA": "0",
         "INPLACE_ABN_PORTABLE": "0",
         "INPLACE_ABN_NODE": "1",
+        "INPLACE_ABN_NODE_HEADERS": "",
     }
     result = run_in(tree, *command, **plain | environment)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -221,6 +229,64 @@ def test_a_wheel_without_the_node_is_for_every_python_and_holds_the_package_alon
     }
 
 
+def test_a_wheel_with_nodes_for_releases_of_torch_is_for_every_python(small_tree):
+    include = cpp_extension.include_paths()[0]
+    printed, name, contents = build_wheel(small_tree, INPLACE_ABN_NODE_HEADERS=include)
+    assert "C++ nodes for 1 releases of torch" in printed
+    assert name.startswith(f"inplace_abn-{inplace_abn.__version__}-py3-none-linux_")
+    compiled = sorted(name for name in contents if name.endswith(".so"))
+    assert compiled == ["inplace_abn/_kernels.so", f"inplace_abn/{LIBRARY}"]
+
+
+NODE_OF_WHEEL = """
+import torch
+from torch.utils import cpp_extension
+from inplace_abn import functions
+leaf = torch.randn(4, 3, 5, dtype=torch.float64, requires_grad=True)
+def gradients(node):
+    functions._node, found = node, []
+    for activation in ("leaky_relu", "silu"):
+        module = inplace_abn.InPlaceABN(3, activation=activation).double()
+        z = module(leaf * 2.0)
+        (gradient,) = torch.autograd.grad(z.square().sum(), leaf, create_graph=True)
+        found += [z, gradient, *torch.autograd.grad(gradient.square().sum(), [leaf, module.weight])]
+        print(type(z.grad_fn).__name__)
+    net = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.LeakyReLU(inplace=True)).double()
+    found.append(torch.autograd.grad(inplace_abn.convert(net)(leaf * 2.0).square().sum(), leaf)[0])
+    return found
+import inplace_abn
+own = functions._node
+gradients(own)
+for a, b in zip(gradients(own), gradients(None), strict=True):
+    torch.testing.assert_close(a, b)
+"""
+
+
+@pytest.fixture(scope="module")
+def node_of_wheel(tmp_path_factory):
+    """The wheel's node for this torch, as scripts/build_wheel.sh builds it, but for the portable runtime."""
+    root = PACKAGE.parent
+    if not (root / "setup.py").exists() or shutil.which(os.environ.get("CXX", "c++")) is None:
+        pytest.skip("needs the source tree and a C++ compiler")
+    folder = tmp_path_factory.mktemp("node")
+    include = Path(cpp_extension.include_paths()[0])
+    sources = [str(root / "src/node" / name) for name in ("node.cpp", "ops.cpp")]
+    includes = [f"-I{include}", f"-I{include / 'torch/csrc/api/include'}"]
+    libraries = [f"-L{path}" for path in cpp_extension.library_paths()] + ["-ltorch_cpu", "-lc10"]
+    options = ["-std=c++20", "-O1", "-fPIC", "-shared", "-fvisibility=hidden", "-o", str(folder / LIBRARY)]
+    subprocess.run([os.environ.get("CXX", "c++"), *options, *includes, *sources, *libraries], check=True)
+    return folder / LIBRARY
+
+
+@pytest.mark.slow
+def test_the_wheels_node_does_what_the_node_in_python_does(node_of_wheel, copy_of_sources):
+    for file in (KERNELS, node_of_wheel):
+        shutil.copy(file, copy_of_sources / "inplace_abn")
+    result = import_in(copy_of_sources, NODE_OF_WHEEL)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split()[-4:] == ["CppFunction"] * 2 + ["InPlaceABNFunctionBackward"] * 2
+
+
 def test_nothing_tells_to_install_the_other_project_of_this_name(source_tree):
     texts = [source_tree / "setup.py", *PACKAGE.glob("*.py")]
     for path in texts:
@@ -235,7 +301,7 @@ def test_source_distribution_holds_all_that_a_build_needs(source_tree, tmp_path)
     with tarfile.open(archive) as tar:
         names = {name.split("/", 1)[1] for name in tar.getnames() if "/" in name}
     needed = {"build_backend.py", "setup.py", "pyproject.toml", "README.md", "LICENSE"}
-    needed |= {"inplace_abn/py.typed", "inplace_abn/_node.pyi"}
+    needed.add("inplace_abn/py.typed")
     for folder, pattern in [
         ("scripts", "*"),
         ("tests", "*.py"),

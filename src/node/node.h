@@ -1,0 +1,42 @@
+// The functions of the graph node in C++.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <utility>
+
+namespace inplace_abn {
+
+using at::Tensor;
+using OptTensor = std::optional<Tensor>;
+
+// `functions.local`. Returns an undefined tensor, and does nothing, if the call needs Python. It does not check whether
+// the op that made x needs its result.
+Tensor inplace_abn(const Tensor& x, const OptTensor& weight, const OptTensor& bias, const OptTensor& residual,
+                   const OptTensor& running_mean, const OptTensor& running_var, bool training, double momentum,
+                   const OptTensor& momentum_tensor, double eps, bool signed_weight, int64_t activation,
+                   double activation_param, bool per_instance);
+
+// `functions.attached`: z, which was written elsewhere, with the place in the graph that it has as a function of x. The
+// tensor that stands for it, if there is one, gets that place, too. Returns an undefined tensor, and does nothing, if
+// the call needs Python.
+Tensor attached(const Tensor& x, const Tensor& z, const OptTensor& weight, const OptTensor& bias,
+                const OptTensor& residual, const OptTensor& weight_value, const OptTensor& bias_value,
+                const Tensor& var, bool training, double eps, bool signed_weight, int64_t activation,
+                double activation_param, bool per_instance, const OptTensor& stand_in);
+
+// The references to a gradient that Python has seen, from Python and from C++, and to a saved output's storage.
+struct Holders {
+  std::optional<std::pair<int64_t, int64_t>> gradient;
+  std::optional<int64_t> output;
+};
+
+// Sets the counts at which backward is the only holder. Until they are set, no graph is built.
+void set_sole_holders(const Holders& holders);
+
+// The counts that the calling thread's last backward saw. There is none for a gradient that only the engine refers to.
+Holders last_counts();
+
+}  // namespace inplace_abn

@@ -1,0 +1,43 @@
+// The functions of the graph node as torch ops, which any Python can call.
+
+#include <torch/library.h>
+
+#include <tuple>
+#include <vector>
+
+#include "node.h"
+
+namespace inplace_abn {
+namespace {
+
+// A pair is a list of two, and nothing is an empty one.
+void set_sole_holders_op(const std::vector<int64_t>& gradient, std::optional<int64_t> output) {
+  Holders holders{std::nullopt, output};
+  if (!gradient.empty()) holders.gradient = {gradient.at(0), gradient.at(1)};
+  set_sole_holders(holders);
+}
+
+std::tuple<std::vector<int64_t>, std::optional<int64_t>> last_counts_op() {
+  const auto [gradient, output] = last_counts();
+  if (!gradient) return {std::vector<int64_t>{}, output};
+  return {std::vector<int64_t>{gradient->first, gradient->second}, output};
+}
+
+}  // namespace
+
+TORCH_LIBRARY(inplace_abn_node, m) {
+  m.def(
+      "inplace_abn(Tensor(a!) x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor(b!)? running_mean, "
+      "Tensor(c!)? running_var, bool training, float momentum, Tensor? momentum_tensor, float eps, bool signed_weight, "
+      "int activation, float activation_param, bool per_instance) -> Tensor(a!)",
+      &inplace_abn);
+  m.def(
+      "attached(Tensor x, Tensor(a!) z, Tensor? weight, Tensor? bias, Tensor? residual, Tensor? weight_value, "
+      "Tensor? bias_value, Tensor var, bool training, float eps, bool signed_weight, int activation, "
+      "float activation_param, bool per_instance, Tensor(b!)? stand_in) -> Tensor(a!)",
+      &attached);
+  m.def("set_sole_holders(int[] gradient, int? output) -> ()", &set_sole_holders_op);
+  m.def("last_counts() -> (int[], int?)", &last_counts_op);
+}
+
+}  // namespace inplace_abn
