@@ -114,10 +114,11 @@ kernels = Extension(
     language="c++",
 )
 NODE_FLAGS = ["-std=c++20", "-O2", "-fvisibility=hidden", "-Wall", "-g0"]
+NODE_SOURCES = ["src/node/node.cpp", "src/node/waiting.cpp"]
 node = cpp_extension.CppExtension(
     "inplace_abn._node",
-    sources=["src/node/bindings.cpp", "src/node/node.cpp"],
-    depends=["src/node/node.h"],
+    sources=["src/node/bindings.cpp", *NODE_SOURCES],
+    depends=relative("src/node/*.h"),
     extra_compile_args=NODE_FLAGS,
     optional=True,
 )
@@ -131,8 +132,8 @@ def node_of(include: Path) -> Extension:
     release = re.findall(r"#define TORCH_VERSION_(?:MAJOR|MINOR) (\d+)", version)
     return Extension(
         f"inplace_abn._node_{'_'.join(release)}",
-        sources=["src/node/ops.cpp", "src/node/node.cpp", *portable_sources],
-        depends=["src/node/node.h"],
+        sources=["src/node/ops.cpp", *NODE_SOURCES, *portable_sources],
+        depends=relative("src/node/*.h"),
         include_dirs=[str(include), str(include / "torch/csrc/api/include")],
         library_dirs=[str(STUBS)],
         libraries=["stdc++"],

@@ -197,6 +197,11 @@ def _count_sole_holders() -> None:
         compiled.set_sole_holders(*sole)
 
 
+def node_in_cpp() -> node.Node | None:
+    """The node in C++, if there is one."""
+    return _node
+
+
 def is_disabled() -> bool:
     """Whether ``INPLACE_ABN_DISABLE=1`` makes every call out of place, for debugging."""
     return _DISABLED

@@ -162,7 +162,8 @@ def finish(model: nn.Module, args: Any, result: Any) -> Any:
 
     It is called after an exception, too, with None for the result.
     """
-    result = torch.utils._pytree.tree_map_only(Pending, plain, result)
+    if type(result) is not Tensor:
+        result = torch.utils._pytree.tree_map_only(Pending, plain, result)
     watch.end(model, result)
     return result
 

@@ -206,9 +206,8 @@ def pending(norm: NormCall, memory: Tensor, residual: Tensor | None, applied: tu
 
 def _placed(t: Any, state: PendingState) -> Pending:
     t._state, t._plain, t._shown, t._leads, t._taken_from = state, None, None, False, None
-    norm = state.norm
-    t._stands_for_view = norm.module.per_instance
-    wait(norm.x, norm.operands.weight, norm.operands.bias, state.residual, norm, (t,))
+    t._stands_for_view = state.norm.module.per_instance
+    wait(state.norm, state.residual, t)
     t._record_position()
     return t  # type: ignore[no-any-return]
 

@@ -63,12 +63,14 @@ def _activating(activation: str, *options: str, default: float = 0.0, in_place: 
     "input_scale", which have to be 1.
     """
     names = ("input", *options)
+    known = frozenset(options)
     param_name = next((name for name in options if name in ("negative_slope", "alpha")), "")
 
     def read(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Activating | None:
         if len(args) == 1 and not param_name and (not kwargs or kwargs.keys() == {"inplace"}):
             return Activating(args[0], activation, default, in_place or bool(kwargs.get("inplace")))
-        given = by_name(names, args, kwargs)
+        given = {**kwargs, "input": args[0]} if len(args) == 1 and kwargs.keys() <= known else None
+        given = by_name(names, args, kwargs) if given is None else given
         if given is None or not all(given.get(name, 1) == 1 for name in ("scale", "input_scale")):
             return None
         param = given.get(param_name, default)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from inplace_abn import _torch, guard
+from inplace_abn import _torch, functions, guard
 from inplace_abn.activations import ACTIVATIONS, take_back
 from inplace_abn.autograd.backward import Values
 from inplace_abn.autograd.kept import KeptABNFunction
@@ -57,7 +57,7 @@ class NormCall:
         self.mean, self.values, self.settings = mean, values, settings
         self._edge = (x.requires_grad, x.grad_fn, x.output_nr)
         self._content = x._version, x.data_ptr()
-        self._versions = _versions(*operands.of_graph())
+        self._versions = _version(operands.weight), _version(operands.bias)
         self._hooks = _torch.top_saved_tensors_hooks(True)
         self.trusted = True
 
@@ -70,10 +70,7 @@ class NormCall:
 
         Checkpoints are saved-tensor hooks that count what is saved. One may have begun or ended in between.
         """
-        if (
-            _versions(*self.operands.of_graph()) != self._versions
-            or _torch.top_saved_tensors_hooks(True) != self._hooks
-        ):
+        if self._present() != self._versions or _torch.top_saved_tensors_hooks(True) != self._hooks:
             return False
         x = self.x
         requires_grad, node, number = self._edge
@@ -84,10 +81,12 @@ class NormCall:
         if (self.x._version, self.x.data_ptr()) != self._content:
             return "the norm's input was modified since"
         # Sharded parameters are freed after the forward pass of their unit.
-        versions = _versions(*self.operands.of_graph())
-        if any(now[:2] != then[:2] for now, then in zip(versions, self._versions, strict=True)):
+        if any(now[:2] != then[:2] for now, then in zip(self._present(), self._versions, strict=True)):
             return "the norm's parameters were modified or freed since"
         return ""
+
+    def _present(self) -> tuple[Any, Any]:
+        return _version(self.operands.weight), _version(self.operands.bias)
 
     def native(self) -> Tensor:
         """y as torch computes it from x, with a node that keeps x."""
@@ -122,7 +121,9 @@ class NormCall:
 
     def note(self, follows: str, why: str = "") -> None:
         """Stores on the module what it did: it was in place unless there is a reason why not."""
-        self.module.__dict__["_note"] = Note(follows, not why, why)
+        state = self.module.__dict__
+        if state.get("_note") != (follows, not why, why):
+            state["_note"] = Note(follows, not why, why)
 
     def record_consumer(self, *what: Any) -> None:
         """Remembers what followed."""
@@ -160,15 +161,11 @@ def native(
     return F.batch_norm(x, running_mean, running_var, weight, bias, settings.training, 0.0, settings.eps)
 
 
-def _versions(*tensors: Tensor | None) -> list[tuple[int, int, bool]]:
-    """The version, the address and requires_grad of each tensor.
-
-    Subclasses of tensors need not have memory of their own.
-    """
-    return [
-        (0, 0, False) if t is None else (t._version, t.data_ptr() if type(t) in _STORED else 0, t.requires_grad)
-        for t in tensors
-    ]
+def _version(t: Tensor | None) -> tuple[int, int, bool]:
+    """The tensor's version, address and requires_grad. Subclasses need not have memory of their own."""
+    if t is None:
+        return 0, 0, False
+    return t._version, t.data_ptr() if type(t) in _STORED else 0, t.requires_grad
 
 
 _STORED = (Tensor, torch.nn.Parameter)
@@ -184,10 +181,10 @@ class PendingState:
         self.applied = applied
         """The activation whose result memory holds. It was applied in expectation, and nobody has asked for it yet."""
         self._version = memory._version
-        self._residual_version = _versions(residual)
+        self._residual_version = _version(residual)
 
     def has_its_residual(self) -> bool:
-        return _versions(self.residual) == self._residual_version
+        return self.residual is None or _version(self.residual) == self._residual_version
 
     def is_fusible(self) -> bool:
         return self.memory is not None and self.has_its_residual() and self.norm.is_unchanged()
@@ -239,6 +236,28 @@ class PendingState:
         return values
 
 
+def _gradients(
+    g: Tensor, tensors: Sequence[Tensor | None], call: tuple[Any, ...], needed: Sequence[bool]
+) -> list[Tensor | None]:
+    """The gradients of torch's norm with respect to those of x, weight and bias that need one."""
+    create_graph, inputs = torch.is_grad_enabled(), []
+    with torch.enable_grad():
+        given = list(tensors)
+        for i, t in enumerate(tensors):
+            if t is not None and needed[i]:
+                # Hooks on a tensor itself run when its gradient is complete, and must not run here.
+                given[i] = t.view_as(t) if create_graph and t.requires_grad else t.detach().requires_grad_()
+                inputs.append(given[i])
+        y = native(*given, *call)  # type: ignore[arg-type]
+        found = iter(torch.autograd.grad(y, inputs, g, create_graph=create_graph) if inputs else ())  # type: ignore[arg-type]
+    return [next(found) if need else None for need in needed[:3]]
+
+
+def _bias(dtype: torch.dtype | None, var: Tensor) -> Tensor | None:
+    """A bias of the dtype. Its value does not matter, so torch's norm does not save it either."""
+    return None if dtype is None else torch.zeros_like(var, dtype=dtype)
+
+
 class WaitingFunction(torch.autograd.Function):
     """The graph node of a pending tensor: the norm, and the addition, without activation.
 
@@ -268,22 +287,27 @@ class WaitingFunction(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor | None) -> tuple[Tensor | None, ...]:
         if g is None:
             return (None,) * 6
-        x, weight = ctx.saved_tensors
-        # The value of the bias does not matter, so torch's norm does not save it either.
-        bias = None if ctx.bias_dtype is None else torch.zeros_like(ctx.call[1], dtype=ctx.bias_dtype)
-        tensors: list[Tensor | None] = [x, weight, bias]
         needed: tuple[bool, ...] = ctx.needs_input_grad
-        create_graph = torch.is_grad_enabled()
-        with torch.enable_grad():
-            for i, t in enumerate(tensors):
-                if t is not None and needed[i]:
-                    # Hooks on a tensor itself run when its gradient is complete, and must not run here.
-                    tensors[i] = t.view_as(t) if create_graph and t.requires_grad else t.detach().requires_grad_()
-            y = native(*tensors, *ctx.call)  # type: ignore[arg-type]
-            inputs = [t for t, need in zip(tensors, needed, strict=False) if need and t is not None]
-            found = iter(torch.autograd.grad(y, inputs, g, create_graph=create_graph) if inputs else ())
-        gradients = [next(found) if need else None for need in needed[:3]]
-        return *gradients, g if needed[3] else None, None, None
+        tensors = (*ctx.saved_tensors, _bias(ctx.bias_dtype, ctx.call[1]))
+        return *_gradients(g, tensors, ctx.call, needed), g if needed[3] else None, None, None
+
+
+_library = torch.library.Library("inplace_abn", "FRAGMENT")
+_library.define(
+    "waiting_backward(Tensor g, Tensor x, Tensor? weight, ScalarType? bias_dtype, Tensor? mean, Tensor var, "
+    "bool[] needed, float eps, bool training, bool per_instance) -> Tensor[]"
+)
+
+
+def _waiting_backward(*args: Any) -> list[Tensor]:
+    """The gradients that are needed, for the node in C++."""
+    g, x, weight, bias_dtype, mean, var, needed, eps, training, per_instance = args
+    settings = Settings(*IDENTITY, eps, True, training, None, per_instance)
+    found = _gradients(g, (x, weight, _bias(bias_dtype, var)), (mean, var, settings), needed)
+    return [t for t in found if t is not None]
+
+
+_library.impl("waiting_backward", _waiting_backward, "CompositeImplicitAutograd")
 
 
 class StandsForFunction(torch.autograd.Function):
@@ -322,6 +346,17 @@ class FollowsFunction(torch.autograd.Function):
 
 
 # As in autograd/nodes.py, this is ``apply`` without the binding of default arguments.
-wait = super(torch.autograd.Function, WaitingFunction).apply
+_wait = super(torch.autograd.Function, WaitingFunction).apply
 stand = super(torch.autograd.Function, StandsForFunction).apply
 follow = super(torch.autograd.Function, FollowsFunction).apply
+
+
+def wait(norm: NormCall, residual: Tensor | None, t: Tensor) -> None:
+    """Gives a pending tensor its place in the graph: that of the norm, without activation."""
+    node, settings, operands = functions.node_in_cpp(), norm.settings, norm.operands
+    if node is None or settings.group is not None:
+        _wait(norm.x, operands.weight, operands.bias, residual, norm, (t,))
+        return
+    options = (settings.eps, settings.training, settings.per_instance)
+    with _torch.NoTorchFunction():
+        node.wait(t, norm.x, operands.weight, operands.bias, residual, norm.mean, norm.values.var, *options)

@@ -322,16 +322,17 @@ def begin(model: nn.Module, args: Any) -> None:
     """
     if torch.compiler.is_compiling() or current() is not None:
         return
-    kind = model.training, torch.is_grad_enabled()
-    if not any(kind) or torch.is_inference_mode_enabled() or any(isinstance(value, fx.Proxy) for value in args):
+    root, kind = _roots.get(model), (model.training, torch.is_grad_enabled())
+    if (root is not None and not root.is_due(kind)) or not any(kind) or torch.is_inference_mode_enabled():
         return
-    root = _roots.get(model)
-    if root is None:
-        root = _roots[model] = _Root()
-    if not root.is_due(kind) or guard.is_paused() or _torch.is_watched() or _torch.in_backward():
+    if any(isinstance(value, fx.Proxy) for value in args):
+        return
+    if guard.is_paused() or _torch.is_watched() or _torch.in_backward():
         return
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return
+    if root is None:
+        root = _roots[model] = _Root()
     if root.watched_at != guard.generations.current:
         root.calls.clear()
     intervals = [m.guard_interval for m in model.modules() if isinstance(m, guard.Guarded) and m.guard_interval]

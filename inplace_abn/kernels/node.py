@@ -31,6 +31,10 @@ class Node(NamedTuple):
     that made ``x`` needs its result."""
     attached: Callable[..., Any]
     """`functions.attached`. Returns None, and does nothing, if the call needs Python."""
+    norm: Callable[..., Any]
+    """The part of a converted norm's call that does not depend on what follows (``src/node/node.h``)."""
+    wait: Callable[..., None]
+    """Gives the tensor that stands for a norm's output its place in the graph."""
     set_sole_holders: Callable[[Counts | None, int | None], None]
     """Sets the counts at which backward is the only holder of a gradient, and of a saved output's storage. Until they
     are set, no graph is built."""
@@ -60,7 +64,7 @@ def _of_source() -> Node:
     # Another release's node would load, and then do anything.
     if _release(module.torch_version) != _release(torch.__version__):
         raise ImportError(f"it was built for torch {module.torch_version}, this is {torch.__version__}")
-    return Node(module.inplace_abn, module.attached, module.set_sole_holders, module.last_counts)
+    return Node(**{name: getattr(module, name) for name in Node._fields})
 
 
 def _of_wheel() -> Node:
@@ -78,4 +82,5 @@ def _of_wheel() -> Node:
         gradient, output = ops.last_counts()
         return (gradient[0], gradient[1]) if gradient else None, output
 
-    return Node(ops.inplace_abn.default, ops.attached.default, set_sole_holders, last_counts)
+    called = {name: getattr(ops, name).default for name in ("inplace_abn", "attached", "norm", "wait")}
+    return Node(**called, set_sole_holders=set_sole_holders, last_counts=last_counts)

@@ -25,6 +25,8 @@ PYBIND11_MODULE(_node, m) {
   const pybind11::call_guard<pybind11::gil_scoped_release> without_gil;
   m.def("inplace_abn", &inplace_abn::inplace_abn, without_gil);
   m.def("attached", &inplace_abn::attached, without_gil);
+  m.def("norm", &inplace_abn::norm, without_gil);
+  m.def("wait", &inplace_abn::wait, without_gil);
   m.def("set_sole_holders", &set_sole_holders);
   m.def("last_counts", &last_counts);
   m.attr("torch_version") = TORCH_VERSION;

@@ -4,8 +4,6 @@
 // It is made of libtorch alone, without Python, so that one library serves every Python. libtorch's C++ interface has
 // no stable ABI, so there is one library for each release of torch. ops.cpp makes torch ops of these functions.
 
-#include "node.h"
-
 #include <ATen/SavedTensorHooks.h>
 #include <ATen/TracerMode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -27,19 +25,13 @@
 #include <utility>
 #include <vector>
 
+#include "calls.h"
+
 namespace inplace_abn {
 namespace {
 
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
-
-// Ops are called through the dispatcher, where modes and profilers see them, below autograd, which has no part in them.
-template <typename Op, typename... Args>
-auto call(const char* name, Args&&... args) {
-  static const auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Op>();
-  const at::AutoDispatchBelowADInplaceOrView guard;
-  return handle.call(std::forward<Args>(args)...);
-}
 
 using LocalForward = std::tuple<Tensor, Tensor>(const Tensor& x, const OptTensor& weight, const OptTensor& bias,
                                                 const OptTensor& residual, const OptTensor& running_mean,
@@ -55,10 +47,6 @@ using LocalBackward = void(const Tensor& y_act, const Tensor& dy_act, const Tens
                            int64_t activation, double activation_param, bool training, bool per_instance,
                            const OptTensor& dx, const OptTensor& dweight, const OptTensor& dbias,
                            const OptTensor& dresidual, const OptTensor& xhat);
-
-void bump_version(const OptTensor& t) {
-  if (t.has_value() && t->defined() && !t->is_inference()) t->unsafeGetTensorImpl()->bump_version();
-}
 
 // The counts at which backward is the only holder of a gradient that Python has seen, and of a saved output's storage.
 // Until they are known, neither is reused.
@@ -170,13 +158,14 @@ Values write(const Tensor& x, const OptTensor& weight, const OptTensor& bias, co
     return {copy(weight), copy(bias), s.training ? var : var.clone()};
   };
   if (!s.training) {
-    call<Forward>("inplace_abn::forward", x, *given.running_mean, *given.running_var, weight, bias, residual, s.eps,
+    call<Forward>("inplace_abn::forward", "", x, *given.running_mean, *given.running_var, weight, bias, residual, s.eps,
                   s.signed_weight, s.activation, s.activation_param, invertible);
     return values(*given.running_var);
   }
-  const auto [mean, var] = call<LocalForward>(
-      "inplace_abn::local_forward", x, weight, bias, residual, given.running_mean, given.running_var, given.momentum,
-      given.momentum_tensor, s.eps, s.signed_weight, s.activation, s.activation_param, invertible, s.per_instance);
+  const auto [mean, var] =
+      call<LocalForward>("inplace_abn::local_forward", "", x, weight, bias, residual, given.running_mean,
+                         given.running_var, given.momentum, given.momentum_tensor, s.eps, s.signed_weight, s.activation,
+                         s.activation_param, invertible, s.per_instance);
   bump_version(given.running_mean);
   bump_version(given.running_var);
   return values(var);
@@ -203,7 +192,7 @@ variable_list gradients(const Saved& saved, const Tensor& dz, const Needed& need
   const OptTensor dresidual = activation_sized(need.residual), dx = activation_sized(need.x);
   const OptTensor dweight = per_channel(need.weight, weight), dbias = per_channel(need.bias, bias);
   const OptTensor xhat = own_z && own_dz && need.x ? OptTensor(z) : std::nullopt;
-  call<LocalBackward>("inplace_abn::local_backward", z, dz, var, weight, bias, residual, s.eps, s.signed_weight,
+  call<LocalBackward>("inplace_abn::local_backward", "", z, dz, var, weight, bias, residual, s.eps, s.signed_weight,
                       s.activation, s.activation_param, s.training, s.per_instance, dx, dweight, dbias, dresidual,
                       xhat);
   for (const OptTensor& t : {dx, dresidual, xhat}) bump_version(t);

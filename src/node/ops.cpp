@@ -36,6 +36,15 @@ TORCH_LIBRARY(inplace_abn_node, m) {
       "Tensor? bias_value, Tensor var, bool training, float eps, bool signed_weight, int activation, "
       "float activation_param, bool per_instance, Tensor(b!)? stand_in) -> Tensor(a!)",
       &attached);
+  m.def(
+      "norm(Tensor x, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
+      "Tensor(c!)? batches, float momentum, float eps, int activation, float activation_param) "
+      "-> (Tensor, Tensor, Tensor, Tensor)",
+      &norm);
+  m.def(
+      "wait(Tensor(a!) stand_in, Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor? mean, Tensor var, "
+      "float eps, bool training, bool per_instance) -> ()",
+      &inplace_abn::wait);
   m.def("set_sole_holders(int[] gradient, int? output) -> ()", &set_sole_holders_op);
   m.def("last_counts() -> (int[], int?)", &last_counts_op);
 }

@@ -1,0 +1,30 @@
+// How the node calls the package's ops.
+#pragma once
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <utility>
+
+#include "node.h"
+
+namespace inplace_abn {
+
+// Ops are called through the dispatcher, where modes and profilers see them, below autograd, which has no part in them.
+// Each op has a type `Op` of its own.
+template <typename Op, typename... Args>
+auto call(const char* name, const char* overload, Args&&... args) {
+  static const auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(name, overload).typed<Op>();
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  return handle.call(std::forward<Args>(args)...);
+}
+
+inline void bump_version(const OptTensor& t) {
+  if (t.has_value() && t->defined() && !t->is_inference()) t->unsafeGetTensorImpl()->bump_version();
+}
+
+inline OptTensor optional(const Tensor& t) {
+  return t.defined() ? OptTensor(t) : std::nullopt;
+}
+
+}  // namespace inplace_abn
