@@ -15,8 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from inplace_abn.activations import activation_backward, exactly
-from inplace_abn.settings import Operands, Settings
+from inplace_abn.activations import exactly
 
 
 def per_channel(t: Tensor, like: Tensor) -> Tensor:
@@ -94,31 +93,3 @@ def forward(
     xhat = (x - per_channel(mean, x)) * per_channel(torch.rsqrt(var + eps), x)
     scale = None if weight is None else gamma(weight, eps, signed_weight)
     return exactly(scaled(xhat, scale, bias, residual), activation, activation_param)
-
-
-def backward(
-    x: Tensor, dz: Tensor, operands: Operands, settings: Settings, frozen: tuple[Tensor, Tensor] | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(dx, dweight, dbias, dresidual), by the formulas, so that autograd can differentiate them once more.
-
-    The statistics are computed from x (training), unless ``frozen``, mean and var, is given (evaluation).
-    """
-    weight, bias, residual = operands.of_graph()
-    if frozen is None:
-        mean = channel_mean(x)
-        var = channel_mean((x - per_channel(mean, x)).square())
-    else:
-        mean, var = frozen
-    inv_std = torch.rsqrt(var + settings.eps)
-    scale = torch.ones_like(inv_std) if weight is None else gamma(weight, settings.eps, settings.signed_weight)
-    xhat = (x - per_channel(mean, x)) * per_channel(inv_std, x)
-    y = scaled(xhat, scale, bias, residual)
-    dy = activation_backward(y, dz, settings.activation, settings.activation_param)
-    dx = dy
-    if frozen is None:
-        dx = dy - per_channel(channel_mean(dy), x) - xhat * per_channel(channel_mean(xhat * dy), x)
-    dx = dx * per_channel(scale * inv_std, x)
-    dweight = channel_sum(xhat * dy)
-    if weight is not None and not settings.signed_weight:
-        dweight = torch.where(weight < 0, -dweight, dweight)
-    return dx, dweight, channel_sum(dy), dy

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from inplace_abn import _torch, distributed, reference
+from inplace_abn import _torch, distributed
+from inplace_abn.activations import activation_backward
 from inplace_abn.kernels import ops
+from inplace_abn.reference import channel_mean, channel_sum, gamma, per_channel, scaled
 from inplace_abn.settings import Operands, Settings
 
 
@@ -230,16 +232,44 @@ def differentiable(saved: Saved, dz: Tensor, edges: Edges, settings: Settings) -
             xhat=xhat,
             dy=dy,
         )
-        x = xhat * reference.per_channel(torch.sqrt(var + settings.eps), xhat).to(xhat.dtype)
+        x = xhat * per_channel(torch.sqrt(var + settings.eps), xhat).to(xhat.dtype)
     if edges.x is not None:
         x = folded(_WithEdge.apply(edges.x, x.view(shape)))
     weight, bias = placed(weight, edges.weight), placed(bias, edges.bias)
     frozen = None if settings.training else (torch.zeros_like(var), var)
     operands = Operands(weight, bias, residual)
-    dx, dweight, dbias, dresidual = reference.backward(x, dz, operands, settings, frozen)
+    dx, dweight, dbias, dresidual = _formulas(x, dz, operands, settings, frozen)
     return Gradients(
         dx.reshape(shape),
         None if weight is None else dweight,
         None if bias is None else dbias,
         None if residual is None else dresidual.reshape(shape),
     )
+
+
+def _formulas(
+    x: Tensor, dz: Tensor, operands: Operands, settings: Settings, frozen: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(dx, dweight, dbias, dresidual), by the formulas, so that autograd can differentiate them once more.
+
+    The statistics are computed from x (training), unless ``frozen``, mean and var, is given (evaluation).
+    """
+    weight, bias, residual = operands.of_graph()
+    if frozen is None:
+        mean = channel_mean(x)
+        var = channel_mean((x - per_channel(mean, x)).square())
+    else:
+        mean, var = frozen
+    inv_std = torch.rsqrt(var + settings.eps)
+    scale = torch.ones_like(inv_std) if weight is None else gamma(weight, settings.eps, settings.signed_weight)
+    xhat = (x - per_channel(mean, x)) * per_channel(inv_std, x)
+    y = scaled(xhat, scale, bias, residual)
+    dy = activation_backward(y, dz, settings.activation, settings.activation_param)
+    dx = dy
+    if frozen is None:
+        dx = dy - per_channel(channel_mean(dy), x) - xhat * per_channel(channel_mean(xhat * dy), x)
+    dx = dx * per_channel(scale * inv_std, x)
+    dweight = channel_sum(xhat * dy)
+    if weight is not None and not settings.signed_weight:
+        dweight = torch.where(weight < 0, -dweight, dweight)
+    return dx, dweight, channel_sum(dy), dy

@@ -69,6 +69,6 @@ def call(plan: Plan, module: Any, x: Tensor, look: guard.Look) -> tuple[NormCall
 def _like(module: Any, x: Tensor) -> tuple[Any, ...]:
     """What must be the same in all calls of a plan. Parameters move and change their dtype without a new version."""
     weight = module.weight
-    of_weight = None if weight is None else (weight.dtype, weight.device)
+    of_weight = None if weight is None else (weight.shape, weight.dtype, weight.device)
     of_module = module.training, module.track_running_stats, module.eps, module.momentum
     return x.shape, x.stride(), x.dtype, x.device, of_weight, *of_module

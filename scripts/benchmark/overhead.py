@@ -17,36 +17,68 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from inplace_abn import InPlaceABN, convert, functions
+from inplace_abn.guard.generations import advance
 
 node = functions._node
 leaf = torch.randn({shape}, device="{device}", requires_grad=True)
 dz = torch.randn({shape}, device="{device}")
-in_place = InPlaceABN({channels}).to("{device}")
-kept = InPlaceABN({channels}, keep_input=True).to("{device}")
-native = nn.BatchNorm2d({channels}).to("{device}")
-converted = convert(nn.Sequential(nn.BatchNorm2d({channels}), nn.LeakyReLU(0.01, inplace=True)).to("{device}"))
-# The guard measures the first calls; what follows a norm is expected from the step after the one that it was seen in.
+
+class Sum(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bn = nn.BatchNorm2d({channels})
+
+    def forward(self, x):
+        return F.relu(self.bn(x) + x, inplace=True)
+
+def layer():
+    return nn.BatchNorm2d({channels}), nn.LeakyReLU(0.01, inplace=True)
+
+on = torch.device("{device}")
+in_place = InPlaceABN({channels}).to(on)
+kept = InPlaceABN({channels}, keep_input=True).to(on)
+native = nn.Sequential(*layer()).to(on)
+native_sum = Sum().to(on)
+native_four = nn.Sequential(*layer(), *layer(), *layer(), *layer()).to(on)
+converted, converted_sum, converted_four = (convert(copy) for copy in torch.nn.ModuleList(
+    [nn.Sequential(*layer()), Sum(), nn.Sequential(*layer(), *layer(), *layer(), *layer())]).to(on))
+
+def run(module, *args):
+    module(leaf.clone(), *args).backward(dz)
+    # Each call is of a step of its own, as in training.
+    advance()
+
+def without_node(module):
+    functions._node = None
+    run(module)
+    functions._node = node
+
+# The guard measures the first calls. What follows a norm is expected from the step after the one that it was seen in.
 for _ in range(10):
-    for module in (in_place, kept, converted):
-        module(leaf.clone()).backward(dz)
-torch.optim.SGD(converted.parameters(), 0.0).step()
-converted(leaf.clone()).backward(dz)
+    for module in (in_place, kept, converted, converted_sum, converted_four):
+        run(module)
 """
 STATEMENTS = {
-    "in-place": "in_place(leaf.clone()).backward(dz)",
-    "in-place, Python": "functions._node = None; in_place(leaf.clone()).backward(dz); functions._node = node",
-    "keep_input": "kept(leaf.clone()).backward(dz)",
-    "converted": "converted(leaf.clone()).backward(dz)",
-    "eager": "F.leaky_relu_(native(leaf.clone()), 0.01).backward(dz)",
-    "neither": "leaf.clone().backward(dz)",
+    "in-place": "run(in_place)",
+    "in-place, Python": "without_node(in_place)",
+    "keep_input": "run(kept)",
+    "keep_input with a residual": "run(kept, leaf)",
+    "converted": "run(converted)",
+    "converted, Python": "without_node(converted)",
+    "eager": "run(native)",
+    "converted, sum": "run(converted_sum)",
+    "eager, sum": "run(native_sum)",
+    "converted, four layers": "run(converted_four)",
+    "eager, four layers": "run(native_four)",
+    "neither": "run(nn.Identity())",
 }
 """The statements to time. Each copies the leaf, because a leaf may not be overwritten. "neither" has the copy alone.
-"Python" uses the node in Python, as a package that was built without the C++ node does."""
+"Python" uses the node in Python, as where there is no C++ node for the torch."""
 
 
 def call_overhead(device: str, threads: int, rounds: int, callgrind: bool) -> dict[str, Any]:
     """Quartiles of the microseconds per call, and with ``callgrind`` the instructions per call. The statements take
-    turns."""
+    turns. One call in a hundred is measured by the guard."""
     setup = SETUP.format(shape=SHAPE, channels=SHAPE[1], device=device)
     timers = {name: Timer(stmt, setup, num_threads=threads) for name, stmt in STATEMENTS.items()}
     with no_garbage_collection():

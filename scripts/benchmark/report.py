@@ -145,8 +145,10 @@ def overhead_table(run: Record) -> str:
     counts = {name: (call["us"][1], call.get("instructions")) for name, call in calls.items()}
 
     def net(name: str, column: int) -> str:
-        """A statement's cost beyond that of "neither", over the same difference of eager."""
-        mine, eager, neither = (counts[n][column] for n in (name, EAGER, "neither"))
+        """A statement's cost beyond that of "neither", over the same difference of eager's statement of its kind."""
+        kind = name[name.find(",") :] if "," in name else ""
+        rival = EAGER + kind if EAGER + kind in counts else EAGER
+        mine, eager, neither = (counts[n][column] for n in (name, rival, "neither"))
         return number(None if mine is None or name == "neither" else (mine - neither) / (eager - neither))
 
     header = [f"forward and backward on {dimensions(run['overhead']['shape'])}", "µs", "instructions"]

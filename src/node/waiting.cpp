@@ -90,15 +90,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> norm(const Tensor& x, const OptTensor
                                                 const OptTensor& batches, double momentum, double eps,
                                                 int64_t activation, double activation_param) {
   const at::AutoDispatchBelowADInplaceOrView guard;
-  if (batches.has_value()) {
-    batches->add_(1);
-    bump_version(batches);
-  }
   const Tensor z = at::empty_like(x);
   const auto [mean, var] = call<LocalForwardOut>("inplace_abn::local_forward", "out", x, weight, bias, std::nullopt,
                                                  running_mean, running_var, momentum, std::nullopt, eps, true,
                                                  activation, activation_param, true, false, z);
   bump_version(z);
+  if (batches.has_value()) {
+    batches->add_(1);
+    bump_version(batches);
+  }
   const auto copy = [](const OptTensor& t) { return t.has_value() ? t->clone() : Tensor(); };
   return {z, var, copy(weight), copy(bias)};
 }

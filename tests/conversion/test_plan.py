@@ -1,0 +1,146 @@
+"""A call that is like an earlier one goes by a plan. Whatever is changed in between, it does what torch's norm does."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from inplace_abn import convert, functions, guard
+from inplace_abn.conversion import plan
+
+pytestmark = pytest.mark.skipif(functions._node is None, reason="plans are of the node in C++")
+
+
+@pytest.fixture
+def planned(monkeypatch):
+    """The calls that went by a plan."""
+    calls, call = [], plan.call
+    monkeypatch.setattr(plan, "call", lambda *args: (calls.append(args), call(*args))[1])
+    return calls
+
+
+def net():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 1)).double()
+    nn.init.uniform_(model[1].weight, 0.5, 1.5)
+    return model
+
+
+def steps(model, change=lambda model: None, x=None):
+    """The outputs, gradients and buffers of some steps. ``change`` comes after the third one."""
+    optimizer, found = torch.optim.SGD(model.parameters(), 0.1), []
+    guard.generations.current += 1
+    for step in range(6):
+        torch.manual_seed(step)
+        batch = torch.randn(2, 3, 5, 5, dtype=torch.float64)
+        if step == 3:
+            change(model)
+        batch = batch if x is None or step < 3 else x(batch)
+        try:
+            y = model(batch)
+        except Exception as error:
+            found.append(str(type(error)))
+            break
+        if y.requires_grad:
+            optimizer.zero_grad()
+            (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view(y.shape)).sum().backward()
+            optimizer.step()
+        found += [y.detach().clone(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+        found += [b.clone() for b in model.buffers()]
+    return found
+
+
+def check_alike(found, expected):
+    assert [type(value) for value in found] == [type(value) for value in expected]
+    for own, other in zip(found, expected, strict=True):
+        if isinstance(other, str):
+            assert own == other
+        else:
+            torch.testing.assert_close(own, other)
+
+
+def test_calls_that_are_alike_go_by_a_plan_also_after_a_step(planned):
+    check_alike(steps(convert(net())), steps(net()))
+    assert len(planned) == 4
+
+
+def frozen(model):
+    for t in (*model[0].parameters(), *model[1].parameters()):
+        t.requires_grad_(False)
+
+
+CHANGES = {
+    "eps": lambda model: setattr(model[1], "eps", 1e-2),
+    "momentum": lambda model: setattr(model[1], "momentum", 0.5),
+    "momentum of None": lambda model: setattr(model[1], "momentum", None),
+    "evaluation": lambda model: model.eval(),
+    "norm in evaluation": lambda model: model[1].eval(),
+    "no running statistics": lambda model: setattr(model[1], "track_running_stats", False),
+    "running statistics removed": lambda model: (
+        setattr(model[1], "running_mean", None),
+        setattr(model[1], "running_var", None),
+    ),
+    "one running statistic removed": lambda model: setattr(model[1], "running_mean", None),
+    "number of batches removed": lambda model: setattr(model[1], "num_batches_tracked", None),
+    "weight removed": lambda model: setattr(model[1], "weight", None),
+    "bias removed": lambda model: setattr(model[1], "bias", None),
+    "both removed": lambda model: (setattr(model[1], "weight", None), setattr(model[1], "bias", None)),
+    "weight replaced": lambda model: setattr(model[1], "weight", nn.Parameter(torch.full((4,), 2.0).double())),
+    "weight of another size": lambda model: setattr(model[1], "weight", nn.Parameter(torch.ones(5).double())),
+    "weight zeroed": lambda model: torch.no_grad()(model[1].weight.zero_)(),
+    "float32": lambda model: model[1].float(),
+    "frozen": frozen,
+    "frozen but for the bias": lambda model: (frozen(model), model[1].bias.requires_grad_()),
+    "statistics set": lambda model: model[1].running_var.fill_(3.0),
+    "another activation": lambda model: setattr(model, "2", nn.SiLU(inplace=True)),
+    "no activation": lambda model: setattr(model, "2", nn.Identity()),
+    "copied": lambda model: setattr(model, "1", copy.deepcopy(model[1])),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_between_two_calls_is_seen(name, planned):
+    expected = steps(net(), CHANGES[name])
+    check_alike(steps(convert(net()), CHANGES[name]), expected)
+    assert planned
+
+
+INPUTS = {
+    "larger": lambda x: torch.cat([x, x], 2),
+    "channels_last": lambda x: x.contiguous(memory_format=torch.channels_last),
+    "one image": lambda x: x[:1],
+    "float32": lambda x: x.float(),
+}
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_another_input_is_seen(name, planned):
+    expected = steps(net(), x=INPUTS[name])
+    check_alike(steps(convert(net()), x=INPUTS[name]), expected)
+    assert planned
+
+
+SURROUNDINGS = {
+    "vmap": lambda model, x: torch.func.vmap(model, randomness="same")(x.unsqueeze(0)),
+    "functional gradient": lambda model, x: torch.func.grad(lambda x: model(x).square().sum())(x),
+    "forward mode": lambda model, x: torch.func.jvp(model, (x,), (torch.ones_like(x),))[1],
+    "no_grad": lambda model, x: torch.no_grad()(model)(x),
+    "inference": lambda model, x: torch.inference_mode()(model)(x).clone(),
+    "trace": lambda model, x: torch.jit.trace(model, x, check_trace=False)(x),
+}
+
+
+@pytest.mark.parametrize("name", SURROUNDINGS)
+def test_what_surrounds_a_call_is_seen(name, planned):
+    def outcome(model):
+        found = steps(model)
+        x = torch.randn(2, 3, 5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
+        try:
+            found.append(SURROUNDINGS[name](model, x).detach())
+        except Exception as error:
+            found.append(str(type(error)))
+        return found
+
+    check_alike(outcome(convert(net())), outcome(net()))
+    assert planned
