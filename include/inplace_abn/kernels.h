@@ -172,12 +172,6 @@ struct InverseArgs {
 
 // --- Parts of a call's tensors ---------------------------------------------------------------------------------------
 
-template <typename scalar_t>
-View<scalar_t> from_channel(const View<scalar_t>& view, int64_t c) {
-  if (view.data == nullptr) return view;
-  return {view.data + c * view.channel_stride, view.batch_stride, view.channel_stride, view.instance_stride};
-}
-
 template <typename T>
 T* from_channel(T* values, int64_t c) {
   return values == nullptr ? nullptr : values + c;

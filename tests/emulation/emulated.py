@@ -64,8 +64,6 @@ class Emulator:
 def load() -> Emulator:
     """The emulator, which is built if it is missing. ``INPLACE_ABN_EMULATED`` may name another library, as of changed
     kernels."""
-    # Groups of channels are then as large as half of an emulated device's cache, so that they are tested, too.
-    os.environ["INPLACE_ABN_CUDA_CACHE"] = "device"
     return Emulator(os.environ.get("INPLACE_ABN_EMULATED") or str(build.build()))
 
 

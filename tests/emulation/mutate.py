@@ -14,14 +14,33 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from emulation import build
 from emulation.mutations import MUTATIONS
 
+
+class Few(NamedTuple):
+    """The type of elements and the activation that changed kernels are built for, in C++ and in Python."""
+
+    type_: str
+    dtype: str
+    functor: str = "LeakyRelu"
+    activation: str = "leaky_relu"
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        return (f"-DEMULATION_ACTIVATION={self.functor}",)
+
+    def environment(self, library: Path) -> dict[str, str]:
+        few = f"{self.dtype} {self.activation}"
+        return {"INPLACE_ABN_EMULATED": str(library), "INPLACE_ABN_EMULATED_FEW": few}
+
+
 # Types with vectors of 4 and of 8 elements. The tests of huge tensors need the second one, and so does code that packs
-# two elements into a word.
-FLOAT, BFLOAT16 = ("float", "float32"), ("c10::BFloat16", "bfloat16")
-FEW = (*build.CALLS, "-DEMULATION_LEAKY_RELU_ONLY")
+# two elements into a word. The third one is inverted once, the others are inverted twice.
+FLOAT, BFLOAT16 = Few("float", "float32"), Few("c10::BFloat16", "bfloat16")
+DOUBLE = Few("double", "float64", "Elu", "elu")
 TESTS = ["test_fuzz.py", "test_extents.py", "test_emulator.py"]
 # After this time the run counts as an endless loop, which is noticed, too.
 MOST_SECONDS = 600
@@ -39,7 +58,7 @@ def unchanged_rest(changed: str) -> list[build.Object]:
     return build.kernel_objects(tuple(type_ for type_ in build.TYPES if type_ != changed))
 
 
-def library(name: str | None, type_: str) -> Path:
+def library(name: str | None, few: Few) -> Path:
     """Builds the kernels with the mutation ``name``, or unchanged, for one type of elements."""
     found = 0
 
@@ -51,29 +70,31 @@ def library(name: str | None, type_: str) -> Path:
         found += text.count(old)
         return text.replace(old, new)
 
-    kernels = build.kernel_objects((type_,), change, FEW)
+    kernels = build.kernel_objects((few.type_,), change, (*build.CALLS, *few.flags))
     if name is not None and found == 0:
         raise SystemExit(f"mutation {name!r} changes nothing: the kernels no longer have {MUTATIONS[name][1]!r}")
     label = "unchanged" if name is None else "".join(c if c.isalnum() else "-" for c in name)
     # The emulator's own tests launch kernels, too.
     of_launches = name is not None and MUTATIONS[name][0] == "launch.cuh"
     faulty = build.faulty_object(change if of_launches else build.unchanged)
-    objects = [*build.device_objects(), *kernels, *unchanged_rest(type_), faulty, *build.op_objects()]
+    objects = [*build.device_objects(), *kernels, *unchanged_rest(few.type_), faulty, *build.op_objects()]
     return build.link(f"mutant-{label}", objects, jobs=1)
+
+
+def few_for(name: str) -> Few:
+    if "inverted once" in name:
+        return DOUBLE
+    return BFLOAT16 if "32 bits" in name or "word" in name else FLOAT
 
 
 def try_out(name: str | None) -> Outcome:
     started = time.monotonic()
-    type_, dtype = BFLOAT16 if name is not None and ("32 bits" in name or "word" in name) else FLOAT
+    few = few_for(name or "")
     try:
-        path = library(name, type_)
+        path = library(name, few)
     except RuntimeError as error:
         return Outcome(str(name), f"it does not compile: {error}", time.monotonic() - started)
-    environment = os.environ | {
-        "INPLACE_ABN_EMULATED": str(path),
-        "INPLACE_ABN_EMULATED_FEW": dtype,
-        "OMP_NUM_THREADS": "1",
-    }
+    environment = os.environ | few.environment(path) | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow"]
     command += [str(build.HERE / test) for test in TESTS]
     try:

@@ -94,11 +94,6 @@ MUTATIONS: dict[str, tuple[str, str, str]] = {
         "if (k < Op::needed_outputs || io.out[k].data != nullptr) out[k].store",
         "out[k].store",
     ),
-    "the last group of channels is as long as the others": (
-        "walk.cuh",
-        "std::min(step, extent.channels - first)",
-        "step",
-    ),
     # Strides and indices
     "results of blocks lie the other way round": (
         "planes.cuh",
@@ -203,7 +198,6 @@ MUTATIONS: dict[str, tuple[str, str, str]] = {
         "        if (mask[u] != 0) planes.store(cursor, mask[u], zero[0]);\n      }\n"
         "      planes.load(cursor, mask[u], in[u]);",
     ),
-    "means are written for the first channels only": ("statistics.cuh", "c), mean + c, var + c,", "c), mean, var + c,"),
     # 32 bits
     "offsets in 32 bits": (
         "planes.cuh",
@@ -256,34 +250,9 @@ MUTATIONS: dict[str, tuple[str, str, str]] = {
     ),
     "planes of another batch stride": ("planes.cuh", "aligned && same_stride &&", "aligned &&"),
     "planes with ragged ends are taken for even": ("planes.cuh", " && extent.space % width == 0", ""),
-    # Clusters
-    "totals are read before all blocks have them": (
-        "clusters.cuh",
-        "  cluster.sync();\n  if (cluster.block_rank() == 0 &&",
-        "  if (cluster.block_rank() == 0 &&",
-    ),
-    "what was finished is read at once": ("clusters.cuh", "  cluster.sync();\n  {\n", "  {\n"),
-    "all blocks of a cluster finish": (
-        "clusters.cuh",
-        "cluster.block_rank() == 0 && threadIdx.x == 0",
-        "threadIdx.x == 0",
-    ),
-    "a block's own totals for all": ("clusters.cuh", "*cluster.map_shared_rank(&own, rank)", "own"),
-    "two inputs are kept in one place": ("clusters.cuh", "(place * kept + k)", "(place * kept)"),
-    "items are kept in one place": (
-        "clusters.cuh",
-        "in[u][k].keep(vector(place + u, k))",
-        "in[u][k].keep(vector(place, k))",
-    ),
-    "too little shared memory": (
-        "partition.h",
-        "before_last + std::min(tile, items - before_last * parts)",
-        "before_last + 1",
-    ),
-    "a cluster's parts are one": ("partition.h", "p.parts = blocks;", "p.parts = 1;"),
-    # Inverting once
-    "xhat is combined as y": ("backward.cu", "of_xhat ? from_xhat : from_y", "from_y"),
-    "beta is taken off twice": ("backward.cu", "of_xhat ? constant : constant", "constant"),
+    # What backward combines
+    "inverted once, xhat is combined as y": ("backward.cu", "of_xhat ? from_xhat : from_y", "from_y"),
+    "inverted once, beta is taken off twice": ("backward.cu", "of_xhat ? constant : constant", "constant"),
     "the residual's gradient is left out": (
         "backward.cu",
         "        out[1][e] = static_cast<scalar_t>(dy);\n      }\n      out[0][e] = static_cast<scalar_t>(channel",

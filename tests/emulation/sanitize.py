@@ -16,13 +16,12 @@ SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 
 
 def main() -> int:
-    few = [flag for flag in mutate.FEW if flag not in build.CALLS]
-    type_, dtype = mutate.BFLOAT16
-    kernels = build.kernel_objects((type_,), flags=(*SANITIZERS, *few))
+    few = mutate.BFLOAT16
+    kernels = build.kernel_objects((few.type_,), flags=(*SANITIZERS, *few.flags))
     objects = [
         *build.device_objects(),
         *kernels,
-        *mutate.unchanged_rest(type_),
+        *mutate.unchanged_rest(few.type_),
         build.faulty_object(),
         *build.op_objects(),
     ]
@@ -32,13 +31,12 @@ def main() -> int:
         subprocess.run([*build.compiler(), f"-print-file-name={name}"], capture_output=True, text=True, check=True)
         for name in names
     ]
-    environment = os.environ | {
+    environment = os.environ | few.environment(library)
+    environment |= {
         "LD_PRELOAD": ":".join(done.stdout.strip() for done in runtimes),
         # Python and torch keep some of their memory until the end.
         "ASAN_OPTIONS": "detect_leaks=0",
         "UBSAN_OPTIONS": "print_stacktrace=1",
-        "INPLACE_ABN_EMULATED": str(library),
-        "INPLACE_ABN_EMULATED_FEW": dtype,
     }
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", str(build.HERE / "test_fuzz.py")]
     return subprocess.run([*command, *sys.argv[1:]], cwd=build.ROOT, env=environment, check=False).returncode

@@ -26,8 +26,6 @@ def _launches(text: str) -> str:
 
 
 def _shared_variables(text: str) -> str:
-    dynamic = re.compile(r"extern\s+__shared__\s+(\w+)\s+(\w+)\[\];")
-    text = dynamic.sub(lambda m: f"auto* const {m[2]} = static_cast<{m[1]}*>(::emulation::dynamic_shared());", text)
     variable = re.compile(r"__shared__\s+([^;=]+?)\s*\b(\w+)((?:\s*\[[^;]*\])?);")
     return variable.sub(lambda m: f"auto& {m[2]} = ::emulation::shared<{m[1]}{m[3]}>([] {{}});", text)
 

@@ -151,7 +151,7 @@ def test_results_are_the_same_in_every_run(layout):
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 def test_tensors_larger_than_the_cache_agree_with_float64(layout):
-    # Such tensors are reduced and written by groups of channels.
+    # The second pass reads most of such tensors from device memory again.
     cache = torch.cuda.get_device_properties(CUDA).L2_cache_size
     channels, side = 1024, 32
     batch = max(2, 2 * cache // (channels * side * side * 4) + 1)

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 @needs_compiler
 @pytest.mark.skipif(os.name != "posix", reason="needs a compiler that takes Unix options")
-def test_every_element_is_visited_once_and_groups_of_channels_fit_into_the_cache(tmp_path):
+def test_every_element_is_visited_once(tmp_path):
     program = tmp_path / "partition_walk"
     source = Path(__file__).with_name("partition_walk.cpp")
     includes = [ROOT / "include", *cpp_extension.include_paths()]

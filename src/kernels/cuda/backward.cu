@@ -1,7 +1,3 @@
-#include <cstdlib>
-#include <string_view>
-
-#include "clusters.cuh"
 #include "inplace_abn/kernels.h"
 #include "walk.cuh"
 
@@ -169,16 +165,10 @@ void visit(const ActivationArgs& activation, const View<const scalar_t>& residua
 }
 
 // Whether dx comes from the xhat and dy that the first pass left, instead of from z and dz inverted once more. That
-// saves an inversion and costs two writes. INPLACE_ABN_CUDA_INVERT in the environment, "once" or "twice", decides it;
-// without it, an estimate (docs/gpu.md): only what has a minimum in 16 bits, as silu, and doubles take longer to invert
-// than to write.
+// saves an inversion and costs two writes. By an estimate from the number of instructions (docs/gpu.md), only what has
+// a minimum in 16 bits, as silu, and doubles take longer to invert than to write.
 template <typename scalar_t, typename Act>
-bool inverts_once() {
-  const char* const given = std::getenv("INPLACE_ABN_CUDA_INVERT");
-  if (given != nullptr) return std::string_view(given) == "once";
-  if (std::is_same_v<scalar_t, double>) return heavy<Act>;
-  return sizeof(scalar_t) == 2 && has_minimum<Act>;
-}
+constexpr bool inverts_once = std::is_same_v<scalar_t, double> ? heavy<Act> : sizeof(scalar_t) == 2 && has_minimum<Act>;
 
 }  // namespace
 
@@ -197,62 +187,42 @@ void backward(const BackwardArgs<scalar_t>& args) {
         {{args.xhat, args.dy}, {args.dx}});
 }
 
-// One group of channels of a local_backward; `args` are the group's.
-template <typename scalar_t, typename Act, bool with_residual>
-void backward_of_group(const LocalBackwardArgs<scalar_t>& args, const Act& act, Results<scalar_t> results) {
-  using Again = InvertAndCombine<scalar_t, Act, with_residual>;
-  using FromXhat = InvertAndCombine<scalar_t, Identity<scalar_t>, false>;
-  const Streams<scalar_t> io{{args.z, args.dz, args.residual}, {args.dx, args.dresidual}};
-  const bool sums_needed = args.training || args.dweight || args.dbias;
-  // dy goes to dresidual; without one, to dx, until dx itself is written.
-  const View<scalar_t> dy = with_residual ? args.dresidual : args.dx;
-  results.of_xhat = sums_needed && inverts_once<scalar_t, Act>() && args.xhat.data != nullptr &&
-                    args.dx.data != nullptr && dy.data != nullptr;
-  if (results.of_xhat) {
-    const Reduce<scalar_t, Act, with_residual, true> op{args.affine, act, results};
-    reduce(args.extent, op, {{args.z, args.dz, args.residual}, {args.xhat, dy}});
-    const View<const scalar_t> xhat{args.xhat.data, args.xhat.batch_stride, args.xhat.channel_stride};
-    apply(args.extent, FromXhat{results.combinations, {}},
-          {{xhat, {dy.data, dy.batch_stride, dy.channel_stride}}, {args.dx}});
-    return;
-  }
-  const Reduce<scalar_t, Act, with_residual, false> op{args.affine, act, results};
-  const Again again{results.combinations, act};
-  if (sums_needed && args.dx.data != nullptr && run_in_clusters(args.extent, op, again, io)) return;
-  if (sums_needed) {
-    reduce(args.extent, op, {{io.in[0], io.in[1], io.in[2]}, {}});
-  } else {
-    finish_channels_of(op, nullptr, 0, args.extent.channels);
-  }
-  if (args.dx.data != nullptr || args.dresidual.data != nullptr) {
-    apply(args.extent, again, io);
-  }
-}
-
 template <typename scalar_t>
 void local_backward(const LocalBackwardArgs<scalar_t>& args) {
-  const auto count = static_cast<double>(args.extent.batch * args.extent.space);
-  const int64_t streams = args.residual.data == nullptr ? 2 : 3;
   const Scratch<Combination<opmath_type<scalar_t>>> combinations(args.extent.channels);
+  const bool sums_needed = args.training || args.dweight || args.dbias;
   visit(args.activation, args.residual, [&](auto act, auto with_residual) {
-    for_each_channel_group<scalar_t>(args.extent, streams, [&](const Extent& extent, int64_t c) {
-      LocalBackwardArgs<scalar_t> group = args;
-      group.extent = extent;
-      group.z = from_channel(args.z, c);
-      group.dz = from_channel(args.dz, c);
-      group.dx = from_channel(args.dx, c);
-      group.affine = from_channel(args.affine, c);
-      group.residual = from_channel(args.residual, c);
-      group.dresidual = from_channel(args.dresidual, c);
-      group.xhat = from_channel(args.xhat, c);
-      const Results<scalar_t> results{.var = from_channel(args.var, c),
-                                      .dweight = from_channel(args.dweight, c),
-                                      .dbias = from_channel(args.dbias, c),
-                                      .combinations = combinations.data() + c,
-                                      .training = args.training,
-                                      .count = count};
-      backward_of_group<scalar_t, decltype(act), with_residual()>(group, act, results);
-    });
+    using Act = decltype(act);
+    using FromXhat = InvertAndCombine<scalar_t, Identity<scalar_t>, false>;
+    // dy goes to dresidual; without one, to dx, until dx itself is written.
+    const View<scalar_t> dy = with_residual() ? args.dresidual : args.dx;
+    const bool of_xhat = inverts_once<scalar_t, Act> && sums_needed && args.xhat.data != nullptr &&
+                         args.dx.data != nullptr && dy.data != nullptr;
+    const Results<scalar_t> results{.var = args.var,
+                                    .dweight = args.dweight,
+                                    .dbias = args.dbias,
+                                    .combinations = combinations.data(),
+                                    .of_xhat = of_xhat,
+                                    .training = args.training,
+                                    .count = static_cast<double>(args.extent.batch * args.extent.space)};
+    if (of_xhat) {
+      const Reduce<scalar_t, Act, with_residual(), true> op{args.affine, act, results};
+      reduce(args.extent, op, {{args.z, args.dz, args.residual}, {args.xhat, dy}});
+      const View<const scalar_t> xhat{args.xhat.data, args.xhat.batch_stride, args.xhat.channel_stride};
+      apply(args.extent, FromXhat{results.combinations, {}},
+            {{xhat, {dy.data, dy.batch_stride, dy.channel_stride}}, {args.dx}});
+      return;
+    }
+    const Reduce<scalar_t, Act, with_residual(), false> op{args.affine, act, results};
+    if (sums_needed) {
+      reduce(args.extent, op, {{args.z, args.dz, args.residual}, {}});
+    } else {
+      finish_channels_of(op, nullptr, 0, args.extent.channels);
+    }
+    if (args.dx.data != nullptr || args.dresidual.data != nullptr) {
+      apply(args.extent, InvertAndCombine<scalar_t, Act, with_residual()>{results.combinations, act},
+            {{args.z, args.dz, args.residual}, {args.dx, args.dresidual}});
+    }
   });
 }
 

@@ -85,7 +85,7 @@ constexpr int resident = sizeof(typename Op::opmath_t) == sizeof(double) || wide
 // Blocks that the current device holds.
 template <typename Op, int channels>
 int64_t residency() {
-  return current_device().multiprocessors * resident<Op, channels>;
+  return multiprocessors() * resident<Op, channels>;
 }
 
 template <typename scalar_t>
@@ -119,11 +119,6 @@ struct alignas(16) Vector {
   __device__ __forceinline__ void load(const scalar_t* from) {
     const uint4 raw = *reinterpret_cast<const uint4*>(from);
     memcpy(words, &raw, sizeof(raw));
-  }
-  __device__ __forceinline__ void keep(uint4* shared) const {
-    uint4 raw;
-    raw.x = words[0], raw.y = words[1], raw.z = words[2], raw.w = words[3];
-    *shared = raw;
   }
   __device__ __forceinline__ void store(scalar_t* to) const {
     // A plain store; compilers do not always see that these four words are one access.

@@ -1,4 +1,3 @@
-#include "clusters.cuh"
 #include "inplace_abn/kernels.h"
 #include "statistics.cuh"
 #include "walk.cuh"
@@ -25,10 +24,6 @@ struct Transform {
 
   __device__ Channel channel(int64_t c) const {
     return {mean.load(c), affine.gamma(c) * affine.inv_std(var.load(c)), affine.beta(c)};
-  }
-
-  Transform from(int64_t c) const {
-    return {from_channel(mean, c), from_channel(var, c), from_channel(affine, c), act};
   }
 
   template <int items, int width>
@@ -67,17 +62,10 @@ void forward(const ForwardArgs<scalar_t>& args) {
 template <typename scalar_t>
 void local_forward(const LocalForwardArgs<scalar_t>& args) {
   const auto count = static_cast<double>(args.extent.batch * args.extent.space);
-  const Statistics<scalar_t> statistics{args.x, args.mean, args.var, args.running, count};
+  reduce_moments(args.extent, Statistics<scalar_t>{args.x, args.mean, args.var, args.running, count});
   const ForwardArgs<scalar_t> all{args.extent, args.x,          args.z,          {args.mean, false}, {args.var, false},
                                   args.affine, args.activation, args.invertible, args.residual};
-  visit_transform(all, [&](const auto& op, const auto& io) {
-    if (run_in_clusters(args.extent, statistics, op, io)) return;
-    const int64_t streams = args.residual.data == nullptr ? 1 : 2;
-    for_each_channel_group<scalar_t>(args.extent, streams, [&](const Extent& extent, int64_t c) {
-      reduce_moments(extent, statistics.from(c));
-      apply(extent, op.from(c), streams_from(io, c));
-    });
-  });
+  forward(all);
 }
 
 #define INSTANTIATE(scalar_t)                          \

@@ -10,11 +10,9 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstdlib>
 #include <limits>
 #include <stdexcept>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "partition.h"
@@ -42,36 +40,20 @@ inline cudaStream_t current_stream() {
   return static_cast<cudaStream_t>(stream);
 }
 
-inline int attribute(cudaDeviceAttr name, int device) {
-  int value = 0;
-  check(cudaDeviceGetAttribute(&value, name, device), "cudaDeviceGetAttribute");
-  return value;
-}
-
-// The cache by whose size channels are grouped: of INPLACE_ABN_CUDA_CACHE in the environment, "device" for the device's
-// own, a number of bytes, or nothing, since every group costs launches.
-inline int64_t cache_bytes(int device) {
-  const char* const given = std::getenv("INPLACE_ABN_CUDA_CACHE");
-  if (given == nullptr) return 0;
-  if (std::string_view(given) != "device") return std::strtoll(given, nullptr, 10);
-  return attribute(cudaDevAttrL2CacheSize, device);
-}
-
-inline std::vector<Device> all_devices() {
+inline std::vector<int> multiprocessors_of_devices() {
   int count = 0;
   check(cudaGetDeviceCount(&count), "cudaGetDeviceCount");
-  std::vector<Device> devices(count);
+  std::vector<int> multiprocessors(count);
   for (int i = 0; i < count; ++i) {
-    devices[i] = {attribute(cudaDevAttrMultiProcessorCount, i), cache_bytes(i),
-                  attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, i),
-                  attribute(cudaDevAttrComputeCapabilityMajor, i) >= 9};
+    check(cudaDeviceGetAttribute(&multiprocessors[i], cudaDevAttrMultiProcessorCount, i), "cudaDeviceGetAttribute");
   }
-  return devices;
+  return multiprocessors;
 }
 
-inline Device current_device() {
-  static const std::vector<Device> devices = all_devices();
-  return devices[current_index()];
+// Of the current device.
+inline int64_t multiprocessors() {
+  static const std::vector<int> of_devices = multiprocessors_of_devices();
+  return of_devices[current_index()];
 }
 
 // Starts `blocks` blocks, all in x, where a grid may have 2^31 - 1; a kernel's first parameter is the number of its
@@ -85,26 +67,6 @@ void launch(void (*kernel)(int64_t, Parameters...), int64_t blocks, int threads,
     kernel<<<grid, threads, 0, stream>>>(first, arguments...);
     check(cudaGetLastError(), "the launch of a kernel");
   }
-}
-
-// Starts clusters of `size` blocks each, which have so much dynamic shared memory.
-template <typename... Parameters, typename... Arguments>
-void launch_clusters(void (*kernel)(Parameters...), int64_t clusters, int size, int threads, int64_t shared_bytes,
-                     const Arguments&... arguments) {
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)),
-        "cudaFuncSetAttribute");
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = static_cast<unsigned>(size);
-  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(clusters * size));
-  config.blockDim = dim3(static_cast<unsigned>(threads));
-  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
-  config.stream = current_stream();
-  config.attrs = &cluster;
-  config.numAttrs = 1;
-  check(cudaLaunchKernelEx(&config, kernel, arguments...), "the launch of a kernel's clusters");
 }
 
 // Device memory of torch's for the launches of one call: given back in stream order, so it may go out of scope once

@@ -1,5 +1,5 @@
-// How a tensor is divided among the blocks of a launch: plain arithmetic on extents, strides and two properties of the
-// device. Results depend on nothing else.
+// How a tensor is divided among the blocks of a launch: plain arithmetic on extents, strides and the number of blocks
+// that the device holds. Results depend on nothing else.
 #pragma once
 
 #include <algorithm>
@@ -22,13 +22,6 @@ constexpr int resident_blocks = 3;
 constexpr int64_t plane_waves = 8;
 constexpr int64_t row_waves = 2, reduced_row_waves = 1;
 constexpr int64_t least_tiles = 8;
-
-struct Device {
-  int64_t multiprocessors;
-  int64_t cache_bytes;       // of the second-level cache, as far as channels are to be grouped by it; 0: not at all
-  int64_t shared_bytes = 0;  // of shared memory that a block may ask for
-  bool has_clusters = false;
-};
 
 INPLACE_ABN_INLINE int64_t ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;
@@ -90,11 +83,6 @@ struct PlanePartition {
   int64_t blocks() const { return channels * parts; }
   // The blocks of one channel, each of which leaves a share of a reduction.
   int64_t shares() const { return parts; }
-  // The most items that a thread takes.
-  int64_t items_of_thread() const {
-    const int64_t before_last = (ceil_div(items, parts * tile) - 1) * tile;
-    return ceil_div(before_last + std::min(tile, items - before_last * parts), threads);
-  }
   // Whether planes, slots, items and the next of them, and the stride can be counted in 32 bits.
   bool fits_32_bits() const {
     return std::max(items + (parts + 1) * tile, plane_stride) <= std::numeric_limits<int32_t>::max();
@@ -107,8 +95,9 @@ struct PlanePartition {
   }
 };
 
-// `even`: all planes start at multiples of the width. Threads and parts are left open.
-inline PlanePartition cut_planes(const Extent& extent, int width, int64_t phase, bool even, int64_t plane_stride) {
+// `even`: all planes start at multiples of the width. `resident`: blocks that the device holds.
+inline PlanePartition partition_planes(const Extent& extent, int width, int unroll, int64_t phase, bool even,
+                                       int64_t plane_stride, int64_t resident) {
   PlanePartition p{};
   p.channels = extent.channels;
   p.space = extent.space;
@@ -116,33 +105,11 @@ inline PlanePartition cut_planes(const Extent& extent, int width, int64_t phase,
   p.plane_stride = plane_stride;
   p.slots = ceil_div(extent.space + (even ? 0 : width - 1), width);
   p.items = extent.batch * p.slots;
-  return p;
-}
-
-inline void set_steps(PlanePartition& p) {
-  p.next_item = split(p.threads, p.slots);
-  p.next_tile = split((p.parts - 1) * p.tile, p.slots);
-}
-
-// `resident`: blocks that the device holds.
-inline PlanePartition partition_planes(const Extent& extent, int width, int unroll, int64_t phase, bool even,
-                                       int64_t plane_stride, int64_t resident) {
-  PlanePartition p = cut_planes(extent, width, phase, even, plane_stride);
   p.threads = static_cast<int>(std::min<int64_t>(block_threads, ceil_div(p.items, 32) * 32));
   p.tile = static_cast<int64_t>(p.threads) * unroll;
   p.parts = share_tiles(ceil_div(p.items, p.tile), p.channels, plane_waves, resident);
-  set_steps(p);
-  return p;
-}
-
-// A cluster of `blocks` for each channel of even planes.
-inline PlanePartition partition_cluster(const Extent& extent, int width, int unroll, int64_t plane_stride, int threads,
-                                        int blocks) {
-  PlanePartition p = cut_planes(extent, width, 0, true, plane_stride);
-  p.threads = threads;
-  p.tile = static_cast<int64_t>(threads) * unroll;
-  p.parts = blocks;
-  set_steps(p);
+  p.next_item = split(p.threads, p.slots);
+  p.next_tile = split((p.parts - 1) * p.tile, p.slots);
   return p;
 }
 
@@ -195,25 +162,6 @@ inline RowPartition partition_rows(const Rows& rows, int vector_width, int unrol
   p.groups = ceil_div(rows.count, static_cast<int64_t>(p.height) * unroll);
   p.parts = share_tiles(p.groups, p.columns, waves, resident);
   return p;
-}
-
-// --- Channel groups --------------------------------------------------------------------------------------------------
-
-// In row order, a group's share of a row is a multiple of so many bytes: whole cache lines, and two of them, because
-// device memory is the slower the shorter the pieces it is read in. An estimate, to be settled by measurement.
-constexpr int64_t row_segment_bytes = 256;
-
-// Channels to reduce and apply before the next ones, so that what the first pass read is still in the second-level
-// cache for the second pass. Half of it is left to what is written and to the rest of the machine. All channels where
-// the tensor fits, where not even the least group does, and where the cache is not to be counted on. `element_bytes`:
-// of an element of one of the `streams` that the first pass reads.
-inline int64_t channels_per_group(const Extent& extent, int64_t element_bytes, int64_t streams, const Device& device) {
-  const int64_t channel_bytes = extent.batch * extent.space * element_bytes * streams;
-  const int64_t least = extent.order == Order::rows ? row_segment_bytes / element_bytes : 1;
-  const int64_t fitting = channel_bytes == 0 ? extent.channels : device.cache_bytes / 2 / channel_bytes;
-  if (fitting < least || fitting >= extent.channels) return extent.channels;
-  const int64_t groups = ceil_div(extent.channels, fitting / least * least);
-  return ceil_div(ceil_div(extent.channels, groups), least) * least;
 }
 
 }  // namespace inplace_abn::cuda

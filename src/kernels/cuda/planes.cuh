@@ -6,10 +6,9 @@
 
 namespace inplace_abn::cuda {
 
-// The merged totals of all threads of a block of at most so many, in thread 0. All threads call it, once in a kernel.
-template <int most_threads>
+// The merged totals of all threads of a block, in thread 0. All threads call it, once in a kernel.
 __device__ __forceinline__ Totals merge_block(Totals totals) {
-  constexpr int most_warps = most_threads / 32;
+  constexpr int most_warps = block_threads / 32;
   __shared__ Totals shared[most_warps];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
   for (int lanes = 16; lanes > 0; lanes /= 2) totals.add(totals.shuffled_down(lanes));
@@ -129,7 +128,7 @@ __global__ void __launch_bounds__(block_threads, resident<Op, 1>)
     cursor.advance(next_tile, slots);
   }
   if constexpr (Op::reduces) {
-    const Totals merged = merge_block<block_threads>(op.totals(channel, sum, count));
+    const Totals merged = merge_block(op.totals(channel, sum, count));
     if (threadIdx.x == 0) leave(op, c, merged, shares, part, p.channels);
   }
 }

@@ -31,9 +31,6 @@ struct Statistics {
     return sum.about(static_cast<double>(channel.pivot), static_cast<double>(elements));
   }
 
-  // Of the channels from c on.
-  Statistics from(int64_t c) const { return {from_channel(x, c), mean + c, var + c, from_channel(running, c), count}; }
-
   __device__ void finish(int64_t c, const Totals& totals) const {
     const Moments batch = moments(totals, count > 0 ? static_cast<double>(channel(c).pivot) : 0, count);
     mean[c] = static_cast<opmath_t>(batch.mean);

@@ -6,7 +6,7 @@
 //   backward_reduce  4   read z, dz; write xhat, dy    backward         3   read xhat, dy; write dx
 //   local_forward    3   read x; read x, write z       (2 from device memory where the second read hits the cache)
 //   local_backward   5   read z, dz; read z, dz, write dx, inverting z twice;
-//               or   7   read z, dz, write xhat, dy; read xhat, dy, write dx, inverting z once
+//               or   7   read z, dz, write xhat, dy; read xhat, dy, write dx, inverting z once (backward.cu says when)
 //                        (2 less from device memory where the second reads hit the cache)
 //   a residual adds 1 to each pass that inverts or applies the activation, its gradient 1 to the last pass.
 //
@@ -14,8 +14,7 @@
 // values; the kernel brings elements in and out. Both exist for two widths: 16 bytes, and one element, for tensors that
 // do not agree on where 16 bytes start (slices). Rows that are no whole vectors but follow each other are taken several
 // at once. At the ragged ends of planes, where a vector is in the plane in part only, its elements are loaded and
-// stored one by one; planes without such ends have a kernel of their own. clusters.cuh has a third kernel, which does
-// both passes of the local ops.
+// stored one by one; planes without such ends have a kernel of their own.
 //
 //   grid        x only, one-dimensional: parts of a channel times channels, or parts of the rows times columns of
 //               channels, see partition.h. Few channels are cut into many parts, so that all multiprocessors work; many
@@ -29,9 +28,7 @@
 //   reductions  two stages: one share per block in scratch memory, added up by a small kernel; or one stage, where a
 //               block has all of its channel. Shares are sums in double, and there are no atomics, so results are the
 //               same in every run.
-//   second pass walks backward: what the first pass read last is likeliest to be in the second-level cache. The local
-//               ops can go through the channels group by group, each group small enough to stay there between its two
-//               passes (launch.cuh says when); in row order a group's share of a row is a multiple of 256 bytes.
+//   second pass walks backward: what the first pass read last is likeliest to be in the second-level cache.
 #pragma once
 
 #include <optional>
@@ -84,27 +81,6 @@ void reduce(const Extent& extent, const Op& op, const Streams<typename Op::scala
     if (memory) next += partition.shares() * extent.channels;
   });
   if (memory) finish_channels_of(op, memory->data(), shares, extent.channels);
-}
-
-// --- Channel groups --------------------------------------------------------------------------------------------------
-
-template <typename scalar_t>
-Streams<scalar_t> streams_from(const Streams<scalar_t>& io, int64_t c) {
-  Streams<scalar_t> shifted = io;
-  for (auto& view : shifted.in) view = from_channel(view, c);
-  for (auto& view : shifted.out) view = from_channel(view, c);
-  return shifted;
-}
-
-// Calls f(extent, first channel) for each group of channels that is to be reduced and applied before the next. The
-// first pass reads `streams` tensors of scalar_t.
-template <typename scalar_t, typename F>
-void for_each_channel_group(const Extent& extent, int64_t streams, const F& f) {
-  if (extent.channels == 0) return;
-  const int64_t step = channels_per_group(extent, sizeof(scalar_t), streams, current_device());
-  for (int64_t first = 0; first < extent.channels; first += step) {
-    f(Extent{extent.order, extent.batch, std::min(step, extent.channels - first), extent.space}, first);
-  }
 }
 
 }  // namespace inplace_abn::cuda

@@ -90,7 +90,7 @@ struct Held {
 std::deque<KnownArea> areas;
 std::vector<Held> scratch;
 const char *parameters_begin = nullptr, *parameters_end = nullptr;
-uint32_t first_cluster = 1, clusters = 0;
+uint32_t first_block = 1, blocks = 0;
 bool is_sampled = false;
 
 struct SharedVariable {
@@ -98,20 +98,10 @@ struct SharedVariable {
   size_t offset;
 };
 
-// A block's shared memory: dynamic first, then the static variables in the order in which they are met.
-struct Shared {
-  alignas(128) std::array<char, shared_limit> memory;
-  std::array<Cell, shared_limit> cells;
-  std::vector<SharedVariable> variables;
-  size_t dynamic = 0, bytes = 0;
-};
-
-std::array<Shared, most_ranks> shared_of;
-
-bool is_shared(const char* address) {
-  return address >= reinterpret_cast<const char*>(shared_of.begin()) &&
-         address < reinterpret_cast<const char*>(shared_of.end());
-}
+alignas(128) std::array<char, shared_limit> shared_memory;
+std::array<Cell, shared_limit> shared_cells;
+std::vector<SharedVariable> shared_variables;
+size_t shared_bytes = 0;
 
 // Half of the words anything, half NaN in every type of floating point, of which no two are alike.
 void poison(char* memory, size_t bytes) {
@@ -126,11 +116,11 @@ const char* verb(bool writes) {
   return writes ? "writes" : "reads";
 }
 
-// Accesses before cluster `since` are of no concern: an earlier launch's, or in other shared memory.
+// Accesses before block `since` are of no concern: an earlier launch's, or in other shared memory.
 void touch(Cell& cell, bool writes, uint32_t since, const char* name, int64_t index) {
   if (const Moment* other = cell.race(writes, since)) {
-    const bool here = other->cluster == now.cluster && other->rank == now.rank;
-    const std::string thread = "thread " + std::to_string(other->thread % block_size().x);
+    const bool here = other->block == now.block;
+    const std::string thread = "thread " + std::to_string(other->thread);
     const char* const who = !here ? "another block" : other->thread == 0xffff ? "another thread" : thread.c_str();
     fail("a race: it %s element %ld of %s, as %s does with no barrier between", verb(writes), long{index}, name, who);
   }
@@ -138,17 +128,10 @@ void touch(Cell& cell, bool writes, uint32_t since, const char* name, int64_t in
 }
 
 void check_shared(const char* address, size_t bytes, bool writes) {
-  const auto rank =
-      static_cast<unsigned>((address - reinterpret_cast<const char*>(shared_of.begin())) / sizeof(Shared));
-  Shared& shared = shared_of[rank];
-  const size_t offset = address - shared.memory.data();
-  if (rank >= cluster_size() || offset + bytes > shared.bytes) {
-    fail("%s %zu bytes behind shared memory", verb(writes), bytes);
-  }
-  if (rank != now.rank && has_left(rank))
-    fail("%s shared memory of block %u of its cluster, which has left", verb(writes), rank);
+  const size_t offset = address - shared_memory.data();
+  if (offset + bytes > shared_bytes) fail("%s %zu bytes behind shared memory", verb(writes), bytes);
   for (size_t i = offset; i < offset + bytes; ++i) {
-    touch(shared.cells[i], writes, now.cluster, "shared memory", static_cast<int64_t>(i));
+    touch(shared_cells[i], writes, now.block, "shared memory", static_cast<int64_t>(i));
   }
 }
 
@@ -206,7 +189,7 @@ size_t check_element(const char* address, size_t bytes, bool writes) {
       if (!writes && !cell.written() && !is_sampled) {
         fail("reads element %ld of %s before anything was written to it", long{index}, area.name.c_str());
       }
-      touch(cell, writes, first_cluster, area.name.c_str(), index);
+      touch(cell, writes, first_block, area.name.c_str(), index);
     }
     return std::min(left, bytes);
   }
@@ -257,7 +240,9 @@ void require_aligned(const void* address, size_t bytes) {
 void check_access(const void* data, size_t bytes, bool writes) {
   if (!in_kernel() || on_stack(data)) return;
   const auto* address = static_cast<const char*>(data);
-  if (is_shared(address)) return check_shared(address, bytes, writes);
+  if (address >= shared_memory.data() && address < shared_memory.data() + shared_limit) {
+    return check_shared(address, bytes, writes);
+  }
   if (!writes && address >= parameters_begin && address + bytes <= parameters_end) return;
   const bool known = std::any_of(areas.begin(), areas.end(), [&](const KnownArea& a) { return a.reaches(address); });
   if (!known && !writes && in_constants(address)) return;
@@ -270,42 +255,31 @@ void check_access(const void* data, size_t bytes, bool writes) {
 
 void begin_launch(bool sampled) {
   is_sampled = sampled;
-  first_cluster = clusters + 1;
+  first_block = blocks + 1;
 }
 
-void begin_cluster(size_t dynamic_shared) {
-  now = {++clusters, 0, 0, 0, 0};
-  for (unsigned rank = 0; rank < cluster_size(); ++rank) {
-    Shared& shared = shared_of[rank];
-    shared.variables.clear();
-    shared.dynamic = shared.bytes = dynamic_shared;
-    poison(shared.memory.data(), dynamic_shared);
-  }
+void begin_block() {
+  now = {++blocks, 0, 0};
+  shared_variables.clear();
+  shared_bytes = 0;
+}
+
+void count_barrier() {
+  ++now.barriers;
 }
 
 void* shared_variable(const void* key, size_t bytes, size_t alignment) {
-  Shared& shared = shared_of[now.rank];
-  for (const SharedVariable& variable : shared.variables) {
-    if (variable.key == key) return shared.memory.data() + variable.offset;
+  for (const SharedVariable& variable : shared_variables) {
+    if (variable.key == key) return shared_memory.data() + variable.offset;
   }
-  const size_t offset = (shared.bytes + alignment - 1) / alignment * alignment, end = offset + bytes;
-  if (end - shared.dynamic > static_shared_limit) {
-    fail("%zu bytes of static shared memory are beyond 48 KB", end - shared.dynamic);
+  const size_t offset = (shared_bytes + alignment - 1) / alignment * alignment;
+  if (offset + bytes > shared_limit) {
+    fail("%zu bytes of static shared memory are beyond 48 KB", offset + bytes);
   }
-  if (end > shared_limit) fail("%zu bytes of shared memory are beyond %zu", end, shared_limit);
-  poison(shared.memory.data() + offset, bytes);
-  shared.variables.push_back({key, offset});
-  shared.bytes = end;
-  return shared.memory.data() + offset;
-}
-
-void* dynamic_shared() {
-  return shared_of[now.rank].memory.data();
-}
-
-void* map_shared(const void* address, unsigned rank) {
-  if (rank >= cluster_size()) fail("shared memory of block %u of a cluster of %u", rank, cluster_size());
-  return shared_of[rank].memory.data() + (static_cast<const char*>(address) - shared_of[now.rank].memory.data());
+  poison(shared_memory.data() + offset, bytes);
+  shared_variables.push_back({key, offset});
+  shared_bytes = offset + bytes;
+  return shared_memory.data() + offset;
 }
 
 struct Snapshot::Saved {

@@ -46,19 +46,15 @@ void check_access(const void* address, size_t bytes, bool writes);
 
 // --- For the grid ----------------------------------------------------------------------------------------------------
 
-// Of a block: of static shared memory, and of all that any device has.
-constexpr size_t static_shared_limit = 48 * 1024, shared_limit = 227 * 1024;
+constexpr size_t shared_limit = 48 * 1024;
 
-// Every cluster of every launch has a number of its own, in the order in which they run. `dynamic_shared`: of each of
-// its blocks.
+// Every block of every launch has a number of its own, in the order in which they run.
 void begin_launch(bool sampled);
-void begin_cluster(size_t dynamic_shared);
+void begin_block();
+void count_barrier();
 
 // Static shared memory of the running block, filled with NaN and random bits where it is new.
 void* shared_variable(const void* key, size_t bytes, size_t alignment);
-// The dynamic shared memory of the running block, and where in another block's something of the running one's lies.
-void* dynamic_shared();
-void* map_shared(const void* address, unsigned rank);
 
 // The written elements of all areas, and which of them count as written.
 class Snapshot {

@@ -9,32 +9,27 @@ namespace emulation {
 
 class Cell {
  public:
-  // The other thread with which an access of `now` is a race, or null. Clusters before `first` belong to earlier
+  // The other thread with which an access of `now` is a race, or null. Blocks before `first_block` belong to earlier
   // launches, after which everything is ordered.
-  const Moment* race(bool writes, uint32_t first) const {
-    if (unordered(write_, first)) return &write_;
+  const Moment* race(bool writes, uint32_t first_block) const {
+    if (unordered(write_, first_block)) return &write_;
     if (!writes) return nullptr;
-    if (unordered(read_, first)) return &read_;
-    if (elsewhere_.cluster >= first && elsewhere_.cluster != 0) return &elsewhere_;
+    if (unordered(read_, first_block)) return &read_;
+    if (elsewhere_.block >= first_block && elsewhere_.block != 0) return &elsewhere_;
     return nullptr;
   }
 
-  void note(bool writes, uint32_t first) {
+  void note(bool writes, uint32_t first_block) {
     if (writes) {
       write_ = now;
       written_ = true;
-    } else if (read_.cluster != now.cluster) {
-      if (read_.cluster >= first) elsewhere_ = read_;
+    } else if (read_.block != now.block) {
+      if (read_.block >= first_block) elsewhere_ = read_;
       read_ = now;
-    } else if (read_.epoch != now.epoch) {
-      read_ = now;
-    } else if (read_.rank != now.rank) {
-      // Several blocks have read it since the cluster's last barrier: whoever writes it is another than one of them.
-      read_.rank = several;
     } else if (read_.barriers != now.barriers) {
       read_ = now;
     } else if (read_.thread != now.thread) {
-      // Likewise several threads since the block's last barrier.
+      // Several threads have read it since the last barrier: whoever writes it is another than one of them.
       read_.thread = several;
     }
   }
@@ -45,11 +40,9 @@ class Cell {
  private:
   static constexpr uint16_t several = 0xffff;
 
-  static bool unordered(const Moment& other, uint32_t first) {
-    if (other.cluster < first || other.cluster == 0) return false;
-    if (other.cluster != now.cluster) return true;
-    if (other.epoch != now.epoch) return false;
-    if (other.rank != now.rank) return true;
+  static bool unordered(const Moment& other, uint32_t first_block) {
+    if (other.block < first_block || other.block == 0) return false;
+    if (other.block != now.block) return true;
     return other.barriers == now.barriers && other.thread != now.thread;
   }
 

@@ -1,7 +1,5 @@
 // Kernels with one fault each, for the tests of the emulator: what it says of them is what they return.
 
-#include <cooperative_groups.h>
-
 #include <exception>
 #include <string>
 #include <utility>
@@ -106,36 +104,6 @@ __global__ void has_two_barriers_for_one(int64_t, Operands) {
     __syncthreads();
   }
 }
-__global__ void has_a_cluster_barrier_for_one_block(int64_t, Operands) {
-  if (cooperative_groups::this_cluster().block_rank() == 0) cooperative_groups::this_cluster().sync();
-}
-__global__ void misses_a_cluster_barrier(int64_t, Operands o) {
-  __shared__ float sum;
-  const auto cluster = cooperative_groups::this_cluster();
-  if (threadIdx.x == 0) sum = 1;
-  __syncthreads();
-  const float other = *cluster.map_shared_rank(&sum, 1 - cluster.block_rank());
-  cluster.sync();
-  o.x[blockIdx.x * count + threadIdx.x / 2] = other;
-}
-__global__ void reads_from_a_block_that_has_left(int64_t, Operands o) {
-  __shared__ float sum;
-  const auto cluster = cooperative_groups::this_cluster();
-  if (threadIdx.x == 0) sum = 1;
-  cluster.sync();
-  if (cluster.block_rank() == 1) return;
-  __syncthreads();
-  o.x[threadIdx.x] = *cluster.map_shared_rank(&sum, 1);
-}
-__global__ void exchanges_sums_in_a_cluster(int64_t, Operands o) {
-  __shared__ float sum;
-  const auto cluster = cooperative_groups::this_cluster();
-  if (threadIdx.x == 0) sum = 1;
-  cluster.sync();
-  const float other = *cluster.map_shared_rank(&sum, 1 - cluster.block_rank());
-  cluster.sync();
-  if (threadIdx.x < count - 1) o.x[blockIdx.x * (count - 1) + threadIdx.x] = other;
-}
 __global__ void shuffles_without_a_lane(int64_t, Operands o) {
   if (threadIdx.x != 9) o.x[threadIdx.x] = __shfl_down_sync(~0u, 1.0f, 1);
 }
@@ -159,7 +127,6 @@ struct Fault {
   void (*kernel)(int64_t, Operands);
   int64_t blocks = 1;
   int threads = count;
-  bool as_cluster = false;
 };
 
 #define FAULT(kernel, ...) {#kernel, kernel __VA_OPT__(, ) __VA_ARGS__}
@@ -184,10 +151,6 @@ const Fault faults[] = {
     FAULT(has_too_much_shared_memory),
     FAULT(leaves_before_a_barrier),
     FAULT(has_two_barriers_for_one),
-    FAULT(has_a_cluster_barrier_for_one_block, 2, count, true),
-    FAULT(misses_a_cluster_barrier, 2, count, true),
-    FAULT(reads_from_a_block_that_has_left, 2, count, true),
-    FAULT(exchanges_sums_in_a_cluster, 2, count, true),
     FAULT(shuffles_without_a_lane),
     FAULT(shuffles_from_outside_of_the_mask),
     FAULT(shuffles_in_half_a_warp, 1, 48),
@@ -209,13 +172,7 @@ std::string run(const Fault& fault) {
   }
   std::string message;
   try {
-    const Operands operands{x, y};
-    if (fault.as_cluster) {
-      inplace_abn::cuda::launch_clusters(fault.kernel, 1, static_cast<int>(fault.blocks), fault.threads, 0, int64_t{0},
-                                         operands);
-    } else {
-      inplace_abn::cuda::launch(fault.kernel, fault.blocks, fault.threads, operands);
-    }
+    inplace_abn::cuda::launch(fault.kernel, fault.blocks, fault.threads, Operands{x, y});
   } catch (const std::exception& error) {
     message = error.what();
   }

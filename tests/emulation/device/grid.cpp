@@ -23,17 +23,14 @@ Random launch_random(0);
 namespace {
 
 constexpr unsigned warp_lanes = 32;
-constexpr size_t most_parameter_bytes = 4096;
+constexpr size_t most_threads = 1024, most_parameter_bytes = 4096;
 
-// An H100; a small device, on which few blocks do everything; one whose cache holds so little that the ops go through
-// the channels of small tensors group by group; and one so large that each block of a huge tensor has little to do. The
-// less shared memory, the more blocks a cluster has, or the sooner there is none.
-constexpr std::array<Properties, 4> devices{{{"H100", 132, 50 << 20, 227 << 10},
-                                             {"20 multiprocessors", 20, 2 << 20, 12 << 10},
-                                             {"tiny cache", 2, 16 << 10, 40 << 10},
-                                             {"4000 multiprocessors", 4000, 1 << 30, 227 << 10}}};
+// An H100; two small devices, on which few blocks do everything; and one so large that each block of a huge tensor has
+// little to do.
+constexpr std::array<Properties, 4> devices{
+    {{"H100", 132}, {"20 multiprocessors", 20}, {"2 multiprocessors", 2}, {"4000 multiprocessors", 4000}}};
 
-enum class State { ready, at_barrier, at_cluster_barrier, in_shuffle, done };
+enum class State { ready, at_barrier, in_shuffle, done };
 
 struct Thread {
   Fiber fiber;
@@ -50,14 +47,12 @@ struct Kernel {
   std::string name;
   int most_threads = 0;
   bool asked = false;  // for its name and bounds only
-  Shape shape{};
-  unsigned first = 0;  // block of the running cluster
+  dim3 grid, block;
+  unsigned index = 0;  // of the running block
 };
 
-// Of a cluster, block by block.
-std::array<Thread, size_t{most_threads} * most_ranks> threads;
-std::array<uint16_t, most_ranks> barriers;
-unsigned thread_count = 0;  // of a block
+std::array<Thread, most_threads> threads;
+unsigned thread_count = 0;
 // Since the settings were made: a seed gives the same orders again.
 uint64_t launches = 0;
 std::vector<uint16_t> ready;
@@ -98,18 +93,16 @@ void wait(State state, Site site) {
   running->fiber.pause();
 }
 
-// In the cluster.
 unsigned index_of(const Thread& thread) {
   return static_cast<unsigned>(&thread - threads.data());
 }
 
 std::string name_of(const Thread& thread) {
-  return "thread " + std::to_string(index_of(thread) % thread_count);
+  return "thread " + std::to_string(index_of(thread));
 }
 
 std::string place_of(const Thread& thread) {
-  return kernel.name + ", block " + std::to_string(kernel.first + index_of(thread) / thread_count) + ", " +
-         name_of(thread) + ": ";
+  return kernel.name + ", block " + std::to_string(kernel.index) + ", " + name_of(thread) + ": ";
 }
 
 void make_ready(Thread& thread) {
@@ -127,10 +120,7 @@ std::string whereabouts(const Thread& thread) {
   if (thread.state == State::done) return "has left the kernel";
   const std::string file = thread.site.file;
   const std::string line = file.substr(file.rfind('/') + 1) + ":" + std::to_string(thread.site.line);
-  const char* const what = thread.state == State::at_barrier           ? "waits at the barrier of "
-                           : thread.state == State::at_cluster_barrier ? "waits at the cluster's barrier of "
-                                                                       : "waits in the shuffle of ";
-  return what + line;
+  return (thread.state == State::at_barrier ? "waits at the barrier of " : "waits in the shuffle of ") + line;
 }
 
 // `thread` waits for `other`, which never comes.
@@ -139,67 +129,39 @@ void fail_for(const Thread& thread, const char* what, const Thread& other) {
           whereabouts(other);
 }
 
-bool is_barrier(State state) {
-  return state == State::at_barrier || state == State::at_cluster_barrier;
-}
-
-// Whether all threads from `begin` to `end` wait at the barrier that the first of them waits at; an error if they never
-// will.
-bool all_wait(Thread* begin, Thread* end) {
-  for (Thread* other = begin; other != end; ++other) {
-    if (!is_barrier(other->state) || other->state != begin->state || !same(other->site, begin->site)) {
-      Thread* const waiting = is_barrier(begin->state) ? begin : other;
-      fail_for(*waiting, "a barrier that not all threads reach", waiting == begin ? *other : *begin);
+// All threads have paused: they have all left, or all wait at one barrier, or some wait for ever.
+bool release_barrier() {
+  const auto begin = threads.begin(), end = begin + thread_count;
+  const auto waiting = std::find_if(begin, end, [](const Thread& t) { return t.state != State::done; });
+  if (waiting == end) return false;
+  const auto shuffling = std::find_if(begin, end, [](const Thread& t) { return t.state == State::in_shuffle; });
+  if (shuffling != end) {
+    const unsigned warp = index_of(*shuffling) / warp_lanes * warp_lanes;
+    for (unsigned lane = 0; lane < warp_lanes; ++lane) {
+      const Thread& other = threads[warp + lane];
+      if ((shuffling->mask >> lane & 1) == 0) continue;
+      if (other.state != State::in_shuffle || other.mask != shuffling->mask || !same(other.site, shuffling->site)) {
+        fail_for(*shuffling, "a shuffle with an absent partner", other);
+        return false;
+      }
+    }
+  }
+  for (auto other = begin; other != end; ++other) {
+    if (other->state != State::at_barrier || !same(other->site, waiting->site)) {
+      fail_for(*waiting, "a barrier that not all threads reach", *other);
       return false;
     }
   }
+  for (auto thread = begin; thread != end; ++thread) make_ready(*thread);
+  count_barrier();
   return true;
 }
 
-bool shuffles_for_ever(Thread* begin, Thread* end) {
-  Thread* const shuffling = std::find_if(begin, end, [](const Thread& t) { return t.state == State::in_shuffle; });
-  if (shuffling == end) return false;
-  Thread* const warp = begin + (shuffling - begin) / warp_lanes * warp_lanes;
-  for (unsigned lane = 0; lane < warp_lanes; ++lane) {
-    const Thread& other = warp[lane];
-    if ((shuffling->mask >> lane & 1) == 0) continue;
-    if (other.state != State::in_shuffle || other.mask != shuffling->mask || !same(other.site, shuffling->site)) {
-      fail_for(*shuffling, "a shuffle with an absent partner", other);
-      return true;
-    }
-  }
-  return false;
-}
-
-// All threads have paused: they have all left, or all of a block wait at one barrier, or all of the cluster do, or some
-// wait for ever.
-bool release_barriers() {
-  bool left = true, released = false;
-  for (unsigned rank = 0; rank < kernel.shape.cluster; ++rank) {
-    Thread* const begin = threads.data() + rank * thread_count;
-    Thread* const end = begin + thread_count;
-    if (has_left(rank)) continue;
-    left = false;
-    if (shuffles_for_ever(begin, end) || !all_wait(begin, end)) return false;
-    if (begin->state != State::at_barrier) continue;
-    for (Thread* thread = begin; thread != end; ++thread) make_ready(*thread);
-    ++barriers[rank];
-    released = true;
-  }
-  if (left || released) return released;
-  Thread* const end = threads.data() + kernel.shape.cluster * thread_count;
-  if (!all_wait(threads.data(), end)) return false;
-  for (Thread* thread = threads.data(); thread != end; ++thread) make_ready(*thread);
-  ++now.epoch;
-  return true;
-}
-
-void run_cluster(unsigned first) {
-  kernel.first = first;
-  begin_cluster(kernel.shape.dynamic_shared);
+void run_block(unsigned index) {
+  kernel.index = index;
+  begin_block();
   ready.clear();
-  barriers.fill(0);
-  for (unsigned i = 0; i < kernel.shape.cluster * thread_count; ++i) {
+  for (unsigned i = 0; i < thread_count; ++i) {
     threads[i].fiber.start(run_thread);
     make_ready(threads[i]);
   }
@@ -207,38 +169,35 @@ void run_cluster(unsigned first) {
     while (!ready.empty() && error.empty()) {
       std::swap(ready[launch_random.below(ready.size())], ready.back());
       now.thread = ready.back();
-      now.rank = static_cast<uint16_t>(now.thread / thread_count);
-      now.barriers = barriers[now.rank];
       ready.pop_back();
       running = &threads[now.thread];
       running->fiber.resume();
       running = nullptr;
     }
-  } while (error.empty() && release_barriers());
+  } while (error.empty() && release_barrier());
 }
 
-// The clusters in the order in which they run: all, or of a large grid the first, the last, and some.
-std::vector<unsigned> choose_clusters() {
-  const uint64_t count = kernel.shape.grid.x / kernel.shape.cluster;
-  const uint64_t sample = settings().sample > 0 ? settings().sample : count;
-  std::vector<unsigned> clusters;
+// The blocks in the order in which they run: all, or of a large grid the first, the last, and some.
+std::vector<unsigned> choose_blocks() {
+  const uint64_t count = kernel.grid.x, sample = settings().sample > 0 ? settings().sample : count;
+  std::vector<unsigned> blocks;
   if (sample >= count) {
-    clusters.resize(count);
-    std::iota(clusters.begin(), clusters.end(), 0u);
+    blocks.resize(count);
+    std::iota(blocks.begin(), blocks.end(), 0u);
   } else {
     std::set<unsigned> chosen{0u, static_cast<unsigned>(count - 1)};
     while (chosen.size() < sample) chosen.insert(static_cast<unsigned>(launch_random.below(count)));
-    clusters.assign(chosen.begin(), chosen.end());
+    blocks.assign(chosen.begin(), chosen.end());
   }
-  launch_random.shuffle(clusters);
-  return clusters;
+  launch_random.shuffle(blocks);
+  return blocks;
 }
 
 void run_blocks(uint64_t seed) {
   launch_random = Random(seed);
   begin_launch(settings().sample > 0);
-  for (const unsigned cluster : choose_clusters()) {
-    run_cluster(cluster * kernel.shape.cluster);
+  for (const unsigned block : choose_blocks()) {
+    run_block(block);
     if (!error.empty()) throw std::runtime_error("emulated device: " + std::exchange(error, {}));
   }
 }
@@ -259,9 +218,7 @@ void require_launch(bool condition, const std::string& what) {
   if (!condition) throw std::runtime_error("emulated device: the launch of " + kernel.name + ": " + what);
 }
 
-void check_launch(size_t parameter_bytes) {
-  const auto& [grid, block, shared, cluster] = kernel.shape;
-  const auto most_shared = static_cast<size_t>(device_properties(current_device()).shared_bytes);
+void check_launch(dim3 grid, dim3 block, size_t shared, size_t parameter_bytes) {
   constexpr unsigned most_y = 65535, most_x = std::numeric_limits<int32_t>::max();
   const auto text = [](dim3 d) {
     return std::to_string(d.x) + " x " + std::to_string(d.y) + " x " + std::to_string(d.z);
@@ -274,14 +231,10 @@ void check_launch(size_t parameter_bytes) {
   require_launch(
       count <= static_cast<uint64_t>(kernel.most_threads),
       "a block of " + text(block) + " threads is beyond the launch bound of " + std::to_string(kernel.most_threads));
-  require_launch(shared <= most_shared,
-                 std::to_string(shared) + " bytes of dynamic shared memory are beyond " + std::to_string(most_shared));
-  require_launch(cluster > 0 && cluster <= most_ranks && grid.x % cluster == 0,
-                 "a cluster of " + std::to_string(cluster) + " blocks is empty, beyond 8, or no part of the grid");
   require_launch(parameter_bytes <= most_parameter_bytes,
                  std::to_string(parameter_bytes) + " bytes of parameters are beyond 4096");
-  require_launch(grid.y == 1 && grid.z == 1 && block.y == 1 && block.z == 1,
-                 "the emulator knows grids and blocks in x only");
+  require_launch(grid.y == 1 && grid.z == 1 && block.y == 1 && block.z == 1 && shared == 0,
+                 "the emulator knows grids and blocks in x only, and no dynamic shared memory");
 }
 
 }  // namespace
@@ -330,44 +283,27 @@ void enter_kernel(const char* signature, int most, int) {
 }
 
 dim3 thread_index() {
-  return now.thread % thread_count;
+  return now.thread;
 }
 
 dim3 block_size() {
-  return kernel.shape.block;
+  return kernel.block;
 }
 
 dim3 block_index() {
-  return kernel.first + now.rank;
+  return kernel.index;
 }
 
 dim3 grid_size() {
-  return kernel.shape.grid;
-}
-
-unsigned cluster_size() {
-  return kernel.shape.cluster;
-}
-
-unsigned block_rank() {
-  return now.rank;
-}
-
-bool has_left(unsigned rank) {
-  const auto begin = threads.begin() + rank * thread_count;
-  return std::all_of(begin, begin + thread_count, [](const Thread& t) { return t.state == State::done; });
+  return kernel.grid;
 }
 
 void synchronise(Site site) {
   wait(State::at_barrier, site);
 }
 
-void synchronise_cluster(Site site) {
-  wait(State::at_cluster_barrier, site);
-}
-
 uint64_t shuffle_down_bits(Site site, unsigned mask, uint64_t value, unsigned lanes) {
-  const unsigned own_index = now.thread % thread_count, lane = own_index % warp_lanes;
+  const unsigned lane = now.thread % warp_lanes;
   Thread* const warp = running - lane;
   if ((mask >> lane & 1) == 0) fail("a shuffle whose mask %#x leaves out the calling lane %u", mask, lane);
   const unsigned source = lane + lanes < warp_lanes ? lane + lanes : lane;
@@ -382,8 +318,8 @@ uint64_t shuffle_down_bits(Site site, unsigned mask, uint64_t value, unsigned la
   for (unsigned i = 0; i < warp_lanes && complete; ++i) {
     if ((mask >> i & 1) == 0) continue;
     const Thread& other = warp[i];
-    if (own_index - lane + i >= thread_count) {
-      fail("a shuffle with an absent partner: the block has no thread %u", own_index - lane + i);
+    if (index_of(other) >= thread_count) {
+      fail("a shuffle with an absent partner: the block has no thread %u", index_of(other));
     }
     complete = other.state == State::in_shuffle && other.mask == mask && same(other.site, site);
   }
@@ -399,12 +335,13 @@ uint64_t shuffle_down_bits(Site site, unsigned mask, uint64_t value, unsigned la
   return own.received;
 }
 
-void run_grid(const Shape& shape, void (*body)(void*), void* parameters, size_t parameter_bytes) {
-  kernel = Kernel{.body = body, .parameters = parameters, .shape = shape};
-  thread_count = shape.block.x;
+void run_grid(dim3 grid, dim3 block, size_t dynamic_shared, void (*body)(void*), void* parameters,
+              size_t parameter_bytes) {
+  kernel = Kernel{.body = body, .parameters = parameters, .grid = grid, .block = block};
   set_parameters(parameters, parameter_bytes);
   ask_kernel();
-  check_launch(parameter_bytes);
+  check_launch(grid, block, dynamic_shared, parameter_bytes);
+  thread_count = block.x;
   const uint64_t seed = Random(settings().seed ^ ++launches << 32).next();
   if (settings().orders < 2 || settings().sample > 0) return run_blocks(seed);
   const Snapshot before;

@@ -1,6 +1,5 @@
-// A device that runs on the host: launches, clusters of blocks one after another in random order, and the threads of a
-// cluster as fibers, which run one at a time, in random order, from barrier to barrier. A block is a cluster of its own
-// where a launch says nothing else.
+// A device that runs on the host: launches, blocks one after another in random order, and a block's threads as fibers,
+// which run one at a time, in random order, from barrier to barrier.
 #pragma once
 
 #include <cstddef>
@@ -20,8 +19,7 @@ namespace emulation {
 
 struct Properties {
   const char* name;
-  int multiprocessors, l2_bytes;
-  int shared_bytes;  // that a block may ask for
+  int multiprocessors;
 };
 
 int device_count();
@@ -42,14 +40,12 @@ Settings& settings();
 bool in_kernel();
 // Whether the address is in the running thread's own memory.
 bool on_stack(const void* address);
-// Of the running thread: the number of its cluster, counted over all launches, of the cluster's barriers passed, of its
-// block in the cluster, of the block's barriers passed, and its own in the cluster.
+// Of the running thread: the number of its block, counted over all launches, of the barriers passed, and its own.
 struct Moment {
-  uint32_t cluster;
-  uint16_t epoch, rank, barriers, thread;
+  uint32_t block;
+  uint16_t barriers, thread;
 };
 extern Moment now;
-constexpr unsigned most_ranks = 8, most_threads = 1024;
 
 [[gnu::const]] dim3 thread_index();
 [[gnu::const]] dim3 block_size();
@@ -57,11 +53,6 @@ dim3 block_index();
 dim3 grid_size();
 
 void synchronise(Site site);
-void synchronise_cluster(Site site);
-unsigned cluster_size();
-unsigned block_rank();
-// Whether all threads of the cluster's block have left the kernel.
-bool has_left(unsigned rank);
 
 // `value` of the lane so many lanes up, or of the calling one where there is none.
 uint64_t shuffle_down_bits(Site site, unsigned mask, uint64_t value, unsigned lanes);
@@ -75,17 +66,13 @@ T shuffle_down(Site site, unsigned mask, T value, unsigned lanes) {
   return value;
 }
 
-struct Shape {
-  dim3 grid, block;
-  size_t dynamic_shared;
-  unsigned cluster = 1;
-};
-
 // Runs body(parameters) once for every thread of the grid.
-void run_grid(const Shape& shape, void (*body)(void*), void* parameters, size_t parameter_bytes);
+void run_grid(dim3 grid, dim3 block, size_t dynamic_shared, void (*body)(void*), void* parameters,
+              size_t parameter_bytes);
 
 template <typename... Parameters, typename... Arguments>
-void launch(void (*kernel)(Parameters...), const Shape& shape, const Arguments&... arguments) {
+void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t dynamic_shared, void*,
+            const Arguments&... arguments) {
   struct Call {
     void (*kernel)(Parameters...);
     std::tuple<std::remove_const_t<Parameters>...> parameters;
@@ -94,14 +81,7 @@ void launch(void (*kernel)(Parameters...), const Shape& shape, const Arguments&.
     const auto& run = *static_cast<const Call*>(data);
     std::apply(run.kernel, run.parameters);
   };
-  run_grid(shape, body, &call, sizeof(call));
-}
-
-// `kernel<<<grid, block, shared, stream>>>(arguments)`.
-template <typename... Parameters, typename... Arguments>
-void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t dynamic_shared, void*,
-            const Arguments&... arguments) {
-  launch(kernel, Shape{grid, block, dynamic_shared}, arguments...);
+  run_grid(grid, block, dynamic_shared, body, &call, sizeof(call));
 }
 
 }  // namespace emulation

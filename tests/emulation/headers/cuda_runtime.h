@@ -33,17 +33,8 @@
 
 #define threadIdx (::emulation::thread_index())
 #define blockIdx (::emulation::block_index())
-// Not macros, because launch configurations have members of these names.
-inline const struct {
-  struct {
-    operator unsigned() const { return ::emulation::block_size().x; }
-  } x;
-} blockDim;
-inline const struct {
-  struct {
-    operator unsigned() const { return ::emulation::grid_size().x; }
-  } x;
-} gridDim;
+#define blockDim (::emulation::block_size())
+#define gridDim (::emulation::grid_size())
 
 #define EMULATION_SITE (::emulation::Site{__FILE__, __LINE__})
 #define __syncthreads() ::emulation::synchronise(EMULATION_SITE)
@@ -72,12 +63,7 @@ struct alignas(16) uint4 {
 
 using cudaStream_t = struct CUstream_st*;
 enum cudaError_t { cudaSuccess = 0 };
-enum cudaDeviceAttr {
-  cudaDevAttrMultiProcessorCount,
-  cudaDevAttrL2CacheSize,
-  cudaDevAttrMaxSharedMemoryPerBlockOptin,
-  cudaDevAttrComputeCapabilityMajor
-};
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount };
 
 inline const char* cudaGetErrorString(cudaError_t) {
   return "no error";
@@ -94,39 +80,8 @@ inline cudaError_t cudaGetDeviceCount(int* count) {
   *count = ::emulation::device_count();
   return cudaSuccess;
 }
-inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int index) {
-  const ::emulation::Properties& device = ::emulation::device_properties(index);
-  const int values[] = {device.multiprocessors, device.l2_bytes, device.shared_bytes, 9};
-  *value = values[attribute];
-  return cudaSuccess;
-}
-
-// Blocks are given as much dynamic shared memory as the launch says, up to what the device has.
-enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
-template <typename... Parameters>
-cudaError_t cudaFuncSetAttribute(void (*)(Parameters...), cudaFuncAttribute, int) {
-  return cudaSuccess;
-}
-enum cudaLaunchAttributeID { cudaLaunchAttributeClusterDimension };
-struct cudaLaunchAttribute {
-  cudaLaunchAttributeID id;
-  struct {
-    dim3 clusterDim;
-  } val;
-};
-struct cudaLaunchConfig_t {
-  dim3 gridDim, blockDim;
-  size_t dynamicSmemBytes;
-  cudaStream_t stream;
-  cudaLaunchAttribute* attrs;
-  unsigned numAttrs;
-};
-template <typename... Parameters, typename... Arguments>
-cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
-                               const Arguments&... arguments) {
-  ::emulation::Shape shape{config->gridDim, config->blockDim, config->dynamicSmemBytes};
-  if (config->numAttrs > 0) shape.cluster = config->attrs[0].val.clusterDim.x;
-  ::emulation::launch(kernel, shape, arguments...);
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int index) {
+  *value = ::emulation::device_properties(index).multiprocessors;
   return cudaSuccess;
 }
 
@@ -141,18 +96,18 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
 #define INPLACE_ABN_FOR_ALL_TYPES(INSTANTIATE) INSTANTIATE(EMULATION_TYPE)
 #endif
 
-#if defined(EMULATION_LEAKY_RELU_ONLY)
+#if defined(EMULATION_ACTIVATION)
 // Changed kernels are compiled often, and one activation is enough to see the change.
 namespace inplace_abn {
 template <typename scalar_t, typename F>
-decltype(auto) visit_leaky_relu(Activation, double param, F&& f) {
-  return f(LeakyRelu<scalar_t>(param));
+decltype(auto) visit_one(Activation, double param, F&& f) {
+  return f(EMULATION_ACTIVATION<scalar_t>(param));
 }
 template <typename scalar_t, typename F>
-decltype(auto) visit_leaky_relu(Activation, double param, bool, F&& f) {
-  return f(LeakyRelu<scalar_t>(param));
+decltype(auto) visit_one(Activation, double param, bool, F&& f) {
+  return f(EMULATION_ACTIVATION<scalar_t>(param));
 }
 }  // namespace inplace_abn
-#define visit_activation visit_leaky_relu
-#define visit_forward visit_leaky_relu
+#define visit_activation visit_one
+#define visit_forward visit_one
 #endif
