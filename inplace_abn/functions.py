@@ -101,7 +101,9 @@ def local(x: Tensor, operands: Operands, settings: Settings, keep_input: bool) -
     """`inplace_abn` for settings that were checked and have no group."""
     if keep_input:
         return _forward(x, operands, settings, keep_input=True)
-    if _node is not None and not torch.compiler.is_compiling() and not _torch.saves_its_result(x):
+    # Transforms would look for rules of the node's op, before it could say that it is not for them.
+    refuses = _node is None or torch.compiler.is_compiling() or _torch.transforms_active()
+    if _node is not None and not refuses and not _torch.saves_its_result(x):
         try:
             z: Tensor | None = _node.inplace_abn(
                 x,
