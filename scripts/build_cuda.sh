@@ -5,6 +5,7 @@
 # succeeds on a machine without nvcc. The other arguments and the environment variables are those of build_wheel.sh.
 #
 #   TORCH_CUDA_ARCH_LIST  by default 9.0+PTX
+#   NODES                 by default the release of the torch that is used
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -21,6 +22,8 @@ out=${1:-build/cuda-wheel}
 rm -f "$out"/*-1cu*.whl
 # ptxas reports the registers of a kernel only when it compiles it, so everything is compiled again.
 rm -rf build/cuda/_kernels/src/kernels/cuda
+NODES="${NODES:-$(python -c "import torch; print(torch.__version__.split('+')[0])")}"
+export NODES
 PYTHON=python TORCH_CUDA_ARCH_LIST="${TORCH_CUDA_ARCH_LIST:-9.0+PTX}" INPLACE_ABN_NVCC_FLAGS="-Xptxas=-v" \
   scripts/build_wheel.sh --cuda "$out"
 pip install --quiet --quiet --no-index --no-deps --force-reinstall "$out"/*-1cu*.whl
