@@ -13,6 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+IDENTITY = ("identity", 0.0)
+"""What follows a norm without an activation: its name and parameter."""
+
 
 class Activation(NamedTuple):
     code: int

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from inplace_abn import _torch, guard
-from inplace_abn.activations import TYPICAL
+from inplace_abn.activations import IDENTITY, TYPICAL
 from inplace_abn.compiling import joint
 from inplace_abn.compiling.spelled import activation_key
 from inplace_abn.guard.figures import THRESHOLDS, Threshold, unpacked
@@ -39,10 +39,9 @@ _MEAN, _DEVIATION, _RESIDUAL = 0.37, 1.3, 4.0
 """The mean and the deviation of the values, and the deviation of residuals. With 0 and 1, y would often be a number
 that a 16-bit dtype holds exactly, and its rounding would not show."""
 
-_IDENTITY = ("identity", 0.0)
 _Candidates = dict[str, tuple[str, float]]
 """Activations and their parameters, by the names of `activation_key`. "residual" is the identity after an addition."""
-_TYPICAL: _Candidates = {activation_key(*what): what for what in TYPICAL} | {"residual": _IDENTITY}
+_TYPICAL: _Candidates = {activation_key(*what): what for what in TYPICAL} | {"residual": IDENTITY}
 
 _Answers = dict[tuple[int, torch.dtype], frozenset[str]]
 _answers: weakref.WeakKeyDictionary[Any, _Answers] = weakref.WeakKeyDictionary()
@@ -94,10 +93,10 @@ def _found(module: Any, dtype: torch.dtype, before: frozenset[str] | None) -> fr
     consumers = mode.measured_consumers if mode is not None and measured else ()
     if not consumers:
         return _tolerated(module, dtype, _TYPICAL, before)
-    # As in `waiting.is_known`, what is trusted with an activation is trusted without one.
-    candidates = {activation_key(name, param): (name, param) for name, param, _ in consumers} | {"identity": _IDENTITY}
+    # As in `guard.modes.Decision.knows`, what is trusted with an activation is trusted without one.
+    candidates = {activation_key(name, param): (name, param) for name, param, _ in consumers} | {"identity": IDENTITY}
     if any(added for *_, added in consumers):
-        candidates["residual"] = _IDENTITY
+        candidates["residual"] = IDENTITY
     return frozenset(candidates) if before is None else _tolerated(module, dtype, candidates, before)
 
 

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from inplace_abn import guard
 from inplace_abn.conversion import watch
 from inplace_abn.conversion.norms import InPlaceNorm, as_leaf
 from inplace_abn.conversion.pending import Pending, plain
-from inplace_abn.guard.modes import State
+from inplace_abn.conversion.waiting import Past
 from inplace_abn.settings import check_hyperparameters
 
 
@@ -147,14 +148,14 @@ def _made_again(base: type[nn.Module]) -> nn.Module:
     return kind.__new__(kind)
 
 
-def adopt(module: nn.Module, name: str, *, expected: tuple[str, float] | None = None) -> None:
+def adopt(module: Any, name: str, *, expected: tuple[str, float] | None = None) -> None:
     """Gives a norm its class after conversion."""
     kind = converted_class(module)
     assert kind is not None
     module.__class__ = kind
-    module.__dict__.update(_guard_name=name, _eps=module.eps)
+    module.__dict__.update(_guard_name=name, _past=Past(module.eps))
     if expected is not None:
-        module.__dict__["_guard"] = State(expected)
+        guard.expect(module, expected)
 
 
 def finish(model: nn.Module, args: Any, result: Any) -> Any:

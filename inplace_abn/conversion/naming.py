@@ -5,9 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from inplace_abn import _torch, functions
+from inplace_abn.activations import IDENTITY
 from inplace_abn.autograd import nodes
 from inplace_abn.conversion import watch
-from inplace_abn.conversion.waiting import IDENTITY, NormCall, PendingState
+from inplace_abn.conversion.waiting import NormCall, PendingState
 from inplace_abn.settings import Operands
 
 

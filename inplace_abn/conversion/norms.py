@@ -10,19 +10,17 @@ from torch import Tensor, fx, nn
 from torch.distributed import ProcessGroup
 
 from inplace_abn import _torch, distributed, functions, guard
-from inplace_abn.activations import can_be_taken_back
+from inplace_abn.activations import IDENTITY, can_be_taken_back
 from inplace_abn.autograd import checks, forward
 from inplace_abn.compiling import batch_norm, trust
 from inplace_abn.conversion import plan, watch
 from inplace_abn.conversion.pending import pending, plain
-from inplace_abn.conversion.waiting import IDENTITY, NormCall, Note
+from inplace_abn.conversion.waiting import NormCall, Note, Past
 from inplace_abn.guard import measuring
-from inplace_abn.guard.modes import PLAIN
 from inplace_abn.modules.instance_norm import repeated, take_means
 from inplace_abn.settings import Operands, Settings
 
-_SETTINGS = ("_synchronised", "_group")
-_STATE = ("_note", "bytes_saved", "_was_watched", "_eps", "_plan")
+_STORED = ("_synchronised", "_group", "_past")
 
 
 class InPlaceNorm(guard.Guarded):
@@ -37,17 +35,7 @@ class InPlaceNorm(guard.Guarded):
     signed_weight = True
     _synchronised: bool = False
     _group: ProcessGroup | None = None
-    _note: Note = Note()
-    _was_watched: bool = False
-    """Whether the last forward pass was watched (`conversion.watch`)."""
-    _given_up: tuple[int, str] | None = None
-    """The generation in which the watch found that the output is read or written to, and by whom."""
-    _eps: float | None = None
-    """The eps of the last call."""
-    _plan: plan.Plan | None = None
-    """For calls that are like an earlier one."""
-    bytes_saved: int | None = None
-    """What the norm saved in the last step in which that was measured."""
+    _past: Past
 
     def forward(self, input: Tensor) -> Tensor:
         if isinstance(input, fx.Proxy):
@@ -61,26 +49,29 @@ class InPlaceNorm(guard.Guarded):
         module: Any = self
         if module.training and not torch.is_grad_enabled() and not _torch.in_backward():
             watching = watch.current()
-            self.__dict__["_was_watched"] = watching is not None
-            if watching is not None and self._given_up is None:
+            self._past.was_watched = watching is not None
+            if watching is not None and guard.given_up(self) is None:
                 watching.note_native(self, y)
         return y
 
     def observer(self) -> watch.Observer | None:
         """What watches this call; None if nothing does."""
-        if not self._was_watched:
+        if not self._past.was_watched:
             return None
         repeated = _torch.in_backward()
         is_blind = repeated or _torch.top_saved_tensors_hooks(True) is not None
         return watch.Observer(None if repeated else watch.current(), is_blind)
 
-    def _is_given_up(self, since: int) -> bool:
-        """Whether the norm does as torch does, because the watch gave it up in the generation ``since``.
+    def _is_given_up(self) -> bool:
+        """Whether the norm does as torch does, because the watch gave it up.
 
         A call that nobody watches does so at once. All watched calls of a generation do the same. A generation that is
         still to come is from another process.
         """
-        return not self._was_watched or since < guard.now() or since > guard.generations.current
+        found = guard.given_up(self)
+        if found is None:
+            return False
+        return not self._past.was_watched or found[0] < guard.now() or found[0] > guard.generations.current
 
     def _normalised(self, x: Tensor) -> Tensor | None:
         """The norm's output, mostly a `Pending` tensor; None where the norm does what it did before conversion."""
@@ -88,45 +79,46 @@ class InPlaceNorm(guard.Guarded):
             return None
         if torch.compiler.is_compiling():
             return self._compiled(x)
-        unwatched = not self._was_watched and self._given_up is None and watch.current() is None
-        if unwatched and self._plan is not None and plan.fits(self._plan, self, x):
+        past = self._past
+        found, unwatched = past.plan, not past.was_watched and watch.current() is None
+        if found is not None and unwatched and guard.given_up(self) is None and plan.fits(found, self, x):
             look = guard.look(self, x, None)
-            if look.trusted and not look.due and look.decision.expected == self._plan.expected:
-                norm, memory = plan.call(self._plan, self, x, look)
-                return pending(norm, memory, None, self._plan.applied)
+            if look.trusted and not look.due and look.decision.expected == found.expected:
+                norm, memory = plan.call(found, self, x, look)
+                return pending(norm, memory, None, found.applied)
         return self._looked(x)
 
     def _looked(self, x: Tensor) -> Tensor | None:
         """The norm's output, after a look at all that may be special about the call; None as in `_normalised`."""
         # A recomputation does what its forward pass did.
-        watched = self._was_watched if _torch.in_backward() else watch.current() is not None
-        if guard.of_forward_pass("watched", watched) is not self._was_watched:
-            self.__dict__["_was_watched"] = not self._was_watched
-        if self._given_up is not None and self._is_given_up(self._given_up[0]):
+        past = self._past
+        watched = past.was_watched if _torch.in_backward() else watch.current() is not None
+        past.was_watched = guard.of_forward_pass("watched", watched)
+        if self._is_given_up():
             return None
         module: Any = self
-        if module.eps != self._eps:
+        if module.eps != past.eps:
             # Whether a scale is within eps of zero is known for the old one only.
             guard.forget(self)
-            self.__dict__["_eps"] = module.eps
+            past.eps = module.eps
         if not _may_wait(self, x):
-            self.__dict__["_note"] = Note(why="its input, its parameters or the mode of the call are not supported")
+            past.note = Note(why="its input, its parameters or the mode of the call are not supported")
             return None
         look = guard.look(self, x, None)
         decision = look.decision
-        if decision.expected == PLAIN:
+        if decision.expects_nothing:
             return None
         if self.per_instance:
             # torch's InstanceNorm returns contiguous tensors.
             x = x.contiguous()
         if not decision.trusted and not decision.measures:
-            self.__dict__["_note"] = self._note._replace(in_place=False, why=self.why_untrusted)
+            past.note = past.note._replace(in_place=False, why=self.why_untrusted)
             return None
         module._check_input_dim(x)
         functions.calibrate()
         observation = measuring.observe(self, x) if look.due else None
         if (look.decisive or not decision.trusted) and self._weight_would_be_clamped():
-            self.__dict__["_note"] = Note(why="a weight is within eps of zero")
+            past.note = Note(why="a weight is within eps of zero")
             if observation is not None:
                 guard.take(self, observation.figures(*IDENTITY, None), look)
             return None
@@ -152,7 +144,7 @@ class InPlaceNorm(guard.Guarded):
         if observation is not None:
             look = look._replace(observation=observation)
         else:
-            self.__dict__["_plan"] = plan.of_call(self, x, settings, applied, expected)
+            past.plan = plan.of_call(self, x, settings, applied, expected)
         norm = NormCall(self, x, operands, mean, values, settings, look)
         y = pending(norm, memory, None, applied)
         if settings.per_instance:
@@ -216,18 +208,24 @@ class InPlaceNorm(guard.Guarded):
 
     def note(self) -> Note:
         """What the norm did in its last call in training, or does from the next step on if the watch gave it up."""
-        return self._note if self._given_up is None else self._note._replace(in_place=False, why=self._given_up[1])
+        note, found = self._past.note, guard.given_up(self)
+        return note if found is None else note._replace(in_place=False, why=found[1])
+
+    @property
+    def bytes_saved(self) -> int | None:
+        """What the norm saved in the last step in which that was measured."""
+        return self._past.bytes_saved
 
     def forget(self) -> None:
         """Forgets what was measured and seen, as if the norm had just been converted."""
         guard.forget(self)
-        for name in _STATE:
-            self.__dict__.pop(name, None)
+        module: Any = self
+        self.__dict__["_past"] = Past(module.eps)
 
     def release(self) -> None:
         """Removes what conversion has stored on the norm. The class stays."""
         guard.strip(self)
-        for name in (*_SETTINGS, *_STATE):
+        for name in _STORED:
             self.__dict__.pop(name, None)
 
     def extra_repr(self) -> str:
@@ -237,7 +235,7 @@ class InPlaceNorm(guard.Guarded):
 
     def activations(self) -> set[str]:
         """The names of the activations that followed in this generation of the guard."""
-        return {what[0] for mode in self._modes() for what in mode.seen if len(what) > 1}
+        return {what[0] for what in guard.seen(self) if len(what) > 1}
 
     def __prepare_scriptable__(self) -> Any:
         raise RuntimeError(

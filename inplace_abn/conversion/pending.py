@@ -21,6 +21,7 @@ from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_map_only
 
 from inplace_abn import _torch
+from inplace_abn.activations import IDENTITY
 from inplace_abn.conversion import watch
 from inplace_abn.conversion.consumers import kept
 from inplace_abn.conversion.naming import attached, made, record_plain
@@ -34,7 +35,7 @@ from inplace_abn.conversion.recognition import (
     Passing,
     is_writing,
 )
-from inplace_abn.conversion.waiting import IDENTITY, NormCall, PendingState, follow, stand, wait
+from inplace_abn.conversion.waiting import NormCall, PendingState, follow, stand, wait
 
 
 class Pending(Tensor):

@@ -13,14 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inplace_abn import _torch, functions, guard
-from inplace_abn.activations import ACTIVATIONS, take_back
+from inplace_abn.activations import ACTIVATIONS, IDENTITY, take_back
 from inplace_abn.autograd.backward import Values
 from inplace_abn.autograd.kept import KeptABNFunction
-from inplace_abn.guard.modes import Decision
 from inplace_abn.kernels import ops
 from inplace_abn.settings import Operands, Settings
-
-IDENTITY = ("identity", 0.0)
 
 _GONE = (
     "inplace_abn: the output of {name} is needed after it was activated or added to in place, and cannot be computed "
@@ -36,6 +33,23 @@ class Note(NamedTuple):
     in_place: bool = False
     why: str = "it was not called in training"
     """Why it was not in place; empty if it was."""
+
+
+class Past:
+    """What a converted norm did in its last calls."""
+
+    __slots__ = ("bytes_saved", "eps", "note", "plan", "was_watched")
+
+    def __init__(self, eps: float) -> None:
+        self.note = Note()
+        self.was_watched = False
+        """Whether the last forward pass was watched (`conversion.watch`)."""
+        self.eps = eps
+        """The eps of the last call."""
+        self.plan: Any = None
+        """For calls that are like an earlier one (`conversion.plan`)."""
+        self.bytes_saved: int | None = None
+        """What the norm saved in the last step in which that was measured."""
 
 
 class NormCall:
@@ -103,47 +117,30 @@ class NormCall:
         not with what follows, this call is torch's. Its measurement, or one in the next generation, then decides for
         later calls.
         """
-        observation, consumer = self.look.observation, (*activation, residual is not None)
-        look = self.look
-        if observation is not None and look.mode is not None:
+        look, consumer = self.look, (*activation, residual is not None)
+        observation = look.observation
+        if observation is not None:
             self.look = look._replace(observation=None)
-            guard.take(self.module, observation.figures(*activation, residual), look)
-            if look.mode.learn(consumer, look.decisive):
-                guard.generations.changed_at = guard.generations.current
-            look = self.look = self.look._replace(decision=look.mode.decisions[-1])
+            self.look = look = guard.learn(self.module, look, observation.figures(*activation, residual), consumer)
         self.trusted = look.trusted
-        if not self.trusted or is_known(look.decision, consumer):
-            return self.trusted
-        if observation is None and look.mode is not None:
-            look.mode.note_unmeasured_consumer()
-            guard.generations.changed_at = guard.generations.current
-        return False
+        if self.trusted and not look.decision.knows(consumer):
+            if observation is None:
+                guard.note_unmeasured(look)
+            return False
+        return self.trusted
 
     def note(self, follows: str, why: str = "") -> None:
         """Stores on the module what it did: it was in place unless there is a reason why not."""
-        state = self.module.__dict__
-        if state.get("_note") != (follows, not why, why):
-            state["_note"] = Note(follows, not why, why)
+        past = self.module._past
+        if past.note != (follows, not why, why):
+            past.note = Note(follows, not why, why)
 
     def record_consumer(self, *what: Any) -> None:
         """Remembers what followed."""
-        if self.look.mode is not None:
-            self.look.mode.seen.add(what)
+        self.look.saw(what)
         if what == ("plain",):
             # Nothing is measured, so the next call is.
             self.look = self.look._replace(observation=None)
-
-
-def is_known(decision: Decision, consumer: tuple[str, float, bool]) -> bool:
-    """Whether what follows the norm was measured.
-
-    The identity counts as measured if any activation was, because the z of an activation determines y less well.
-    """
-    if decision.known is None:
-        return True
-    if consumer[:2] == IDENTITY:
-        return any(what[2] or not consumer[2] for what in decision.known)
-    return consumer in decision.known
 
 
 def native(

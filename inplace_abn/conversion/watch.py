@@ -234,7 +234,7 @@ class Watch(_torch.OwnMode):
             for layer in chosen[1] if chosen is not None else ():
                 _give_up(layer, f"its zeros are tiny numbers in training, and {chosen[0].name} chooses by them")  # type: ignore[index]
         for layer, size in self._sizes().items():
-            layer.__dict__["bytes_saved"] = size
+            layer._past.bytes_saved = size
 
     def _sizes(self) -> dict[Any, int]:
         """The bytes that each layer saved: what torch would have kept, less what it keeps."""
@@ -291,8 +291,7 @@ def _untag(result: Result) -> None:
 
 def _give_up(layer: Any, why: str) -> None:
     """Makes the layer torch's from the next generation on."""
-    if layer.__dict__.get("_given_up") is None:
-        layer.__dict__["_given_up"] = guard.generations.current, why
+    if guard.give_up(layer, why):
         _logger.info(
             "%s: %s; from the next optimizer step on it does as torch does", layer.__dict__["_guard_name"], why
         )
@@ -309,7 +308,7 @@ class _Root:
     def is_due(self, kind: tuple[bool, bool]) -> bool:
         if self.watched_at == guard.generations.current:
             return self.calls[kind] < guard.CALLS
-        return self.watched_at <= guard.generations.changed_at or guard.has_passed(self.watched_at, self.interval)
+        return guard.has_changed_since(self.watched_at) or guard.has_passed(self.watched_at, self.interval)
 
 
 _roots: weakref.WeakKeyDictionary[nn.Module, _Root] = weakref.WeakKeyDictionary()

@@ -36,15 +36,12 @@ class Guarded:
     @property
     def _trusted(self) -> bool:
         """Whether the module is trusted with all dtypes that it has met."""
-        return all(mode.decisions[-1].trusted for mode in self._modes())
+        return all(mode.decisions[-1].trusted for mode in _modes(self))
 
     @property
     def why_untrusted(self) -> str:
         """Why the module keeps its input, in words; empty if it runs in place."""
-        return next((mode.why for mode in self._modes() if mode.why), "")
-
-    def _modes(self) -> list[Mode]:
-        return [] if self._guard is None else [*self._guard.modes.values()]
+        return next((mode.why for mode in _modes(self) if mode.why), "")
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], *rest: Any) -> None:
         forget(self)
@@ -68,14 +65,30 @@ class Look(NamedTuple):
     def trusted(self) -> bool:
         return self.decision.trusted
 
+    def saw(self, what: tuple[Any, ...]) -> None:
+        """Remembers what followed the norm."""
+        if self.mode is not None:
+            self.mode.seen.add(what)
+
+
+def _modes(module: Any) -> list[Mode]:
+    return [] if module._guard is None else [*module._guard.modes.values()]
+
 
 def _settled(module: Any, x: Tensor) -> Mode | None:
     """The mode if this call only has to do what was decided, as most calls."""
     state: State | None = module._guard
     mode = None if state is None else state.modes.get(x.dtype)
-    if mode is None or mode.settled_at != generations.current or _torch.top_saved_tensors_hooks(True) is not None:
+    if mode is None or _torch.top_saved_tensors_hooks(True) is not None:
         return None
-    return mode if state.writes.are_expected(module) else None  # type: ignore[union-attr]
+    if not state.writes.are_expected(module):  # type: ignore[union-attr]
+        return None
+    at, interval = generations.current, module.guard_interval
+    if mode.settled_at == at:
+        return mode
+    if generations.is_paused() or not interval or generations.has_passed(mode.measured_at, interval):
+        return None
+    return mode if mode.goes_on(at) else None
 
 
 def look(module: Any, x: Tensor, residual: Tensor | None, empty: bool = False) -> Look:
@@ -180,6 +193,47 @@ def take(module: Any, figures: Tensor, looked: Look) -> bool:
         if found[0].unknown:
             mode.measured_at = -1
     return mode.decisions[-1].trusted
+
+
+def learn(module: Any, looked: Look, figures: Tensor, consumer: tuple[str, float, bool]) -> Look:
+    """Keeps the figures of a converted norm's call, which a consumer followed, and returns what the norm does now."""
+    take(module, figures, looked)
+    mode = looked.mode
+    assert mode is not None
+    if mode.learn(consumer, looked.decisive):
+        generations.note_change()
+    return looked._replace(observation=None, decision=mode.decisions[-1])
+
+
+def note_unmeasured(looked: Look) -> None:
+    """Remembers that something followed a converted norm that was never measured."""
+    if looked.mode is not None:
+        looked.mode.note_unmeasured_consumer()
+        generations.note_change()
+
+
+def expect(module: Any, activation: tuple[str, float]) -> None:
+    """Makes a norm expect an activation in its first call."""
+    module.__dict__["_guard"] = State(activation)
+
+
+def seen(module: Any) -> set[tuple[Any, ...]]:
+    """What followed a converted norm in this generation."""
+    return {what for mode in _modes(module) for what in mode.seen}
+
+
+def give_up(module: Any, why: str) -> bool:
+    """Makes a converted norm torch's from the next generation on, and returns whether it was not given up before."""
+    state = notice_writes(module)
+    is_new = state.given_up is None
+    if is_new:
+        state.given_up = generations.current, why
+    return is_new
+
+
+def given_up(module: Any) -> tuple[int, str] | None:
+    """The generation in which a converted norm was given up, and why; None if it was not."""
+    return None if module._guard is None else module._guard.given_up
 
 
 def may_run_in_place(module: Any, x: Tensor, residual: Tensor | None) -> bool:
@@ -341,15 +395,13 @@ def check_interval(interval: int) -> None:
         raise ValueError(f"inplace_abn: expected a guard_interval >= 0, got {interval}")
 
 
-_STATE = ("_guard", "_given_up")
 _SETTINGS = ("guard_interval", "guard_threshold", "on_untrusted", "_guard_name")
 
 
 def forget(module: Any) -> None:
     """Forgets what was measured. The next measurement of the module is its first again."""
-    generations.changed_at = generations.current
-    for name in _STATE:
-        module.__dict__.pop(name, None)
+    generations.note_change()
+    module.__dict__.pop("_guard", None)
     renew(module)
 
 

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from inplace_abn.activations import IDENTITY
 from inplace_abn.guard.figures import Figures, fetched, unpacked
 
-PLAIN = ("plain", 0.0)
+_PLAIN = ("plain", 0.0)
 """The expectation of a norm whose output nobody activates."""
 _PLAIN_FOR = 100
 """The generations after which such a norm looks again."""
@@ -36,9 +37,40 @@ class Decision(NamedTuple):
     known: frozenset[Any] | None = frozenset()
     """What follows a converted norm, and was measured; None if nothing needs to be."""
 
+    @property
+    def expects_nothing(self) -> bool:
+        """Whether the norm's output is expected to go to something that keeps nothing of it."""
+        return self.expected == _PLAIN
+
+    def knows(self, consumer: tuple[str, float, bool]) -> bool:
+        """Whether what follows the norm was measured.
+
+        The identity counts as measured if any activation was, because the z of an activation determines y less well.
+        """
+        if self.known is None:
+            return True
+        if consumer[:2] == IDENTITY:
+            return any(what[2] or not consumer[2] for what in self.known)
+        return consumer in self.known
+
 
 class Mode:
     """What a layer does with inputs of one dtype."""
+
+    __slots__ = (
+        "_figures",
+        "_plain_since",
+        "_unmeasured_since",
+        "calls",
+        "decisions",
+        "dtype",
+        "generation",
+        "measured_at",
+        "measured_consumers",
+        "seen",
+        "settled_at",
+        "why",
+    )
 
     def __init__(self, dtype: torch.dtype, expected: tuple[str, float] | None) -> None:
         self.dtype = dtype
@@ -76,6 +108,23 @@ class Mode:
             self.decisions.pop()
         self.decisions = [*self.decisions[1 - _REMEMBERED :], decision._replace(since=self.generation)]
 
+    def goes_on(self, generation: int) -> bool:
+        """Whether the last decision holds in a new generation in which nothing is measured or judged.
+
+        What followed in the last one was expected. If so, the generation has begun.
+        """
+        last = self.decisions[-1]
+        if last.measures or self._figures or self.is_new(generation) or last.expected == _PLAIN:
+            return False
+        if last.known is not None and len(last.known) != len(self.measured_consumers):
+            return False
+        if self.seen:
+            if last.expected is None or self.seen != {(*last.expected, False)}:
+                return False
+            self.seen.clear()
+        self.generation = self.settled_at = generation
+        return True
+
     def begin(self, generation: int, measures: bool, guarded: bool) -> None:
         """Decides about a generation, by what the layer has seen before."""
         self.generation = generation
@@ -86,13 +135,13 @@ class Mode:
     def _expectation(self) -> tuple[str, float] | None:
         seen, self.seen = self.seen, set()
         last = self.decisions[-1].expected
-        if last == PLAIN and 0 <= self.generation - self._plain_since < _PLAIN_FOR:
-            return PLAIN
-        if last == PLAIN or not seen:
-            return None if last == PLAIN else last
+        if last == _PLAIN and 0 <= self.generation - self._plain_since < _PLAIN_FOR:
+            return _PLAIN
+        if last == _PLAIN or not seen:
+            return None if last == _PLAIN else last
         if seen == {("plain",)}:
             self._plain_since = self.generation
-            return PLAIN
+            return _PLAIN
         what = next(iter(seen))
         return what[:2] if len(seen) == 1 and what[2:] == (False,) else None
 
@@ -143,16 +192,19 @@ class Mode:
             if event is not None:
                 event.synchronize()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> tuple[None, dict[str, Any]]:
         """Another process counts generations of its own. Events cannot be copied."""
         self._wait()
         figures = [(figures, None) for figures, _ in self._figures]
         last = self.decisions[-1]._replace(since=-1)
-        return vars(self) | {"generation": -1, "settled_at": -1, "decisions": [last], "_figures": figures}
+        changed = {"generation": -1, "settled_at": -1, "decisions": [last], "_figures": figures}
+        return None, {name: getattr(self, name) for name in self.__slots__} | changed
 
 
 class State:
     """What the guard knows of a layer."""
+
+    __slots__ = ("_expected", "given_up", "modes", "scaled_at", "scales", "writes")
 
     def __init__(self, expected: tuple[str, float] | None = None) -> None:
         self.modes: dict[torch.dtype, Mode] = {}
@@ -160,6 +212,8 @@ class State:
         self.scaled_at = -1
         """The generation in which it was found out whether the scale is the weight."""
         self.scales = True
+        self.given_up: tuple[int, str] | None = None
+        """The generation in which a converted norm was given up, and why: its output is read or written to."""
         self._expected = expected
 
     def mode(self, dtype: torch.dtype) -> Mode:
@@ -173,6 +227,8 @@ class Writes:
 
     Parameters are compared by identity and by their versions, which do not show writes to ``.data``.
     """
+
+    __slots__ = ("__weakref__", "_bias", "_found", "_version", "_weight", "count", "counted_at")
 
     def __init__(self) -> None:
         self.count = 0
@@ -229,9 +285,15 @@ class Writes:
         if not self._found:
             self._version = self._sum()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __reduce__(self) -> tuple[Any, ...]:
         """A copy watches its own parameters from its first call on."""
-        return vars(Writes()) | {"count": self.count}
+        return _written_often, (self.count,)
+
+
+def _written_often(count: int) -> Writes:
+    writes = Writes()
+    writes.count = count
+    return writes
 
 
 _watched: dict[int, weakref.ref[Writes]] = {}

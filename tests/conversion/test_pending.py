@@ -15,7 +15,7 @@ from unseen_functions import DoubledInPlace, Gated, scripted_gate, scripted_relu
 from unseen_programs import UNSEEN
 
 from inplace_abn import convert, guard, revert
-from inplace_abn.conversion import classes, norms
+from inplace_abn.conversion import classes
 from inplace_abn.conversion.pending import Pending
 
 PROGRAMS = SEEN | SUMS | UNSEEN | GRAPH
@@ -24,7 +24,7 @@ KNOWN = {
     "nothing": {},
     "relu": {"expected": ("relu", 0.0)},
     "leaky_relu": {"expected": ("leaky_relu", 0.2)},
-    "plain": {"expected": norms.PLAIN},
+    "plain": {"expected": ("plain", 0.0)},
 }
 
 
