@@ -9,7 +9,7 @@ Conversion keeps all parameters, so weights may be loaded before or after it. Na
 batches. Their losses drift apart slowly, because the two nets round differently. Compare their difference with the
 difference between seeds.
 
-timm sets the weights of the last norm of each ResNet block to zero. Such a norm keeps its input, as torch's norm does,
+timm sets the weights of the last norm of each ResNet block to zero. Such a norm saves its input, as torch's norm does,
 until its weights have grown. A pretrained ResNet therefore holds less memory than this one.
 
 It prints:

@@ -45,13 +45,13 @@ def inplace_abn(
     *,
     signed_weight: bool = False,
     residual: Tensor | None = None,
-    keep_input: bool = False,
+    overwrite_input: bool = True,
 ) -> Tensor:
     """z = act(gamma * (x - mean) / sqrt(var + eps) + bias + residual), written over ``x``.
 
     Args:
         x: activations of shape (batch, channel, \\*), dtype float64, float32, bfloat16 or float16, in any strides
-            without internal overlap. Overwritten with the result, unless ``keep_input``.
+            without internal overlap. Overwritten with the result, unless ``overwrite_input`` is False.
         weight: (channel,) or None; scales by ``|weight| + eps``. float32 or x's dtype.
         bias: (channel,) or None. float32 or x's dtype.
         running_mean: (channel,) or None; updated in training, used otherwise.
@@ -68,11 +68,11 @@ def inplace_abn(
         residual: of x's shape, dtype and device, in memory of its own. It is added before the activation and kept for
             backward. That takes no extra memory if it is the input of a residual block, because that input is kept
             anyway.
-        keep_input: write the result to new memory and leave ``x`` unchanged. ``x`` is not kept for backward. It may
-            then be a leaf, a view, the residual itself, or a tensor that other ops need.
+        overwrite_input: whether the result takes x's memory. If not, ``x`` is unchanged, and not saved for backward. It
+            may then be a leaf, a view, the residual itself, or a tensor that other ops need.
 
     Returns:
-        ``x``, which now holds the result. With ``keep_input`` a new tensor of x's shape, dtype and memory format.
+        ``x``, which now holds the result. If it is not overwritten, a new tensor of x's shape, dtype and memory format.
 
     Raises:
         ValueError: a wrong value or shape, only one value per channel in training, or an ``x`` that autograd forbids to
@@ -83,24 +83,24 @@ def inplace_abn(
     Source: arXiv 1712.02616.
     """
     settings = Settings(activation, activation_param, eps, signed_weight, training or running_mean is None, None)
-    return run(x, Operands(weight, bias, residual, running_mean, running_var, momentum), settings, keep_input)
+    return run(x, Operands(weight, bias, residual, running_mean, running_var, momentum), settings, overwrite_input)
 
 
 def run(
-    x: Tensor, operands: Operands, settings: Settings, keep_input: bool, watch: guard.Frozen | None = None
+    x: Tensor, operands: Operands, settings: Settings, overwrite_input: bool, watch: guard.Frozen | None = None
 ) -> Tensor:
     """`inplace_abn`, or `inplace_abn_sync` if there is a group."""
     check_activation(settings.activation, settings.activation_param)
     check_hyperparameters(settings.eps, operands.momentum)
     if settings.group is None:
-        return local(x, operands, settings, keep_input)
-    return _forward(x, operands, settings, watch, keep_input)
+        return local(x, operands, settings, overwrite_input)
+    return _forward(x, operands, settings, watch, overwrite_input)
 
 
-def local(x: Tensor, operands: Operands, settings: Settings, keep_input: bool) -> Tensor:
+def local(x: Tensor, operands: Operands, settings: Settings, overwrite_input: bool) -> Tensor:
     """`inplace_abn` for settings that were checked and have no group."""
-    if keep_input:
-        return _forward(x, operands, settings, keep_input=True)
+    if not overwrite_input:
+        return _forward(x, operands, settings, overwrite_input=False)
     # Transforms would look for rules of the node's op, before it could say that it is not for them.
     refuses = _node is None or torch.compiler.is_compiling() or _torch.transforms_active()
     if _node is not None and not refuses and not _torch.saves_its_result(x):
@@ -137,7 +137,7 @@ def inplace_abn_sync(
     *,
     signed_weight: bool = False,
     residual: Tensor | None = None,
-    keep_input: bool = False,
+    overwrite_input: bool = True,
     watch: guard.Frozen | None = None,
 ) -> Tensor:
     """`inplace_abn` with the statistics of all ranks of ``group`` (None: the default group).
@@ -157,21 +157,21 @@ def inplace_abn_sync(
     group = distributed.participating_group(group) if training else None
     settings = Settings(activation, activation_param, eps, signed_weight, training, group)
     operands = Operands(weight, bias, residual, running_mean, running_var, momentum)
-    return run(x, operands, settings, keep_input, watch)
+    return run(x, operands, settings, overwrite_input, watch)
 
 
-def kept(x: Tensor, operands: Operands, settings: Settings, keep_input: bool) -> Tensor:
+def kept(x: Tensor, operands: Operands, settings: Settings, overwrite_input: bool) -> Tensor:
     """`autograd.plain.kept` with the errors of `run`: a module that keeps x for a while must not fail once it runs in
     place."""
-    check_kept(x, operands, settings.training, keep_input)
+    check_kept(x, operands, settings.training, overwrite_input)
     return plain.kept(x, operands, settings)
 
 
-def check_kept(x: Tensor, operands: Operands, training: bool, keep_input: bool) -> None:
+def check_kept(x: Tensor, operands: Operands, training: bool, overwrite_input: bool) -> None:
     """Raises the errors that the call in place would raise."""
     checks.check_channels(x, operands)
     if not must_run_out_of_place() and not torch.compiler.is_compiling():
-        _check(x, operands, training, _requires_grad(x, operands), keep_input)
+        _check(x, operands, training, _requires_grad(x, operands), overwrite_input)
         if not _torch.transforms_active():
             ops.run(ops.check, [], x, *operands.tensors())
 
@@ -227,7 +227,7 @@ def _forward(
     operands: Operands,
     settings: Settings,
     watch: guard.Frozen | None = None,
-    keep_input: bool = False,
+    overwrite_input: bool = True,
 ) -> Tensor:
     if must_run_out_of_place():
         return _out_of_place(x, operands, settings)
@@ -236,20 +236,20 @@ def _forward(
     requires_grad = _requires_grad(x, operands)
     compiling = torch.compiler.is_compiling()
     if not compiling:
-        _check(x, operands, settings.training, requires_grad, keep_input)
+        _check(x, operands, settings.training, requires_grad, overwrite_input)
         if settings.group is not None:
             ops.run(ops.check, [], x, *operands.tensors())
     if settings.training and settings.group is None and not settings.per_instance:
         checks.check_count(x)
-    if keep_input and _torch.transforms_active():
+    if not overwrite_input and _torch.transforms_active():
         # Under transforms the tensors that backward needs must be inputs of the node. So z is written over a copy of x,
         # which is an input.
-        x, keep_input = x.clone(), False
+        x, overwrite_input = x.clone(), True
     if compiling and requires_grad and settings.group is None and not settings.per_instance and x.numel() > 0:
         # Compilers remove this clone, except those that run the ops as they are.
-        given = x if keep_input else x.clone()
+        given = x.clone() if overwrite_input else x
         z: Tensor = _compiled(given, operands, settings)
-        return z if keep_input else x.copy_(z)
+        return x.copy_(z) if overwrite_input else z
     statistics = None
     if settings.group is not None:
         statistics, trusted = forward.sync_statistics(x.detach(), operands, settings.group, watch)
@@ -257,7 +257,7 @@ def _forward(
             z = KeptABNFunction.apply(x, *operands.of_graph(), *statistics, settings)
             return z
     if not requires_grad:
-        z = torch.empty_like(x) if keep_input else x
+        z = x if overwrite_input else torch.empty_like(x)
         forward.written(x, z, operands, settings, False, statistics)
         return z
     if compiling:
@@ -266,10 +266,10 @@ def _forward(
             data = x.clone()
             values = forward.written(data, data, operands, settings, True, statistics)
         z = nodes.TracedABNFunction.apply(x, data, *operands.of_graph(), values.var, settings)
-        return z if keep_input else x.copy_(z)
+        return x.copy_(z) if overwrite_input else z
     calibrate()
     data = x.detach()
-    if keep_input:
+    if not overwrite_input:
         z = torch.empty_like(data)
         values = forward.written(data, z, operands, settings, True, statistics)
         return attached(x, nodes.Result(z), operands, values, settings)
@@ -300,14 +300,14 @@ def calibrate() -> None:
         ownership.calibrate(_count_sole_holders)
 
 
-def _check(x: Tensor, operands: Operands, training: bool, requires_grad: bool, keep_input: bool) -> None:
+def _check(x: Tensor, operands: Operands, training: bool, requires_grad: bool, overwrite_input: bool) -> None:
     """Raises for errors that the op does not detect."""
     if _torch.transforms_active() or _torch.in_forward_mode():
         checks.check_transforms((x, *operands.of_graph()))
     checks.check_tensors(x, operands)
     if requires_grad:
         checks.check_saved(operands, training)
-    if not keep_input:
+    if overwrite_input:
         checks.check_overwritable(x, requires_grad)
 
 

@@ -33,7 +33,7 @@ BOTH_NODES = {
     "test_holders",
     "test_hooks",
     "test_instance_norm_modules",
-    "test_keep_input",
+    "test_overwrite_input",
     "test_lossy_hooks",
     "test_modified",
     "test_ownership",

@@ -12,7 +12,7 @@ from inplace_abn.autograd.backward import values_per_channel
 from inplace_abn.settings import Operands
 
 _TENSORS = Operands._fields[:-1]
-_REMEDY = ". Use keep_input=True, or ABN, which works out of place"
+_REMEDY = ". Use overwrite_input=False, or ABN, which works out of place"
 
 
 def check_transforms(tensors: tuple[Tensor | None, ...]) -> None:

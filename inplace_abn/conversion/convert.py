@@ -42,7 +42,7 @@ def convert(
     state dict. So optimizers that were made before remain valid, and checkpoints load both ways. Nothing else changes,
     and the model does not run. In training the norm's output waits for what follows. A known activation is fused with
     the norm, and only the result is kept for backward. An addition before the activation is fused as well. If a
-    function follows that keeps its input for backward, the norm keeps the same tensor instead of its own input. If
+    function follows that saves its input for backward, the norm keeps the same tensor instead of its own input. If
     anything else follows, the norm does what it did before.
 
     Args:
@@ -180,7 +180,7 @@ def _standard(module: InPlaceABN | InPlaceInstanceNorm, kind: type[nn.Module]) -
     norm = kind.__new__(kind)
     norm.__dict__.update(module.__dict__)
     strip(norm)
-    for name in ("activation", "activation_param", "signed_weight", "keep_input", "group"):
+    for name in ("activation", "activation_param", "signed_weight", "overwrite_input", "group"):
         norm.__dict__.pop(name, None)
     if activation is None:
         return norm

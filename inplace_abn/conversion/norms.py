@@ -190,7 +190,7 @@ class InPlaceNorm(guard.Guarded):
             return super().forward(x)  # type: ignore[misc, no-any-return]
         module._check_input_dim(x)
         settings = Settings(*IDENTITY, module.eps, True, True, group)
-        return functions.run(x, _operands(module), settings, True, guard.Frozen(False))
+        return functions.run(x, _operands(module), settings, False, guard.Frozen(False))
 
     def is_synchronised(self) -> bool:
         """Whether the norm synchronises its statistics where there are other processes."""

@@ -111,7 +111,7 @@ class NormCall:
         return native(self.x, weight, bias, self.mean, self.values.var, self.settings)
 
     def is_trusted(self, activation: tuple[str, float], residual: Tensor | None) -> bool:
-        """Whether the guard lets the node keep z instead of x, given what follows.
+        """Whether the guard allows that the node keeps z instead of x, given what follows.
 
         If the layer was never measured, the measurement of this call decides at once. If the layer was measured, but
         not with what follows, this call is torch's. Its measurement, or one in the next generation, then decides for

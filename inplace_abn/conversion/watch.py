@@ -1,7 +1,7 @@
 """Watches a model's forward pass in the steps in which the guard measures.
 
 Outputs of converted norms are different from torch's in two ways. Zeros are tiny numbers (`inplace_abn.tags`). And they
-must not be written to, even where torch's activation keeps its input instead, and therefore allows it. A dispatch mode
+must not be written to, even where torch's activation saves its input instead, and therefore allows it. A dispatch mode
 sees who reads and writes. In the watched step such code gets what it would get with torch: before it runs, backward
 gets a copy of its own, and the output loses its tags. From the next generation of the guard on the layer is torch's.
 
@@ -36,7 +36,7 @@ _CALCULATING = ("aten", "prims", "torchvision")
 """The namespaces of ops that are known to tell zeros from tiny numbers only where `inplace_abn.tags` says so."""
 
 
-def _is_plain(t: Tensor) -> bool:
+def _is_ordinary(t: Tensor) -> bool:
     """Whether the tensor has a storage of its own. Sparse tensors have none."""
     return type(t) in _KINDS and t.layout is torch.strided
 
@@ -152,7 +152,7 @@ class Watch(_torch.OwnMode):
         """Runs an op, and sees what it reads and writes."""
         if not self._references or func.namespace in _OWN:
             return func(*args, **kwargs)
-        tensors = [t for t in tensors_in((args, kwargs)) if _is_plain(t)]
+        tensors = [t for t in tensors_in((args, kwargs)) if _is_ordinary(t)]
         if not any(tags.storage_of(t) in self._references for t in tensors):
             return func(*args, **kwargs)
         op = tags.op_of(func, args, kwargs)
@@ -172,7 +172,7 @@ class Watch(_torch.OwnMode):
             self._before_write(self._results.pop(key), op.name)
         result = func(*args, **kwargs)
         if not is_view:
-            made = [t for t in tensors_in(result) if _is_plain(t)]
+            made = [t for t in tensors_in(result) if _is_ordinary(t)]
             self._follower.follow(op, [tags.seen(t) for t in made])
             self._follow_native(op, made)
             for t in made:
@@ -189,7 +189,7 @@ class Watch(_torch.OwnMode):
 
     def _clean(self, t: Tensor, writes: frozenset[int]) -> Tensor:
         """The tensor without tags, if it is a norm's result that the op does not write to."""
-        key = tags.storage_of(t) if _is_plain(t) else -1
+        key = tags.storage_of(t) if _is_ordinary(t) else -1
         result = self._results.get(key)
         if result is None or result.z is None or key in writes or not t.is_floating_point():
             return t
@@ -230,7 +230,7 @@ class Watch(_torch.OwnMode):
     def finish(self, output: Any) -> None:
         """Gives up layers whose tags decided about an output, and tells all what they saved."""
         for t in tensors_in(output):
-            chosen = self._follower.chosen.get(tags.storage_of(t)) if _is_plain(t) else None
+            chosen = self._follower.chosen.get(tags.storage_of(t)) if _is_ordinary(t) else None
             for layer in chosen[1] if chosen is not None else ():
                 _give_up(layer, f"its zeros are tiny numbers in training, and {chosen[0].name} chooses by them")  # type: ignore[index]
         for layer, size in self._sizes().items():

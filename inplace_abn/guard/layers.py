@@ -35,12 +35,12 @@ class Guarded:
 
     @property
     def _trusted(self) -> bool:
-        """Whether the module is trusted with all dtypes that it has met."""
+        """Whether the module is trusted with all dtypes that it was called with."""
         return all(mode.decisions[-1].trusted for mode in _modes(self))
 
     @property
     def why_untrusted(self) -> str:
-        """Why the module keeps its input, in words; empty if it runs in place."""
+        """Why the module saves its input for backward, in words; empty if it runs in place."""
         return next((mode.why for mode in _modes(self) if mode.why), "")
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], *rest: Any) -> None:
@@ -251,7 +251,7 @@ def may_run_in_place(module: Any, x: Tensor, residual: Tensor | None) -> bool:
 
 
 def mode_of(module: Any, dtype: torch.dtype) -> Mode | None:
-    """What the module does with inputs of a dtype; None if it has not met the dtype."""
+    """What the module does with inputs of a dtype; None if it was never called with it."""
     return None if module._guard is None else module._guard.modes.get(dtype)
 
 
@@ -325,7 +325,8 @@ def _judge(module: Any, mode: Mode, found: list[Figures]) -> None:
         return
     name = module.__dict__.get("_guard_name") or f"{type(module).__name__}({module.extra_repr()})"
     kind = str(mode.dtype).removeprefix("torch.")
-    text = f"{name}: z does not tell xhat ({told}); it keeps its input in {kind}, as torch does"
+    text = f"{name}: its input is not recoverable from its output ({told}); "
+    text += f"it saves its input for backward in {kind}, as torch does"
     if not now and module.on_untrusted == "raise":
         # The measurement is forgotten, so that the next call measures and raises, too.
         forget(module)
@@ -336,7 +337,7 @@ def _judge(module: Any, mode: Mode, found: list[Figures]) -> None:
     if now == was_told:
         return
     if now:
-        _logger.info("%s: z tells xhat again (%s); it runs in place in %s", name, told, kind)
+        _logger.info("%s: its input is recoverable again (%s); it runs in place in %s", name, told, kind)
     else:
         _logger.log(logging.WARNING if module.on_untrusted == "warn" else logging.INFO, "%s", text)
 

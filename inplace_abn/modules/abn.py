@@ -184,13 +184,14 @@ class InPlaceABN(guard.Guarded, ABN):
 
     Args:
         signed_weight: scale by the weight itself, with its sign.
-        keep_input: write the result to new memory and leave the input unchanged. The input is not kept for backward.
+        overwrite_input: whether the result takes the memory of the input. If not, the input is unchanged, and not saved
+            for backward.
         guard_interval: optimizer steps between two measurements of how exactly the input can be recovered; 0 for none.
 
     The other arguments are those of `ABN`.
     """
 
-    keep_input: bool = False
+    overwrite_input: bool = True
 
     def __init__(
         self,
@@ -203,14 +204,14 @@ class InPlaceABN(guard.Guarded, ABN):
         activation_param: float = 0.01,
         *,
         signed_weight: bool = False,
-        keep_input: bool = False,
+        overwrite_input: bool = True,
         guard_interval: int = 100,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         guard.check_interval(guard_interval)
         self.signed_weight = signed_weight
-        self.keep_input = keep_input
+        self.overwrite_input = overwrite_input
         self.guard_interval = guard_interval
         super().__init__(
             num_features,
@@ -225,12 +226,12 @@ class InPlaceABN(guard.Guarded, ABN):
         )
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """``act(norm(x) + residual)``, written over x of shape (batch, channel, \\*) unless ``keep_input``."""
+        """``act(norm(x) + residual)``, written over x of shape (batch, channel, \\*) if ``overwrite_input``."""
         function = functions.run if guard.may_run_in_place(self, x, residual) else functions.kept
-        return self._call(function, x, residual, self.keep_input)
+        return self._call(function, x, residual, self.overwrite_input)
 
     def extra_repr(self) -> str:
-        return super().extra_repr() + (", keep_input=True" if self.keep_input else "")
+        return super().extra_repr() + ("" if self.overwrite_input else ", overwrite_input=False")
 
 
 class InPlaceABNSync(InPlaceABN):
@@ -259,7 +260,7 @@ class InPlaceABNSync(InPlaceABN):
         group: ProcessGroup | None = None,
         *,
         signed_weight: bool = False,
-        keep_input: bool = False,
+        overwrite_input: bool = True,
         guard_interval: int = 100,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -274,7 +275,7 @@ class InPlaceABNSync(InPlaceABN):
             activation,
             activation_param,
             signed_weight=signed_weight,
-            keep_input=keep_input,
+            overwrite_input=overwrite_input,
             guard_interval=guard_interval,
             device=device,
             dtype=dtype,
@@ -309,13 +310,13 @@ class InPlaceABNSync(InPlaceABN):
         self.group = group
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """``act(norm(x) + residual)`` with all ranks' statistics in training, written over x unless ``keep_input``."""
+        """``act(norm(x) + residual)`` with all ranks' statistics in training, written over x if it may be."""
         group = self._participating()
         if group is None:
             return super().forward(x, residual)
         frozen = is_compiling()
         watch = guard.Frozen(guard.may_run_in_place(self, x, residual)) if frozen else guard.Watch(self, x, residual)
-        return self._call(functions.run, x, residual, self.keep_input, watch, group=group)
+        return self._call(functions.run, x, residual, self.overwrite_input, watch, group=group)
 
     def _participating(self) -> ProcessGroup | None:
         """The group to synchronise statistics with; None where they are local, after a warning if nothing is."""

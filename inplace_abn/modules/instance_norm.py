@@ -32,13 +32,13 @@ def inplace_instance_norm(
     activation_param: float = 0.01,
     *,
     residual: Tensor | None = None,
-    keep_input: bool = False,
+    overwrite_input: bool = True,
 ) -> Tensor:
     """z = act(weight * (x - mean) / sqrt(var + eps) + bias + residual) of each sample, written over ``x``.
 
     Args:
         x: activations of shape (batch, channel, space, \\*), dtype float64, float32, bfloat16 or float16, in any
-            strides without internal overlap. Overwritten with the result, unless ``keep_input``.
+            strides without internal overlap. Overwritten with the result, unless ``overwrite_input`` is False.
         weight: (channel,) or None; the scale, with a magnitude of at least ``eps``. float32 or x's dtype.
         bias: (channel,) or None. float32 or x's dtype.
         running_mean: (channel,) or None; updated in training with the mean over the batch, used otherwise.
@@ -46,10 +46,10 @@ def inplace_instance_norm(
         training: normalise with the statistics of ``x``; otherwise with the running ones, if there are any.
         momentum: share of the new statistics in the running ones.
         eps: added to the variance; also the smallest magnitude of the scale. Positive.
-        activation, activation_param, residual, keep_input: as for `inplace_abn.inplace_abn`.
+        activation, activation_param, residual, overwrite_input: as for `inplace_abn.inplace_abn`.
 
     Returns:
-        ``x``, which now holds the result. With ``keep_input`` a new tensor of x's shape, dtype and memory format.
+        ``x``, which now holds the result. If it is not overwritten, a new tensor of x's shape, dtype and memory format.
 
     Raises:
         ValueError: a wrong value or shape, only one value per channel and sample in training, or an ``x`` that autograd
@@ -59,13 +59,13 @@ def inplace_instance_norm(
     """
     training = training or running_mean is None
     settings = Settings(activation, activation_param, eps, True, training, None, per_instance=training)
-    return _run(x, Operands(weight, bias, residual, running_mean, running_var, momentum), settings, keep_input)
+    return _run(x, Operands(weight, bias, residual, running_mean, running_var, momentum), settings, overwrite_input)
 
 
-def _run(x: Tensor, operands: Operands, settings: Settings, keep_input: bool) -> Tensor:
+def _run(x: Tensor, operands: Operands, settings: Settings, overwrite_input: bool) -> Tensor:
     """`inplace_instance_norm`."""
     if not settings.training:
-        return functions.run(x, operands, settings, keep_input)
+        return functions.run(x, operands, settings, overwrite_input)
     check_activation(settings.activation, settings.activation_param)
     check_hyperparameters(settings.eps, operands.momentum)
     checks.check_instances(x, operands)
@@ -79,7 +79,7 @@ def _run(x: Tensor, operands: Operands, settings: Settings, keep_input: bool) ->
         running_mean.add_(0)
     samples = x.shape[0]
     of_samples = repeated(operands, samples)
-    z = functions.local(x, of_samples, settings, keep_input)
+    z = functions.local(x, of_samples, settings, overwrite_input)
     take_means(operands, of_samples, samples)
     return z
 
@@ -126,7 +126,8 @@ class InPlaceInstanceNorm(guard.Guarded, ActivatedNorm):
         activation: "identity" (or "none"), "leaky_relu", "elu", "relu", "silu", "hardswish",
             "gelu", "gelu_tanh", "mish".
         activation_param: slope of leaky_relu (>= 0; zero means relu), alpha of elu (> 0).
-        keep_input: write the result to new memory and leave the input unchanged. The input is not kept for backward.
+        overwrite_input: whether the result takes the memory of the input. If not, the input is unchanged, and not saved
+            for backward.
         guard_interval: optimizer steps between two measurements of how exactly the input can be recovered; 0 for none.
         device, dtype: of parameters and running statistics.
 
@@ -150,7 +151,7 @@ class InPlaceInstanceNorm(guard.Guarded, ActivatedNorm):
         activation: str = "leaky_relu",
         activation_param: float = 0.01,
         *,
-        keep_input: bool = False,
+        overwrite_input: bool = True,
         guard_interval: int = 100,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -167,11 +168,11 @@ class InPlaceInstanceNorm(guard.Guarded, ActivatedNorm):
             device=device,
             dtype=dtype,
         )
-        self.keep_input = keep_input
+        self.overwrite_input = overwrite_input
         self.guard_interval = guard_interval
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """``act(norm(x) + residual)``, written over x of shape (batch, channel, space, \\*) unless ``keep_input``."""
+        """``act(norm(x) + residual)``, written over x of shape (batch, channel, space, \\*) if ``overwrite_input``."""
         weight, bias, running_mean, running_var = self.weight, self.bias, self.running_mean, self.running_var
         if x.dim() > 1 and x.shape[1] != self.num_features and weight is bias is running_mean is None:
             warnings.warn(
@@ -185,11 +186,11 @@ class InPlaceInstanceNorm(guard.Guarded, ActivatedNorm):
         what = (self.activation, self.activation_param, self.eps, True, training, None)
         settings = Settings(*what, per_instance=training)
         if guard.may_run_in_place(self, x, residual):
-            return _run(x, operands, settings, self.keep_input)
+            return _run(x, operands, settings, self.overwrite_input)
         if training:
             checks.check_instances(x, operands)
-        functions.check_kept(x, operands, training, self.keep_input)
+        functions.check_kept(x, operands, training, self.overwrite_input)
         return plain.instance_norm(x, operands, settings)
 
     def extra_repr(self) -> str:
-        return super().extra_repr() + (", keep_input=True" if self.keep_input else "")
+        return super().extra_repr() + ("" if self.overwrite_input else ", overwrite_input=False")

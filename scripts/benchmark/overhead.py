@@ -36,7 +36,7 @@ def layer():
 
 on = torch.device("{device}")
 in_place = InPlaceABN({channels}).to(on)
-kept = InPlaceABN({channels}, keep_input=True).to(on)
+kept = InPlaceABN({channels}, overwrite_input=False).to(on)
 native = nn.Sequential(*layer()).to(on)
 native_sum = Sum().to(on)
 native_four = nn.Sequential(*layer(), *layer(), *layer(), *layer()).to(on)
@@ -61,8 +61,8 @@ for _ in range(10):
 STATEMENTS = {
     "in-place": "run(in_place)",
     "in-place, Python": "without_node(in_place)",
-    "keep_input": "run(kept)",
-    "keep_input with a residual": "run(kept, leaf)",
+    "beside its input": "run(kept)",
+    "beside its input, residual": "run(kept, leaf)",
     "converted": "run(converted)",
     "converted, Python": "without_node(converted)",
     "eager": "run(native)",

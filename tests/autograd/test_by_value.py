@@ -82,7 +82,7 @@ class Own(nn.Module):
 NETS = {
     "in place": lambda: nn.Sequential(nn.Conv2d(C, C, 1), InPlaceABN(C, activation="elu")),
     "in place, signed": lambda: nn.Sequential(nn.Conv2d(C, C, 1), InPlaceABN(C, activation="relu", signed_weight=True)),
-    "kept input": lambda: InPlaceABN(C, activation="silu", keep_input=True),
+    "kept input": lambda: InPlaceABN(C, activation="silu", overwrite_input=False),
     "instances": lambda: nn.Sequential(nn.Conv2d(C, C, 1), InPlaceInstanceNorm(C, affine=True)),
     "converted": lambda: converted(nn.BatchNorm2d(C), nn.ReLU()),
     "converted, residual": lambda: convert(nn.Sequential(nn.Conv2d(C, C, 1), WithResidual())),

@@ -49,7 +49,7 @@ def run(x, dz, weight, bias, running_mean, running_var, residual, training, mome
     }
     running = [None if t is None else t.clone() for t in (running_mean, running_var)]
     given = leaves["x"]
-    if not options.get("keep_input"):
+    if options.get("overwrite_input", True):
         given = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(given)
     z = inplace_instance_norm(
         given,
@@ -64,7 +64,7 @@ def run(x, dz, weight, bias, running_mean, running_var, residual, training, mome
         residual=leaves.get("residual"),
         **options,
     )
-    assert (z is given) is not bool(options.get("keep_input"))
+    assert (z is given) is options.get("overwrite_input", True)
     z.backward(dz)
     return {"z": z, **{f"d{name}": t.grad for name, t in leaves.items()}, "mean": running[0], "var": running[1]}
 
@@ -118,14 +118,14 @@ def test_results_are_torchs_in_every_dtype(dtype, layout, activation, param, tra
     assert_matches(actual, expected, allowed)
 
 
-@pytest.mark.parametrize("keep_input", [False, True])
+@pytest.mark.parametrize("overwrite_input", [True, False])
 @pytest.mark.parametrize("with_residual", [False, True])
 @pytest.mark.parametrize("tracking", [False, True])
 @pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
 @pytest.mark.parametrize("affine", ["both", "weight", "bias", "none"])
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 def test_what_is_optional_is_optional_independently(
-    layout, affine, training, tracking, with_residual, keep_input, device
+    layout, affine, training, tracking, with_residual, overwrite_input, device
 ):
     shape = (3, 6, 5, 4)
     x, residual = (laid_out(torch.randn(shape, dtype=torch.float64, device=device), layout) for _ in range(2))
@@ -133,7 +133,7 @@ def test_what_is_optional_is_optional_independently(
     running = running if tracking else [None, None]
     arguments = (x, correlated(x), weight, bias, *running, residual if with_residual else None)
     arguments += (training or not tracking, 0.1, "leaky_relu", 0.01)
-    assert_matches(run(*arguments, keep_input=keep_input), oracle(*arguments), TOLERANCE[torch.float64])
+    assert_matches(run(*arguments, overwrite_input=overwrite_input), oracle(*arguments), TOLERANCE[torch.float64])
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last", "channel slice", "transposed"])

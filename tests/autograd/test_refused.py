@@ -57,7 +57,7 @@ def test_a_producer_that_needs_its_output_is_an_error_before_anything_is_modifie
 
     if context == "after a run without grad":
         context = "plain"
-    with pytest.raises(RuntimeError, match=r"inplace_abn: x is the output of .*keep_input=True"):
+    with pytest.raises(RuntimeError, match=r"inplace_abn: x is the output of .*overwrite_input=False"):
         CONTEXTS[context](n, wiring)().sum().backward()
     # A reentrant checkpoint overwrites its first x without grad, which is allowed. Only the last x is checked.
     x, before, version = inputs[-1]

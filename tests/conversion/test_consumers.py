@@ -1,4 +1,4 @@
-"""What keeps its input for backward: the table of functions, and what norms before them do."""
+"""What saves its input for backward: the table of functions, and what norms before them do."""
 
 import itertools
 

@@ -99,4 +99,4 @@ def test_messages_say_in_which_dtype_a_layer_keeps_its_input(logged):
     assert error_of_dx(module, torch.randn(8, 8, 16, 16)) < 1e-4
     assert error_of_dx(module, torch.randn(8, 8, 16, 16).bfloat16()) < 0.01
     (record,) = records
-    assert "it keeps its input in bfloat16, as torch does" in record.getMessage()
+    assert "it saves its input for backward in bfloat16, as torch does" in record.getMessage()

@@ -7,7 +7,7 @@ from inplace_abn.guard.modes import State
 
 
 def the_mode(module):
-    """What the guard knows of a module that has met one dtype."""
+    """What the guard knows of a module that was called with one dtype."""
     (mode,) = module._guard.modes.values()
     return mode
 

@@ -79,8 +79,8 @@ CASES = {
     "weight on another device": ({"weight": torch.ones(3, device="meta")}, ValueError, "expected weight on cpu"),
     "float64 weight": ({"weight": torch.ones(3).double()}, TypeError, "expected weight of dtype Float.*got Double"),
     "bfloat16 bias": ({"bias": torch.ones(3).bfloat16()}, TypeError, "expected bias of dtype Float.*got BFloat16"),
-    "leaf": ({"x": leaf()}, ValueError, r"leaf that requires grad.*keep_input=True"),
-    "view of a leaf": ({"x": leaf().view(4, 3, 25)}, ValueError, r"view of a leaf.*keep_input=True"),
+    "leaf": ({"x": leaf()}, ValueError, r"leaf that requires grad.*overwrite_input=False"),
+    "view of a leaf": ({"x": leaf().view(4, 3, 25)}, ValueError, r"view of a leaf.*overwrite_input=False"),
     "several views": ({"x": (leaf() * 1).chunk(2)[0]}, ValueError, "several views"),
     "overlap": ({"x": torch.ones(4, 3, 1).expand(4, 3, 5)}, ValueError, r"internal overlap.*x\.clone\(\)"),
     "partial overlap": ({"x": torch.ones(40).as_strided((4, 3, 5), (3, 3, 1))}, ValueError, "internal overlap"),
@@ -146,7 +146,7 @@ CASES = {
     "producer that needs its output": (
         {"x": torch.sigmoid(leaf())},
         RuntimeError,
-        "inplace_abn.*SigmoidBackward.*keep_input",
+        "inplace_abn.*SigmoidBackward.*overwrite_input",
     ),
 }
 

@@ -1,4 +1,4 @@
-"""With keep_input the result is in new memory, and x is neither changed nor saved. Others may need x."""
+"""Without overwrite_input the result is in new memory, and x is neither changed nor saved. Others may need x."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ SHAPE = (4, 6, 7, 5)
 
 
 def kept(x, weight=None, bias=None, mean=None, var=None, training=True, **options):
-    return inplace_abn(x, weight, bias, mean, var, training, keep_input=True, **options)
+    return inplace_abn(x, weight, bias, mean, var, training, overwrite_input=False, **options)
 
 
 @pytest.mark.parametrize("with_residual", [False, True])
@@ -84,7 +84,7 @@ INPUTS = {
     "transposed": lambda a: (a * 2).transpose(0, 1),
     "expanded": lambda a: (a[:1] * 2).expand(4, -1, -1, -1),
     "the output of an in-place layer": lambda a: inplace_abn(a * 1, None, None, None, None),
-    "the output of one that keeps its input": lambda a: kept(a),
+    "the output of one that does not overwrite its input": lambda a: kept(a),
     "a view made without grad": lambda a: no_grad_view(a * 2),
 }
 
@@ -140,11 +140,11 @@ def test_x_may_be_modified_afterwards(device):
 @pytest.mark.parametrize("context", ["checkpoint", "save_on_cpu", "inference mode", "no_grad", "compile"])
 def test_it_works_in_every_context(context, device):
     results = []
-    for keep_input in (True, False):
+    for overwrite_input in (False, True):
         torch.manual_seed(0)
         a = leaf_input(device)
         net = nn.Sequential(
-            nn.Conv2d(C, C, 3), InPlaceABN(C, activation="relu", keep_input=keep_input), nn.Conv2d(C, C, 3)
+            nn.Conv2d(C, C, 3), InPlaceABN(C, activation="relu", overwrite_input=overwrite_input), nn.Conv2d(C, C, 3)
         ).to(a)
         if context in ("inference mode", "no_grad"):
             with torch.inference_mode() if context == "inference mode" else torch.no_grad():
@@ -178,7 +178,7 @@ class PreActivation(nn.Module):
 @pytest.mark.parametrize("blocks", [2, 6])
 def test_a_chain_of_pre_activation_blocks_holds_one_tensor_per_layer(blocks):
     x, held = activation("cpu"), {}
-    for norm in (lambda: InPlaceABN(16, activation="relu", keep_input=True), lambda: ABN(16, activation="relu")):
+    for norm in (lambda: InPlaceABN(16, activation="relu", overwrite_input=False), lambda: ABN(16, activation="relu")):
         net, results = nn.Sequential(conv(), *(PreActivation(norm) for _ in range(blocks))), []
         net(x)
         _, sizes = allocations(lambda net=net, results=results: results.append(net(x)), 0)
@@ -191,8 +191,8 @@ def test_a_chain_of_pre_activation_blocks_holds_one_tensor_per_layer(blocks):
 def test_a_chain_holds_what_it_holds_in_place_and_backward_reuses_the_same(units):
     x = activation("cpu")
     results = []
-    for keep_input in (False, True):
-        parts = [m for _ in range(units) for m in (conv(), InPlaceABN(16, keep_input=keep_input))]
+    for overwrite_input in (True, False):
+        parts = [m for _ in range(units) for m in (conv(), InPlaceABN(16, overwrite_input=overwrite_input))]
         net, held = nn.Sequential(*parts, conv()), []
         net(x)
         _, sizes = allocations(lambda net=net, held=held: held.append(net(x)), 0)
@@ -202,9 +202,9 @@ def test_a_chain_holds_what_it_holds_in_place_and_backward_reuses_the_same(units
 
 
 def test_modules_take_it_and_say_so():
-    module = InPlaceABN(3, keep_input=True, signed_weight=True, activation="relu")
-    assert "keep_input=True" in repr(module)
-    assert "keep_input" not in repr(InPlaceABN(3))
+    module = InPlaceABN(3, overwrite_input=False, signed_weight=True, activation="relu")
+    assert "overwrite_input=False" in repr(module)
+    assert "overwrite_input" not in repr(InPlaceABN(3))
     x = torch.randn(2, 3, 4, requires_grad=True)
     assert torch.allclose(module(x), ABN(3, activation="relu")(x), atol=1e-6)
     assert torch.allclose(module(x, residual=x), ABN(3, activation="relu")(x, residual=x), atol=1e-6)
@@ -213,7 +213,7 @@ def test_modules_take_it_and_say_so():
 @pytest.mark.filterwarnings("ignore:.*not initialised")
 def test_the_synchronised_form_takes_it_too():
     x = torch.randn(2, 3, 4, requires_grad=True)
-    z = inplace_abn_sync(x, None, None, None, None, keep_input=True)
+    z = inplace_abn_sync(x, None, None, None, None, overwrite_input=False)
     assert torch.equal(z, kept(x))
 
 
