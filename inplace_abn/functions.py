@@ -319,8 +319,8 @@ def attached(x: Tensor, result: nodes.Result, operands: Operands, values: Values
         result: z, which has no graph.
         values: what `forward.written` returned.
     """
-    if _node is not None and settings.group is None and result.saved is None:
-        options = (settings.training, *settings.arithmetic(), settings.per_instance)
+    if _node is not None and settings.group is None and result.saved is None and result.residual is None:
+        options = (settings.training, *settings.arithmetic(), settings.per_instance, settings.name)
         # The stand-in is a subclass, which must not take the call for one that a model makes.
         with _NOTHING if result.stand_in is None else _torch.NoTorchFunction():
             found: Tensor | None = _node.attached(x, result.z, *operands.of_graph(), *values, *options, result.stand_in)

@@ -41,8 +41,36 @@ def gamma(weight: Tensor, eps: float, signed_weight: bool = False) -> Tensor:
     """
     if not signed_weight:
         return torch.where(weight < 0, -weight, weight) + eps
-    magnitude = weight.detach().abs().clamp_min(eps)
-    return weight + (torch.where(weight < 0, -magnitude, magnitude) - weight).detach()
+    return weight + (clamped(weight.detach(), eps) - weight).detach()
+
+
+def clamped(weight: Tensor, eps: float) -> Tensor:
+    """The weight, moved to a magnitude of at least ``eps``, so that xhat can be recovered from z."""
+    magnitude = weight.abs().clamp_min(eps)
+    return torch.where(weight < 0, -magnitude, magnitude)
+
+
+def unclamped(weight: Tensor | None, eps: float, signed_weight: bool) -> Tensor | None:
+    """The scale of a call that keeps x: `gamma`, but a signed weight as it is."""
+    return weight if weight is None or signed_weight else gamma(weight, eps)
+
+
+def weight_gradient(sum_xhat_dy: Tensor, weight: Tensor, signed_weight: bool) -> Tensor:
+    """dweight: the gradient of `gamma`, times its derivative."""
+    return sum_xhat_dy if signed_weight else torch.where(weight < 0, -sum_xhat_dy, sum_xhat_dy)
+
+
+def input_gradient(dy: Tensor, xhat: Tensor, scale: Tensor, means: tuple[Tensor, Tensor] | None) -> Tensor:
+    """dx, for the scale gamma * inv_std and, in training, each channel's means of dy and of xhat * dy."""
+    dx = dy
+    if means is not None:
+        dx = dx - per_channel(means[0], dy) - xhat * per_channel(means[1], dy)
+    return dx * per_channel(scale, dy)
+
+
+def standardised(x: Tensor, mean: Tensor, var: Tensor, eps: float) -> Tensor:
+    """xhat for x of shape (batch, channel, \\*), in the wider of the two dtypes."""
+    return (x - per_channel(mean, x)) * per_channel(torch.rsqrt(var + eps), x)
 
 
 def scaled(xhat: Tensor, scale: Tensor | None, bias: Tensor | None, residual: Tensor | None) -> Tensor:
@@ -90,6 +118,6 @@ def forward(
         update(running_mean, running_var, mean, var, count, momentum)
     else:
         mean, var = running_mean, running_var
-    xhat = (x - per_channel(mean, x)) * per_channel(torch.rsqrt(var + eps), x)
     scale = None if weight is None else gamma(weight, eps, signed_weight)
-    return exactly(scaled(xhat, scale, bias, residual), activation, activation_param)
+    y = scaled(standardised(x, mean, var, eps), scale, bias, residual)
+    return exactly(y, activation, activation_param)

@@ -51,6 +51,8 @@ class Settings(NamedTuple):
 
     Vectors then hold the channels of all samples, sample after sample.
     """
+    name: str = ""
+    """The layer's, for messages; empty if it is not known."""
 
     def activating(self, activation: tuple[str, float]) -> Settings:
         """The settings with another activation and its parameter."""

@@ -28,8 +28,18 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def copied(model: nn.Module) -> nn.Module:
-    """A copy in training mode, without gradients."""
-    made = copy.deepcopy(model).train()
+    """A copy in training mode, without gradients.
+
+    Raises:
+        RuntimeError: the model cannot be copied.
+    """
+    try:
+        made = copy.deepcopy(model).train()
+    except Exception as error:
+        raise RuntimeError(
+            f"inplace_abn: {type(model).__name__} cannot be copied for a trial ({type(error).__name__}: {error}). "
+            "Convert the model itself, train a step, and call inplace_abn.report"
+        ) from error
     made.zero_grad(set_to_none=True)
     return made
 

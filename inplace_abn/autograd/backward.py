@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from inplace_abn import _torch, distributed
+from inplace_abn import _torch, distributed, reference
 from inplace_abn.activations import activation_backward
 from inplace_abn.kernels import ops
-from inplace_abn.reference import channel_mean, channel_sum, gamma, per_channel, scaled
+from inplace_abn.reference import channel_mean, channel_sum, gamma, per_channel
 from inplace_abn.settings import Operands, Settings
 
 
@@ -138,8 +138,7 @@ def _synchronised(need: Needed, saved: Saved, dz: Tensor, own_z: bool, own_dz: b
     )
     dweight = dbias = dx = None
     if weight is not None and need.weight:
-        signed = sum_xhat_dy if settings.signed_weight else torch.where(weight < 0, -sum_xhat_dy, sum_xhat_dy)
-        dweight = signed.to(weight.dtype)
+        dweight = reference.weight_gradient(sum_xhat_dy, weight, settings.signed_weight).to(weight.dtype)
     if bias is not None and need.bias:
         dbias = sum_dy.to(bias.dtype)
     if need.x:
@@ -177,19 +176,20 @@ def input_edge(x: Tensor) -> Tensor:
 
 
 class Edges(NamedTuple):
-    """Tensors that have the places in the graph of a call's x, weight and bias. None for what needs no gradient, and
-    for a parameter that was saved with its place."""
+    """Tensors that have the places in the graph of a call's tensors. None for what needs no gradient, and for what was
+    saved with its place."""
 
     x: Tensor | None
     weight: Tensor | None = None
     bias: Tensor | None = None
+    residual: Tensor | None = None
 
 
-def parameter_edge(parameter: Tensor | None, value: Tensor | None) -> Tensor | None:
-    """A tensor that keeps the place in the graph of a parameter that was saved as ``value``."""
-    if parameter is None or parameter is value or not parameter.requires_grad:
+def edge_of_value(t: Tensor | None, value: Tensor | None) -> Tensor | None:
+    """A tensor that keeps the place in the graph of a tensor that was saved as ``value``."""
+    if t is None or t is value or not t.requires_grad:
         return None
-    return parameter if parameter.is_leaf else input_edge(parameter)
+    return t if t.is_leaf else input_edge(t)
 
 
 def placed(values: Tensor | None, edge: Tensor | None) -> Tensor | None:
@@ -212,6 +212,7 @@ def differentiable(saved: Saved, dz: Tensor, edges: Edges, settings: Settings) -
         return t.reshape(1, shape[0] * shape[1], *shape[2:]) if settings.per_instance else t
 
     z, weight, bias, residual, var = saved
+    residual = placed(residual, edges.residual)
     z, dz, residual = folded(z), folded(dz), None if residual is None else folded(residual)
     if settings.group is not None:
         raise RuntimeError(
@@ -262,14 +263,11 @@ def _formulas(
         mean, var = frozen
     inv_std = torch.rsqrt(var + settings.eps)
     scale = torch.ones_like(inv_std) if weight is None else gamma(weight, settings.eps, settings.signed_weight)
-    xhat = (x - per_channel(mean, x)) * per_channel(inv_std, x)
-    y = scaled(xhat, scale, bias, residual)
+    xhat = reference.standardised(x, mean, var, settings.eps)
+    y = reference.scaled(xhat, scale, bias, residual)
     dy = activation_backward(y, dz, settings.activation, settings.activation_param)
-    dx = dy
-    if frozen is None:
-        dx = dy - per_channel(channel_mean(dy), x) - xhat * per_channel(channel_mean(xhat * dy), x)
-    dx = dx * per_channel(scale * inv_std, x)
-    dweight = channel_sum(xhat * dy)
-    if weight is not None and not settings.signed_weight:
-        dweight = torch.where(weight < 0, -dweight, dweight)
+    means = (channel_mean(dy), channel_mean(xhat * dy)) if frozen is None else None
+    dx, dweight = reference.input_gradient(dy, xhat, scale * inv_std, means), channel_sum(xhat * dy)
+    if weight is not None:
+        dweight = reference.weight_gradient(dweight, weight, settings.signed_weight)
     return dx, dweight, channel_sum(dy), dy

@@ -52,24 +52,22 @@ class KeptABNFunction(torch.autograd.Function):
         sum_dy, sum_xhat_dy = reference.channel_sum(dy), reference.channel_sum(xhat * dy)
         dx = dweight = dbias = None
         if need_weight:
-            signed = sum_xhat_dy if settings.signed_weight else torch.where(weight < 0, -sum_xhat_dy, sum_xhat_dy)
-            dweight = signed.to(weight.dtype)
+            dweight = reference.weight_gradient(sum_xhat_dy, weight, settings.signed_weight).to(weight.dtype)
         if need_bias:
             dbias = sum_dy.to(bias.dtype)
         if need_x:
             assert settings.group is not None
             share = torch.cat([sum_dy, sum_xhat_dy, sum_dy.new_full((1,), x.numel() // x.shape[1])])
             sums = distributed.all_reduce(share, settings.group)
-            mean_dy, mean_xhat_dy = (reference.per_channel(t, x) for t in (sums[:-1] / sums[-1]).view(2, -1))
-            scale = torch.rsqrt(var + settings.eps)
-            if weight is not None:
-                scale = scale * _scale(weight, settings)
-            dx = (reference.per_channel(scale, x) * (dy - mean_dy - xhat * mean_xhat_dy)).to(x.dtype)
+            mean_dy, mean_xhat_dy = (sums[:-1] / sums[-1]).view(2, -1)
+            scale, gamma = torch.rsqrt(var + settings.eps), _scale(weight, settings)
+            scale = scale if gamma is None else scale * gamma
+            dx = reference.input_gradient(dy, xhat, scale, (mean_dy, mean_xhat_dy)).to(x.dtype)
         return dx, dweight, dbias, dresidual, None, None, None
 
 
-def _scale(weight: Tensor, settings: Settings) -> Tensor:
-    return weight if settings.signed_weight else reference.gamma(weight, settings.eps)
+def _scale(weight: Tensor | None, settings: Settings) -> Tensor | None:
+    return reference.unclamped(weight, settings.eps, settings.signed_weight)
 
 
 def _normalised(
@@ -82,12 +80,6 @@ def _normalised(
     settings: Settings,
 ) -> tuple[Tensor, Tensor]:
     """xhat in the statistics' dtype, and the activation's input in x's dtype, rounded where torch rounds."""
-    inv_std = torch.rsqrt(var + settings.eps)
-    xhat = (x.to(mean.dtype) - reference.per_channel(mean, x)) * reference.per_channel(inv_std, x)
-    y = xhat
-    if weight is not None:
-        y = y * reference.per_channel(_scale(weight, settings).to(mean.dtype), x)
-    if bias is not None:
-        y = y + reference.per_channel(bias.to(mean.dtype), x)
-    y = y.to(x.dtype)
+    xhat, scale = reference.standardised(x, mean, var, settings.eps), _scale(weight, settings)
+    y = reference.scaled(xhat, scale, bias, None).to(x.dtype)
     return xhat, y if residual is None else y + residual

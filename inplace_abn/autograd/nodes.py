@@ -14,7 +14,7 @@ from torch import Tensor
 from inplace_abn import _torch
 from inplace_abn.activations import bits, name_of
 from inplace_abn.autograd import backward, ownership
-from inplace_abn.autograd.backward import Edges, Needed, Saved, Values, parameter_edge
+from inplace_abn.autograd.backward import Edges, Needed, Saved, Values, edge_of_value
 from inplace_abn.settings import Operands, Settings
 
 
@@ -46,10 +46,10 @@ class _Aliased:
     def start(self) -> None:
         self._versions.start()
 
-    def check(self, saved: Saved) -> None:
+    def check(self, saved: Saved, name: str) -> None:
         """Raises RuntimeError if z was modified in place."""
         if self._versions.is_modified() and saved.z.data_ptr() == self._memory:
-            raise RuntimeError(_MODIFIED.format("output"))
+            raise RuntimeError(_modified("output", name))
 
 
 class _Hooked:
@@ -69,29 +69,31 @@ class _Hooked:
     def start(self) -> None:
         self._versions.start()
 
-    def check(self, saved: Saved) -> None:
+    def check(self, saved: Saved, name: str) -> None:
         """Raises RuntimeError if z was modified in place, or if the hooks gave back other bits.
 
         A modification is no error if the hooks return a copy that was made before it. On CUDA the host waits for the
         comparison.
         """
         if self._versions.is_modified() and saved.z._version > self._versions.first:
-            raise RuntimeError(_MODIFIED.format("output"))
+            raise RuntimeError(_modified("output", name))
         if self._checksum is not None and not (
             _kinds(saved) == self._kinds and torch.equal(_checksum(saved), self._checksum)
         ):
             raise RuntimeError(
-                f"inplace_abn: the saved-tensor hooks {self._names} gave back other values than they were given. An "
-                "in-place ABN recovers its input from the last bits of its output, so hooks must give back every bit. "
-                "Leave its saved tensors out of these hooks, or use ABN, or leave the norm out of the conversion "
-                "(filter_fn)"
+                f"inplace_abn: the saved-tensor hooks {self._names} gave back other values than {name or 'a layer'} "
+                "gave them. An in-place ABN recovers its input from the last bits of its output, so hooks must give "
+                "back every bit. Leave its saved tensors out of these hooks, or use ABN, or leave the norm out of the "
+                "conversion (filter_fn)"
             )
 
 
-_MODIFIED = (
-    "inplace_abn: the {} of an in-place ABN has been modified in place, but its backward needs it. Replace that "
-    "operation by one out of place (z = z + y for z += y), use ABN, or leave the norm out of the conversion (filter_fn)"
-)
+def _modified(what: str, name: str) -> str:
+    return (
+        f"inplace_abn: the {what} of {name or 'an in-place ABN'} has been modified in place, but its backward needs "
+        "it. Replace that operation by one out of place (z = z + y for z += y), use ABN, or leave the norm out of the "
+        "conversion (filter_fn)"
+    )
 
 
 def _qualified(hook: Any) -> str:
@@ -126,6 +128,8 @@ class Result(NamedTuple):
     """A tensor that stands for z and gets the same place in the graph."""
     saved: Tensor | None = None
     """What the node saves instead of z: a copy of z, or an alias that becomes a copy before somebody writes to z."""
+    residual: Tensor | None = None
+    """What the node saves instead of the residual, if there is one: an alias or a copy, as of z."""
 
 
 class _Call:
@@ -135,15 +139,17 @@ class _Call:
         self, result: Result, overwrites: bool, operands: Operands, values: Values, settings: Settings, edge: Any
     ) -> None:
         weight, bias, residual = operands.of_graph()
-        z, self.stand_in, self.saved = result
+        z, self.stand_in, self.saved, of_residual = result
+        self.residual = residual if of_residual is None else of_residual
         self.settings, self.written = settings, None if overwrites else z
         # Parameters that stand for themselves are saved with their places in the graph.
         self.copies = None if values.weight is weight and values.bias is bias else values[:2]
-        self.edges = Edges(edge, parameter_edge(weight, values.weight), parameter_edge(bias, values.bias))
+        pairs = (weight, values.weight), (bias, values.bias), (residual, self.residual)
+        self.edges = Edges(edge, *(edge_of_value(t, value) for t, value in pairs))
         hooks = _torch.top_saved_tensors_hooks(True)
         self.hooked: _Hooked | _Aliased | None = None
         if hooks is not None:
-            self.hooked = _Hooked(values.saved(z if self.saved is None else self.saved, residual), hooks)
+            self.hooked = _Hooked(values.saved(z if self.saved is None else self.saved, self.residual), hooks)
         elif self.saved is not None and self.saved.data_ptr() == z.data_ptr():
             self.hooked = _Aliased(z, self.saved)
 
@@ -166,7 +172,7 @@ class InPlaceABNFunction(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor | tuple[Tensor, Tensor]) -> None:
-        x, weight, bias, residual, var, edge, call = inputs
+        x, weight, bias, _, var, edge, call = inputs
         ctx.settings, ctx.hooked, ctx.edges = call.settings, call.hooked, call.edges if edge is None else Edges(edge)
         ctx.of_view = call.written is None and _torch.is_view(x)
         if call.written is None:
@@ -174,7 +180,8 @@ class InPlaceABNFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         z = output if isinstance(output, Tensor) else output[0]
         ctx.is_alias = call.saved is not None
-        ctx.save_for_backward(z if call.saved is None else call.saved, *(call.copies or (weight, bias)), residual, var)
+        parameters = call.copies or (weight, bias)
+        ctx.save_for_backward(z if call.saved is None else call.saved, *parameters, call.residual, var)
 
     @staticmethod
     def backward(ctx: Any, dz: Tensor | None, of_stand_in: Tensor | None = None) -> tuple[Tensor | None, ...]:
@@ -227,11 +234,12 @@ def _unpacked(ctx: Any) -> Saved:
     except RuntimeError as error:
         text = str(error)
         if "modified by an inplace operation" in text:
-            raise RuntimeError(_MODIFIED.format("output" if "InPlaceABNFunction" in text else "residual")) from error
+            what = "output" if "InPlaceABNFunction" in text else "residual"
+            raise RuntimeError(_modified(what, ctx.settings.name)) from error
         raise
     hooked: _Hooked | _Aliased | None = ctx.hooked
     if hooked is not None:
-        hooked.check(saved)
+        hooked.check(saved, ctx.settings.name)
     return saved
 
 

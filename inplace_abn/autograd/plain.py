@@ -63,8 +63,7 @@ def kept(x: Tensor, operands: Operands, settings: Settings) -> Tensor:
 
     A signed weight is the scale itself, even within eps of zero.
     """
-    weight = operands.weight
-    scale = weight if weight is None or settings.signed_weight else reference.gamma(weight, settings.eps)
+    scale = reference.unclamped(operands.weight, settings.eps, settings.signed_weight)
     scale, bias = _of_one_dtype(scale, operands.bias, operands.running_mean)
     # Compilers make better code from ops that write to new memory.
     return abn(x, operands._replace(weight=scale, bias=bias), settings, inplace=not torch.compiler.is_compiling())

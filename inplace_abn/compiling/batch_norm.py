@@ -15,7 +15,7 @@ from torch import Tensor
 
 from inplace_abn import _torch
 from inplace_abn.compiling.inverses import tagged
-from inplace_abn.reference import channel_sum, per_channel
+from inplace_abn.reference import channel_sum, input_gradient, per_channel, scaled, standardised
 from inplace_abn.settings import Operands
 
 _library = torch.library.Library("inplace_abn", "FRAGMENT")
@@ -32,32 +32,8 @@ def arithmetic(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def gamma(weight: Tensor, eps: float) -> Tensor:
-    """The weight, moved to a magnitude of at least ``eps``, so that xhat can be recovered from z."""
-    magnitude = weight.abs().clamp_min(eps)
-    return torch.where(weight < 0, -magnitude, magnitude)
-
-
-def affine(
-    x: Tensor,
-    mean: Tensor,
-    var: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    residual: Tensor | None,
-) -> Tensor:
-    """y + residual, in the dtype of the arithmetic."""
-    y = (x - per_channel(mean, x)) * per_channel(torch.rsqrt(var + eps), x)
-    if weight is not None:
-        y = y * per_channel(weight, x)
-    if bias is not None:
-        y = y + per_channel(bias, x)
-    return y if residual is None else y + residual
-
-
 def recovered(y: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-    """xhat of what `affine` returned."""
+    """xhat of what `reference.scaled` returned."""
     if residual is not None:
         y = y - residual
     if bias is not None:
@@ -72,28 +48,23 @@ def gradients(
     without a weight and a bias."""
     wide = dy.to(xhat.dtype)
     sum_dy, sum_xhat_dy = channel_sum(wide), channel_sum(wide * xhat)
-    scale = torch.rsqrt(var + eps)
-    if weight is not None:
-        scale = scale * weight
-    dx = wide
-    if training:
-        share = 1.0 / (dy.numel() // dy.shape[1])
-        dx = dx - per_channel(sum_dy * share, dy) - xhat * per_channel(sum_xhat_dy * share, dy)
-    return (dx * per_channel(scale, dy)).to(dy.dtype), sum_xhat_dy, sum_dy
+    scale, share = torch.rsqrt(var + eps), 1.0 / (dy.numel() // dy.shape[1])
+    scale = scale if weight is None else scale * weight
+    dx = input_gradient(wide, xhat, scale, (sum_dy * share, sum_xhat_dy * share) if training else None)
+    return dx.to(dy.dtype), sum_xhat_dy, sum_dy
 
 
 def plain_norm(
     x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *_: Any
 ) -> Tensor:
-    return tagged(affine(x, mean, var, weight, bias, eps, None), "identity", 0.0, x.dtype)
+    return tagged(scaled(standardised(x, mean, var, eps), weight, bias, None), "identity", 0.0, x.dtype)
 
 
 def plain_norm_backward(
     dy: Tensor, x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, *settings: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     eps, training, _ = settings
-    xhat = affine(x, mean, var, None, None, eps, None)
-    return gradients(dy, xhat, var, weight, eps, training)
+    return gradients(dy, standardised(x, mean, var, eps), var, weight, eps, training)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from inplace_abn import _torch
+from inplace_abn import _torch, reference
 from inplace_abn._torch import decompositions, is_backward
 from inplace_abn.compiling import batch_norm, inverses
 from inplace_abn.compiling.batch_norm import NORM, NORM_BACKWARD
@@ -241,8 +241,8 @@ def _write_fused(
     residual = written.get(residual, residual) if residual is not None else None
 
     def forward(x: Tensor, mean: Tensor, var: Tensor, weight: Any, bias: Any, residual: Any) -> Tensor:
-        scale = None if weight is None else batch_norm.gamma(weight, eps)
-        y = batch_norm.affine(x, mean, var, scale, bias, eps, residual)
+        scale = None if weight is None else reference.clamped(weight, eps)
+        y = reference.scaled(reference.standardised(x, mean, var, eps), scale, bias, residual)
         return inverses.tagged(y, activation, param, dtype)
 
     def inverse(z: Tensor) -> tuple[Tensor, Tensor]:
@@ -250,7 +250,7 @@ def _write_fused(
         return y, y.to(dtype)
 
     def backward(dy: Tensor, y: Tensor, var: Tensor, weight: Any, bias: Any, residual: Any) -> tuple[Tensor, ...]:
-        scale = None if weight is None else batch_norm.gamma(weight, eps)
+        scale = None if weight is None else reference.clamped(weight, eps)
         return batch_norm.gradients(dy, batch_norm.recovered(y, scale, bias, residual), var, scale, eps, training)
 
     with graph.inserting_before(result):

@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from inplace_abn import _torch
 from inplace_abn._torch import decompositions, is_backward
-from inplace_abn.activations import TYPICAL, activate
+from inplace_abn.activations import TYPICAL, activate, is_relu
 
 _PARAM = 0.40234375
 """Stands for leaky_relu's slope and elu's alpha.
@@ -39,8 +39,10 @@ class Activated(NamedTuple):
 
 def activation_key(activation: str, param: float) -> str:
     """The activation as one word, by which a norm names the activations that it trusts."""
+    if is_relu(activation, param):
+        return "relu"
     if activation == "leaky_relu":
-        return "relu" if param == 0 else "leaky_relu" if param >= 2.0**-12 else f"leaky_relu={float(param)}"
+        return "leaky_relu" if param >= 2.0**-12 else f"leaky_relu={float(param)}"
     if activation == "elu":
         return f"elu={float(param)}"
     return "identity" if activation == "none" else activation

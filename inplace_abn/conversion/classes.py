@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 from inplace_abn import guard
 from inplace_abn.conversion import watch
 from inplace_abn.conversion.norms import InPlaceNorm, as_leaf
-from inplace_abn.conversion.pending import Pending, plain
+from inplace_abn.conversion.pending import plain
 from inplace_abn.conversion.waiting import Past
 from inplace_abn.settings import check_hyperparameters
 
@@ -156,28 +156,3 @@ def adopt(module: Any, name: str, *, expected: tuple[str, float] | None = None) 
     module.__dict__.update(_guard_name=name, _past=Past(module.eps))
     if expected is not None:
         guard.expect(module, expected)
-
-
-def finish(model: nn.Module, args: Any, result: Any) -> Any:
-    """The hook after a converted model's forward pass. It leaves no `Pending` tensor in the result, and ends the watch.
-
-    It is called after an exception, too, with None for the result.
-    """
-    if type(result) is not Tensor:
-        result = torch.utils._pytree.tree_map_only(Pending, plain, result)
-    watch.end(model, result)
-    return result
-
-
-def hook(model: nn.Module) -> None:
-    """Adds the hooks around a converted model's forward pass, unless it has them."""
-    if finish not in model._forward_hooks.values():
-        model.register_forward_pre_hook(watch.begin)
-        model.register_forward_hook(finish, always_call=True)
-    watch.hook_parts(model)
-
-
-def unhook(model: nn.Module) -> None:
-    """Removes what `hook` added, from all modules."""
-    for module in model.modules():
-        watch.unhook(module, watch.begin, finish, watch.begin_part, watch.end_part)

@@ -18,7 +18,7 @@ from torch.nn.utils import parametrize
 
 from inplace_abn import reference
 from inplace_abn.activations import find
-from inplace_abn.conversion import classes
+from inplace_abn.conversion import classes, hooks
 from inplace_abn.guard import strip
 from inplace_abn.modules.abn import InPlaceABN
 from inplace_abn.modules.instance_norm import InPlaceInstanceNorm
@@ -72,7 +72,7 @@ def convert(
     for module in (*chosen.values(), *before) if sync else ():
         module.__dict__["_synchronised"] = True
     if chosen:
-        classes.hook(model)
+        hooks.hook(model)
     _logger.info("%s", _told(list(modules.values()), len(chosen), len(before)))
     return model
 
@@ -122,7 +122,7 @@ def revert(
     for norm, original in originals.items():
         norm.release()
         norm.__class__ = original
-    classes.unhook(model)
+    hooks.unhook(model)
     replaced: dict[nn.Module, nn.Module] = {}
     for module in list(model.modules()):
         if isinstance(module, _BUILT):

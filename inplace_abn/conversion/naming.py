@@ -67,9 +67,11 @@ def attached(
     writable = watch.is_writable(activation[0], in_place)
     saved = None if observer is None else observer.saved(memory, activation, writable)
     operands = Operands(norm.operands.weight, norm.operands.bias, residual)
-    result = nodes.Result(memory, stand_in, saved)
+    of_residual = None if observer is None or residual is None else observer.of_residual(residual)
+    result = nodes.Result(memory, stand_in, saved, of_residual)
     z = functions.attached(norm.x, result, operands, norm.values, settings)
     state.memory = None
     if observer is not None:
-        observer.note(watch.Result(norm.module, *activation, writable, is_residual), norm.x, z, residual, saved)
+        noted = watch.Result(norm.module, *activation, writable, is_residual, saved=saved, of_residual=of_residual)
+        observer.note(noted, norm.x, z, residual)
     return z

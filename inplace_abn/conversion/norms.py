@@ -15,7 +15,7 @@ from inplace_abn.autograd import checks, forward
 from inplace_abn.compiling import batch_norm, trust
 from inplace_abn.conversion import plan, watch
 from inplace_abn.conversion.pending import pending, plain
-from inplace_abn.conversion.waiting import NormCall, Note, Past
+from inplace_abn.conversion.waiting import NEAR_ZERO, NormCall, Note, Past
 from inplace_abn.guard import measuring
 from inplace_abn.modules.instance_norm import repeated, take_means
 from inplace_abn.settings import Operands, Settings
@@ -118,7 +118,7 @@ class InPlaceNorm(guard.Guarded):
         functions.calibrate()
         observation = measuring.observe(self, x) if look.due else None
         if (look.decisive or not decision.trusted) and self._weight_would_be_clamped():
-            past.note = Note(why="a weight is within eps of zero")
+            past.note = Note(why=NEAR_ZERO)
             if observation is not None:
                 guard.take(self, observation.figures(*IDENTITY, None), look)
             return None
@@ -130,7 +130,8 @@ class InPlaceNorm(guard.Guarded):
         operands = _unversioned(_operands(module))
         training = measuring.uses_own_statistics(module)
         group = self._participating() if training else None
-        settings = Settings(*IDENTITY, module.eps, True, training, group, self.per_instance and training)
+        name = self.__dict__["_guard_name"]
+        settings = Settings(*IDENTITY, module.eps, True, training, group, self.per_instance and training, name)
         of_module, samples = operands, x.shape[0]
         if settings.per_instance:
             operands = repeated(of_module, samples)

@@ -53,8 +53,10 @@ class Pending(Tensor):
     """The version of the plain tensor when this tensor was placed."""
     _leads: bool
     """Whether the plain tensor comes after this one in the graph."""
-    _stands_for_view: bool
-    """Whether torch's norm returns a view."""
+    _view_of: str
+    """The norm's name, if torch's norm returns a view; otherwise empty."""
+    _is_hooked: bool
+    """Whether the gradient has a hook."""
     _taken_from: str | None
     """The norm's name, if an activation or a sum took the memory, but not this tensor's place in the graph."""
 
@@ -91,6 +93,8 @@ class Pending(Tensor):
         keeps = () if writes else tuple(kept(func, args, kwargs))
 
         def made_plain(t: Pending) -> Tensor:
+            if writes and (t._leads or _torch.in_custom_function()):
+                t._check_hooks()
             values = plain(t, any(t is other for other in keeps), getattr(func, "__name__", ""))
             given.append((t, values, values._version))
             return values
@@ -124,6 +128,8 @@ class Pending(Tensor):
             for value in [args[i] if i < len(args) else (kwargs or {}).get(argument.name)]
             if type(value) is Pending
         ]
+        for t in written:
+            t._check_hooks()
         args, kwargs = _replaced((args, kwargs or {}), values_of)
         watching = watch.current()
         result = func(*args, **kwargs) if watching is None else watching.run(func, args, kwargs)
@@ -156,6 +162,18 @@ class Pending(Tensor):
         with _torch.NoTorchFunction():
             self._node = self.grad_fn
 
+    def _check_hooks(self) -> None:
+        """Raises RuntimeError before a write that torch's hooks would not see.
+
+        In torch a view that is written to leaves its hooks behind. This tensor is no view, and would not.
+        """
+        if self._view_of and self._is_hooked:
+            raise RuntimeError(
+                f"inplace_abn: the output of {self._view_of} has a hook, and is then written to where torch's "
+                "InstanceNorm would leave the hook behind. Register the hook after writing, write to a new tensor, or "
+                "leave the norm out of the conversion (filter_fn)"
+            )
+
     def _is_left_behind(self) -> bool:
         """Whether the plain tensor was written to through a view, and thereby got another place in the graph."""
         return self._plain is not None and self._plain._version != self._version_of_plain
@@ -165,6 +183,8 @@ class Pending(Tensor):
         values = self._plain
         if values is None or self._has_moved():
             return
+        if is_written and self._leads:
+            self._check_hooks()
         with torch.inference_mode(False), torch.enable_grad(), _torch.NoTorchFunction():
             if values.requires_grad:
                 follow(values, self) if is_written else stand(values, (self,))
@@ -194,9 +214,9 @@ def _replaced(value: Any, replace: Callable[[Pending], Tensor]) -> Any:
 _LEAVES = (Tensor, torch.nn.Parameter, int, float, bool, str, type(None))
 
 _LEFT_BEHIND = (
-    "inplace_abn: the output of a converted norm was written to through a view, and is then read by a custom autograd "
-    "function or by code outside of torch's functions, whose gradients would be lost. Write to the tensor itself, or "
-    "leave the norm out of the conversion (filter_fn)"
+    "inplace_abn: the output of a converted norm was activated in place or written to through a view, then written to "
+    "again, and is now read by a scripted or custom autograd function, whose gradients would be lost. Give that "
+    "function the result of the last write, or leave the norm out of the conversion (filter_fn)"
 )
 
 
@@ -207,7 +227,7 @@ def pending(norm: NormCall, memory: Tensor, residual: Tensor | None, applied: tu
 
 def _placed(t: Any, state: PendingState) -> Pending:
     t._state, t._plain, t._shown, t._leads, t._taken_from = state, None, None, False, None
-    t._stands_for_view = state.norm.module.per_instance
+    t._view_of, t._is_hooked = state.norm.name if state.norm.module.per_instance else "", False
     wait(state.norm, state.residual, t)
     t._record_position()
     return t  # type: ignore[no-any-return]
@@ -247,7 +267,7 @@ def plain(t: Any, is_kept: bool = False, reader: str = "") -> Tensor:
             t._shown, t._state = state.expose(), None
         values = stand(t, (t._values(),))
         # Writing to a view is something else for hooks.
-        t._plain = values.view_as(values) if t._stands_for_view else values
+        t._plain = values.view_as(values) if t._view_of else values
     t._leads = True
     t._record_position()
     if is_seen:
@@ -278,6 +298,7 @@ def _asked_of_graph(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
                 "or leave this norm out of the conversion (filter_fn)"
             )
         values = plain(t)
+        t._is_hooked = t._is_hooked or func is Tensor.register_hook
         first, last = (t, values) if t._leads else (values, t)
         if func is Tensor.retain_grad:
             # If the last one is written to, it has what is retained, and is the first one from then on. torch moves it

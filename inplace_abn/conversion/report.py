@@ -16,6 +16,9 @@ from inplace_abn.conversion import classes, table
 from inplace_abn.conversion.convert import convert
 from inplace_abn.conversion.norms import InPlaceNorm
 from inplace_abn.conversion.table import readable
+from inplace_abn.conversion.waiting import NEAR_ZERO
+from inplace_abn.modules.abn import InPlaceABN
+from inplace_abn.modules.instance_norm import InPlaceInstanceNorm
 from inplace_abn.trial import copied, loss, randomness_restored
 
 
@@ -45,6 +48,8 @@ class Report:
     layers: tuple[Layer, ...]
     unsupported: dict[str, int]
     """How many norms there are of each class that is not converted."""
+    built: int = 0
+    """How many in-place modules there are that were not converted, but built."""
 
     @property
     def in_place(self) -> tuple[Layer, ...]:
@@ -63,6 +68,7 @@ class Report:
             "in_place": len(self.in_place),
             "bytes_saved": self.bytes_saved,
             "unsupported": dict(self.unsupported),
+            "built": self.built,
         }
 
     def __str__(self) -> str:
@@ -99,11 +105,24 @@ class Report:
         return "\n".join([header, rule, *body, rule, total, "", *told] if self.layers else told)
 
     def _totals(self) -> list[str]:
+        return [*self._found(), *self.left_out()]
+
+    def _found(self) -> list[str]:
         lines = ["the model has no norms that can be converted"]
         if self.layers:
             lines = [f"{len(self.in_place)} of {len(self.layers)} norms are in place"]
             if any(layer.bytes_saved is not None for layer in self.layers):
                 lines[0] += f" and save {readable(self.bytes_saved)} per training step"
+        if any(layer.why == NEAR_ZERO for layer in self.layers):
+            lines.append(
+                f"{NEAR_ZERO}: many models begin with weights of zero (zero_init_last), which a trained model has not; "
+                "such a norm is in place once its weight has grown"
+            )
+        return lines
+
+    def left_out(self) -> list[str]:
+        """What is no norm that could be converted, in lines."""
+        lines = [f"{self.built} norms were built in place"] if self.built else []
         if self.unsupported:
             found = ", ".join(f"{count} {kind}" for kind, count in self.unsupported.items())
             lines.append(f"not supported: {found}")
@@ -134,6 +153,7 @@ def report(model: nn.Module) -> Report:
         raise TypeError(f"inplace_abn.report: expected model to be a torch.nn.Module, got {type(model).__name__}")
     layers: list[Layer] = []
     unsupported: Counter[str] = Counter()
+    built = sum(isinstance(module, (InPlaceABN, InPlaceInstanceNorm)) for module in model.modules())
     for name, module in model.named_modules():
         if not classes.is_norm(module):
             continue
@@ -146,7 +166,7 @@ def report(model: nn.Module) -> Report:
             layers.append(Layer(name, type(module).__name__, "", False, why, None))
         else:
             unsupported[type(module).__name__] += 1
-    return Report(tuple(layers), dict(unsupported))
+    return Report(tuple(layers), dict(unsupported), built)
 
 
 def analyze(model: nn.Module, /, *args: Any, **kwargs: Any) -> Report:
@@ -161,6 +181,7 @@ def analyze(model: nn.Module, /, *args: Any, **kwargs: Any) -> Report:
     Raises:
         TypeError: ``model`` is no module.
         ValueError: no output requires grad.
+        RuntimeError: the model cannot be copied.
 
     Errors of the model's forward pass are passed on.
     """

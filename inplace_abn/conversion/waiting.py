@@ -25,6 +25,10 @@ _GONE = (
 )
 
 
+NEAR_ZERO = "a weight is within eps of zero"
+"""Why a norm is not in place."""
+
+
 class Note(NamedTuple):
     """What a norm did in a call."""
 
@@ -77,7 +81,7 @@ class NormCall:
 
     @property
     def name(self) -> str:
-        return str(self.module.__dict__.get("_guard_name") or type(self.module).__name__)
+        return self.settings.name or type(self.module).__name__
 
     def is_unchanged(self) -> bool:
         """Whether x has its place in the graph, the parameters are unchanged, and saved-tensor hooks are the same.

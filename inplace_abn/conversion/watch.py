@@ -13,12 +13,11 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_map_only
 
@@ -63,6 +62,8 @@ class Result(NamedTuple):
     """The alias by which backward knows z, if z may be written to."""
     input: StorageWeakRef | None = None
     residual: Tensor | None = None
+    of_residual: Tensor | None = None
+    """The alias by which backward knows the residual."""
 
 
 class Observer(NamedTuple):
@@ -89,12 +90,24 @@ class Observer(NamedTuple):
             z.copy_(untagged(z, *activation))
         return saved
 
-    def note(self, result: Result, x: Tensor, z: Tensor, residual: Tensor | None, saved: Tensor | None) -> None:
+    def of_residual(self, residual: Tensor) -> Tensor:
+        """The tensor by which backward is to know the residual, which torch's sum does not keep.
+
+        If the watch is blind, it is a copy. Otherwise it is an alias that becomes a copy before somebody writes to it.
+        """
+        if not self.is_blind:
+            return residual.data
+        with _torch.BelowAutograd():
+            return residual.clone()
+
+    def note(self, result: Result, x: Tensor, z: Tensor, residual: Tensor | None) -> None:
         """Tells the watch of a norm's result, and of the tensors of its call."""
         if self.watch is None:
             return
-        if not self.is_blind:
-            result = result._replace(z=z, saved=saved, input=StorageWeakRef(x.untyped_storage()), residual=residual)
+        if self.is_blind:
+            result = result._replace(saved=None, of_residual=None)
+        else:
+            result = result._replace(z=z, input=StorageWeakRef(x.untyped_storage()), residual=residual)
         self.watch.note(result, z)
 
 
@@ -111,6 +124,8 @@ class Watch(_torch.OwnMode):
         self._follower = tags.Follower()
         self._results: dict[int, Result] = {}
         """What norms keep, by the storage of z, until it is written to."""
+        self._added: dict[int, list[Result]] = {}
+        """What norms keep, by the storage of the residual, until it is written to."""
         self._measured: list[Result] = []
         self._natively: dict[int, Any] = {}
         """The storages of outputs of norms that did as torch does, in a forward pass that backward will repeat."""
@@ -123,6 +138,8 @@ class Watch(_torch.OwnMode):
         self._results[key] = result
         if result.z is not None:
             self._measured.append(result)
+        if result.residual is not None:
+            self._added.setdefault(self._hold(result.residual), []).append(result)
         sign = tags.sign_of(result.activation, result.param)
         if sign:
             self._follower.add(key, result.layer, sign)
@@ -170,6 +187,8 @@ class Watch(_torch.OwnMode):
             args, kwargs = tree_map_only(Tensor, lambda t: self._clean(t, op.writes), (args, kwargs))
         for key in op.writes & self._results.keys():
             self._before_write(self._results.pop(key), op.name)
+        for key in op.writes & self._added.keys():
+            self._before_write_to_residuals(self._added.pop(key), op.name)
         result = func(*args, **kwargs)
         if not is_view:
             made = [t for t in tensors_in(result) if _is_ordinary(t)]
@@ -216,6 +235,13 @@ class Watch(_torch.OwnMode):
         if result.z is not None and tags.sign_of(result.activation, result.param):
             _untag(result)
 
+    @staticmethod
+    def _before_write_to_residuals(results: list[Result], op: str) -> None:
+        for result in results:
+            _give_up(result.layer, f"{op} writes to what was added to its output, which backward needs")
+            if result.of_residual is not None:
+                result.of_residual.data = result.of_residual.data.clone()
+
     def _follow_native(self, op: tags.Op, made: Iterable[Tensor]) -> None:
         """Follows a norm's output, done as torch does it, to its activation, and from there as a norm's result."""
         layer = next((self._natively[t.storage] for t in op.tensors if t.storage in self._natively), None)
@@ -239,7 +265,6 @@ class Watch(_torch.OwnMode):
     def _sizes(self) -> dict[Any, int]:
         """The bytes that each layer saved: what torch would have kept, less what it keeps."""
         sizes: dict[Any, int] = {}
-        uses = Counter(id(r.residual) for r in self._measured)
         inputs = {r.input.cdata for r in self._measured if r.input is not None}
         counted: set[int] = set()
         for r in self._measured:
@@ -255,7 +280,7 @@ class Watch(_torch.OwnMode):
                 # A tensor that only norms keep costs memory, unless torch would keep it as a norm's input.
                 if t is None or id(t) in counted or tags.storage_of(t) in inputs:
                     continue
-                if _torch.use_count(t) == _UNUSED + uses[id(t)]:
+                if _torch.use_count(t) == _UNUSED:
                     tensors -= 1
                     counted.add(id(t))
             sizes[r.layer] = sizes.get(r.layer, 0) + tensors * r.z.nbytes
@@ -297,57 +322,14 @@ def _give_up(layer: Any, why: str) -> None:
         )
 
 
-class _Root:
-    """When a model was watched."""
-
-    def __init__(self) -> None:
-        self.watched_at, self.interval = -1, 0
-        self.calls: Counter[tuple[bool, bool]] = Counter()
-        """The watched calls of the generation, by training and evaluation, with and without gradients."""
-
-    def is_due(self, kind: tuple[bool, bool]) -> bool:
-        if self.watched_at == guard.generations.current:
-            return self.calls[kind] < guard.CALLS
-        return guard.has_changed_since(self.watched_at) or guard.has_passed(self.watched_at, self.interval)
-
-
-_roots: weakref.WeakKeyDictionary[nn.Module, _Root] = weakref.WeakKeyDictionary()
-
-
-def begin(model: nn.Module, args: Any) -> None:
-    """The hook before a converted model's forward pass. It begins to watch if the model is due.
-
-    A pass without gradients is watched in training only: a checkpoint may repeat it with gradients.
-    """
-    if torch.compiler.is_compiling() or current() is not None:
-        return
-    root, kind = _roots.get(model), (model.training, torch.is_grad_enabled())
-    if (root is not None and not root.is_due(kind)) or not any(kind) or torch.is_inference_mode_enabled():
-        return
-    if any(isinstance(value, fx.Proxy) for value in args):
-        return
-    if guard.is_paused() or _torch.is_watched() or _torch.in_backward():
-        return
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        return
-    if root is None:
-        root = _roots[model] = _Root()
-    if root.watched_at != guard.generations.current:
-        root.calls.clear()
-    intervals = [m.guard_interval for m in model.modules() if isinstance(m, guard.Guarded) and m.guard_interval]
-    root.watched_at, root.interval = guard.generations.current, min(intervals, default=0)
-    root.calls[kind] += 1
-    for part in model.modules():
-        if part is not model:
-            unhook(part, begin_part, end_part)
-    if intervals:
-        _local.watch = Watch()
-        _local.root = weakref.ref(model)
-        _local.watch.__enter__()
+def start(model: nn.Module) -> None:
+    """Makes the calling thread watch a model's forward pass."""
+    _local.watch, _local.root = Watch(), weakref.ref(model)
+    _local.watch.__enter__()
 
 
 def end(model: nn.Module, output: Any) -> None:
-    """Ends the watch that `begin` began for this model, if there is one."""
+    """Ends the watch that `start` began for this model, if there is one."""
     watch = current()
     if watch is None or _local.root() is not model:
         return
@@ -356,33 +338,3 @@ def end(model: nn.Module, output: Any) -> None:
     if modes and modes[-1] is watch:
         watch.__exit__(None, None, None)
     watch.finish(output)
-
-
-def begin_part(part: nn.Module, args: Any) -> None:
-    begin(part, args)
-
-
-def end_part(part: nn.Module, _: Any, output: Any) -> None:
-    end(part, output)
-
-
-def hook_parts(model: nn.Module) -> None:
-    """Adds hooks to the parts of a model that contain norms, in case that the model itself is never called.
-
-    The outermost part that is called is watched, and needs no hooks within it.
-    """
-    norms = [name for name, module in model.named_modules() if isinstance(module, guard.Guarded)]
-    parts = {name[:i] for name in norms for i, character in enumerate(name) if character == "."}
-    for name in sorted(parts):
-        part = model.get_submodule(name)
-        if end_part not in part._forward_hooks.values():
-            part.register_forward_pre_hook(begin_part)
-            part.register_forward_hook(end_part, always_call=True)
-
-
-def unhook(module: nn.Module, *functions: Any) -> None:
-    """Removes hooks around the module's forward pass."""
-    for hooks in (module._forward_pre_hooks, module._forward_hooks):
-        for key in [key for key, value in hooks.items() if value in functions]:
-            del hooks[key]
-            module._forward_hooks_always_called.pop(key, None)

@@ -96,7 +96,7 @@ def measured(
     gamma = torch.ones_like(inv_std)
     if weight is not None:
         gamma = reference.gamma(weight.detach().double(), settings.eps, settings.signed_weight)
-    xhat = (x.double() - reference.per_channel(mean.double(), x)) * reference.per_channel(inv_std, x)
+    xhat = reference.standardised(x.double(), mean.double(), var.double(), settings.eps)
     y = xhat * reference.per_channel(gamma, x)
     if bias is not None:
         y += reference.per_channel(bias.detach().double(), x)

@@ -129,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if own is None:
             raise
         parser.error(f"{args.model} cannot train on {shapes}: {type(own).__name__}: {own}")
-    if report.norms is not None:
+    if report.norms is not None and report.norms.layers:
         _show(str(report.norms))
         print()
     print(report)

@@ -33,12 +33,15 @@ class MemoryReport:
             rows.append(("converted", readable(self.after.held), readable(self.after.peak)))
             rows.append(("saved", _less(self.after.held, self.before.held), _less(self.after.peak, self.before.peak)))
         widths = [max(len(row[i]) for row in rows) for i in range(3)]
-        return "\n".join(
+        lines = [
             "  ".join(
                 [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
             )
             for row in rows
-        )
+        ]
+        if self.norms is not None and not self.norms.layers:
+            lines += self.norms.left_out()
+        return "\n".join(lines)
 
 
 def _less(after: int, before: int) -> str:
@@ -61,6 +64,7 @@ def memory_report(
 
     Raises:
         ValueError: no output requires grad.
+        RuntimeError: the model cannot be copied.
         ImportError: ``progress`` is True, but tqdm is not installed.
     """
     with _bar(progress) as bar, randomness_restored(model):

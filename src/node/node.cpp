@@ -96,19 +96,15 @@ struct Settings {
   double activation_param;
   bool training, per_instance;
 
+  // One value takes less time than six, and is a constant for autograd's compiler.
   void save(AutogradContext* ctx) const {
-    ctx->saved_data["eps"] = eps;
-    ctx->saved_data["signed_weight"] = signed_weight;
-    ctx->saved_data["activation"] = activation;
-    ctx->saved_data["activation_param"] = activation_param;
-    ctx->saved_data["training"] = training;
-    ctx->saved_data["per_instance"] = per_instance;
+    ctx->saved_data["settings"] = c10::ivalue::Tuple::create(
+        std::vector<c10::IValue>{eps, signed_weight, activation, activation_param, training, per_instance});
   }
   static Settings of(AutogradContext* ctx) {
-    const auto& data = ctx->saved_data;
-    return {data.at("eps").toDouble(),     data.at("signed_weight").toBool(),
-            data.at("activation").toInt(), data.at("activation_param").toDouble(),
-            data.at("training").toBool(),  data.at("per_instance").toBool()};
+    const auto& data = ctx->saved_data.at("settings").toTupleRef().elements();
+    return {data[0].toDouble(), data[1].toBool(), data[2].toInt(),
+            data[3].toDouble(), data[4].toBool(), data[5].toBool()};
   }
 };
 
@@ -124,12 +120,13 @@ struct Values {
   Tensor var;
 };
 
-// A result that is not in x's memory, and optionally a tensor that stands for the result and gets the same place in the
-// graph.
+// A result that is not in x's memory, optionally a tensor that stands for the result and gets the same place in the
+// graph, and the layer's name for messages.
 struct Written {
   Tensor z;
   Values values;
   OptTensor stand_in;
+  std::string name;
 };
 
 struct Saved {
@@ -218,17 +215,18 @@ variable_list differentiable(const Saved& saved, const Tensor& dz, const std::ve
   return found;
 }
 
-variable_list saved_variables(const AutogradContext* ctx) {
+variable_list saved_variables(AutogradContext* ctx) {
   try {
     return ctx->get_saved_variables();
   } catch (const c10::Error& error) {
     const std::string message = error.what();
     const bool is_output = message.find("InPlaceABNFunction") != std::string::npos;
-    TORCH_CHECK(
-        message.find("modified by an inplace operation") == std::string::npos, "inplace_abn: the ",
-        is_output ? "output" : "residual",
-        " of an in-place ABN has been modified in place, but its backward needs it. Replace that operation by "
-        "one out of place (z = z + y for z += y), use ABN, or leave the norm out of the conversion (filter_fn)");
+    const auto name = ctx->saved_data.find("name");
+    TORCH_CHECK(message.find("modified by an inplace operation") == std::string::npos, "inplace_abn: the ",
+                is_output ? "output" : "residual", " of ",
+                name == ctx->saved_data.end() ? "an in-place ABN" : name->second.toStringRef(),
+                " has been modified in place, but its backward needs it. Replace that operation by one out of place "
+                "(z = z + y for z += y), use ABN, or leave the norm out of the conversion (filter_fn)");
     throw;
   }
 }
@@ -246,6 +244,7 @@ class InPlaceABNFunction final : public torch::autograd::Function<InPlaceABNFunc
     ctx->save_for_backward(
         {z, values.weight.value_or(Tensor()), values.bias.value_or(Tensor()), residual.value_or(Tensor()), values.var});
     settings.save(ctx);
+    if (written && !written->name.empty()) ctx->saved_data["name"] = written->name;
     *context = ctx;
     if (written && written->stand_in) return {z, *written->stand_in};
     return {z};
@@ -359,12 +358,12 @@ Tensor inplace_abn(const Tensor& x, const OptTensor& weight, const OptTensor& bi
 Tensor attached(const Tensor& x, const Tensor& z, const OptTensor& weight, const OptTensor& bias,
                 const OptTensor& residual, const OptTensor& weight_value, const OptTensor& bias_value,
                 const Tensor& var, bool training, double eps, bool signed_weight, int64_t activation,
-                double activation_param, bool per_instance, const OptTensor& stand_in) {
+                double activation_param, bool per_instance, const std::string& name, const OptTensor& stand_in) {
   if (!is_calibrated || !is_usual(z, {&weight, &bias, &residual}, true) || x.key_set().has_any(opaque)) {
     return {};
   }
   AutogradContext* context = nullptr;
-  const Written written{z, {weight_value, bias_value, var}, stand_in};
+  const Written written{z, {weight_value, bias_value, var}, stand_in, name};
   return InPlaceABNFunction::apply(x, weight, bias, residual, written, Arguments{},
                                    Settings{eps, signed_weight, activation, activation_param, training, per_instance},
                                    &context)[0];

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <string>
 #include <tuple>
 #include <utility>
 
@@ -21,12 +22,12 @@ Tensor inplace_abn(const Tensor& x, const OptTensor& weight, const OptTensor& bi
                    double activation_param, bool per_instance);
 
 // `functions.attached`: z, which was written elsewhere, with the place in the graph that it has as a function of x. The
-// tensor that stands for it, if there is one, gets that place, too. Returns an undefined tensor, and does nothing, if
-// the call needs Python.
+// tensor that stands for it, if there is one, gets that place, too. `name` is the layer's, for messages. Returns an
+// undefined tensor, and does nothing, if the call needs Python.
 Tensor attached(const Tensor& x, const Tensor& z, const OptTensor& weight, const OptTensor& bias,
                 const OptTensor& residual, const OptTensor& weight_value, const OptTensor& bias_value,
                 const Tensor& var, bool training, double eps, bool signed_weight, int64_t activation,
-                double activation_param, bool per_instance, const OptTensor& stand_in);
+                double activation_param, bool per_instance, const std::string& name, const OptTensor& stand_in);
 
 // The part of a converted norm's call that does not depend on what follows: training, by statistics of x, into new
 // memory. Returns the memory, the variance, and copies of weight and bias, undefined where there is none. Autograd does

@@ -34,8 +34,14 @@ TORCH_LIBRARY(inplace_abn_node, m) {
   m.def(
       "attached(Tensor x, Tensor(a!) z, Tensor? weight, Tensor? bias, Tensor? residual, Tensor? weight_value, "
       "Tensor? bias_value, Tensor var, bool training, float eps, bool signed_weight, int activation, "
-      "float activation_param, bool per_instance, Tensor(b!)? stand_in) -> Tensor(a!)",
-      &attached);
+      "float activation_param, bool per_instance, str name, Tensor(b!)? stand_in) -> Tensor(a!)",
+      [](const Tensor& x, const Tensor& z, const OptTensor& weight, const OptTensor& bias, const OptTensor& residual,
+         const OptTensor& weight_value, const OptTensor& bias_value, const Tensor& var, bool training, double eps,
+         bool signed_weight, int64_t activation, double activation_param, bool per_instance, std::string_view name,
+         const OptTensor& stand_in) {
+        return attached(x, z, weight, bias, residual, weight_value, bias_value, var, training, eps, signed_weight,
+                        activation, activation_param, per_instance, std::string(name), stand_in);
+      });
   m.def(
       "norm(Tensor x, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
       "Tensor(c!)? batches, float momentum, float eps, int activation, float activation_param) "

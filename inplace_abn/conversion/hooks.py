@@ -1,0 +1,116 @@
+"""The hooks around a converted model's forward pass: when it is watched, and what it returns."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from inplace_abn import _torch, guard
+from inplace_abn.conversion import watch
+from inplace_abn.conversion.pending import Pending, plain
+
+
+class _Root:
+    """When a model was watched."""
+
+    def __init__(self) -> None:
+        self.watched_at, self.interval = -1, 0
+        self.calls: Counter[tuple[bool, bool]] = Counter()
+        """The watched calls of the generation, by training and evaluation, with and without gradients."""
+
+    def is_due(self, kind: tuple[bool, bool]) -> bool:
+        if self.watched_at == guard.generations.current:
+            return self.calls[kind] < guard.CALLS
+        return guard.has_changed_since(self.watched_at) or guard.has_passed(self.watched_at, self.interval)
+
+
+_roots: weakref.WeakKeyDictionary[nn.Module, _Root] = weakref.WeakKeyDictionary()
+
+
+def begin(model: nn.Module, args: Any) -> None:
+    """The hook before a converted model's forward pass. It begins to watch if the model is due.
+
+    A pass without gradients is watched in training only: a checkpoint may repeat it with gradients.
+    """
+    if torch.compiler.is_compiling() or watch.current() is not None:
+        return
+    root, kind = _roots.get(model), (model.training, torch.is_grad_enabled())
+    if (root is not None and not root.is_due(kind)) or not any(kind) or torch.is_inference_mode_enabled():
+        return
+    if any(isinstance(value, fx.Proxy) for value in args):
+        return
+    if guard.is_paused() or _torch.is_watched() or _torch.in_backward():
+        return
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return
+    if root is None:
+        root = _roots[model] = _Root()
+    if root.watched_at != guard.generations.current:
+        root.calls.clear()
+    intervals = [m.guard_interval for m in model.modules() if isinstance(m, guard.Guarded) and m.guard_interval]
+    root.watched_at, root.interval = guard.generations.current, min(intervals, default=0)
+    root.calls[kind] += 1
+    for part in model.modules():
+        if part is not model:
+            _remove(part, begin_part, end_part)
+    if intervals:
+        watch.start(model)
+
+
+def begin_part(part: nn.Module, args: Any) -> None:
+    begin(part, args)
+
+
+def end_part(part: nn.Module, _: Any, output: Any) -> None:
+    watch.end(part, output)
+
+
+def _hook_parts(model: nn.Module) -> None:
+    """Adds hooks to the parts of a model that contain norms, in case that the model itself is never called.
+
+    The outermost part that is called is watched, and needs no hooks within it.
+    """
+    norms = [name for name, module in model.named_modules() if isinstance(module, guard.Guarded)]
+    parts = {name[:i] for name in norms for i, character in enumerate(name) if character == "."}
+    for name in sorted(parts):
+        part = model.get_submodule(name)
+        if end_part not in part._forward_hooks.values():
+            part.register_forward_pre_hook(begin_part)
+            part.register_forward_hook(end_part, always_call=True)
+
+
+def finish(model: nn.Module, args: Any, result: Any) -> Any:
+    """The hook after a converted model's forward pass. It leaves no `Pending` tensor in the result, and ends the watch.
+
+    It is called after an exception, too, with None for the result.
+    """
+    if type(result) is not Tensor:
+        result = torch.utils._pytree.tree_map_only(Pending, plain, result)
+    watch.end(model, result)
+    return result
+
+
+def hook(model: nn.Module) -> None:
+    """Adds the hooks around a converted model's forward pass, unless it has them."""
+    if finish not in model._forward_hooks.values():
+        model.register_forward_pre_hook(begin)
+        model.register_forward_hook(finish, always_call=True)
+    _hook_parts(model)
+
+
+def unhook(model: nn.Module) -> None:
+    """Removes what `hook` added, from all modules."""
+    for module in model.modules():
+        _remove(module, begin, finish, begin_part, end_part)
+
+
+def _remove(module: nn.Module, *functions: Any) -> None:
+    """Removes hooks around the module's forward pass."""
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key in [key for key, value in hooks.items() if value in functions]:
+            del hooks[key]
+            module._forward_hooks_always_called.pop(key, None)
