@@ -28,18 +28,23 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def copied(model: nn.Module) -> nn.Module:
-    """A copy in training mode, without gradients.
+    """A copy of the model.
 
     Raises:
         RuntimeError: the model cannot be copied.
     """
     try:
-        made = copy.deepcopy(model).train()
+        return copy.deepcopy(model)
     except Exception as error:
         raise RuntimeError(
             f"inplace_abn: {type(model).__name__} cannot be copied for a trial ({type(error).__name__}: {error}). "
             "Convert the model itself, train a step, and call inplace_abn.report"
         ) from error
+
+
+def trainable(model: nn.Module) -> nn.Module:
+    """A copy in training mode, without gradients. Raises the errors of `copied`."""
+    made = copied(model).train()
     made.zero_grad(set_to_none=True)
     return made
 

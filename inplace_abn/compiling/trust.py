@@ -11,6 +11,7 @@ that rewrite the graph.
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import weakref
 from functools import cache
@@ -42,6 +43,12 @@ that a 16-bit dtype holds exactly, and its rounding would not show."""
 _Candidates = dict[str, tuple[str, float]]
 """Activations and their parameters, by the names of `activation_key`. "residual" is the identity after an addition."""
 _TYPICAL: _Candidates = {activation_key(*what): what for what in TYPICAL} | {"residual": IDENTITY}
+
+_LATE = (
+    "%s: something other than an optimizer wrote to its weight, which compiled code sees only now; if a weight was set "
+    "to zero, its gradient in this step was not torch's"
+)
+_logger = logging.getLogger("inplace_abn")
 
 _Answers = dict[tuple[int, torch.dtype], frozenset[str]]
 _answers: weakref.WeakKeyDictionary[Any, _Answers] = weakref.WeakKeyDictionary()
@@ -110,7 +117,8 @@ def _review(*_: Any) -> None:
     for module, answers in list(_answers.items()):
         interval = module.guard_interval
         # Compiled code does not see who writes to its weights, so that is found out here.
-        if interval == 0 or (not guard.renew_if_written(module) and guard.generations.current % interval):
+        is_written = interval > 0 and guard.renew_if_written(module)
+        if interval == 0 or (not is_written and guard.generations.current % interval):
             continue
         now = {
             dtype: _found(module, dtype, before)
@@ -118,6 +126,8 @@ def _review(*_: Any) -> None:
             if revision == module._revision
         }
         if any(now[dtype] != answers[module._revision, dtype] for dtype in now):
+            if is_written:
+                _logger.warning(_LATE, guard.name(module))
             guard.renew(module)
             _answers[module] = {(module._revision, dtype): found for dtype, found in now.items()}
 

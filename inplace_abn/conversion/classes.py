@@ -9,9 +9,10 @@ from torch import Tensor, fx, nn
 
 from inplace_abn import guard
 from inplace_abn.conversion import watch
-from inplace_abn.conversion.norms import InPlaceNorm, as_leaf
+from inplace_abn.conversion.norms import InPlaceNorm
 from inplace_abn.conversion.pending import plain
 from inplace_abn.conversion.waiting import Past
+from inplace_abn.modules.abn import as_leaf
 from inplace_abn.settings import check_hyperparameters
 
 

@@ -17,6 +17,7 @@ from inplace_abn.conversion import plan, watch
 from inplace_abn.conversion.pending import pending, plain
 from inplace_abn.conversion.waiting import NEAR_ZERO, NormCall, Note, Past
 from inplace_abn.guard import measuring
+from inplace_abn.modules.abn import as_leaf
 from inplace_abn.modules.instance_norm import repeated, take_means
 from inplace_abn.settings import Operands, Settings
 
@@ -242,19 +243,6 @@ class InPlaceNorm(guard.Guarded):
         raise RuntimeError(
             f"inplace_abn: {type(self).__name__} cannot be scripted; call inplace_abn.revert on the model before"
         )
-
-
-def as_leaf(module: Any, x: fx.Proxy) -> Any:
-    """The call of the module, as a node of the trace."""
-    tracer: Any = x.tracer
-    name = tracer.path_of_module(module)
-    # Quantization fuses norms by their exact classes. It would leave converted ones as they are, without a word.
-    if any(kind.__module__.startswith("torch.ao.quantization.") for kind in type(tracer).__mro__):
-        raise RuntimeError(
-            f"inplace_abn: the norm {name!r} is converted, and torch.ao.quantization fuses no converted norms; call "
-            "inplace_abn.revert on the model before"
-        )
-    return tracer.create_proxy("call_module", name, (x,), {})
 
 
 def _operands(module: Any) -> Operands:

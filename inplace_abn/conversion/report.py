@@ -19,7 +19,7 @@ from inplace_abn.conversion.table import readable
 from inplace_abn.conversion.waiting import NEAR_ZERO
 from inplace_abn.modules.abn import InPlaceABN
 from inplace_abn.modules.instance_norm import InPlaceInstanceNorm
-from inplace_abn.trial import copied, loss, randomness_restored
+from inplace_abn.trial import loss, randomness_restored, trainable
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ def analyze(model: nn.Module, /, *args: Any, **kwargs: Any) -> Report:
     if not isinstance(model, nn.Module):
         raise TypeError(f"inplace_abn.analyze: expected model to be a torch.nn.Module, got {type(model).__name__}")
     with randomness_restored(model):
-        other = convert(copied(model))
+        other = convert(trainable(model))
         for module in other.modules():
             if isinstance(module, InPlaceNorm):
                 module.forget()

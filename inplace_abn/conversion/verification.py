@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,7 +15,7 @@ from inplace_abn.activations import find
 from inplace_abn.conversion import classes
 from inplace_abn.conversion.norms import InPlaceNorm
 from inplace_abn.modules.abn import ActivatedNorm
-from inplace_abn.trial import randomness_restored, tensors_in
+from inplace_abn.trial import copied, randomness_restored, tensors_in
 
 _TOLERANCE = 1e-9
 # Next to the minimum of an activation, a rounding of z moves y by the square root of that rounding.
@@ -132,6 +131,7 @@ def verify(
 
     Raises:
         ValueError: the models' parameters have different names.
+        RuntimeError: a model cannot be copied.
     """
     names = [{name for name, _ in m.named_parameters()} for m in (model, converted)]
     if names[0] != names[1]:
@@ -216,7 +216,7 @@ class _Run:
 
 def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int = 0) -> _Run:
     """Runs a training step and an evaluation. With a seed, all that they start from is moved by one rounding."""
-    model = copy.deepcopy(model).double()
+    model = copied(model).double()
     moving = torch.Generator().manual_seed(seed)
 
     def double(t: Tensor) -> Tensor:

@@ -217,6 +217,11 @@ def expect(module: Any, activation: tuple[str, float]) -> None:
     module.__dict__["_guard"] = State(activation)
 
 
+def name(module: Any) -> str:
+    """What messages call a layer: its name in the model, if it is known."""
+    return module.__dict__.get("_guard_name") or f"{type(module).__name__}({module.extra_repr()})"
+
+
 def seen(module: Any) -> set[tuple[Any, ...]]:
     """What followed a converted norm in this generation."""
     return {what for mode in _modes(module) for what in mode.seen}
@@ -323,9 +328,8 @@ def _judge(module: Any, mode: Mode, found: list[Figures]) -> None:
     was_told = not mode.why
     if now == before == was_told:
         return
-    name = module.__dict__.get("_guard_name") or f"{type(module).__name__}({module.extra_repr()})"
     kind = str(mode.dtype).removeprefix("torch.")
-    text = f"{name}: its input is not recoverable from its output ({told}); "
+    text = f"{name(module)}: its input is not recoverable from its output ({told}); "
     text += f"it saves its input for backward in {kind}, as torch does"
     if not now and module.on_untrusted == "raise":
         # The measurement is forgotten, so that the next call measures and raises, too.
@@ -337,7 +341,7 @@ def _judge(module: Any, mode: Mode, found: list[Figures]) -> None:
     if now == was_told:
         return
     if now:
-        _logger.info("%s: its input is recoverable again (%s); it runs in place in %s", name, told, kind)
+        _logger.info("%s: its input is recoverable again (%s); it runs in place in %s", name(module), told, kind)
     else:
         _logger.log(logging.WARNING if module.on_untrusted == "warn" else logging.INFO, "%s", text)
 

@@ -14,7 +14,7 @@ from inplace_abn.conversion.convert import convert
 from inplace_abn.conversion.report import Report, report
 from inplace_abn.conversion.table import readable
 from inplace_abn.memory.step import Usage, measure
-from inplace_abn.trial import copied, randomness_restored
+from inplace_abn.trial import randomness_restored, trainable
 
 
 @dataclass(frozen=True)
@@ -69,11 +69,11 @@ def memory_report(
     """
     with _bar(progress) as bar, randomness_restored(model):
         # The model may write to what it is given.
-        before = measure(copied(model), *copy.deepcopy(args), tick=bar.tick, **copy.deepcopy(kwargs))
+        before = measure(trainable(model), *copy.deepcopy(args), tick=bar.tick, **copy.deepcopy(kwargs))
         if not converted:
             return MemoryReport(before)
         bar.expect(2 * bar.count)
-        other = convert(copied(model))
+        other = convert(trainable(model))
         after = measure(other, *copy.deepcopy(args), tick=bar.tick, **copy.deepcopy(kwargs))
         return MemoryReport(before, after, report(other))
 

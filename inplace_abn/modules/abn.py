@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup
 
@@ -15,6 +15,19 @@ from inplace_abn.activations import check_activation
 from inplace_abn.autograd import checks, plain
 from inplace_abn.compiling import trust
 from inplace_abn.settings import Operands, Settings, check_hyperparameters
+
+
+def as_leaf(module: nn.Module, *args: Any) -> Any:
+    """The call of a norm that `torch.fx` traces: one node, as of torch's own norms."""
+    tracer: Any = args[0].tracer
+    name = tracer.path_of_module(module)
+    # Quantization fuses norms by their exact classes. It would leave others as they are, without a word.
+    if any(kind.__module__.startswith("torch.ao.quantization.") for kind in type(tracer).__mro__):
+        raise RuntimeError(
+            f"inplace_abn: the norm {name!r} is in place, and torch.ao.quantization fuses torch's own norms only; call "
+            "inplace_abn.revert on the model before"
+        )
+    return tracer.create_proxy("call_module", name, args, {})
 
 
 class ActivatedNorm(nn.Module):
@@ -170,6 +183,8 @@ class ABN(ActivatedNorm):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """``act(norm(x) + residual)`` in a new tensor of x's shape and dtype."""
+        if isinstance(x, fx.Proxy):
+            return as_leaf(self, x, residual)  # type: ignore[no-any-return]
         return self._call(plain.abn, x, residual)
 
 
@@ -227,6 +242,8 @@ class InPlaceABN(guard.Guarded, ABN):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """``act(norm(x) + residual)``, written over x of shape (batch, channel, \\*) if ``overwrite_input``."""
+        if isinstance(x, fx.Proxy):
+            return as_leaf(self, x, residual)  # type: ignore[no-any-return]
         function = functions.run if guard.may_run_in_place(self, x, residual) else functions.kept
         return self._call(function, x, residual, self.overwrite_input)
 
@@ -312,7 +329,7 @@ class InPlaceABNSync(InPlaceABN):
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """``act(norm(x) + residual)`` with all ranks' statistics in training, written over x if it may be."""
         group = self._participating()
-        if group is None:
+        if group is None or isinstance(x, fx.Proxy):
             return super().forward(x, residual)
         frozen = is_compiling()
         watch = guard.Frozen(guard.may_run_in_place(self, x, residual)) if frozen else guard.Watch(self, x, residual)

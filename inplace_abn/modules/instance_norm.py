@@ -9,13 +9,13 @@ from __future__ import annotations
 import warnings
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from inplace_abn import _torch, functions, guard, reference
 from inplace_abn.activations import check_activation
 from inplace_abn.autograd import checks, plain
 from inplace_abn.guard import measuring
-from inplace_abn.modules.abn import ActivatedNorm
+from inplace_abn.modules.abn import ActivatedNorm, as_leaf
 from inplace_abn.settings import Operands, Settings, check_hyperparameters
 
 
@@ -173,6 +173,8 @@ class InPlaceInstanceNorm(guard.Guarded, ActivatedNorm):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """``act(norm(x) + residual)``, written over x of shape (batch, channel, space, \\*) if ``overwrite_input``."""
+        if isinstance(x, fx.Proxy):
+            return as_leaf(self, x, residual)  # type: ignore[no-any-return]
         weight, bias, running_mean, running_var = self.weight, self.bias, self.running_mean, self.running_var
         if x.dim() > 1 and x.shape[1] != self.num_features and weight is bias is running_mean is None:
             warnings.warn(

@@ -2,6 +2,7 @@
 mode."""
 
 import copy
+import logging
 
 import pytest
 import torch
@@ -127,8 +128,9 @@ def test_weights_are_looked_at_again_while_training(device):
 
 
 @pytest.mark.parametrize("kind", ["converted", "in place", "in place, measured before"])
-def test_weights_that_somebody_else_writes_to_are_looked_at_at_the_next_step(device, kind):
-    """Compiled code does not see who writes, and scaled by eps until the weights were looked at again."""
+def test_weights_that_somebody_else_writes_to_are_looked_at_at_the_next_step(device, kind, logged):
+    """Compiled code does not see who writes. It scaled by eps until the weights were looked at, without a word."""
+    told = logged(logging.WARNING)
     if kind == "converted":
         native, x = made(device=device), batch(device)
         module, compiled = compiled_pair(native)
@@ -149,8 +151,12 @@ def test_weights_that_somebody_else_writes_to_are_looked_at_at_the_next_step(dev
             for norm in (*norms[0], *norms[1]):
                 (norm.weight if index is None else norm.weight[index]).fill_(weight)
         step(compiled, module, x), step(native, native, x)
+        told.clear()
         for optimizer in optimizers:
             optimizer.step()
+        if index is not None:
+            assert told
+            assert all("which compiled code sees only now" in record.getMessage() for record in told)
         count = 2 + len([*native.parameters()])
         assert_same(step(compiled, module, x)[:count], step(native, native, x)[:count])
 

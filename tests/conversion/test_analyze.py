@@ -1,17 +1,20 @@
 """analyze reports what a converted copy does in a training step, and leaves the model as it was."""
 
+import copy
 import random
+from collections import deque
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from analyzed_nets import Net, images, plain
-from foreign_nets import ResNet, spread
+from foreign_nets import ResNet, conv, spread
 from torch import nn
 
-from inplace_abn import Report, analyze, convert
+from inplace_abn import Report, analyze, convert, report, verify
 from inplace_abn.conversion.norms import InPlaceNorm
+from inplace_abn.memory import memory_report
 
 
 @pytest.mark.parametrize("mode", ["training", "evaluation"])
@@ -48,6 +51,60 @@ def test_a_model_is_left_as_it_was(mode):
     assert all(p.grad is None for p in model.parameters())
     assert not any(isinstance(m, InPlaceNorm) for m in model.modules())
     assert torch.equal(given, torch.ones(2, 3, 8, 8))
+
+
+class Frozen(dict):
+    """A dictionary that refuses to be written to, as configurations of diffusers."""
+
+    def __setitem__(self, key, value):
+        raise TypeError("frozen")
+
+    update = pop = clear = setdefault = __delitem__ = __setitem__
+
+
+class Configured(nn.Sequential):
+    def __init__(self):
+        super().__init__(conv(3, 4), nn.BatchNorm2d(4), nn.ReLU(), conv(4, 4))
+        self.config, self.recent = Frozen({str(i): i for i in range(19)}), deque([1, 2, 3], maxlen=3)
+
+    def forward(self, x):
+        self.recent.append(0)
+        return super().forward(x)
+
+
+class Copyable(Frozen):
+    def __deepcopy__(self, memo):
+        return Copyable(self)
+
+
+LOOKS = {
+    "analyze": lambda model: analyze(model, images()),
+    "convert": convert,
+    "memory_report": lambda model: memory_report(model, images()),
+    "report": report,
+    "verify": lambda model: verify(model, convert(copy.deepcopy(model)), images()),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_configurations_and_queues_stay_as_they_are(look):
+    """Looking at a model of diffusers emptied its configuration, and queues came back longer."""
+    model = Configured()
+    model.config = Copyable(model.config)
+    LOOKS[look](model)
+    assert len(model.config) == 19
+    assert list(model.recent) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("look", ["analyze", "memory_report", "verify"])
+def test_a_model_that_cannot_be_copied_is_an_error_that_says_so_and_leaves_the_model(look):
+    """The error was that of a dictionary, and said neither who copied nor what to do."""
+    model = Configured()
+    other = convert(nn.Sequential(conv(3, 4), nn.BatchNorm2d(4), nn.ReLU(), conv(4, 4)))
+    call = LOOKS[look] if look != "verify" else lambda model: verify(model, other, images())
+    with pytest.raises(RuntimeError, match=r"inplace_abn: Configured cannot be copied .*TypeError: frozen.*report"):
+        call(model)
+    assert len(model.config) == 19
 
 
 def test_a_model_whose_forward_pass_fails_raises_its_own_error_and_is_left_as_it_was():

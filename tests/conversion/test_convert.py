@@ -210,6 +210,7 @@ def test_residual_blocks_go_in_place():
 
 
 def test_a_filter_chooses_and_one_line_tells(logged):
+    """Converting what is converted already, or has no norms, said "0 of 0"."""
     records = logged(logging.INFO)
     model = make("resnet")
     seen = []

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from foreign_nets import BasicBlock, conv, spread
+from graph_programs import READS, WRITES
 from torch import nn
 from training import check_training
 
@@ -170,6 +171,19 @@ def test_a_hook_on_the_input_is_one_on_the_input_whenever_it_comes():
     model = spread(Late())
     assert analyze(model, images()).layers[0].in_place
     check_training(model, images())
+
+
+@pytest.mark.parametrize(
+    ("read", "write"), [*(("read by a function", write) for write in WRITES), ("unread", "custom function in place")]
+)
+def test_a_hook_that_an_instance_norms_output_would_leave_behind_is_refused(read, write):
+    """The hook halved gradients of what came after the write, which torch's hook does not see, without a word."""
+    net = convert(nn.Sequential(nn.InstanceNorm2d(4, affine=True)))
+    h = net[0](torch.randn(2, 4, 5, 5, requires_grad=True) * 1.0)
+    kept = READS[read](h)
+    h.register_hook(halved)
+    with pytest.raises(RuntimeError, match=r"the output of 0 has a hook, and is then written to .*filter_fn"):
+        (WRITES[write](h) * 1.0).sum() + kept
 
 
 def test_a_relu_with_a_backward_of_its_own_is_not_taken_over():

@@ -104,6 +104,7 @@ def test_a_layer_that_is_not_in_place_tells_why_in_words(norm, why):
 
 
 def test_norms_that_were_left_out_and_norms_of_other_kinds_are_told():
+    """A ViT's report was an empty table, which did not say that its norms are not supported."""
     model = nn.Sequential(conv(3, 4), nn.BatchNorm2d(4), nn.GroupNorm(2, 4), nn.LayerNorm(8), nn.LayerNorm(8))
     found = report(convert(model, filter_fn=lambda *_: False))
     assert [(layer.name, layer.kind, layer.why) for layer in found.layers] == [
@@ -159,7 +160,17 @@ def test_a_report_prints_a_table_and_totals_and_is_json():
 
 def test_modules_that_were_built_in_place_are_no_rows():
     model = nn.Sequential(conv(3, 4), InPlaceABN(4), conv(4, 4), nn.BatchNorm2d(4), nn.ReLU(), conv(4, 4))
-    assert [(layer.name, layer.in_place) for layer in analyze(model, images()).layers] == [("3", True)]
+    found = analyze(model, images())
+    assert [(layer.name, layer.in_place) for layer in found.layers] == [("3", True)]
+    assert str(found).endswith("\n1 norms were built in place")
+
+
+def test_weights_of_zero_are_told_to_end_with_training():
+    """A report of timm's resnet50 as it is made said 19 % where training saves 45 %, and not why."""
+    told = str(analyze(spread(Net(plain)), images()))
+    assert "zero_init_last" not in told
+    told = str(analyze(Net(plain, with_weight(0.0)), images()))
+    assert "such a norm is in place once its weight has grown" in " ".join(told.split())
 
 
 def layer(name, saved=1024, follows="relu", why="", in_place=None):
@@ -234,8 +245,11 @@ def test_bytes_end_in_one_column_and_add_up():
 
 
 def test_a_model_without_norms_says_so():
+    """The report of a model without norms was an empty table, and "0 of 0"."""
     assert str(made()) == "the model has no norms that can be converted"
     assert "not supported: 1 GroupNorm" in str(report(nn.GroupNorm(1, 2)))
+    net = nn.Sequential(conv(3, 4), nn.GroupNorm(2, 4))
+    assert str(memory_report(net, images())).endswith("\nnot supported: 1 GroupNorm")
 
 
 def test_what_is_told_once_is_told_with_the_norms_name(logged):

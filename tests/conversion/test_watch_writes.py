@@ -85,6 +85,7 @@ def test_an_output_that_is_written_to_is_as_with_torch_and_the_write_is_named(na
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_every_activation_that_keeps_its_input_may_be_written_to(name):
+    """``h += x`` after an activation that keeps its input is right with torch, and was an error."""
     model = spread(Net(WRITES["+="], ACTIVATIONS[name]))
     converted = check_training(model, images(), tolerance=tolerance(name))
     assert "add writes to its output" in report(converted).layers[0].why
@@ -117,6 +118,7 @@ class Fused(nn.Module):
 
 
 def test_a_skip_that_is_added_in_place_trains_as_with_torch():
+    """torchvision's efficientnet_v2_s could not be trained."""
     model = spread(Fused(nn.SiLU(inplace=True)))
     (layer,) = report(check_training(model, images(), tolerance=1e-6)).layers
     assert "add writes to its output" in layer.why
@@ -124,6 +126,60 @@ def test_a_skip_that_is_added_in_place_trains_as_with_torch():
     assert not layer.in_place
     # Its memory can be measured.
     assert measure(convert(copy.deepcopy(model)), images()).held <= 1.01 * measure(model, images()).held
+
+
+class Added(nn.Module):
+    """What is added to the norm's output is written to afterwards. ``late`` is the first call that does so."""
+
+    def __init__(self, norm, needs_grad, late=0):
+        super().__init__()
+        self.conv, self.norm, self.last = conv(3, 4), norm, conv(4, 4)
+        self.needs_grad, self.late, self.calls = needs_grad, late, 0
+
+    def forward(self, x):
+        x = self.conv(x)
+        added = x * self.last.weight[0, 0, 0, 0] if self.needs_grad else x.detach() * 0.5
+        h = torch.relu(self.norm(x) + added)
+        if self.calls >= self.late:
+            added.add_(1)
+        self.calls += 1
+        return self.last(h) + added
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d(4), nn.InstanceNorm2d(4, affine=True)], ids=["bn", "instance"])
+def test_what_was_added_may_be_written_to(norm, needs_grad):
+    """A sum keeps nothing, so torch allows a write to what was added, and ours was an error."""
+    (layer,) = report(check_training(spread(Added(norm, needs_grad)), images())).layers
+    assert not layer.in_place
+    assert layer.why == "add writes to what was added to its output, which backward needs"
+
+
+def test_what_was_added_has_its_place_in_graphs_of_second_order():
+    """In a watched step backward knows what was added by an alias, which has no place in the graph."""
+    model = spread(Added(nn.BatchNorm2d(4), needs_grad=True, late=2)).double()
+    x = images().double().requires_grad_()
+    for net in (model, converted := convert(copy.deepcopy(model))):
+        (g,) = torch.autograd.grad(net(x).sin().sum(), x, create_graph=True)
+        g.square().sum().backward()
+    for (name, p), other in zip(model.named_parameters(), converted.parameters(), strict=True):
+        torch.testing.assert_close(other.grad, p.grad, msg=name)
+
+
+@pytest.mark.parametrize("late", ["output", "residual"])
+def test_a_late_write_is_an_error_that_names_the_norm(late):
+    """The error named no norm, in a model of fifty."""
+    guard.generations.current += 101 - guard.generations.current % 100
+    model = Added(nn.BatchNorm2d(4), True, late=1) if late == "residual" else Net(lambda h, x: None, nn.SiLU())
+    converted = convert(nn.Sequential(spread(model)))
+    optimizer = torch.optim.SGD(converted.parameters(), lr=0.0)
+    converted(images()).sum().backward()
+    optimizer.step()
+    if late == "output":
+        model.write = WRITES["+="]
+    name = "0.norm" if late == "residual" else "0.bn"
+    with pytest.raises(RuntimeError, match=rf"the {late} of {name} has been modified in place.*filter_fn"):
+        converted(images()).sum().backward()
 
 
 def test_a_sum_that_is_written_to_trains_as_with_torch():
@@ -199,6 +255,7 @@ def test_a_write_below_autograd_or_to_a_retained_tensor_trains_as_with_torch(fol
 
 
 def test_a_way_that_is_first_taken_between_two_watched_steps_is_an_error_and_never_other_numbers():
+    """Nobody watches such a step, so an output that is written to must not be taken for what it was."""
     guard.generations.current += 101 - guard.generations.current % 100
     converted = convert(spread(Net(lambda h, x: None, nn.SiLU())))
     optimizer = torch.optim.SGD(converted.parameters(), lr=0.0)

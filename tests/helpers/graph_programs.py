@@ -142,8 +142,8 @@ GRAPH = {
         for norm in ("bn", "instance")
         for read in READS
         for write in WRITES
-        # torch's InstanceNorm returns a view. A hook on it does not see what comes after a write. The hook on our
-        # output does, where a custom function has its place in the graph already.
+        # torch's InstanceNorm returns a view. A hook on it does not see what comes after a write. Where the hook on our
+        # output would, the write is refused.
         if norm == "bn" or (read != "read by a function" and write != "custom function in place")
     },
     "retained after a write": retained_after_a_write,

@@ -44,6 +44,7 @@ def test_the_wheel_is_built_where_there_is_no_virtual_environment(clone):
 
 @pytest.mark.parametrize("arguments", [[], ["-n", "0", "-k", "guard"]])
 def test_the_tests_share_all_processors_unless_arguments_say_otherwise(arguments, clone):
+    """The tests took four times as long as they had to, in one process."""
     for name in ("python", "ruff", "mypy", "clang-format", "git"):
         write_program(clone / ".venv/bin", name, f'echo "{name} $*"')
     (clone / ".venv/bin/activate").write_text('PATH="$PWD/.venv/bin:$PATH"\n')
