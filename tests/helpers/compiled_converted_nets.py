@@ -26,7 +26,7 @@ PLANE = 4 * 9 * 10
 """The number of values of a channel in the batches of the tests. A tensor with fewer values is no activation."""
 
 
-class Net(nn.Module):
+class ChainAndBlocks(nn.Module):
     """A chain, and two residual blocks. The other branch of the first block is a norm, too. All share one
     activation."""
 
@@ -55,7 +55,7 @@ class Net(nn.Module):
         return self.last(self.activation(self.block(3, b) + b))
 
 
-class Small(Net):
+class ChainAndBlock(ChainAndBlocks):
     """A chain and a residual block. A backend compiles them to C++ or Triton in half the time."""
 
     blocks = 2
@@ -65,7 +65,7 @@ class Small(Net):
         return self.last(self.activation(self.block(1, a) + a))
 
 
-def made(activation="relu", device="cpu", kind=Net):
+def made(activation="relu", device="cpu", kind=ChainAndBlocks):
     torch.manual_seed(3)
     return kind(ACTIVATIONS[activation]).to(device, torch.float64)
 

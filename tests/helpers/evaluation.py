@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import torch
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
-from wired_nets import Net, Retained, Unchanged, ramp
+from wired_nets import Retained, Unchanged, WiredNet, ramp
 from wirings import WIRINGS
 
 # --- Losses and ways of calling backward: (net, run) -> gradients beside the leaves' .grad ---------------------------
@@ -195,7 +195,7 @@ CONTEXTS = {
 
 def evaluate(row, inplace, device):
     """Everything a user can see after backward: loss and gradients returned, .grad of leaves, and what was kept."""
-    n = Net(row, inplace, device)
+    n = WiredNet(row, inplace, device)
     results = LOSSES[row.loss](n, CONTEXTS[row.context](n, WIRINGS[row.wiring]))
     gc.collect(0)
     return {
