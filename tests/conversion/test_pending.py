@@ -155,9 +155,7 @@ def test_who_asks_for_a_gradient_of_what_has_no_place_in_the_graph_any_more_gets
 @pytest.mark.parametrize(
     ("function", "message"), [(Gated.apply, "written to through a view"), (scripted_gate, "TorchScript interpreter")]
 )
-def test_a_view_that_is_written_to_before_a_custom_function_is_an_error_and_never_other_gradients(
-    function, message, read
-):
+def test_a_view_written_to_before_a_custom_function_is_an_error_not_other_gradients(function, message, read):
     """Once somebody had read the output without gradients, the write was lost in the gradients, without a word."""
     net = converted(ProgramNet())
     h = net.bn(net.conv(torch.randn(4, 3, 6, 5)))

@@ -181,7 +181,7 @@ def test_a_write_below_autograd_or_to_a_retained_tensor_trains_as_with_torch(fol
     check_training(spread(OneNorm(lambda m, x: follow(m.bn(m.conv(x))))), images())
 
 
-def test_a_way_that_is_first_taken_between_two_watched_steps_is_an_error_and_never_other_numbers():
+def test_a_way_first_taken_between_two_watched_steps_is_an_error_not_other_numbers():
     guard.generations.current += 101 - guard.generations.current % 100
     converted = convert(spread(OneNorm(writing(lambda h, x: None), nn.SiLU())))
     optimizer = torch.optim.SGD(converted.parameters(), lr=0.0)

@@ -180,7 +180,7 @@ def save_all_results(context, op, *args, **kwargs):
     return CheckpointPolicy.PREFER_RECOMPUTE if op._schema.is_mutable else CheckpointPolicy.MUST_SAVE
 
 
-def test_a_first_call_that_is_checkpointed_selectively_has_the_gradients_of_one_that_is_not():
+def test_a_first_call_that_is_checkpointed_selectively_has_its_usual_gradients():
     x, results = torch.randn(5, 8, 6, 7).double(), []
     for module in (layer().double(), layer(guard_interval=0).double()):
         leaf = x.clone().requires_grad_()
