@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch._functorch.config
 from cases import INDUCTOR
-from compiled_converted_nets import ACTIVATIONS, ChainAndBlock, ChainAndBlocks, batch, compiled_pair, held, made, step
-from compiled_nets import assert_same
+from compiled_converted_nets import ACTIVATIONS, ChainAndBlock, ChainAndBlocks, batch, compiled_pair, held, made
+from compiled_nets import assert_same, step
 from modes import distrust
 from torch import nn
 

@@ -7,8 +7,8 @@ import torch
 import torch._dynamo
 import torch._functorch.config
 import torch.nn.functional as F
-from compiled_converted_nets import ACTIVATIONS, batch, compiled_pair, made, step
-from compiled_nets import assert_same
+from compiled_converted_nets import ACTIVATIONS, batch, compiled_pair, made
+from compiled_nets import assert_same, step
 from foreign_nets import spread
 from one_norm import OneNorm
 from torch import nn

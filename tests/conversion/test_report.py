@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from convertible_nets import chain
 from foreign_nets import BatchNormAct2d, ResNet, conv, spread
-from one_norm import OneNorm, images, layer_of, plain
+from one_norm import OneNorm, activated_twice, images, layer_of, multiplied, plain, without_grad
 from torch import nn
 
 from inplace_abn import InPlaceABN, Report, analyze, convert, report, revert, set_guard
@@ -37,23 +37,6 @@ def with_weight(value, bias=0.0):
     nn.init.constant_(norm.weight, value)
     nn.init.constant_(norm.bias, bias)
     return norm
-
-
-def activated_twice(m, x):
-    y = m.bn(m.conv(x))
-    return m.last(m.act(y)) + y
-
-
-def multiplied(m, x):
-    y = m.bn(m.conv(x))
-    y *= 2
-    return m.last(y)
-
-
-def without_grad(m, x):
-    with torch.no_grad():
-        y = m.act(m.bn(m.conv(x)))
-    return m.last(y)
 
 
 # The forward pass, what follows the norm, and why it is not in place.

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from convertible_nets import Siblings
 from foreign_nets import CalledActivation, conv, spread
-from one_norm import OneNorm, images, plain
+from one_norm import OneNorm, activated_twice, images, multiplied, plain, without_grad
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from training import check_training
@@ -62,26 +62,9 @@ def returned_in_an_object(m, x):
     return {"features": [y], "logits": m.last(m.act(m.bn(y)))}
 
 
-def activated_twice(m, x):
-    y = m.bn(m.conv(x))
-    return m.last(m.act(y)) + y
-
-
 def returned_before_activation(m, x):
     y = m.bn(m.conv(x))
     return m.last(m.act(y)), y
-
-
-def multiplied(m, x):
-    y = m.bn(m.conv(x))
-    y *= 2
-    return m.last(y)
-
-
-def without_grad(m, x):
-    with torch.no_grad():
-        y = m.act(m.bn(m.conv(x)))
-    return m.last(y)
 
 
 def read_in_evaluation(m, x):

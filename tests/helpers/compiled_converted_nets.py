@@ -1,4 +1,4 @@
-"""A net that is converted and then compiled, and what a step with it gives and holds."""
+"""A net that is converted and then compiled, and what a step with it holds."""
 
 import copy
 
@@ -75,17 +75,9 @@ def batch(device="cpu", shape=(4, 3, 9, 10)):
     return torch.randn(shape, dtype=torch.float64, device=device)
 
 
-def step(function, module, x):
-    module.zero_grad()
-    x = x.clone().requires_grad_()
-    y = function(x)
-    (y * y.detach().cos()).sum().backward()
-    return [y.detach(), x.grad, *(p.grad.clone() for p in module.parameters()), *(b.clone() for b in module.buffers())]
-
-
 def held(function, x):
-    """Bytes of activations that autograd keeps. x needs a gradient as in `step`, or a compiled function would be
-    compiled once more."""
+    """Bytes of activations that autograd keeps. x needs a gradient as in `compiled_nets.step`, or a compiled function
+    would be compiled once more."""
     sizes = {}
 
     def pack(t):

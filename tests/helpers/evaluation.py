@@ -5,6 +5,7 @@ import itertools
 from contextlib import nullcontext
 
 import torch
+from buffers import identity_hooks
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 from wired_nets import Retained, Unchanged, WiredNet, ramp
@@ -171,10 +172,6 @@ def kept_in_hooks():
         return len(kept) - 1
 
     return saved_tensors_hooks(pack, lambda i: kept[i].view_as(kept[i]))
-
-
-def identity_hooks():
-    return saved_tensors_hooks(lambda t: t, lambda t: t)
 
 
 CONTEXTS = {

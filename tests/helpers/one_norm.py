@@ -29,6 +29,23 @@ def plain(m, x):
     return m.last(m.act(m.bn(m.conv(x))))
 
 
+def activated_twice(m, x):
+    y = m.bn(m.conv(x))
+    return m.last(m.act(y)) + y
+
+
+def multiplied(m, x):
+    y = m.bn(m.conv(x))
+    y *= 2
+    return m.last(y)
+
+
+def without_grad(m, x):
+    with torch.no_grad():
+        y = m.act(m.bn(m.conv(x)))
+    return m.last(y)
+
+
 def layer_of(run, norm=None):
     """What `analyze` says of the net's norm."""
     (layer,) = analyze(OneNorm(run, norm=norm), images()).layers
