@@ -1,15 +1,17 @@
-"""Measures held memory and checks gradients of public models, native and converted.
+"""Measures memory and time of public models, native and converted, and checks their gradients.
 
     python scripts/zoo.py                            # all models of the installed packages, as a table
     python scripts/zoo.py resnet50 dla34             # some of them
     python scripts/zoo.py --write docs/zoo.md        # the page of the documentation
+    python scripts/zoo.py --readme                   # larger inputs, without gradients: the table of README.md
 
 Only the models of the packages are needed, so the packages are installed without their dependencies:
 
     pip install --no-deps timm torchvision segmentation-models-pytorch ultralytics opencv-python-headless \\
         monai dynamic-network-architectures transformers
 
-Take the torchvision that was made for this torch. Models are built from their configurations, with random weights.
+Take the torchvision that was made for this torch. Models are built from their configurations, with random weights, and
+run in float32 on the CPU. The native and the converted model take turns.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import os
 import statistics
 import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -32,9 +35,23 @@ from torch import Tensor, nn
 from inplace_abn import Verification, convert, verify
 from inplace_abn.conversion.classes import KINDS
 from inplace_abn.conversion.table import readable
-from inplace_abn.memory import memory_report
+from inplace_abn.memory import Usage, memory_report
 
 COLUMNS = ("model", "gradients", "norms", "held", "converted", "step")
+
+README = Path(__file__).parents[1] / "README.md"
+README_MARKERS = ("<!-- models -->\n", "<!-- /models -->")
+README_COLUMNS = ("model", "input", "held: native → in place", "peak: native → in place", "time of a step")
+README_INPUTS = {
+    "timm resnet50": (8, 3, 224, 224),
+    "timm efficientnet_b0": (8, 3, 224, 224),
+    "ultralytics yolo11n": (8, 3, 320, 320),
+    "smp Unet": (8, 3, 256, 256),
+    "smp DeepLabV3Plus": (8, 3, 256, 256),
+    "nnU-Net PlainConvUNet 3d": (2, 1, 64, 64, 64),
+    "HF UperNet": (8, 3, 256, 256),
+}
+"""Shapes, by names of the zoo, for which activations take more memory than parameters."""
 
 PAGE = """# Public models
 
@@ -131,30 +148,9 @@ def nnunet(name: str, dims: int, norm: str = "InstanceNorm", **options: Any) -> 
     return Entry(module, "dynamic-network-architectures", make, (1, *[64 if dims == 2 else 32] * dims))
 
 
-def hugging_face(make: Callable[[Any], nn.Module]) -> Entry:
+def hugging_face(name: str, **options: Any) -> Entry:
+    make = lambda package: (kind := getattr(package, name))(kind.config_class(**options))  # noqa: E731
     return Entry("transformers", "transformers", make)
-
-
-def hf_resnet(package: Any) -> nn.Module:
-    return package.ResNetForImageClassification(package.ResNetConfig())  # type: ignore[no-any-return]
-
-
-def hf_upernet(package: Any) -> nn.Module:
-    backbone = package.ResNetConfig(
-        embedding_size=16,
-        hidden_sizes=[16, 32, 64, 128],
-        depths=[2, 2, 2, 2],
-        layer_type="basic",
-        out_features=["stage1", "stage2", "stage3", "stage4"],
-    )
-    config = package.UperNetConfig(
-        backbone_config=backbone, hidden_size=64, auxiliary_in_channels=64, auxiliary_channels=32, num_labels=5
-    )
-    return package.UperNetForSemanticSegmentation(config)  # type: ignore[no-any-return]
-
-
-def hf_mobilevit(package: Any) -> nn.Module:
-    return package.MobileViTForImageClassification(package.MobileViTConfig(image_size=64))  # type: ignore[no-any-return]
 
 
 def demo(activation: str) -> Entry:
@@ -181,6 +177,7 @@ TIMM = (
     *("resnet50", "dla34", "skresnet34", "regnety_002", "resnetv2_50", "dpn68"),
     *("densenet121", "efficientnet_b0", "hgnetv2_b0"),
 )
+NNUNET: dict[str, tuple[Any, ...]] = {"2d, BatchNorm": (2, "BatchNorm"), "2d": (2,), "3d": (3,)}
 ZOO = {
     **{f"timm {name}": timm(name) for name in TIMM},
     **{f"torchvision {name}": torchvision(name) for name in ("resnet50", "densenet121", "mobilenet_v3_large")},
@@ -212,17 +209,28 @@ ZOO = {
     "MONAI UNet, instance norm, leaky ReLU": monai(
         "UNet", channels=(8, 16, 32), strides=(2, 2), num_res_units=2, act="leakyrelu"
     ),
-    "nnU-Net PlainConvUNet 2d, BatchNorm": nnunet("PlainConvUNet", 2, "BatchNorm", n_conv_per_stage=2),
-    "nnU-Net PlainConvUNet 2d": nnunet("PlainConvUNet", 2, n_conv_per_stage=2),
-    "nnU-Net PlainConvUNet 3d": nnunet("PlainConvUNet", 3, n_conv_per_stage=2),
-    "nnU-Net ResidualEncoderUNet 2d, BatchNorm": nnunet(
-        "ResidualEncoderUNet", 2, "BatchNorm", n_blocks_per_stage=(1, 2, 2, 2)
+    **{f"nnU-Net PlainConvUNet {of}": nnunet("PlainConvUNet", *NNUNET[of], n_conv_per_stage=2) for of in NNUNET},
+    **{
+        f"nnU-Net ResidualEncoderUNet {of}": nnunet("ResidualEncoderUNet", *NNUNET[of], n_blocks_per_stage=(1, 2, 2, 2))
+        for of in NNUNET
+    },
+    "HF ResNet": hugging_face("ResNetForImageClassification"),
+    "HF UperNet": hugging_face(
+        "UperNetForSemanticSegmentation",
+        backbone_config={
+            "model_type": "resnet",
+            "embedding_size": 16,
+            "hidden_sizes": [16, 32, 64, 128],
+            "depths": [2, 2, 2, 2],
+            "layer_type": "basic",
+            "out_features": ["stage1", "stage2", "stage3", "stage4"],
+        },
+        hidden_size=64,
+        auxiliary_in_channels=64,
+        auxiliary_channels=32,
+        num_labels=5,
     ),
-    "nnU-Net ResidualEncoderUNet 2d": nnunet("ResidualEncoderUNet", 2, n_blocks_per_stage=(1, 2, 2, 2)),
-    "nnU-Net ResidualEncoderUNet 3d": nnunet("ResidualEncoderUNet", 3, n_blocks_per_stage=(1, 2, 2, 2)),
-    "HF ResNet": hugging_face(hf_resnet),
-    "HF UperNet": hugging_face(hf_upernet),
-    "HF MobileViT": hugging_face(hf_mobilevit),
+    "HF MobileViT": hugging_face("MobileViTForImageClassification", image_size=64),
 }
 
 
@@ -285,6 +293,10 @@ def time_share(net: nn.Module, x: Tensor, steps: int) -> float:
     return statistics.median(b / a for a, b in zip(times["native"], times["converted"], strict=True))
 
 
+def shape_in_words(shape: Iterable[int]) -> str:
+    return "x".join(map(str, shape))
+
+
 def row(name: str, model: nn.Module, x: Tensor, verified: bool = True, steps: int = 0) -> tuple[str, ...]:
     """The cells of `COLUMNS` for a model."""
     # Two images are enough for the norms, which need more than one value per channel. More would be slow in float64.
@@ -293,7 +305,7 @@ def row(name: str, model: nn.Module, x: Tensor, verified: bool = True, steps: in
     assert memory.after is not None
     assert memory.norms is not None
     return (
-        f"{name}, {'x'.join(map(str, x.shape))}",
+        f"{name}, {shape_in_words(x.shape)}",
         equal,
         f"{len(memory.norms.in_place)} of {len(memory.norms.layers)}",
         readable(memory.before.held),
@@ -311,6 +323,36 @@ def entry_row(name: str, entry: Entry, batch: int, verified: bool, steps: int) -
     return row(name, model, torch.randn(batch, *entry.shape), verified, steps)
 
 
+def readme_row(name: str, before: Usage, after: Usage, time: float | None) -> tuple[str, ...]:
+    """The cells of `README_COLUMNS` for what a step takes before and after ``convert``, and for its time in the
+    original's."""
+    shares = [
+        f"{readable(native)} → {readable(converted)}, **-{1 - converted / native:.0%}**"
+        for native, converted in ((before.held, after.held), (before.peak, after.peak))
+    ]
+    return (name, shape_in_words(README_INPUTS[name]), *shares, "-" if time is None else f"{time:.2f} of native")
+
+
+def measured_readme_row(name: str, steps: int) -> tuple[str, ...]:
+    model, x = ZOO[name].build(), torch.randn(README_INPUTS[name])
+    memory = memory_report(model, x)
+    assert memory.after is not None
+    return readme_row(name, memory.before, memory.after, time_share(model, x, steps) if steps else None)
+
+
+def with_table(text: str, table: str) -> str:
+    """``text`` with the table between the markers.
+
+    Raises:
+        ValueError: ``text`` does not have each marker exactly once.
+    """
+    begin, end = README_MARKERS
+    if any(text.count(marker) != 1 for marker in README_MARKERS):
+        raise ValueError(f"expected one {begin.strip()} and one {end} in {README.name}")
+    before, rest = text.split(begin)
+    return before + begin + table + end + rest.split(end)[1]
+
+
 def versions(entries: Iterable[Entry]) -> str:
     """The versions of torch and of the installed packages, in words."""
     found = [f"torch {torch.__version__}"]
@@ -320,11 +362,6 @@ def versions(entries: Iterable[Entry]) -> str:
         except importlib.metadata.PackageNotFoundError:
             continue
     return ", ".join(found)
-
-
-def threads_in_words() -> str:
-    threads = torch.get_num_threads()
-    return f"{threads} thread{'s' if threads > 1 else ''}"
 
 
 def line(cells: Iterable[str]) -> str:
@@ -338,19 +375,31 @@ def main() -> None:
     parser.add_argument("--no-verify", action="store_true", help="compare no gradients")
     parser.add_argument("--steps", type=int, default=12, help="that are timed; 0 for none")
     parser.add_argument("--write", metavar="FILE", help="write a page with the table")
+    parser.add_argument("--readme", action="store_true", help="measure the table of README.md, and write it there")
     args = parser.parse_args()
-    chosen = {name: e for name, e in ZOO.items() if not args.names or any(part in name for part in args.names)}
-    lines = [line(COLUMNS), line(["---"] * len(COLUMNS))]
+    if args.readme and (args.names or args.write):
+        parser.error("the table of README.md has models of its own, so --readme takes neither names nor --write")
+    columns = README_COLUMNS if args.readme else COLUMNS
+    chosen = [*README_INPUTS] if args.readme else [n for n in ZOO if not args.names or any(p in n for p in args.names)]
+    lines = [line(columns), line(["---"] * len(columns))]
     print(*lines, sep="\n", flush=True)
-    for name, entry in chosen.items():
-        lines.append(line(entry_row(name, entry, args.batch, not args.no_verify, args.steps)))
+    for name in chosen:
+        if args.readme:
+            cells = measured_readme_row(name, args.steps)
+        else:
+            cells = entry_row(name, ZOO[name], args.batch, not args.no_verify, args.steps)
+        lines.append(line(cells))
         print(lines[-1], flush=True)
-    text = versions(chosen.values())
+    text = versions(ZOO[name] for name in chosen)
     print(f"\n{text}", file=sys.stderr)
-    if args.write:
-        with open(args.write, "w", encoding="utf-8") as file:
-            page = PAGE.format(versions=text, threads=threads_in_words())
-            file.write(page + "\n".join(lines) + "\n")
+    threads = f"{torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''}"
+    table = "\n".join(lines) + "\n"
+    if args.readme:
+        table += f"\nfloat32, CPU, {threads}, {text}.\n"
+        README.write_text(with_table(README.read_text(encoding="utf-8"), table), encoding="utf-8")
+    elif args.write:
+        page = PAGE.format(versions=text, threads=threads)
+        Path(args.write).write_text(page + table, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -117,7 +117,7 @@ VIEWS = {
 
 
 @pytest.mark.parametrize("view", VIEWS)
-def test_backward_through_a_view_allocates_what_autograd_itself_does_for_ops_in_place_on_views(view):
+def test_backward_through_a_view_allocates_no_more_than_autograd_for_an_op_in_place(view):
     """Autograd itself allocates for each in-place op on a view. An ABN must not allocate more than that."""
     sizes = []
     for overwrite in (lambda x: InPlaceABN(x.shape[1])(x), lambda x: x.add_(1)):

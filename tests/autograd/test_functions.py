@@ -11,6 +11,7 @@ from cases import (
     LAYOUTS,
     SHAPES,
     TOLERANCE,
+    assert_matches,
     laid_out,
     oracle,
     parameters,
@@ -45,12 +46,6 @@ def run(x, dz, weight, bias, running_mean, running_var, **settings):
         "running_mean": running[0],
         "running_var": running[1],
     }
-
-
-def assert_matches(actual, expected, allowed):
-    for name, value in expected.items():
-        if value is not None:
-            assert relative_error(actual[name], value) < allowed, name
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])

@@ -5,7 +5,7 @@ import pytest
 import torch
 from evaluation import values, weighted
 from torch import nn
-from wired_nets import SHAPE, C, Net, Row
+from wired_nets import SHAPE, C, Row, WiredNet
 
 from inplace_abn import InPlaceABN, reference
 
@@ -142,7 +142,7 @@ def test_after_an_exception_in_backward_the_graph_is_right_or_refuses(place, con
             PLACES[place](x, z, lambda *a: raise_once(armed))
         return weighted(consumer(n, z))
 
-    expected, actual = (Net(Row("chain"), inplace, device) for inplace in (False, True))
+    expected, actual = (WiredNet(Row("chain"), inplace, device) for inplace in (False, True))
     forward(expected, []).backward()
     loss = forward(actual, [True])
     with pytest.raises(Interruption):

@@ -3,7 +3,17 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import ACTIVATIONS, DTYPES, TOLERANCE, laid_out, parameters, relative_error, stats_dtype, tolerance
+from cases import (
+    ACTIVATIONS,
+    DTYPES,
+    TOLERANCE,
+    assert_matches,
+    laid_out,
+    parameters,
+    relative_error,
+    stats_dtype,
+    tolerance,
+)
 from torch.autograd import gradcheck, gradgradcheck
 
 from inplace_abn import inplace_instance_norm
@@ -67,12 +77,6 @@ def run(x, dz, weight, bias, running_mean, running_var, residual, training, mome
     assert (z is given) is options.get("overwrite_input", True)
     z.backward(dz)
     return {"z": z, **{f"d{name}": t.grad for name, t in leaves.items()}, "mean": running[0], "var": running[1]}
-
-
-def assert_matches(actual, expected, allowed):
-    for name, value in expected.items():
-        if value is not None:
-            assert relative_error(actual[name], value) < allowed, name
 
 
 def correlated(x):

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 import wired_nets
 from buffers import kept_gradients, used_by
 from cases import INDUCTOR, parameters, relative_error
+from compiled_nets import assert_same, gradients, step
 from evaluation import CONTEXTS, evaluate
 from test_reuse import REUSE
 from torch import nn
@@ -137,14 +138,6 @@ def net(blocks=3, **options):
     return nn.Sequential(*layers, nn.Conv3d(6, 2, 1))
 
 
-def step(module, x, function=None):
-    module.zero_grad()
-    x = x.clone().requires_grad_()
-    y = (function or module)(x)
-    (y * y.detach().cos()).sum().backward()
-    return [y.detach(), x.grad, *(p.grad for p in module.parameters()), *module.buffers()]
-
-
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("tracking", [False, True])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", INDUCTOR])
@@ -154,7 +147,7 @@ def test_a_net_compiles_in_one_graph_and_trains_as_in_eager(backend, tracking, d
     module = copy.deepcopy(eager)
     compiled = torch.compile(module, backend=backend, fullgraph=True)
     x = torch.randn(2, 2, 4, 5, 6, dtype=torch.float64, device=device)
-    torch.testing.assert_close(step(module, x, compiled), step(eager, x), rtol=1e-9, atol=1e-9)
+    assert_same(step(compiled, module, x), step(eager, eager, x))
     module.eval()
     torch.testing.assert_close(compiled(x), eager.eval()(x), rtol=1e-9, atol=1e-9)
 
@@ -170,16 +163,6 @@ def test_compiled_wirings_are_right(wiring, device):
     def expected(x, weight, bias, **options):
         return oracle(x, weight, bias, None, None, **what, **options)
 
-    def gradients(function):
-        torch.manual_seed(2)
-        x = torch.randn(compiled_nets.SHAPE, dtype=torch.float64, device=device)
-        leaves = [x, *parameters(x.shape[1], torch.float64, device)[:2]]
-        for t in leaves:
-            t.requires_grad_()
-        y = function(*leaves)
-        (y * y.detach().cos()).sum().backward()
-        return [y, *(t.grad for t in leaves)]
-
     wired = compiled_nets.WIRINGS[wiring]
     if wiring.startswith("needed_by"):
         pytest.skip("compiled, it is right or refused")
@@ -190,7 +173,7 @@ def test_compiled_wirings_are_right(wiring, device):
             return z + (h if norm is ours else z)
 
     compiled = torch.compile(lambda *leaves: wired(ours, *leaves), backend="aot_eager", fullgraph=True)
-    compiled_nets.assert_same(gradients(compiled), gradients(lambda *leaves: wired(expected, *leaves)))
+    assert_same(gradients(compiled, device), gradients(lambda *leaves: wired(expected, *leaves), device))
 
 
 def native(module):
@@ -211,7 +194,8 @@ def test_a_net_trains_under_autocast(dtype, device):
     torch.manual_seed(0)
     module = net(activation="relu").to(device)
     x = torch.randn(2, 2, 6, 6, 6, device=device)
-    exact = step(copy.deepcopy(module).double(), x.double())
+    double = copy.deepcopy(module).double()
+    exact = step(double, double, x.double())
 
     def autocast(module):
         with torch.autocast(device.type, dtype):
@@ -220,7 +204,7 @@ def test_a_net_trains_under_autocast(dtype, device):
         return y.float()
 
     def errors(module):
-        found = step(module, x, lambda _: autocast(module))
+        found = step(lambda _: autocast(module), module, x)
         return [relative_error(t, e) for t, e in zip(found[2:], exact[2:], strict=True) if e.norm() > 1e-9]
 
     # The two nets round in different places, so a few values are on the other side of a kink.
@@ -232,8 +216,8 @@ def test_a_net_trains_under_autocast(dtype, device):
 def test_checkpoints_compute_it_again(reentrant, device):
     module = net(track_running_stats=False).to(device, torch.float64)
     x = torch.randn(2, 2, 4, 5, 6, dtype=torch.float64, device=device)
-    actual = step(module, x, lambda x: checkpoint(module, x, use_reentrant=reentrant))
-    torch.testing.assert_close(actual, step(module, x), rtol=1e-9, atol=1e-9)
+    actual = step(lambda x: checkpoint(module, x, use_reentrant=reentrant), module, x)
+    assert_same(actual, step(module, module, x))
 
 
 def test_gradients_of_gradients_are_those_of_the_formulas(device):

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from evaluation import CONTEXTS, weighted
 from torch.utils.checkpoint import checkpoint
-from wired_nets import Net, Row, leaf_input, parameters, ramp
+from wired_nets import Row, WiredNet, leaf_input, parameters, ramp
 
 from inplace_abn import inplace_abn, reference
 
@@ -47,7 +47,7 @@ def test_output_modified_afterwards_is_an_error_unless_hooks_saved_it_in_time(ch
         CHANGES[change](changed)
         return y + changed.neg()
 
-    expected, actual = (Net(Row("chain"), inplace, device) for inplace in (False, True))
+    expected, actual = (WiredNet(Row("chain"), inplace, device) for inplace in (False, True))
     weighted(CONTEXTS[context](expected, wiring)()).backward()
     loss = weighted(CONTEXTS[context](actual, wiring)())
     with pytest.raises(RuntimeError, match=MODIFIED) if context not in HOOKED else nullcontext():
@@ -65,7 +65,7 @@ def test_output_modified_afterwards_is_an_error_unless_hooks_saved_it_in_time(ch
     "context", ["plain", "identity hooks", "hooks that keep", "checkpoint", "reentrant checkpoint"]
 )
 def test_message_about_a_modified_output_names_the_package_and_the_remedy(context, device):
-    n = Net(Row("chain"), True, device)
+    n = WiredNet(Row("chain"), True, device)
 
     def wiring(n):
         r = n.unit(0)
@@ -173,14 +173,14 @@ def test_x_overwritten_without_grad_is_noticed_by_what_saved_it(device):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoint_of_a_function_that_overwrites_its_argument_is_an_error(reentrant, device):
-    n = Net(Row("chain"), True, device)
+    n = WiredNet(Row("chain"), True, device)
     loss = checkpoint(lambda x: n.conv(n.abn(x), 1), n.stem(), use_reentrant=reentrant).sum()
     with pytest.raises((RuntimeError, ValueError), match=f"{MODIFIED}|overwritten"):
         loss.backward()
 
 
 def test_parts_of_one_tensor_that_know_of_each_other_are_an_error(device):
-    n = Net(Row("chain"), True, device)
+    n = WiredNet(Row("chain"), True, device)
     x = n.stem()
     z = n.abn(x[:2]) + n.abn(x[2:])
     with pytest.raises(RuntimeError, match=MODIFIED):

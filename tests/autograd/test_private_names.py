@@ -359,7 +359,7 @@ def test_custom_functions_are_told_from_code_without_gradients():
         assert not _torch.in_custom_function()
 
 
-def test_autograd_removes_the_hooks_of_what_a_custom_function_modified_through_the_subclass():
+def test_autograd_removes_hooks_of_what_a_custom_function_modified_through_the_subclass():
     seen = []
 
     class Seeing(torch.Tensor):

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from evaluation import CONTEXTS, weighted
 from torch import nn
-from wired_nets import SHAPE, C, Net, Row, leaf_input, parameters
+from wired_nets import SHAPE, C, Row, WiredNet, leaf_input, parameters
 from wirings import chain
 
 from inplace_abn import InPlaceABN, InPlaceABNSync, inplace_abn
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_a_second_backward_without_retain_graph_is_an_error(device):
-    n = Net(Row("chain"), True, device)
+    n = WiredNet(Row("chain"), True, device)
     loss = weighted(chain(n))
     loss.backward()
     with pytest.raises(RuntimeError, match="second time"):
@@ -47,7 +47,7 @@ NEEDS_OUTPUT = {
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("producer", NEEDS_OUTPUT)
 def test_a_producer_that_needs_its_output_is_an_error_before_anything_is_modified(producer, context, device):
-    n = Net(Row("chain"), True, device)
+    n = WiredNet(Row("chain"), True, device)
     inputs = []
 
     def wiring(n):

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 from evaluation import evaluate, values, weighted
-from wired_nets import Net, Row
+from wired_nets import Row, WiredNet
 from wirings import WIRINGS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -33,7 +33,7 @@ def in_threads(functions):
 def test_graphs_in_several_threads_do_not_disturb_each_other(wiring, device):
     row = Row(wiring)
     expected = evaluate(row, False, device)["gradients"]
-    nets = [Net(row, True, device) for _ in range(8)]
+    nets = [WiredNet(row, True, device) for _ in range(8)]
 
     def step(n):
         for _ in range(10):
@@ -52,7 +52,7 @@ def test_threads_may_run_backward_through_one_retained_graph(device):
         z = n.unit(1, n.unit(0))
         return [weighted(n.conv(z, i) * (i + 1)) for i in range(4) for _ in range(2)]
 
-    expected, actual = Net(Row("chain"), False, device), Net(Row("chain"), True, device)
+    expected, actual = WiredNet(Row("chain"), False, device), WiredNet(Row("chain"), True, device)
     for loss in losses(expected):
         loss.backward(retain_graph=True)
     in_threads([lambda loss=loss: loss.backward(retain_graph=True) for loss in losses(actual)])

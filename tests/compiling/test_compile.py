@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch._dynamo
 import torch.nn.functional as F
-from cases import INDUCTOR, needs_compiler, parameters
-from compiled_nets import SHAPE, WIRINGS, abn, assert_same, drawn, expected_abn, net
+from cases import INDUCTOR, needs_compiler
+from compiled_nets import SHAPE, WIRINGS, abn, assert_same, drawn, expected_abn, gradients, net, step
 from fresh import CONTEXT
 from torch import nn
 
@@ -37,15 +37,6 @@ class Small(nn.Module):
 
 def net_for(backend, device):
     return Small().to(device, torch.float64) if backend == "inductor" else net(device)
-
-
-def step(function, module, x):
-    x = x.clone().requires_grad_()
-    module.zero_grad()
-    y = function(x)
-    if y.requires_grad:
-        (y * y.detach().cos()).sum().backward()
-    return [y, x.grad, *(p.grad for p in module.parameters()), *module.buffers()]
 
 
 @pytest.mark.parametrize(
@@ -127,17 +118,6 @@ def test_channels_last_compiles(device):
 
 
 # --- Wirings that eager allows or refuses: compiled, they are right or refused ---------------------------------------
-
-
-def gradients(function, device):
-    torch.manual_seed(2)
-    leaves = [torch.randn(SHAPE, dtype=torch.float64, device=device)]
-    leaves += parameters(SHAPE[1], torch.float64, device)[:2]
-    for t in leaves:
-        t.requires_grad_()
-    y = function(*leaves)
-    (y * y.detach().cos()).sum().backward()
-    return [y, *(t.grad for t in leaves)]
 
 
 REFUSABLE = ("needed_by_the_producer", "needed_by_another", "chunks", "leaf", "view_of_leaf")

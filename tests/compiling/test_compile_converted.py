@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch._functorch.config
 from cases import INDUCTOR
-from compiled_converted_nets import ACTIVATIONS, Net, Small, batch, compiled_pair, held, made, step
-from compiled_nets import assert_same
+from compiled_converted_nets import ACTIVATIONS, ChainAndBlock, ChainAndBlocks, batch, compiled_pair, held, made
+from compiled_nets import assert_same, step
 from modes import distrust
 from torch import nn
 
@@ -27,7 +27,7 @@ pytestmark = [
 def test_gradients_are_native_and_no_more_is_held_than_in_eager(activation, backend, device):
     if backend == "inductor" and activation not in ("relu", "silu"):
         pytest.skip("compiling takes long, and the graph is that of aot_eager")
-    kind = Small if (backend, activation) == ("inductor", "silu") else Net
+    kind = ChainAndBlock if (backend, activation) == ("inductor", "silu") else ChainAndBlocks
     native, x = made(activation, device, kind), batch(device)
     module, compiled = compiled_pair(native, backend)
     eager = convert(copy.deepcopy(native))
@@ -69,7 +69,7 @@ def test_without_grad_it_is_native_bit_for_bit(device):
 def test_dynamic_shapes(activation, backend, device):
     if backend == "inductor" and activation != "relu":
         pytest.skip("compiling takes long, and the graph is that of aot_eager")
-    native = made(activation, device, Small if backend == "inductor" else Net)
+    native = made(activation, device, ChainAndBlock if backend == "inductor" else ChainAndBlocks)
     module, compiled = compiled_pair(native, backend, dynamic=True)
     eager = convert(copy.deepcopy(native))
     for shape in [(4, 3, 9, 10), (3, 3, 12, 8)]:

@@ -7,8 +7,10 @@ import torch
 import torch._dynamo
 import torch._functorch.config
 import torch.nn.functional as F
-from compiled_converted_nets import ACTIVATIONS, batch, compiled_pair, made, step
-from compiled_nets import assert_same
+from compiled_converted_nets import ACTIVATIONS, batch, compiled_pair, made
+from compiled_nets import assert_same, step
+from foreign_nets import spread
+from one_norm import OneNorm
 from torch import nn
 
 from inplace_abn import convert
@@ -19,19 +21,11 @@ pytestmark = [
 ]
 
 
-class Wired(nn.Module):
-    """A norm between convolutions. ``wiring`` is what a test does with the norm's output."""
-
-    def __init__(self, wiring):
-        super().__init__()
-        self.first, self.last = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 4, 1)
-        self.norm = nn.BatchNorm2d(8)
-        self.wiring = wiring
-        nn.init.uniform_(self.norm.weight, 0.5, 1.5)
-        nn.init.normal_(self.norm.bias, std=0.3)
-
-    def forward(self, x):
-        return self.last(self.wiring(self.norm(self.first(x))))
+def wired(wiring, device):
+    """A net that does this with its norm's output."""
+    torch.manual_seed(5)
+    net = OneNorm(lambda m, x: m.last(wiring(m.bn(m.conv(x)))), channels=8)
+    return spread(net).to(device, torch.float64)
 
 
 def pre_activation_is_read_again(y):
@@ -104,8 +98,7 @@ WIRINGS = [
 
 @pytest.mark.parametrize("wiring", WIRINGS, ids=lambda wiring: wiring.__name__)
 def test_wirings_are_native(wiring, device):
-    torch.manual_seed(5)
-    native, x = Wired(wiring).to(device, torch.float64), batch(device)
+    native, x = wired(wiring, device), batch(device)
     module, compiled = compiled_pair(native)
     assert_same(step(compiled, module, x), step(native, native, x))
 
@@ -115,8 +108,7 @@ def test_a_graph_break_between_norm_and_activation(device):
         torch._dynamo.graph_break()
         return F.relu(y)
 
-    torch.manual_seed(5)
-    native, x = Wired(broken).to(device, torch.float64), batch(device)
+    native, x = wired(broken, device), batch(device)
     module = convert(copy.deepcopy(native))
     assert_same(step(torch.compile(module, backend="aot_eager"), module, x), step(native, native, x))
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from analyzed_nets import Net, images, plain
 from foreign_nets import ResNet, conv, spread
+from one_norm import OneNorm, images, plain
 from torch import nn
 
 from inplace_abn import Report, analyze, convert, report, verify
@@ -20,14 +20,14 @@ from inplace_abn.memory import memory_report
 @pytest.mark.parametrize("mode", ["training", "evaluation"])
 def test_a_model_is_left_as_it_was(mode):
     def forward(m, x):
-        y = F.dropout(m.relu(m.bn(m.conv(x))), 0.5)
+        y = F.dropout(m.act(m.bn(m.conv(x))), 0.5)
         m.feature = y.shape
         m.history.append(y.sum().item())
         random.random()
         np.random.rand()  # noqa: NPY002
         return m.last(y)
 
-    model = Net(forward).train(mode == "training")
+    model = OneNorm(forward).train(mode == "training")
     model.history = []
     model.feature = None
     model.last.eval()
@@ -111,7 +111,7 @@ def test_a_model_whose_forward_pass_fails_raises_its_own_error_and_is_left_as_it
     def forward(m, x):
         raise KeyError("mine")
 
-    model = Net(forward).eval()
+    model = OneNorm(forward).eval()
     with pytest.raises(KeyError, match="mine"):
         analyze(model, images())
     assert not model.training
@@ -130,13 +130,13 @@ def test_inputs_are_left_as_they_were_whatever_the_model_writes_to_them():
         return plain(m, x[0] + x[1]["x"])
 
     before = x.clone(), named.clone()
-    analyze(Net(forward), [x, {"x": named}])
+    analyze(OneNorm(forward), [x, {"x": named}])
     assert torch.equal(x, before[0])
     assert torch.equal(named, before[1])
 
 
 def test_a_converted_model_is_analyzed_as_if_it_had_just_been_converted():
-    model = Net(plain)
+    model = OneNorm(plain)
     expected = analyze(model, images())
     convert(model)
     nn.init.zeros_(model.bn.weight)
@@ -162,7 +162,7 @@ def test_one_dimension_three_and_vectors_are_converted(norm, layer, shape):
 
 
 def test_synchronised_batch_norm_is_analyzed_without_a_process_group():
-    model = Net(plain, nn.SyncBatchNorm(4))
+    model = OneNorm(plain, norm=nn.SyncBatchNorm(4))
     (layer,) = analyze(model, images()).layers
     assert (layer.kind, layer.in_place) == ("SyncBatchNorm", True)
     assert type(model.bn) is nn.SyncBatchNorm
@@ -172,7 +172,7 @@ def test_arguments_are_those_of_the_model():
     class Masked(nn.Module):
         def __init__(self):
             super().__init__()
-            self.body = Net(plain)
+            self.body = OneNorm(plain)
 
         def forward(self, model, *, mask=None, tolerance=1.0):
             return self.body(model) * (2.0 if mask is None else mask) * tolerance

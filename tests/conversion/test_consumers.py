@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from foreign_nets import conv, spread
+from one_norm import OneNorm, plain
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from training import check_training
@@ -88,17 +89,6 @@ def test_a_function_that_writes_over_its_input_keeps_nothing(function):
     assert not [*kept(function, (image(),), {"inplace": True})]
 
 
-class Before(nn.Module):
-    """A norm, and what follows it."""
-
-    def __init__(self, follows):
-        super().__init__()
-        self.conv, self.bn, self.follows, self.last = conv(3, 8), nn.BatchNorm2d(8), follows, conv(8, 4)
-
-    def forward(self, x):
-        return self.last(self.follows(self.bn(self.conv(x))))
-
-
 FOLLOWS = {
     "convolution": lambda: conv(8, 8),
     "transposed convolution": lambda: nn.ConvTranspose2d(8, 8, 3, padding=1),
@@ -114,7 +104,7 @@ FOLLOWS = {
 
 @pytest.mark.parametrize("name", FOLLOWS)
 def test_a_norm_before_what_keeps_its_input_keeps_its_output_only(name):
-    model, x = spread(Before(FOLLOWS[name]())), torch.randn(4, 3, 16, 16)
+    model, x = spread(OneNorm(plain, FOLLOWS[name](), channels=8)), torch.randn(4, 3, 16, 16)
     converted = check_training(model, x, tolerance=1e-7)
     layer = analyze(model, x).layers[0]
     assert layer.in_place, layer.why
@@ -130,11 +120,8 @@ PASSES = {"sigmoid": nn.Sigmoid, "tanh": nn.Tanh, "softmax": lambda: nn.Softmax(
 
 @pytest.mark.parametrize("name", PASSES)
 def test_a_norm_before_what_keeps_nothing_of_its_input_is_torchs(name):
-    class Passing(Before):
-        def forward(self, x):
-            return self.follows(self.bn(self.conv(x)))
-
-    model, x = spread(Passing(PASSES[name]())), torch.randn(4, 3, 16, 16)
+    model = spread(OneNorm(lambda m, x: m.act(m.bn(m.conv(x))), PASSES[name](), channels=8))
+    x = torch.randn(4, 3, 16, 16)
     converted = check_training(model, x)
     (layer,) = analyze(model, x).layers
     assert (layer.in_place, layer.why) == (False, "what follows does not keep its output for backward")

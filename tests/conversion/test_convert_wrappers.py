@@ -21,7 +21,7 @@ from inplace_abn.conversion.norms import InPlaceNorm
 WAYS = ["before", "after"]
 
 
-class Net(nn.Module):
+class EndsInANorm(nn.Module):
     """A net with a unit that ends with a norm. The activation of that norm is outside of the unit."""
 
     def __init__(self):
@@ -38,7 +38,7 @@ class Net(nn.Module):
 def net(converted, gamma=None):
     guard.generations.current = 0
     torch.manual_seed(0)
-    made = spread(Net()).double()
+    made = spread(EndsInANorm()).double()
     if gamma is not None:
         nn.init.constant_(made.last[1].weight, gamma)
     if converted:

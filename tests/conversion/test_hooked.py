@@ -7,14 +7,11 @@ import torch
 import torch.nn.functional as F
 from foreign_nets import BasicBlock, conv, spread
 from graph_programs import READS, WRITES
+from one_norm import OneNorm, images, plain
 from torch import nn
 from training import check_training
 
 from inplace_abn import analyze, convert, verify
-
-
-def images():
-    return torch.randn(2, 3, 8, 8)
 
 
 def halved(g):
@@ -25,24 +22,20 @@ def halve_all(gradients, *_):
     return tuple(None if g is None else g * 0.5 for g in gradients)
 
 
-class Net(nn.Module):
-    """``watch`` gets the tensor between norm and activation, the one before the norm, or the one after the
-    activation."""
+def watched(watch, where="between"):
+    """A forward pass. ``watch`` gets the tensor between norm and activation, the one before the norm, or the one after
+    the activation."""
 
-    def __init__(self, watch=None, activation=None, where="between"):
-        super().__init__()
-        self.conv, self.bn, self.last = conv(3, 4), nn.BatchNorm2d(4), conv(4, 4)
-        self.activation = nn.ReLU() if activation is None else activation
-        self.watch, self.where = watch, where
-
-    def seen(self, where, t):
+    def seen(place, t):
         """Calls ``watch`` at its place. Without grad there is nothing to hook, so ``watch`` is not called."""
-        seen = self.watch(t) if self.watch is not None and where == self.where and torch.is_grad_enabled() else None
+        seen = watch(t) if place == where and torch.is_grad_enabled() else None
         return seen if isinstance(seen, torch.Tensor) else t
 
-    def forward(self, x):
-        h = self.seen("between", self.bn(self.seen("before", self.conv(x))))
-        return self.last(self.seen("after", self.activation(h)))
+    def run(m, x):
+        h = seen("between", m.bn(seen("before", m.conv(x))))
+        return m.last(seen("after", m.act(h)))
+
+    return run
 
 
 class Reversed(torch.autograd.Function):
@@ -103,7 +96,7 @@ INPLACE = [name for name in WATCHES if name not in ("a function that makes a vie
 @pytest.mark.parametrize(("name", "inplace"), [*((n, False) for n in WATCHES), *((n, True) for n in INPLACE)])
 def test_what_is_hooked_before_its_activation_does_not_vanish(name, inplace):
     """A hook on the norm's output must not be lost."""
-    check_training(spread(Net(WATCHES[name], nn.ReLU(inplace))), images())
+    check_training(spread(OneNorm(watched(WATCHES[name]), nn.ReLU(inplace))), images())
 
 
 def ending_in_the_norm(register):
@@ -152,23 +145,22 @@ AFTER = {
 
 @pytest.mark.parametrize("name", AFTER)
 def test_hooks_on_the_activated_tensor_see_what_they_saw(name):
-    model = spread(Net(AFTER[name], where="after"))
+    model = spread(OneNorm(watched(AFTER[name], "after")))
     assert analyze(model, images()).layers[0].in_place
     check_training(model, images())
 
 
 def test_a_hook_on_the_input_is_one_on_the_input_whenever_it_comes():
-    check_training(spread(Net(lambda x: nothing(x.register_hook(halved)), where="before")), images())
+    check_training(spread(OneNorm(watched(lambda x: nothing(x.register_hook(halved)), "before"))), images())
 
-    class Late(Net):
-        def forward(self, x):
-            x = self.conv(x)
-            h = self.activation(self.bn(x))
-            if torch.is_grad_enabled():
-                x.register_hook(halved)
-            return self.last(h)
+    def late(m, x):
+        x = m.conv(x)
+        h = m.act(m.bn(x))
+        if torch.is_grad_enabled():
+            x.register_hook(halved)
+        return m.last(h)
 
-    model = spread(Late())
+    model = spread(OneNorm(late))
     assert analyze(model, images()).layers[0].in_place
     check_training(model, images())
 
@@ -187,16 +179,16 @@ def test_a_hook_that_an_instance_norms_output_would_leave_behind_is_refused(read
 
 
 def test_a_relu_with_a_backward_of_its_own_is_not_taken_over():
-    model = spread(Net(activation=GuidedReLU()))
+    model = spread(OneNorm(plain, GuidedReLU()))
     assert analyze(model, images()).layers[0].follows != "relu"
     check_training(model, images())
 
 
 def test_verify_tells_a_lost_hook_and_what_to_look_at():
-    model = spread(Net(WATCHES["register_hook"]))
+    model = spread(OneNorm(watched(WATCHES["register_hook"])))
     converted = convert(copy.deepcopy(model))
     assert verify(model, converted, images())
-    converted.watch = None
+    converted.run = plain
     verification = verify(model, converted, images())
     assert not verification
     name, error = verification.worst

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import relative_error
+from foreign_nets import spread
 from torch import nn
 from training import check_training
 
@@ -16,18 +17,6 @@ from inplace_abn.memory import measure
 
 KINDS = {1: nn.InstanceNorm1d, 2: nn.InstanceNorm2d, 3: nn.InstanceNorm3d}
 CONVS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
-
-
-def spread(model):
-    """Gives norms weights and biases as training leaves them. Weights have both signs and are away from zero."""
-    generator = torch.Generator().manual_seed(0)
-    for module in model.modules():
-        if isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.weight is not None:
-            nn.init.uniform_(module.weight, 0.5, 1.5, generator=generator)
-            nn.init.normal_(module.bias, std=0.3, generator=generator)
-            with torch.no_grad():
-                module.weight[::3] *= -1
-    return model
 
 
 def chain(dims=3, activation=lambda: nn.LeakyReLU(inplace=True), **options):

@@ -4,8 +4,8 @@ import copy
 
 import pytest
 import torch
-from analyzed_nets import Net, images, plain
 from foreign_nets import conv, spread
+from one_norm import OneNorm, images, plain
 from torch import nn
 from training import check_training
 
@@ -25,7 +25,7 @@ def traced(module):
 def before_and_after(m, x):
     x = m.conv(x)
     m.last(x)
-    return m.relu(m.bn(x)) * m.last(x)
+    return m.act(m.bn(x)) * m.last(x)
 
 
 @pytest.mark.parametrize("make", [scripted, traced])
@@ -33,7 +33,7 @@ def before_and_after(m, x):
 def test_norms_of_a_scripted_submodule_are_left_alone(make, forward):
     """A ScriptModule does not support register_forward_pre_hook. Nothing may fail because of that."""
     inner = nn.Sequential(conv(4, 4), nn.BatchNorm2d(4), nn.ReLU())
-    model = spread(Net(forward))
+    model = spread(OneNorm(forward))
     model.last = make(spread(inner))
     model.last.eval()
     state = {key: value.clone() for key, value in model.state_dict().items()}
@@ -52,7 +52,7 @@ def squared(x):
 
 
 def test_a_scripted_function_gets_the_norms_output():
-    model = spread(Net(lambda m, x: m.last(squared(m.bn(m.conv(x))))))
+    model = spread(OneNorm(lambda m, x: m.last(squared(m.bn(m.conv(x))))))
     check_training(model, images())
     (layer,) = analyze(model, images()).layers
     assert (layer.in_place, layer.why) == (False, "it cannot be seen what keeps its output")
@@ -64,6 +64,6 @@ def compared(x):
 
 
 def test_what_a_scripted_function_reads_is_seen():
-    model = spread(Net(lambda m, x: m.last(compared(m.relu(m.bn(m.conv(x)))))))
+    model = spread(OneNorm(lambda m, x: m.last(compared(m.act(m.bn(m.conv(x)))))))
     (layer,) = report(check_training(model, images())).layers
     assert "ne compares them with zero" in layer.why

@@ -28,7 +28,9 @@ KNOWN = {
 }
 
 
-class Net(nn.Module):
+class ProgramNet(nn.Module):
+    """The layers that programs call."""
+
     def __init__(self):
         super().__init__()
         generator = torch.Generator().manual_seed(3)
@@ -92,7 +94,7 @@ def check(actual, expected, allowed=1e-9):
 )
 def test_programs_give_what_they_give_with_the_original(name, known):
     torch.manual_seed(0)
-    net = Net().double()
+    net = ProgramNet().double()
     changed = converted(net, **KNOWN[known])
     # The layer learns in the first call, and uses what it has learned from the second call on.
     expected, actual = (results(n, PROGRAMS[name], 3) for n in (net, changed))
@@ -103,7 +105,7 @@ def test_programs_give_what_they_give_with_the_original(name, known):
 def test_programs_give_what_they_give_with_the_original_within_a_converted_model(name):
     """The model is watched in the first step."""
 
-    class Whole(Net):
+    class Whole(ProgramNet):
         def forward(self, a):
             return PROGRAMS[name](self, a)
 
@@ -124,7 +126,7 @@ def test_programs_give_what_they_give_with_the_original_within_a_converted_model
 )
 def test_weights_that_are_too_small_to_be_recovered_from_change_nothing(name, gamma, known):
     """In these programs nothing is measured, or somebody sees the norm's memory."""
-    net = Net().double()
+    net = ProgramNet().double()
     torch.nn.init.constant_(net.bn.weight, gamma)
     check(results(converted(net, **KNOWN[known]), PROGRAMS[name], 3), results(net, PROGRAMS[name], 3))
 
@@ -140,7 +142,7 @@ ASKED = {
 @pytest.mark.parametrize("follows", [torch.relu, lambda h: h + torch.ones(4, 4, 6, 5)])
 @pytest.mark.parametrize("asked", ASKED)
 def test_who_asks_for_a_gradient_of_what_has_no_place_in_the_graph_any_more_gets_an_error(asked, follows, again):
-    net = converted(Net())
+    net = converted(ProgramNet())
     h = net.bn(net.conv(torch.randn(4, 3, 6, 5)))
     z = follows(h)
     again(h)
@@ -153,11 +155,9 @@ def test_who_asks_for_a_gradient_of_what_has_no_place_in_the_graph_any_more_gets
 @pytest.mark.parametrize(
     ("function", "message"), [(Gated.apply, "written to through a view"), (scripted_gate, "TorchScript interpreter")]
 )
-def test_a_view_that_is_written_to_before_a_custom_function_is_an_error_and_never_other_gradients(
-    function, message, read
-):
+def test_a_view_written_to_before_a_custom_function_is_an_error_not_other_gradients(function, message, read):
     """Once somebody had read the output without gradients, the write was lost in the gradients, without a word."""
-    net = converted(Net())
+    net = converted(ProgramNet())
     h = net.bn(net.conv(torch.randn(4, 3, 6, 5)))
     if read:
         READS[read](h)
@@ -170,7 +170,7 @@ def test_a_view_that_is_written_to_before_a_custom_function_is_an_error_and_neve
 
 
 def test_parameters_modified_before_the_output_is_needed_again_are_an_error():
-    net = converted(Net())
+    net = converted(ProgramNet())
     h = net.bn(net.conv(torch.randn(4, 3, 6, 5)))
     torch.relu(h)
     with torch.no_grad():
@@ -182,7 +182,7 @@ def test_parameters_modified_before_the_output_is_needed_again_are_an_error():
 def test_what_is_exposed_keeps_no_more_than_torch_does():
     """The input of the norm and its output, which the function saves, are all that is held."""
     held = []
-    for net in (Net(), converted(Net())):
+    for net in (ProgramNet(), converted(ProgramNet())):
         sizes = {}
         x = net.conv(torch.randn(4, 3, 6, 5))
         h = net.bn(x)
@@ -209,7 +209,7 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_an_input_that_is_modified_before_backward_is_an_error_where_it_is_one_with_torch(change, follows):
     """What is fused does not need it."""
-    net = converted(Net())
+    net = converted(ProgramNet())
     x = net.conv(torch.randn(4, 3, 6, 5))
     z = follows(net.bn(x))
     CHANGES[change](x)
@@ -221,7 +221,7 @@ def test_an_input_that_is_modified_before_backward_is_an_error_where_it_is_one_w
 
 
 def test_what_never_followed_before_is_torchs_until_it_was_measured():
-    net = converted(Net().double())
+    net = converted(ProgramNet().double())
     with torch.no_grad():
         # The inverse of elu loses almost all of what lies below -20. The inverse of relu loses nothing.
         net.bn.weight.fill_(30.0)
@@ -246,7 +246,7 @@ def test_what_never_followed_before_is_torchs_until_it_was_measured():
 
 
 def test_an_output_that_is_modified_before_backward_is_an_error_that_tells_what_to_do():
-    net = converted(Net())
+    net = converted(ProgramNet())
     z = torch.nn.functional.silu(net.bn(net.conv(torch.randn(4, 3, 6, 5))))
     z += 1
     with pytest.raises(RuntimeError, match=r"modified in place, but its backward needs it.*filter_fn"):
@@ -267,7 +267,7 @@ def test_a_dropout_that_drops_nothing_is_no_reader(dropout, training):
 
 def test_what_is_kept_for_backward_under_hooks_is_what_they_gave_back():
     """The norm's input stayed in memory, although the hooks had it saved elsewhere."""
-    net = converted(Net())
+    net = converted(ProgramNet())
     x = net.conv(torch.randn(4, 3, 6, 5))
     with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda t: t):
         h = net.bn(x)
@@ -282,7 +282,7 @@ def test_what_is_kept_for_backward_under_hooks_is_what_they_gave_back():
 @pytest.mark.parametrize("keep", [lambda h: torch.sin(h), lambda h: torch.relu_(h)])
 def test_a_write_to_what_backward_needs_is_noticed_whoever_writes(keep, write):
     """A scripted function wrote to the norm's output, which backward had kept, without a word."""
-    net = converted(Net())
+    net = converted(ProgramNet())
     h = net.bn(net.conv(torch.randn(4, 3, 6, 5)))
     keep(h)
     z = write(h)
@@ -295,7 +295,7 @@ def test_a_hook_on_what_the_norm_was_given_runs_once_when_a_graph_of_the_gradien
     """The hook ran once more inside of the norm's backward: the gradient was multiplied by 3 twice."""
     results = []
     torch.manual_seed(0)
-    original = Net().double()
+    original = ProgramNet().double()
     a = torch.randn(4, 3, 6, 5, dtype=torch.float64)
     for net in (original, convert(copy.deepcopy(original))):
         x = net.layer(a)

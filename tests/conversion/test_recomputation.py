@@ -2,11 +2,14 @@
 stepped in between, and updates running statistics as often as torch's norms do."""
 
 import copy
+import functools
 
 import pytest
 import torch
 import torch.nn.functional as F
+from foreign_nets import spread
 from modes import optimize
+from one_norm import OneNorm, plain
 from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
@@ -70,23 +73,15 @@ CONSUMERS = {
 }
 
 
-class Net(nn.Module):
+def added(m, x):
+    return m.last(m.act(m.bn(m.conv(x)) + x))
+
+
+def net(consumer, kind, part=None):
     """A checkpointed part, in which a norm is followed by what is asked for, and a part that is not checkpointed."""
-
-    def __init__(self, consumer, kind):
-        super().__init__()
-        self.first, self.last = (nn.Conv2d(4, 4, 3, padding=1) for _ in range(2))
-        self.norm = nn.BatchNorm2d(4)
-        nn.init.uniform_(self.norm.weight, 0.5, 1.5)
-        nn.init.normal_(self.norm.bias)
-        self.consumer, self.adds, self.kind = CONSUMERS[consumer](), consumer.startswith("sum"), kind
-
-    def part(self, x):
-        y = self.norm(self.first(x))
-        return self.last(self.consumer(y + x if self.adds else y))
-
-    def forward(self, x):
-        return torch.tanh(repeated(self.kind, self.part, x))
+    part = part or (added if consumer.startswith("sum") else plain)
+    run = lambda m, x: torch.tanh(repeated(kind, functools.partial(part, m), x))  # noqa: E731
+    return spread(OneNorm(run, CONSUMERS[consumer](), inputs=4)).double()
 
 
 def batch():
@@ -133,7 +128,7 @@ def assert_trained_alike(ours, torchs):
 def test_another_optimizer_may_step_between_a_forward_pass_and_its_recomputation(consumer, kind, two_passes):
     """Norms did in the recomputation what they had learned since, which saved other tensors: a CheckpointError, or
     gradients that were 100 % off without a word."""
-    nets = [Net(consumer, kind).double() for _ in range(2)]
+    nets = [net(consumer, kind) for _ in range(2)]
     converted = [convert(copy.deepcopy(net)) for net in nets]
     torchs = train(*nets, two_passes)
     assert_trained_alike(train(*converted, two_passes), torchs)
@@ -141,12 +136,11 @@ def test_another_optimizer_may_step_between_a_forward_pass_and_its_recomputation
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_checkpoints_in_checkpoints_do_what_their_forward_pass_did(kind):
-    class Nested(Net):
-        def part(self, x):
-            return torch.relu(self.norm(repeated(kind, super().part, x)))
+    def nested(m, x):
+        return torch.relu(m.bn(repeated(kind, functools.partial(plain, m), x)))
 
     for inner in KINDS:
-        nets = [Nested("Tanh", inner).double() for _ in range(2)]
+        nets = [net("Tanh", inner, nested) for _ in range(2)]
         converted = [convert(copy.deepcopy(net)) for net in nets]
         torchs = train(*nets, two_passes=True)
         assert_trained_alike(train(*converted, two_passes=True), torchs)
@@ -184,33 +178,28 @@ NORMS = {
     "instance norm": lambda: nn.InstanceNorm2d(4, affine=True, track_running_stats=True),
 }
 PARTS = {
-    "alone": lambda net, x: net.norm(x),
-    "last": lambda net, x: net.norm(net.conv(x)),
-    "in the middle": lambda net, x: net.conv(torch.relu(net.norm(net.conv(x)))),
-    "before tanh": lambda net, x: net.conv(torch.tanh(net.norm(net.conv(x)))),
-    "before the last activation": lambda net, x: torch.relu(net.norm(net.conv(x))),
-    "before a view": lambda net, x: net.norm(net.conv(x)).view(x.shape),
-    "before a sum": lambda net, x: net.norm(net.conv(x)) + 1,
-    "before a sum and relu": lambda net, x: torch.relu(net.norm(net.conv(x)) + x),
-    "twice": lambda net, x: net.norm(torch.relu(net.norm(net.conv(x)))),
+    "alone": lambda m, x: m.bn(x),
+    "last": lambda m, x: m.bn(m.conv(x)),
+    "in the middle": lambda m, x: m.conv(torch.relu(m.bn(m.conv(x)))),
+    "before tanh": lambda m, x: m.conv(torch.tanh(m.bn(m.conv(x)))),
+    "before the last activation": lambda m, x: torch.relu(m.bn(m.conv(x))),
+    "before a view": lambda m, x: m.bn(m.conv(x)).view(x.shape),
+    "before a sum": lambda m, x: m.bn(m.conv(x)) + 1,
+    "before a sum and relu": lambda m, x: torch.relu(m.bn(m.conv(x)) + x),
+    "twice": lambda m, x: m.bn(torch.relu(m.bn(m.conv(x)))),
 }
 
 
-class Holder(nn.Module):
-    def __init__(self, norm):
-        super().__init__()
-        self.conv, self.norm = nn.Conv2d(4, 4, 3, padding=1), norm
-
-    def forward(self, x, part, kind):
-        return repeated(kind, lambda t: PARTS[part](self, t), x)
+def holder(norm, part, kind):
+    return OneNorm(lambda m, x: repeated(kind, functools.partial(PARTS[part], m), x), norm=norm, inputs=4).double()
 
 
-def states_of(net, part, kind):
+def states_of(net):
     """The buffers after each of four steps."""
     optimizer, found = torch.optim.SGD(net.parameters(), 1e-2), []
     torch.manual_seed(0)
     for _ in range(4):
-        torch.tanh(net(batch(), part, kind)).sum().backward()
+        torch.tanh(net(batch())).sum().backward()
         optimizer.step()
         found += [b.clone() for b in net.buffers()]
     return found
@@ -221,9 +210,9 @@ def states_of(net, part, kind):
 @pytest.mark.parametrize("norm", NORMS)
 def test_running_statistics_under_checkpoints_are_updated_as_often_as_torchs(norm, kind, part):
     """The norm at the end of a part was not computed again in the first step, so its statistics were updated once."""
-    net = Holder(NORMS[norm]()).double()
+    net = holder(NORMS[norm](), part, kind)
     converted = convert(copy.deepcopy(net))
-    torch.testing.assert_close(states_of(converted, part, kind), states_of(net, part, kind))
+    torch.testing.assert_close(states_of(converted), states_of(net))
 
 
 @pytest.mark.parametrize("part", ["alone", "last", "in the middle", "before a view"])
@@ -235,11 +224,11 @@ def test_modules_count_batches_under_checkpoints_as_torch_does(layer, activation
     """Checkpoints end a recomputation by an exception, and the module that was computed last did not count."""
     module = layer(4, activation=activation, momentum=momentum, signed_weight=True)
     activated = nn.Identity() if activation == "identity" else nn.LeakyReLU(0.01)
-    native = Holder(nn.Sequential(nn.BatchNorm2d(4, momentum=momentum), activated)).double()
+    native = holder(nn.Sequential(nn.BatchNorm2d(4, momentum=momentum), activated), part, kind)
     # In-place modules do not overwrite a leaf.
-    ours = Holder(nn.Sequential(nn.Identity() if part != "alone" else Copy(), module)).double()
+    ours = holder(nn.Sequential(nn.Identity() if part != "alone" else Copy(), module), part, kind)
     ours.conv.load_state_dict(native.conv.state_dict())
-    torch.testing.assert_close(states_of(ours, part, kind), states_of(native, part, kind))
+    torch.testing.assert_close(states_of(ours), states_of(native))
 
 
 class Copy(nn.Module):

@@ -10,9 +10,9 @@ import fresh
 import pytest
 import torch
 import torch.nn.functional as F
-from analyzed_nets import Net, images, layer_of, plain
 from convertible_nets import chain
 from foreign_nets import BatchNormAct2d, ResNet, conv, spread
+from one_norm import OneNorm, activated_twice, images, layer_of, multiplied, plain, without_grad
 from torch import nn
 
 from inplace_abn import InPlaceABN, Report, analyze, convert, report, revert, set_guard
@@ -39,23 +39,6 @@ def with_weight(value, bias=0.0):
     return norm
 
 
-def activated_twice(m, x):
-    y = m.bn(m.conv(x))
-    return m.last(m.relu(y)) + y
-
-
-def multiplied(m, x):
-    y = m.bn(m.conv(x))
-    y *= 2
-    return m.last(y)
-
-
-def without_grad(m, x):
-    with torch.no_grad():
-        y = m.relu(m.bn(m.conv(x)))
-    return m.last(y)
-
-
 # The forward pass, what follows the norm, and why it is not in place.
 TOLD = {
     "relu": (plain, "relu", ""),
@@ -70,7 +53,7 @@ TOLD = {
     "without grad": (without_grad, "", "it was not called in training"),
     "not called": (lambda m, x: m.last(m.conv(x)), "", "it was not called in training"),
     "of a part": (
-        lambda m, x: m.last(m.relu(m.bn(x[:, :1].expand(-1, 4, -1, -1)))),
+        lambda m, x: m.last(m.act(m.bn(x[:, :1].expand(-1, 4, -1, -1)))),
         "",
         "its input, its parameters or the mode of the call are not supported",
     ),
@@ -115,7 +98,7 @@ def test_norms_that_were_left_out_and_norms_of_other_kinds_are_told():
 
 
 def test_a_report_is_of_the_last_call_and_reads_only():
-    model = convert(spread(Net(plain)))
+    model = convert(spread(OneNorm(plain)))
     before = {key: value.clone() for key, value in model.state_dict().items()}
     assert "not called in training" in report(model).layers[0].why
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
@@ -138,7 +121,7 @@ def test_a_report_is_of_the_last_call_and_reads_only():
 
 
 def test_copies_and_pickles_tell_what_the_original_did():
-    model = convert(spread(Net(plain)))
+    model = convert(spread(OneNorm(plain)))
     model(images()).sum().backward()
     expected = report(model)
     model.run = None
@@ -167,9 +150,9 @@ def test_modules_that_were_built_in_place_are_no_rows():
 
 def test_weights_of_zero_are_told_to_end_with_training():
     """A report of timm's resnet50 as it is made said 19 % where training saves 45 %, and not why."""
-    told = str(analyze(spread(Net(plain)), images()))
+    told = str(analyze(spread(OneNorm(plain)), images()))
     assert "zero_init_last" not in told
-    told = str(analyze(Net(plain, with_weight(0.0)), images()))
+    told = str(analyze(OneNorm(plain, with_weight(0.0)), images()))
     assert "such a norm is in place once its weight has grown" in " ".join(told.split())
 
 
@@ -254,7 +237,7 @@ def test_a_model_without_norms_says_so():
 
 def test_what_is_told_once_is_told_with_the_norms_name(logged):
     records = logged(logging.INFO)
-    model = convert(Net(plain, with_weight(0.0)))
+    model = convert(OneNorm(plain, norm=with_weight(0.0)))
     for _ in range(3):
         model(images()).sum().backward()
     told = [record.getMessage() for record in records if record.getMessage().startswith("bn: ")]

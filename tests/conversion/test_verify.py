@@ -7,6 +7,7 @@ import pytest
 import torch
 from convertible_nets import images, make
 from foreign_nets import conv, spread
+from one_norm import OneNorm
 from torch import nn
 
 from inplace_abn import convert, verify
@@ -82,7 +83,7 @@ def test_verify_leaves_models_and_random_state_alone():
 
 
 def test_verify_follows_dropout_and_every_output():
-    class Net(nn.Module):
+    class TwoHeads(nn.Module):
         def __init__(self):
             super().__init__()
             self.body = nn.Sequential(conv(3, 4), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.5))
@@ -92,7 +93,7 @@ def test_verify_follows_dropout_and_every_output():
             y = self.body(x)
             return {"a": self.a(y), "b": [self.b(y)]}
 
-    model = spread(Net())
+    model = spread(TwoHeads())
     converted = convert(copy.deepcopy(model))
     assert type(converted.body[1]) is InPlaceBatchNorm2d
     assert verify(model, converted, images())
@@ -102,20 +103,15 @@ def test_verify_follows_dropout_and_every_output():
     assert not verify(model, converted, images())
 
 
-class Shifted(nn.Module):
-    """A norm whose input has a mean of 5e6 and a deviation of about one. The norm loses six digits of its input."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv, self.bn, self.relu, self.last = conv(3, 4), nn.BatchNorm2d(4), nn.ReLU(), conv(4, 4)
-
-    def forward(self, x):
-        return self.last(self.relu(self.bn(self.conv(x) + 5e6)))
+def shifted(by):
+    """A net whose norm gets an input of this mean, and of a deviation of about one."""
+    return spread(OneNorm(lambda m, x: m.last(m.act(m.bn(m.conv(x) + by)))))
 
 
 def test_an_ill_conditioned_model_is_no_wrong_one_and_a_wrong_one_is_still_told():
-    """An ill-conditioned model differs from itself if its sums are made in another order."""
-    model, x = spread(Shifted()), images()
+    """An ill-conditioned model differs from itself if its sums are made in another order. This one's norm loses six
+    digits of its input."""
+    model, x = shifted(5e6), images()
     converted = convert(copy.deepcopy(model))
     verification = verify(model, converted, x)
     assert verification, str(verification)
@@ -133,11 +129,7 @@ def test_an_ill_conditioned_model_is_no_wrong_one_and_a_wrong_one_is_still_told(
 
 
 def test_however_ill_conditioned_a_model_is_a_millionth_is_told():
-    class Chaotic(Shifted):
-        def forward(self, x):
-            return self.last(self.relu(self.bn(self.conv(x) + 1e14)))
-
-    model = spread(Chaotic())
+    model = shifted(1e14)
     verification = verify(model, convert(copy.deepcopy(model)), images())
     assert not verification
     assert verification.accepted(verification.worst[0]) <= 1e-6

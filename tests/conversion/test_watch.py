@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from foreign_nets import BatchNormAct2d, conv, spread
+from one_norm import OneNorm, images
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from training import check_training
@@ -15,27 +16,19 @@ from training import check_training
 from inplace_abn import analyze, convert, report, verify
 
 
-def images():
-    return torch.randn(2, 3, 8, 8)
+def reading(read):
+    """A forward pass. ``read`` gets the activated tensor, and its result is a part of the net's output."""
 
+    def run(m, x):
+        h = m.act(m.bn(m.conv(x)))
+        return m.last(h), read(h) * 1.0
 
-class Net(nn.Module):
-    """``read`` gets the activated tensor. The result of ``read`` is a part of the net's output."""
-
-    def __init__(self, read, activation=None):
-        super().__init__()
-        self.conv, self.bn, self.last = conv(3, 4), nn.BatchNorm2d(4), conv(4, 4)
-        self.activation = nn.ReLU() if activation is None else activation
-        self.read = read
-
-    def forward(self, x):
-        h = self.activation(self.bn(self.conv(x)))
-        return self.last(h), self.read(h) * 1.0
+    return run
 
 
 def trained_alike(read, activation=None, tolerance=1e-9):
     """What the norm's report says after four steps, which must be those of the original."""
-    (layer,) = report(check_training(spread(Net(read, activation)), images(), tolerance=tolerance)).layers
+    (layer,) = report(check_training(spread(OneNorm(reading(read), activation)), images(), tolerance=tolerance)).layers
     return layer
 
 
@@ -194,7 +187,7 @@ def test_what_only_calculates_is_no_reason(name):
 @pytest.mark.parametrize("module", [nn.Hardswish(), nn.GELU()], ids=str)
 def test_hardswish_and_gelu_have_zeros_too_and_they_are_positive(module):
     def told(read):
-        model = spread(Net(read, module))
+        model = spread(OneNorm(reading(read), module))
         with torch.no_grad():
             # Some values lie in the flat part, or far in the tail.
             model.bn.weight.mul_(8)
@@ -212,17 +205,14 @@ def test_hardswish_and_gelu_have_zeros_too_and_they_are_positive(module):
 def test_what_follows_has_the_dtype_and_memory_format_that_it_has_with_torch(format, dtype):
     """Values that lose their tags were contiguous, and of float32 in 16 bits."""
 
-    class Pooled(Net):
-        def forward(self, x):
-            h = self.activation(self.bn(x))
-            self.seen = F.dropout(h, 0.0), F.max_pool2d(h, 2), h.clone(), h * 2.0, h == 0
-            return h
+    def run(m, x):
+        h = m.act(m.bn(x))
+        return F.dropout(h, 0.0), F.max_pool2d(h, 2), h.clone(), h * 2.0, h == 0
 
     seen = []
-    for made in (Pooled(None), convert(Pooled(None))):
+    for made in (OneNorm(run), convert(OneNorm(run))):
         x = torch.randn(2, 4, 8, 8, dtype=dtype).contiguous(memory_format=format).requires_grad_()
-        made(x)
-        seen.append([(t.dtype, t.stride()) for t in made.seen])
+        seen.append([(t.dtype, t.stride()) for t in made(x)])
     assert seen[0] == seen[1]
 
 
@@ -303,7 +293,7 @@ def test_a_step_is_enough_to_report_who_reads():
 
 def test_a_reader_is_told_once_with_its_name_and_the_layers(logged):
     records = logged(logging.INFO)
-    check_training(spread(Net(lambda h: h == 0)), images())
+    check_training(spread(OneNorm(reading(lambda h: h == 0))), images())
     told = [record.getMessage() for record in records if record.getMessage().startswith("bn: ")]
     assert len(told) == 1
     assert "eq compares them with zero" in told[0]
@@ -356,17 +346,14 @@ def test_gradients_of_the_smallest_values_are_torchs(read):
 def test_readers_that_read_again_in_backward_get_zeros(is_checkpointed, read):
     """Backward, or what a checkpoint repeats, saw the tags: the exponent's gradient was NaN in the first step."""
 
-    class Powers(Net):
-        def __init__(self):
-            super().__init__(
-                lambda h: checkpoint(self.power, h, use_reentrant=False) if is_checkpointed else self.power(h)
-            )
-            self.exponent = nn.Parameter(torch.full((4, 1, 1), 1.5))
+    def run(m, x):
+        h = m.act(m.bn(m.conv(x)))
+        power = checkpoint(read, h, m.exponent, use_reentrant=False) if is_checkpointed else read(h, m.exponent)
+        return m.last(h), power
 
-        def power(self, h):
-            return read(h, self.exponent)
-
-    (layer,) = report(check_training(spread(Powers()), images())).layers
+    model = OneNorm(run)
+    model.exponent = nn.Parameter(torch.full((4, 1, 1), 1.5))
+    (layer,) = report(check_training(spread(model), images())).layers
     assert not layer.in_place
 
 
@@ -409,7 +396,7 @@ def test_more_micro_batches_than_are_watched_do_as_torch_once_a_reader_was_seen(
             optimizer.step()
         return seen
 
-    model = spread(Net(lambda h: (h != 0).double().mean())).double()
+    model = spread(OneNorm(reading(lambda h: (h != 0).double().mean()))).double()
     torch.testing.assert_close(steps(convert(copy.deepcopy(model))), steps(model))
 
 

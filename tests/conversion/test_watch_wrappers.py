@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from foreign_nets import conv, spread
+from one_norm import images
 from ranks import on_each_rank
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -18,10 +19,6 @@ from training import check_training, differences, trained
 
 from inplace_abn import _torch, convert, guard, report, revert, set_guard
 from inplace_abn.conversion import watch
-
-
-def images():
-    return torch.randn(2, 3, 8, 8)
 
 
 class Block(nn.Module):
@@ -39,7 +36,7 @@ class Block(nn.Module):
         return h
 
 
-class Net(nn.Module):
+class ReadAndWritten(nn.Module):
     """Two blocks, and a norm that nobody reads or writes to."""
 
     def __init__(self):
@@ -64,7 +61,7 @@ def check_given_up(model):
 
 
 def net():
-    return spread(Net())
+    return spread(ReadAndWritten())
 
 
 def test_readers_and_writers_are_found_together():

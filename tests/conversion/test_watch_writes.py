@@ -2,13 +2,15 @@
 and in all others. The report tells what is saved."""
 
 import copy
+import functools
 import logging
 
 import pytest
 import torch
 import torch.nn.functional as F
-from convertible_nets import HELD, chain, make
+from convertible_nets import HELD, Siblings, chain, make
 from foreign_nets import conv, spread
+from one_norm import OneNorm, images, plain
 from test_instance_norm_convert import NETS
 from torch import nn
 from training import check_training, trained
@@ -17,23 +19,16 @@ from inplace_abn import analyze, convert, guard, report
 from inplace_abn.memory import measure
 
 
-def images():
-    return torch.randn(2, 3, 8, 8)
+def writing(write):
+    """A forward pass. ``write`` gets the activated tensor, and another one of its shape."""
 
+    def run(m, x):
+        x = m.conv(x)
+        h = m.act(m.bn(x))
+        write(h, x)
+        return m.last(h)
 
-class Net(nn.Module):
-    """``write`` gets the activated tensor, and another one of its shape."""
-
-    def __init__(self, write, activation):
-        super().__init__()
-        self.conv, self.bn, self.last = conv(3, 4), nn.BatchNorm2d(4), conv(4, 4)
-        self.activation, self.write = activation, write
-
-    def forward(self, x):
-        x = self.conv(x)
-        h = self.activation(self.bn(x))
-        self.write(h, x)
-        return self.last(h)
+    return run
 
 
 ACTIVATIONS = {
@@ -77,7 +72,7 @@ def tolerance(name):
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("name", ["silu", "hardswish", "leaky_relu"])
 def test_an_output_that_is_written_to_is_as_with_torch_and_the_write_is_named(name, write):
-    model = spread(Net(WRITES[write], ACTIVATIONS[name]))
+    model = spread(OneNorm(writing(WRITES[write]), ACTIVATIONS[name]))
     (layer,) = report(check_training(model, images(), tolerance=tolerance(name))).layers
     assert not layer.in_place
     assert "writes to its output, which backward needs" in layer.why
@@ -86,7 +81,7 @@ def test_an_output_that_is_written_to_is_as_with_torch_and_the_write_is_named(na
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_every_activation_that_keeps_its_input_may_be_written_to(name):
     """``h += x`` after an activation that keeps its input is right with torch, and was an error."""
-    model = spread(Net(WRITES["+="], ACTIVATIONS[name]))
+    model = spread(OneNorm(writing(WRITES["+="]), ACTIVATIONS[name]))
     converted = check_training(model, images(), tolerance=tolerance(name))
     assert "add writes to its output" in report(converted).layers[0].why
     assert "not in place: add writes to its output" in repr(converted.bn)
@@ -94,7 +89,7 @@ def test_every_activation_that_keeps_its_input_may_be_written_to(name):
 
 @pytest.mark.parametrize("activation", [nn.ReLU(), nn.ELU(inplace=True), nn.LeakyReLU(0.1, inplace=True)], ids=str)
 def test_what_torch_refuses_is_refused(activation):
-    model = spread(Net(WRITES["+="], activation))
+    model = spread(OneNorm(writing(WRITES["+="]), activation))
     for made in (model, convert(copy.deepcopy(model))):
         with pytest.raises(RuntimeError, match=r"modified (by an inplace operation|in place)"):
             trained(made.double(), images(), 1)
@@ -170,27 +165,26 @@ def test_what_was_added_has_its_place_in_graphs_of_second_order():
 def test_a_late_write_is_an_error_that_names_the_norm(late):
     """The error named no norm, in a model of fifty."""
     guard.generations.current += 101 - guard.generations.current % 100
-    model = Added(nn.BatchNorm2d(4), True, late=1) if late == "residual" else Net(lambda h, x: None, nn.SiLU())
+    model = Added(nn.BatchNorm2d(4), True, late=1) if late == "residual" else OneNorm(plain, nn.SiLU())
     converted = convert(nn.Sequential(spread(model)))
     optimizer = torch.optim.SGD(converted.parameters(), lr=0.0)
     converted(images()).sum().backward()
     optimizer.step()
     if late == "output":
-        model.write = WRITES["+="]
+        model.run = writing(WRITES["+="])
     name = "0.norm" if late == "residual" else "0.bn"
     with pytest.raises(RuntimeError, match=rf"the {late} of {name} has been modified in place.*filter_fn"):
         converted(images()).sum().backward()
 
 
 def test_a_sum_that_is_written_to_trains_as_with_torch():
-    class Sum(Net):
-        def forward(self, x):
-            x = self.conv(x)
-            h = F.silu(self.bn(x) + x)
-            h += 1.0
-            return self.last(h)
+    def run(m, x):
+        x = m.conv(x)
+        h = F.silu(m.bn(x) + x)
+        h += 1.0
+        return m.last(h)
 
-    (layer,) = report(check_training(spread(Sum(None, None)), images(), tolerance=1e-6)).layers
+    (layer,) = report(check_training(spread(OneNorm(run)), images(), tolerance=1e-6)).layers
     assert "add writes to its output" in layer.why
 
 
@@ -198,16 +192,14 @@ def test_a_sum_that_is_written_to_trains_as_with_torch():
 def test_a_norm_whose_output_is_kept_otherwise_and_written_to_is_refused_as_with_torch(follows):
     """The other one keeps what is written to, so torch refuses as well."""
 
-    class Kept(Net):
-        def forward(self, x):
-            h = self.bn(self.conv(x))
-            z = follows(h)
-            h += 1.0
-            return z, self.last(h)
+    def run(m, x):
+        h = m.bn(m.conv(x))
+        z = m.act(h)
+        h += 1.0
+        return z, m.last(h)
 
-    model = spread(Kept(None, None))
+    model = spread(OneNorm(run, follows))
     for made in (model, convert(copy.deepcopy(model))):
-        follows.double()
         with pytest.raises(RuntimeError, match=r"modified (by an inplace operation|in place)"):
             trained(made.double(), images(), 1)
 
@@ -239,37 +231,28 @@ def retained_and_written_to(h):
     return h.square() + torch.sin(h)
 
 
-class Following(nn.Module):
-    def __init__(self, follow):
-        super().__init__()
-        self.conv, self.bn, self.follow = conv(3, 4), nn.BatchNorm2d(4), follow
-
-    def forward(self, x):
-        return self.follow(self.bn(self.conv(x)))
-
-
 @pytest.mark.parametrize("follow", [kept_and_written_to_by_a_script, retained_and_written_to])
 def test_a_write_below_autograd_or_to_a_retained_tensor_trains_as_with_torch(follow):
     """A scripted function's write was not seen in the watched step; a write to what retains its gradient failed."""
-    check_training(spread(Following(follow)), images())
+    check_training(spread(OneNorm(lambda m, x: follow(m.bn(m.conv(x))))), images())
 
 
-def test_a_way_that_is_first_taken_between_two_watched_steps_is_an_error_and_never_other_numbers():
+def test_a_way_first_taken_between_two_watched_steps_is_an_error_not_other_numbers():
     """Nobody watches such a step, so an output that is written to must not be taken for what it was."""
     guard.generations.current += 101 - guard.generations.current % 100
-    converted = convert(spread(Net(lambda h, x: None, nn.SiLU())))
+    converted = convert(spread(OneNorm(writing(lambda h, x: None), nn.SiLU())))
     optimizer = torch.optim.SGD(converted.parameters(), lr=0.0)
     for _ in range(3):
         converted(images()).sum().backward()
         optimizer.step()
-    converted.write = WRITES["+="]
+    converted.run = writing(WRITES["+="])
     with pytest.raises(RuntimeError, match="has been modified in place, but its backward needs it"):
         converted(images()).sum().backward()
 
 
 def test_a_write_is_told_once_with_its_name_and_the_layers(logged):
     records = logged(logging.INFO)
-    check_training(spread(Net(WRITES["+="], nn.SiLU())), images(), tolerance=1e-6)
+    check_training(spread(OneNorm(writing(WRITES["+="]), nn.SiLU())), images(), tolerance=1e-6)
     told = [record.getMessage() for record in records if record.getMessage().startswith("bn: ")]
     assert len(told) == 1
     assert "add writes to its output" in told[0]
@@ -279,43 +262,21 @@ class Subclass(nn.BatchNorm2d):
     """A norm that is not converted."""
 
 
-class Siblings(nn.Module):
-    """Two norms of one input. Each by itself saves nothing. Both together save their input."""
-
-    def __init__(self, kind=nn.BatchNorm2d):
-        super().__init__()
-        self.conv, self.last = conv(4, 4), conv(8, 4)
-        self.first, self.second = nn.BatchNorm2d(4), kind(4)
-
-    def forward(self, x):
-        x = self.conv(x)
-        return self.last(torch.cat([F.relu(self.first(x)), F.relu(self.second(x))], 1))
-
-
-def wired(forward):
-    class Wired(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv, self.bn, self.last = conv(4, 8), nn.BatchNorm2d(8), conv(8, 8)
-
-        def forward(self, x):
-            return forward(self, x)
-
-    return Wired
-
-
+RUNS = {
+    "input kept by exp": lambda m, x: m.last(F.relu(m.bn(m.conv(x).exp()))),
+    "input read again": lambda m, x: m.last(F.relu(m.bn(y := m.conv(x)))) * y,
+    "a residual that nobody keeps": lambda m, x: m.last(F.relu(m.bn(m.conv(x)) + m.last(m.conv(x)))),
+    "residual and input": lambda m, x: m.last(F.relu(m.bn(y := m.conv(x)) + y)),
+    "two in a row": lambda m, x: m.last(F.silu(m.bn(F.silu(m.bn(m.conv(x)))))),
+    "prelu": lambda m, x: m.last(F.prelu(m.bn(m.conv(x)), m.bn.weight)),
+    "convolution": lambda m, x: m.last(m.bn(m.conv(x))),
+    "gelu": lambda m, x: m.last(F.gelu(m.bn(m.conv(x)))),
+}
 SAVING = {
     "chain": lambda: chain(4),
     "siblings": Siblings,
     "siblings of which one is converted": lambda: Siblings(Subclass),
-    "input kept by exp": wired(lambda m, x: m.last(F.relu(m.bn(m.conv(x).exp())))),
-    "input read again": wired(lambda m, x: m.last(F.relu(m.bn(y := m.conv(x)))) * y),
-    "a residual that nobody keeps": wired(lambda m, x: m.last(F.relu(m.bn(m.conv(x)) + m.last(m.conv(x))))),
-    "residual and input": wired(lambda m, x: m.last(F.relu(m.bn(y := m.conv(x)) + y))),
-    "two in a row": wired(lambda m, x: m.last(F.silu(m.bn(F.silu(m.bn(m.conv(x))))))),
-    "prelu": wired(lambda m, x: m.last(F.prelu(m.bn(m.conv(x)), m.bn.weight))),
-    "convolution": wired(lambda m, x: m.last(m.bn(m.conv(x)))),
-    "gelu": wired(lambda m, x: m.last(F.gelu(m.bn(m.conv(x))))),
+    **{name: functools.partial(OneNorm, run, inputs=4, channels=8) for name, run in RUNS.items()},
 }
 
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from analyzed_nets import Net, images, plain
+from convertible_nets import Siblings
 from foreign_nets import CalledActivation, conv, spread
+from one_norm import OneNorm, activated_twice, images, multiplied, plain, without_grad
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from training import check_training
@@ -31,84 +32,67 @@ class Doubled(torch.autograd.Function):
 
 def skipped(m, x):
     x = m.conv(x)
-    return m.last(m.relu(m.bn(x))) + x
+    return m.last(m.act(m.bn(x))) + x
 
 
 def concatenated(m, x):
     x = m.conv(x)
-    return torch.cat([m.last(m.relu(m.bn(x))), x], 1)
+    return torch.cat([m.last(m.act(m.bn(x))), x], 1)
 
 
 def stored(m, x):
     m.feature = m.conv(x)
-    y = m.last(m.relu(m.bn(m.feature)))
+    y = m.last(m.act(m.bn(m.feature)))
     # A model with a tensor that is no leaf cannot be copied.
     del m.feature
     return y
 
 
 def called_twice(m, x):
-    return m.last(m.relu(m.bn(m.last(m.relu(m.bn(m.conv(x)))))))
+    return m.last(m.act(m.bn(m.last(m.act(m.bn(m.conv(x)))))))
 
 
 def returned(m, x):
     y = m.conv(x)
-    return m.last(m.relu(m.bn(y))), y
+    return m.last(m.act(m.bn(y))), y
 
 
 def returned_in_an_object(m, x):
     y = m.conv(x)
-    return {"features": [y], "logits": m.last(m.relu(m.bn(y)))}
-
-
-def activated_twice(m, x):
-    y = m.bn(m.conv(x))
-    return m.last(m.relu(y)) + y
+    return {"features": [y], "logits": m.last(m.act(m.bn(y)))}
 
 
 def returned_before_activation(m, x):
     y = m.bn(m.conv(x))
-    return m.last(m.relu(y)), y
-
-
-def multiplied(m, x):
-    y = m.bn(m.conv(x))
-    y *= 2
-    return m.last(y)
-
-
-def without_grad(m, x):
-    with torch.no_grad():
-        y = m.relu(m.bn(m.conv(x)))
-    return m.last(y)
+    return m.last(m.act(y)), y
 
 
 def read_in_evaluation(m, x):
     x = m.conv(x)
-    y = m.last(m.relu(m.bn(x)))
+    y = m.last(m.act(m.bn(x)))
     return y if m.training else y + x
 
 
 def led_nowhere(m, x):
-    m.relu(m.bn(m.conv(x))).sum()
+    m.act(m.bn(m.conv(x))).sum()
     return m.last(m.conv(x))
 
 
 def another_way_by_value(m, x):
     y = m.conv(x)
-    z = m.last(m.relu(m.bn(y)))
+    z = m.last(m.act(m.bn(y)))
     return z * (1.0 if y.mean().item() > 1e9 else 2.0)
 
 
 def view_read_again(m, x):
     y = m.conv(x)
     flat = y.flatten(2).transpose(1, 2)
-    return m.last(m.relu(m.bn(y))) + flat.transpose(1, 2).view(2, 4, 8, 8)
+    return m.last(m.act(m.bn(y))) + flat.transpose(1, 2).view(2, 4, 8, 8)
 
 
 def read_before(m, x):
     y = m.bn(m.conv(x))
-    return m.last(m.relu(y) if y.sum() > -1e9 else y)
+    return m.last(m.act(y) if y.sum() > -1e9 else y)
 
 
 def freed_before(m, x):
@@ -120,19 +104,19 @@ def freed_before(m, x):
 
 WIRINGS = {
     "called twice": called_twice,
-    "of an input of the model": lambda m, x: m.last(m.relu(m.bn(x[:, :1].expand(-1, 4, -1, -1)))),
-    "of a parameter": lambda m, x: m.relu(m.bn(m.last.weight)),
-    "of a part of a tensor": lambda m, x: m.last(m.relu(m.bn(torch.cat([m.conv(x)] * 2, 1).chunk(2, 1)[0]))),
-    "of a split that is whole": lambda m, x: m.last(m.relu(m.bn(m.conv(x).split(4, 1)[0]))),
-    "of a view": lambda m, x: m.last(m.relu(m.bn(m.conv(x).flatten(2).view(2, 4, 8, 8)))),
-    "of a sigmoid": lambda m, x: m.last(m.relu(m.bn(torch.sigmoid(m.conv(x))))),
-    "of a view of a sigmoid": lambda m, x: m.last(m.relu(m.bn(torch.sigmoid(m.conv(x).flatten(1)).view(2, 4, 8, 8)))),
-    "of exp": lambda m, x: m.last(m.relu(m.bn(m.conv(x).exp()))),
-    "of a custom function": lambda m, x: m.last(m.relu(m.bn(Doubled.apply(m.conv(x))))),
-    "of a view of a custom function": lambda m, x: m.last(m.relu(m.bn(Doubled.apply(m.conv(x)).view(2, 4, 64, 1)))),
+    "of an input of the model": lambda m, x: m.last(m.act(m.bn(x[:, :1].expand(-1, 4, -1, -1)))),
+    "of a parameter": lambda m, x: m.act(m.bn(m.last.weight)),
+    "of a part of a tensor": lambda m, x: m.last(m.act(m.bn(torch.cat([m.conv(x)] * 2, 1).chunk(2, 1)[0]))),
+    "of a split that is whole": lambda m, x: m.last(m.act(m.bn(m.conv(x).split(4, 1)[0]))),
+    "of a view": lambda m, x: m.last(m.act(m.bn(m.conv(x).flatten(2).view(2, 4, 8, 8)))),
+    "of a sigmoid": lambda m, x: m.last(m.act(m.bn(torch.sigmoid(m.conv(x))))),
+    "of a view of a sigmoid": lambda m, x: m.last(m.act(m.bn(torch.sigmoid(m.conv(x).flatten(1)).view(2, 4, 8, 8)))),
+    "of exp": lambda m, x: m.last(m.act(m.bn(m.conv(x).exp()))),
+    "of a custom function": lambda m, x: m.last(m.act(m.bn(Doubled.apply(m.conv(x))))),
+    "of a view of a custom function": lambda m, x: m.last(m.act(m.bn(Doubled.apply(m.conv(x)).view(2, 4, 64, 1)))),
     "input added": skipped,
     "input concatenated": concatenated,
-    "input and output concatenated": lambda m, x: torch.cat([m.relu(m.bn(y := m.conv(x))), y], 1),
+    "input and output concatenated": lambda m, x: torch.cat([m.act(m.bn(y := m.conv(x))), y], 1),
     "input stored": stored,
     "input returned": returned,
     "input returned in an object": returned_in_an_object,
@@ -144,7 +128,7 @@ WIRINGS = {
     "output multiplied in place": multiplied,
     "relu6 in place": lambda m, x: m.last(F.relu6(m.bn(m.conv(x)), inplace=True)),
     "nothing follows": lambda m, x: m.bn(m.conv(x)),
-    "checkpointed": lambda m, x: m.last(checkpoint(lambda x: m.relu(m.bn(m.conv(x))), x, use_reentrant=False)),
+    "checkpointed": lambda m, x: m.last(checkpoint(lambda x: m.act(m.bn(m.conv(x))), x, use_reentrant=False)),
     "without grad": without_grad,
     "not called": lambda m, x: m.last(m.conv(x)),
     "leads nowhere": led_nowhere,
@@ -159,29 +143,15 @@ WIRINGS = {
 
 @pytest.mark.parametrize("name", WIRINGS)
 def test_a_model_of_any_wiring_trains_as_it_did(name):
-    model = spread(Net(WIRINGS[name]))
+    model = spread(OneNorm(WIRINGS[name]))
     converted = check_training(model, images())
     assert type(converted.bn) is InPlaceBatchNorm2d
-    assert type(converted.relu) is nn.ReLU
+    assert type(converted.act) is nn.ReLU
     assert verify(model, convert(copy.deepcopy(model)), images())
 
 
-class Siblings(nn.Module):
-    """Two norms of one input, which is held as long as one of them needs it."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv, self.last = conv(3, 4), conv(8, 4)
-        self.first, self.second = nn.BatchNorm2d(4), nn.BatchNorm2d(4)
-
-    def forward(self, x):
-        x = self.conv(x)
-        return self.last(torch.cat([F.relu(self.first(x)), F.relu(self.second(x))], 1))
-
-
 def test_two_norms_of_one_input_save_it_together():
-    """Each norm by itself saves nothing. Both together save their input."""
-    model, x = spread(Siblings()), torch.randn(4, 3, 32, 32)
+    model, x = spread(Siblings()), torch.randn(4, 4, 32, 32)
     check_training(model, x)
     size = 4 * 4 * 4 * 32 * 32
     native = measure(model, x).held
@@ -192,16 +162,16 @@ def test_two_norms_of_one_input_save_it_together():
 
 @pytest.mark.parametrize("hook", ["producer keeps", "producer's backward", "activation", "own forward"])
 def test_hooks_and_forward_passes_of_their_own_change_nothing(hook):
-    model, seen = spread(Net(plain)), []
+    model, seen = spread(OneNorm(plain)), []
     if hook == "producer keeps":
         model.conv.register_forward_hook(lambda module, args, y: seen.append(y.shape))
     elif hook == "producer's backward":
         model.conv.register_full_backward_hook(lambda *_: None)
     elif hook == "activation":
-        model.relu.register_forward_hook(lambda module, args, z: seen.append(z.shape))
+        model.act.register_forward_hook(lambda module, args, z: seen.append(z.shape))
         model.bn.register_forward_hook(lambda *_: None)
     else:
-        model.relu.forward = model.relu.forward
+        model.act.forward = model.act.forward
     check_training(model, images())
     assert len(set(seen)) <= 1
 

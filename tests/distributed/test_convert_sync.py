@@ -13,7 +13,9 @@ from inplace_abn import active_group, convert, distributed, guard, set_active_gr
 from inplace_abn.conversion.norms import InPlaceNorm
 
 
-class Net(nn.Module):
+class ThreeNorms(nn.Module):
+    """Norms before a relu, an addition in place, and tanh."""
+
     def __init__(self, gamma):
         super().__init__()
         self.conv1, self.bn1 = nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)
@@ -35,7 +37,7 @@ def test_converted_norms_synchronise_in_the_active_group(kind):
     """set_active_group passed converted norms by, so they went on with the default group."""
     guard.generations.current = 0
     torch.manual_seed(0)
-    net = Net(0.7).double()
+    net = ThreeNorms(0.7).double()
     shared = copy.deepcopy(net)
     if kind == "SyncBatchNorm":
         shared = nn.SyncBatchNorm.convert_sync_batchnorm(shared)
@@ -54,7 +56,7 @@ def test_converted_norms_synchronise_in_the_active_group(kind):
 def test_a_converted_net_equals_one_process_on_the_whole_batch(gamma, kind):
     guard.generations.current = 0
     torch.manual_seed(0)
-    net = Net(gamma).double()
+    net = ThreeNorms(gamma).double()
     shared = copy.deepcopy(net)
     if kind == "SyncBatchNorm":
         shared = nn.SyncBatchNorm.convert_sync_batchnorm(shared)

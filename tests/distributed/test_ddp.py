@@ -33,7 +33,7 @@ NORMS = {
 }
 
 
-class Net(nn.Module):
+class Branched(nn.Module):
     """A residual net with a branch that may stay unused."""
 
     def __init__(self, norm):
@@ -56,7 +56,7 @@ class Net(nn.Module):
 
 def net(norm):
     torch.manual_seed(0)
-    return Net(NORMS[norm])
+    return Branched(NORMS[norm])
 
 
 def shares(step):

@@ -3,7 +3,7 @@ a new one is."""
 
 import pytest
 import torch
-from test_guard_hostile import error_of_dx, layer
+from modes import error_of_dx, layer
 from torch import nn
 
 from inplace_abn import InPlaceABNSync, InPlaceInstanceNorm, convert, guard, set_guard

@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 import torch
-from modes import optimize
+from modes import layer, optimize
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -27,13 +27,6 @@ MEASURED = {
     "identity bf16 beta / gamma 20: 5 to 7 %": ("identity", "bf16", 1.0, 20.0),
     "relu bf16 beta / gamma 20: 5 to 7 %": ("relu", "bf16", 0.5, 10.0),
 }
-
-
-def layer(activation="relu", gamma=1.0, beta=0.0, channels=8, **options):
-    module = InPlaceABN(channels, activation=activation, activation_param=1.0, signed_weight=True, **options)
-    nn.init.constant_(module.weight, gamma)
-    nn.init.constant_(module.bias, beta)
-    return module
 
 
 def values(dtype=torch.float32, channels=8):

@@ -5,8 +5,7 @@ import copy
 
 import pytest
 import torch
-from modes import the_mode
-from test_guard_hostile import error_of_dx, layer
+from modes import error_of_dx, layer, the_mode
 from torch import nn
 from torch.nn.utils import prune
 

@@ -89,6 +89,12 @@ def relative_error(actual, expected):
     return (difference / expected.detach().norm().clamp_min(1e-30)).item()
 
 
+def assert_matches(actual, expected, allowed):
+    for name, value in expected.items():
+        if value is not None:
+            assert relative_error(actual[name], value) < allowed, name
+
+
 def stats_dtype(dtype):
     return torch.float64 if dtype == torch.float64 else torch.float32
 

@@ -1,4 +1,4 @@
-"""A net that is converted and then compiled, and what a step with it gives and holds."""
+"""A net that is converted and then compiled, and what a step with it holds."""
 
 import copy
 
@@ -26,7 +26,7 @@ PLANE = 4 * 9 * 10
 """The number of values of a channel in the batches of the tests. A tensor with fewer values is no activation."""
 
 
-class Net(nn.Module):
+class ChainAndBlocks(nn.Module):
     """A chain, and two residual blocks. The other branch of the first block is a norm, too. All share one
     activation."""
 
@@ -55,7 +55,7 @@ class Net(nn.Module):
         return self.last(self.activation(self.block(3, b) + b))
 
 
-class Small(Net):
+class ChainAndBlock(ChainAndBlocks):
     """A chain and a residual block. A backend compiles them to C++ or Triton in half the time."""
 
     blocks = 2
@@ -65,7 +65,7 @@ class Small(Net):
         return self.last(self.activation(self.block(1, a) + a))
 
 
-def made(activation="relu", device="cpu", kind=Net):
+def made(activation="relu", device="cpu", kind=ChainAndBlocks):
     torch.manual_seed(3)
     return kind(ACTIVATIONS[activation]).to(device, torch.float64)
 
@@ -75,17 +75,9 @@ def batch(device="cpu", shape=(4, 3, 9, 10)):
     return torch.randn(shape, dtype=torch.float64, device=device)
 
 
-def step(function, module, x):
-    module.zero_grad()
-    x = x.clone().requires_grad_()
-    y = function(x)
-    (y * y.detach().cos()).sum().backward()
-    return [y.detach(), x.grad, *(p.grad.clone() for p in module.parameters()), *(b.clone() for b in module.buffers())]
-
-
 def held(function, x):
-    """Bytes of activations that autograd keeps. x needs a gradient as in `step`, or a compiled function would be
-    compiled once more."""
+    """Bytes of activations that autograd keeps. x needs a gradient as in `compiled_nets.step`, or a compiled function
+    would be compiled once more."""
     sizes = {}
 
     def pack(t):

@@ -35,6 +35,25 @@ def drawn(device):
     return [torch.randn(SHAPE, dtype=torch.float64, device=device), *parameters(SHAPE[1], torch.float64, device)[:2]]
 
 
+def gradients(function, device):
+    """What ``function`` of x, weight and bias returns, and their gradients."""
+    leaves = [t.requires_grad_() for t in drawn(device)]
+    y = function(*leaves)
+    (y * y.detach().cos()).sum().backward()
+    return [y, *(t.grad for t in leaves)]
+
+
+def step(function, module, x):
+    """What a training step gives: outputs, gradients and buffers. ``function`` is the module or calls it."""
+    module.zero_grad()
+    x = x.clone().requires_grad_()
+    y = function(x)
+    if y.requires_grad:
+        (y * y.detach().cos()).sum().backward()
+    gradients = [None if t.grad is None else t.grad.clone() for t in (x, *module.parameters())]
+    return [y.detach(), *gradients, *(b.clone() for b in module.buffers())]
+
+
 def assert_same(actual, expected):
     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
 

@@ -5,9 +5,10 @@ import itertools
 from contextlib import nullcontext
 
 import torch
+from buffers import identity_hooks
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
-from wired_nets import Net, Retained, Unchanged, ramp
+from wired_nets import Retained, Unchanged, WiredNet, ramp
 from wirings import WIRINGS
 
 # --- Losses and ways of calling backward: (net, run) -> gradients beside the leaves' .grad ---------------------------
@@ -173,10 +174,6 @@ def kept_in_hooks():
     return saved_tensors_hooks(pack, lambda i: kept[i].view_as(kept[i]))
 
 
-def identity_hooks():
-    return saved_tensors_hooks(lambda t: t, lambda t: t)
-
-
 CONTEXTS = {
     "plain": under(nullcontext),
     "checkpoint": checkpointed(False),
@@ -195,7 +192,7 @@ CONTEXTS = {
 
 def evaluate(row, inplace, device):
     """Everything a user can see after backward: loss and gradients returned, .grad of leaves, and what was kept."""
-    n = Net(row, inplace, device)
+    n = WiredNet(row, inplace, device)
     results = LOSSES[row.loss](n, CONTEXTS[row.context](n, WIRINGS[row.wiring]))
     gc.collect(0)
     return {

@@ -6,10 +6,10 @@ from torch import nn
 
 
 def spread(model, seed=0):
-    """Gives BatchNorms weights and biases as training leaves them. Weights have both signs and are away from zero."""
+    """Gives norms weights and biases as training leaves them. Weights have both signs and are away from zero."""
     generator = torch.Generator().manual_seed(seed)
     for module in model.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.weight is not None:
+        if isinstance(module, nn.modules.batchnorm._NormBase) and module.weight is not None:
             with torch.no_grad():
                 magnitude = torch.empty(module.num_features).uniform_(0.5, 1.5, generator=generator)
                 sign = torch.where(torch.rand(module.num_features, generator=generator) < 0.3, -1.0, 1.0)

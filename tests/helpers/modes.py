@@ -1,9 +1,31 @@
-"""Modes of the guard, for tests: looked at, set, and changed as an optimizer changes them."""
+"""A layer that is guarded, and modes of the guard: looked at, set, and changed as an optimizer changes them."""
 
 import torch
+from torch import nn
 
-from inplace_abn import guard
+from inplace_abn import ABN, InPlaceABN, guard
 from inplace_abn.guard.modes import State
+
+
+def layer(activation="relu", gamma=1.0, beta=0.0, channels=8, **options):
+    module = InPlaceABN(channels, activation=activation, activation_param=1.0, signed_weight=True, **options)
+    nn.init.constant_(module.weight, gamma)
+    nn.init.constant_(module.bias, beta)
+    return module
+
+
+def error_of_dx(module, x, residual=None):
+    """The error of dx against float64, for a gradient that is correlated with x."""
+    exact = ABN(module.num_features, module.eps, activation=module.activation, activation_param=module.activation_param)
+    exact.load_state_dict(module.state_dict())
+    exact.double().train(module.training)
+    dz = (torch.randn(x.shape) + 2 * x.float()).to(x.dtype)
+    found = []
+    for twin, dtype in ((module, x.dtype), (exact, torch.float64)):
+        leaf = x.to(dtype).clone().requires_grad_()
+        twin(leaf * 1, None if residual is None else residual.to(dtype)).backward(dz.to(dtype))
+        found.append(leaf.grad.double())
+    return ((found[0] - found[1]).norm() / found[1].norm()).item()
 
 
 def the_mode(module):

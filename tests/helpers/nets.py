@@ -67,7 +67,7 @@ class InvertedResidual(nn.Module):
         return self.project(h * scale) + x
 
 
-class Net(nn.Module):
+class Classifier(nn.Module):
     """Stem, blocks, classifier."""
 
     def __init__(self, norm, activation, block, channels=8, blocks=3, classes=5):
@@ -98,11 +98,11 @@ class Segmenter(nn.Module):
 
 
 def resnet(norm, activation):
-    return Net(norm, activation, ResidualBlock)
+    return Classifier(norm, activation, ResidualBlock)
 
 
 def efficientnet(norm, activation):
-    return Net(norm, activation, InvertedResidual)
+    return Classifier(norm, activation, InvertedResidual)
 
 
 def segmenter(norm, activation):

@@ -111,7 +111,8 @@ class _Ranks:
                 (0, f"rank {rank} of {world_size} was still here: {(folder / f'stack-{rank}').read_text()}")
                 for rank in running.values()
             ]
-        if running or not all(process.is_alive() for process in self.processes):
+        # Ranks of which one has failed do not agree on what groups there were, and would wait for each other in vain.
+        if failures or not all(process.is_alive() for process in self.processes):
             self._kill()
         if failures:
             pytest.fail("\n".join(what for _, what in sorted(failures)), pytrace=False)

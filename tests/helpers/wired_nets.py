@@ -27,7 +27,7 @@ class Row(NamedTuple):
         return ", ".join([self.wiring, *special])
 
 
-class Net:
+class WiredNet:
     """Leaves, layers, and tensors that the caller keeps. Layers are in place if ``inplace``, and the oracle
     otherwise."""
 

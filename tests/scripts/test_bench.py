@@ -19,18 +19,10 @@ from benchmark.contenders import CHECKPOINT, COMPILE, EAGER, FLOOR, OURS, PEER, 
 
 from inplace_abn.kernels import ops
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
 FP32 = Setting("fp32", "contiguous")
 TINY = Case(CORE, (2, 4, 5, 5), *FP32, "relu")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Runs on one thread. Tensors are so small here that several threads would only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def results(name, activation, x, dz):

@@ -104,8 +104,7 @@ def test_without_the_node_there_is_one_line_of_information_and_no_feature_less(f
 @pytest.mark.skipif(functions._node is None, reason="built without the node")
 def test_the_environment_turns_the_node_off():
     for value, name in (("0", "InPlaceABNFunctionBackward"), ("1", "CppFunction")):
-        environment = os.environ | {"INPLACE_ABN_NODE": value}
-        result = subprocess.run([sys.executable, "-c", TRAIN], env=environment, capture_output=True, text=True)
+        result = fresh.run_code(TRAIN, INPLACE_ABN_NODE=value)
         assert result.stdout.split() == [name, "True"]
         assert "inplace_abn" not in result.stderr
 
@@ -270,11 +269,14 @@ def node_of_wheel(tmp_path_factory):
         pytest.skip("needs the source tree and a C++ compiler")
     folder = tmp_path_factory.mktemp("node")
     include = Path(cpp_extension.include_paths()[0])
-    sources = [str(root / "src/node" / name) for name in ("node.cpp", "ops.cpp", "waiting.cpp")]
+    # One file includes the sources, so that torch's headers are read once. Reading them takes most of the time.
+    source = folder / "all.cpp"
+    files = (root / "src/node" / name for name in ("node.cpp", "ops.cpp", "waiting.cpp"))
+    source.write_text("".join(f'#include "{file}"\n' for file in files))
     includes = [f"-I{include}", f"-I{include / 'torch/csrc/api/include'}"]
     libraries = [f"-L{path}" for path in cpp_extension.library_paths()] + ["-ltorch_cpu", "-lc10"]
     options = ["-std=c++20", "-O1", "-fPIC", "-shared", "-fvisibility=hidden", "-o", str(folder / LIBRARY)]
-    subprocess.run([os.environ.get("CXX", "c++"), *options, *includes, *sources, *libraries], check=True)
+    subprocess.run([os.environ.get("CXX", "c++"), *options, *includes, str(source), *libraries], check=True)
     return folder / LIBRARY
 
 
@@ -319,8 +321,7 @@ def test_source_distribution_holds_all_that_a_build_needs(source_tree, tmp_path)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at Linux's list of mapped files")
 def test_the_only_pool_of_threads_is_torchs():
-    code = "import inplace_abn; print(open('/proc/self/maps').read())"
-    maps = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    maps = fresh.run_code("import inplace_abn; print(open('/proc/self/maps').read())").stdout
     libraries = {Path(line.split()[-1]).name for line in maps.splitlines() if ".so" in line}
     assert KERNELS.name in libraries
     assert len([name for name in libraries if name.startswith(("libgomp", "libomp", "libiomp"))]) == 1

@@ -227,21 +227,6 @@ def test_the_hook_gives_links_that_are_right_inside_docs():
     assert relinked("[b](../CONTRIBUTING.md#test)", ROOT / "docs") == "[b](contributing.md#test)"
 
 
-def test_the_models_table_is_written_between_its_markers():
-    import models_table
-
-    text = models_table.written("a\n<!-- models -->\nold\n<!-- /models -->\nb", "new\n")
-    assert text == "a\n<!-- models -->\nnew\n<!-- /models -->\nb"
-    with pytest.raises(ValueError, match="expected one"):
-        models_table.written("a", "new\n")
-    usage = {"native": {"held": 4 << 20, "peak": 8 << 20}, "converted": {"held": 1 << 20, "peak": 6 << 20}}
-    name = "timm resnet50"
-    assert models_table.row(name, usage | {"time": 0.98}) == (
-        "| timm resnet50 | 8x3x224x224 | 4.0 MiB → 1.0 MiB, **-75%** | 8.0 MiB → 6.0 MiB, **-25%** | 0.98 of native |"
-    )
-    assert models_table.row(name, usage).endswith("| - |")
-
-
 def test_forward_and_backward_take_half_of_the_memory_picture_each_whatever_their_times():
     times = [(0.0, 1), (1.0, 2), (90.0, 3), (91.0, 2), (91.5, 1), (99.0, 0)]
     assert _places(Usage(3, 3, tuple(times), 90.0)) == pytest.approx([0, 1 / 3, 2 / 3, 1, 4 / 3, 5 / 3])

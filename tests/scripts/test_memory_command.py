@@ -61,10 +61,10 @@ def test_the_command_prints_both_reports_and_draws(capsys, tmp_path):
 def test_the_command_ends_with_two_lines_that_do_the_same(model, options, capsys, tmp_path, monkeypatch):
     (tmp_path / "two_inputs.py").write_text(
         "from torch import nn\n"
-        "class Net(nn.Sequential):\n"
+        "class Named(nn.Sequential):\n"
         "    def forward(self, x, y):\n"
         "        return super().forward(x + y)\n"
-        "net = Net(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.SiLU(), nn.Conv2d(4, 4, 1))\n"
+        "net = Named(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.SiLU(), nn.Conv2d(4, 4, 1))\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     main([model, "--input", "2x3x16x16", *options, "--convert"])
