@@ -50,7 +50,7 @@ def fits(plan: Plan, module: Any, x: Tensor) -> bool:
     # Under hooks a checkpoint may repeat an earlier generation's call.
     if _torch.top_saved_tensors_hooks(True) is not None or functions.node_in_cpp() is None:
         return False
-    weight, bias = module.weight, module.bias
+    weight, bias = _parameters(module)
     requires_grad = x.requires_grad or (weight is not None and weight.requires_grad)
     return bool(requires_grad or (bias is not None and bias.requires_grad))
 
@@ -59,16 +59,24 @@ def call(plan: Plan, module: Any, x: Tensor, look: guard.Look) -> tuple[NormCall
     """Calls the norm. Returns the call and its result, which has no graph."""
     node, buffers, settings = functions.node_in_cpp(), module._buffers, plan.settings
     assert node is not None
-    weight, bias, running = module.weight, module.bias, (None, None, None)
+    (weight, bias), running = _parameters(module), (None, None, None)
     if module.track_running_stats:
         running = buffers.get("running_mean"), buffers.get("running_var"), buffers.get("num_batches_tracked")
     z, var, *copies = node.norm(x, weight, bias, *running, module.momentum, settings.eps, plan.code, plan.applied[1])
     return NormCall(module, x, Operands(weight, bias), None, Values(copies[0], copies[1], var), settings, look), z
 
 
+def _parameters(module: Any) -> tuple[Tensor | None, Tensor | None]:
+    """Weight and bias. The dictionary is read directly, because attribute access of modules is slow."""
+    try:
+        return module._parameters["weight"], module._parameters["bias"]
+    except KeyError:  # torch.nn.utils.parametrize turns parameters into properties
+        return module.weight, module.bias
+
+
 def _like(module: Any, x: Tensor) -> tuple[Any, ...]:
     """What must be the same in all calls of a plan. Parameters move and change their dtype without a new version."""
-    weight = module.weight
+    weight, _ = _parameters(module)
     of_weight = None if weight is None else (weight.shape, weight.dtype, weight.device)
     of_module = module.training, module.track_running_stats, module.eps, module.momentum
     return x.shape, x.stride(), x.dtype, x.device, of_weight, *of_module

@@ -25,7 +25,6 @@ from torch import Tensor
 from inplace_abn import reference
 from inplace_abn.activations import Activation, in_effect
 from inplace_abn.kernels import ops
-from inplace_abn.reference import channel_mean
 from inplace_abn.settings import Settings
 
 _SAMPLE = 1 << 17
@@ -103,40 +102,41 @@ def measured(
     affine = y
     if residual is not None:
         y = y + residual
-    slope, torch_slope = (_slope(entry, t, settings.activation_param) for t in (y, y.to(x.dtype).double()))
+    slope, torch_slope = _slope(entry, torch.stack([y, y.to(x.dtype).double()]), settings.activation_param).unbind()
     ops.run(ops.forward, [x], x, mean, var, weight, bias, residual, *settings.arithmetic(), True)
     recovered_xhat, recovered = _recovered(x, weight, bias, residual, settings)
     # Where the slope jumps, the rounding of y decides on which side it lies, in torch as well. The nearer slope counts.
     slope = torch.where((recovered - torch_slope).abs() < (recovered - slope).abs(), torch_slope, slope)
 
-    def seen(t: Tensor) -> Tensor:
-        return reference.per_channel(t, x)
+    # Each row is a channel. All tensors here are of these values, for each dz that is considered.
+    xhat, affine, slope, recovered_xhat, recovered = (
+        t.transpose(0, 1).flatten(1) for t in (xhat, affine, slope, recovered_xhat, recovered)
+    )
+    dz = torch.stack([xhat, slope * xhat])
 
     # dx is the sum of dy, a multiple of y and a constant. It rounds once more, in the precision of the arithmetic.
     unit = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps / 2
-    rounding = unit**2 / 3 * channel_mean(affine.square()) / gamma.square()
+    rounding = unit**2 / 3 * affine.square().mean(dim=-1) / gamma.square()
     # A slope that is too small for the dtype counts as zero, and must not make the relative error large.
     least = torch.finfo(x.dtype).smallest_normal ** 2
-    scale = (gamma * inv_std).square()
-
-    def of_dx(dz: Tensor) -> tuple[Tensor, Tensor]:
-        dy = slope * dz
-        error = recovered * dz - dy
-        added = torch.zeros_like(scale)
-        if settings.training:
-            projection, recovered_projection = channel_mean(xhat * dy), channel_mean(recovered_xhat * recovered * dz)
-            error -= seen(channel_mean(error)) + recovered_xhat * seen(recovered_projection) - xhat * seen(projection)
-            added = rounding * projection.square()
-        size = channel_mean(dy.square()) + least * channel_mean(dz.square())
-        return (channel_mean(error.square()) + added) * scale, size * scale
-
-    errors, sizes = map(torch.stack, zip(of_dx(xhat), of_dx(slope * xhat), strict=True))
+    scale, variance = (gamma * inv_std).square(), var.double() + settings.eps
+    dy, recovered_dy = slope * dz, recovered * dz
+    error = recovered_dy - dy
+    added = torch.zeros_like(scale)
+    if settings.training:
+        projection = (xhat * dy).mean(dim=-1, keepdim=True)
+        recovered_projection = (recovered_xhat * recovered_dy).mean(dim=-1, keepdim=True)
+        error = error - error.mean(dim=-1, keepdim=True) - recovered_xhat * recovered_projection + xhat * projection
+        added = rounding * projection.squeeze(-1).square()
+    errors = error.square().mean(dim=-1) + added
+    sizes = (dy.square() + least * dz.square()).mean(dim=-1)
     # A channel of large variance has a small share in dx, unless its dz is larger by the same factor.
-    shares = 1.0, var.double() + settings.eps
-    layer = [_ratio((errors * share).sum(dim=1), (sizes * share).sum(dim=1)).max() for share in shares]
-    error = channel_mean((recovered_xhat * recovered - xhat * slope).square())
-    size = channel_mean(slope.square()) + least
-    return Errors(torch.sqrt(torch.maximum(*layer)), torch.sqrt(_ratio(error, size)))
+    shares = scale * torch.stack([torch.ones_like(variance), variance])
+    # Of shape (2, dz, share). A product of matrices would not be deterministic on every device.
+    layer = (torch.stack([errors, sizes]).unsqueeze(2) * shares).sum(dim=-1)
+    error = (recovered_xhat * recovered - xhat * slope).square().mean(dim=-1)
+    size = slope.square().mean(dim=-1) + least
+    return Errors(torch.sqrt(_ratio(layer[0], layer[1]).max()), torch.sqrt(_ratio(error, size)))
 
 
 def _ratio(error: Tensor, size: Tensor) -> Tensor:
