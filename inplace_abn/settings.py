@@ -56,7 +56,7 @@ class Settings(NamedTuple):
 
     def activating(self, activation: tuple[str, float]) -> Settings:
         """The settings with another activation and its parameter."""
-        return self._replace(activation=activation[0], activation_param=activation[1])
+        return Settings._make((*activation, *self[2:]))
 
     def arithmetic(self) -> tuple[float, bool, int, float]:
         """The arguments that every op has in common."""

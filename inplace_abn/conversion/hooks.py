@@ -22,10 +22,14 @@ class _Root:
         self.calls: Counter[tuple[bool, bool]] = Counter()
         """The watched calls of the generation, by training and evaluation, with and without gradients."""
 
-    def is_due(self, kind: tuple[bool, bool]) -> bool:
+    def is_due(self, model: nn.Module) -> bool:
         if self.watched_at == guard.generations.current:
-            return self.calls[kind] < guard.CALLS
+            return self.calls[_kind(model)] < guard.CALLS
         return guard.has_changed_since(self.watched_at) or guard.has_passed(self.watched_at, self.interval)
+
+
+def _kind(model: nn.Module) -> tuple[bool, bool]:
+    return model.training, torch.is_grad_enabled()
 
 
 _roots: weakref.WeakKeyDictionary[nn.Module, _Root] = weakref.WeakKeyDictionary()
@@ -36,10 +40,13 @@ def begin(model: nn.Module, args: Any) -> None:
 
     A pass without gradients is watched in training only: a checkpoint may repeat it with gradients.
     """
-    if torch.compiler.is_compiling() or watch.current() is not None:
+    if torch.compiler.is_compiling():
         return
-    root, kind = _roots.get(model), (model.training, torch.is_grad_enabled())
-    if (root is not None and not root.is_due(kind)) or not any(kind) or torch.is_inference_mode_enabled():
+    root = _roots.get(model)
+    if (root is not None and not root.is_due(model)) or watch.current() is not None:
+        return
+    kind = _kind(model)
+    if not any(kind) or torch.is_inference_mode_enabled():
         return
     if any(isinstance(value, fx.Proxy) for value in args):
         return

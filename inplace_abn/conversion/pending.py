@@ -12,6 +12,7 @@ other libraries. Such code gets the right values and the right gradients, in mem
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -36,6 +37,8 @@ from inplace_abn.conversion.recognition import (
     is_writing,
 )
 from inplace_abn.conversion.waiting import NormCall, PendingState, follow, stand, wait
+
+_logger = logging.getLogger("inplace_abn")
 
 
 class Pending(Tensor):
@@ -141,6 +144,8 @@ class Pending(Tensor):
     def _values(self) -> Tensor:
         """The values that stand for this tensor in ops below autograd."""
         if self._is_left_behind() and not self._has_moved():
+            # TorchScript drops the text of errors.
+            _logger.error("%s", _LEFT_BEHIND)
             raise RuntimeError(_LEFT_BEHIND)
         if self._shown is None and self._plain is not None:
             with _torch.NoTorchFunction():

@@ -65,13 +65,14 @@ def _activating(activation: str, *options: str, default: float = 0.0, in_place: 
     names = ("input", *options)
     known = frozenset(options)
     param_name = next((name for name in options if name in ("negative_slope", "alpha")), "")
+    factors = [name for name in options if name in ("scale", "input_scale")]
 
     def read(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Activating | None:
         if len(args) == 1 and not param_name and (not kwargs or kwargs.keys() == {"inplace"}):
             return Activating(args[0], activation, default, in_place or bool(kwargs.get("inplace")))
         given = {**kwargs, "input": args[0]} if len(args) == 1 and kwargs.keys() <= known else None
         given = by_name(names, args, kwargs) if given is None else given
-        if given is None or not all(given.get(name, 1) == 1 for name in ("scale", "input_scale")):
+        if given is None or (factors and any(given.get(name, 1) != 1 for name in factors)):
             return None
         param = given.get(param_name, default)
         if not isinstance(param, (int, float)) or not 0 <= param < math.inf or (activation == "elu" and param == 0):

@@ -231,10 +231,29 @@ def retained_and_written_to(h):
     return h.square() + torch.sin(h)
 
 
+def added_to_its_tanh(x: torch.Tensor):
+    return x + torch.tanh(x)
+
+
 @pytest.mark.parametrize("follow", [kept_and_written_to_by_a_script, retained_and_written_to])
 def test_a_write_below_autograd_or_to_a_retained_tensor_trains_as_with_torch(follow):
     """A scripted function's write was not seen in the watched step; a write to what retains its gradient failed."""
     check_training(spread(OneNorm(lambda m, x: follow(m.bn(m.conv(x))))), images())
+
+
+def test_a_script_that_reads_what_was_written_to_again_is_an_error_that_is_logged(logged):
+    """TorchScript's error had no text."""
+    records = logged(logging.ERROR)
+
+    def run(m, x):
+        y = m.bn(m.conv(x))
+        F.relu(F.silu(y, inplace=True), inplace=True)
+        return scripted(y)
+
+    scripted = torch.jit.script(added_to_its_tanh)
+    with pytest.raises(RuntimeError):
+        convert(OneNorm(run))(images())
+    assert "Give that function the result of the last write" in records[0].getMessage()
 
 
 def test_a_way_first_taken_between_two_watched_steps_is_an_error_not_other_numbers():
