@@ -98,13 +98,14 @@ struct Settings {
 
   // One value takes less time than six, and is a constant for autograd's compiler.
   void save(AutogradContext* ctx) const {
-    ctx->saved_data["settings"] = c10::ivalue::Tuple::create(
-        std::vector<c10::IValue>{eps, signed_weight, activation, activation_param, training, per_instance});
+    ctx->saved_data["settings"] =
+        c10::List<double>({eps, static_cast<double>(signed_weight), static_cast<double>(activation), activation_param,
+                           static_cast<double>(training), static_cast<double>(per_instance)});
   }
   static Settings of(AutogradContext* ctx) {
-    const auto& data = ctx->saved_data.at("settings").toTupleRef().elements();
-    return {data[0].toDouble(), data[1].toBool(), data[2].toInt(),
-            data[3].toDouble(), data[4].toBool(), data[5].toBool()};
+    const auto data = ctx->saved_data.at("settings").toDoubleList();
+    return {data.get(0), data.get(1) != 0, static_cast<int64_t>(data.get(2)),
+            data.get(3), data.get(4) != 0, data.get(5) != 0};
   }
 };
 
