@@ -114,10 +114,9 @@ kernels = Extension(
     language="c++",
 )
 NODE_FLAGS = ["-std=c++20", "-O2", "-fvisibility=hidden", "-Wall", "-g0"]
-NODE_SOURCES = ["src/node/node.cpp", "src/node/waiting.cpp"]
 node = cpp_extension.CppExtension(
     "inplace_abn._node",
-    sources=["src/node/bindings.cpp", *NODE_SOURCES],
+    sources=["src/node/bindings.cpp", "src/node/node.cpp", "src/node/waiting.cpp"],
     depends=relative("src/node/*.h"),
     extra_compile_args=NODE_FLAGS,
     optional=True,
@@ -132,8 +131,8 @@ def node_of(include: Path) -> Extension:
     release = re.findall(r"#define TORCH_VERSION_(?:MAJOR|MINOR) (\d+)", version)
     return Extension(
         f"inplace_abn._node_{'_'.join(release)}",
-        sources=["src/node/ops.cpp", *NODE_SOURCES, *portable_sources],
-        depends=relative("src/node/*.h"),
+        sources=["src/node/library.cpp", *portable_sources],
+        depends=relative("src/node/*.h") + relative("src/node/*.cpp"),
         include_dirs=[str(include), str(include / "torch/csrc/api/include")],
         library_dirs=[str(STUBS)],
         libraries=["stdc++"],

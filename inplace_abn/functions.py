@@ -102,7 +102,7 @@ def local(x: Tensor, operands: Operands, settings: Settings, overwrite_input: bo
     if not overwrite_input:
         return _forward(x, operands, settings, overwrite_input=False)
     # Transforms would look for rules of the node's op, before it could say that it is not for them.
-    refuses = _node is None or torch.compiler.is_compiling() or _torch.transforms_active()
+    refuses = torch.compiler.is_compiling() or _torch.transforms_active()
     if _node is not None and not refuses and not _torch.saves_its_result(x):
         try:
             z: Tensor | None = _node.inplace_abn(

@@ -48,6 +48,8 @@ class InPlaceNorm(guard.Guarded):
     def _noted(self, y: Tensor) -> Tensor:
         """y as torch computes it. A pass without gradients is watched, too: backward may repeat it with gradients."""
         module: Any = self
+        if torch.compiler.is_compiling():
+            return y
         if module.training and not torch.is_grad_enabled() and not _torch.in_backward():
             watching = watch.current()
             self._past.was_watched = watching is not None

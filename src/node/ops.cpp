@@ -2,6 +2,8 @@
 
 #include <torch/library.h>
 
+#include <string>
+#include <string_view>
 #include <tuple>
 #include <vector>
 

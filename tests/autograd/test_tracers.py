@@ -9,7 +9,7 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from inplace_abn import InPlaceABN, InPlaceABNSync, inplace_abn
+from inplace_abn import ABN, InPlaceABN, InPlaceABNSync, InPlaceInstanceNorm, inplace_abn
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit"),
@@ -151,3 +151,45 @@ def test_selective_checkpointing_has_the_gradients_of_eager(module, policy):
         z.square().sum().backward()
         results.append([x.grad, *(p.grad for p in net.parameters())])
     torch.testing.assert_close(*results, rtol=1e-9, atol=1e-9)
+
+
+class Symbolic(nn.Module):
+    def __init__(self, norm):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(4, 4, 1), norm
+
+    def forward(self, x):
+        return self.norm(self.conv(x), residual=x) + self.norm(self.conv(x + 1))
+
+
+SYMBOLIC = {
+    "ABN": lambda: ABN(4),
+    "InPlaceABN": lambda: InPlaceABN(4, activation="silu"),
+    "InPlaceABNSync": lambda: InPlaceABNSync(4),
+    "InPlaceInstanceNorm": lambda: InPlaceInstanceNorm(4, affine=True),
+}
+
+
+@pytest.mark.parametrize("name", SYMBOLIC)
+def test_norms_are_nodes_of_symbolic_traces_and_train_as_before(name):
+    """Tracing ended in an error of pybind11, or in one of torch.fx about control flow."""
+    torch.manual_seed(0)
+    net = Symbolic(SYMBOLIC[name]()).double()
+    traced = torch.fx.symbolic_trace(copy.deepcopy(net))
+    assert [node.target for node in traced.graph.nodes if node.op == "call_module"] == ["conv", "norm", "conv", "norm"]
+    x = torch.randn(2, 4, 5, 5, dtype=torch.float64)
+    for each in (net, traced):
+        z = each(x)
+        (z * x.sin()).sum().backward()
+    assert torch.equal(traced(x), net(x))
+    for p, other in zip(traced.parameters(), net.parameters(), strict=True):
+        assert p.grad is not None
+        assert torch.equal(p.grad, other.grad)
+
+
+@pytest.mark.parametrize("name", SYMBOLIC)
+def test_quantization_of_norms_that_are_not_torchs_is_refused(name):
+    quantize_fx = pytest.importorskip("torch.ao.quantization.quantize_fx")
+    mapping = torch.ao.quantization.get_default_qat_qconfig_mapping("x86")
+    with pytest.raises(RuntimeError, match=rf"the norm 'norm' is {name}, and torch\.ao\.quantization"):
+        quantize_fx.prepare_qat_fx(Symbolic(SYMBOLIC[name]()), mapping, (torch.randn(2, 4, 5, 5),))

@@ -64,6 +64,14 @@ def test_without_grad_it_is_native_bit_for_bit(device):
             assert torch.equal(compiled(x), expected(x))
 
 
+def test_training_without_grad_is_one_graph_and_native_bit_for_bit(device):
+    """The watch, which compiled code does not have, broke the graph."""
+    native, x = made("silu", device), batch(device)
+    _, compiled = compiled_pair(native)
+    with torch.no_grad():
+        assert torch.equal(compiled(x), torch.compile(native, backend="aot_eager")(x))
+
+
 @pytest.mark.parametrize("activation", ["relu", "leaky_relu", "elu", "silu", "hardswish"])
 @pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
 def test_dynamic_shapes(activation, backend, device):

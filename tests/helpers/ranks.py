@@ -70,6 +70,8 @@ def check_same_on_all_ranks(*tensors):
 
 def _initialise(rank, world_size):
     dist.init_process_group("gloo", init_method=next(_meeting_points).as_uri(), rank=rank, world_size=world_size)
+    # A test may destroy the group at once, and another rank may still be waiting for this one to connect.
+    dist.barrier()
 
 
 class _Ranks:

@@ -185,7 +185,14 @@ def small_tree(source_tree, tmp_path):
     for name in ("build_backend.py", "setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(source_tree / name, tmp_path)
     shutil.copytree(PACKAGE, tmp_path / "inplace_abn", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    for name in ("kernels/dispatch.cpp", "node/node.cpp", "node/bindings.cpp", "node/ops.cpp", "node/waiting.cpp"):
+    for name in (
+        "kernels/dispatch.cpp",
+        "node/node.cpp",
+        "node/bindings.cpp",
+        "node/ops.cpp",
+        "node/waiting.cpp",
+        "node/library.cpp",
+    ):
         (tmp_path / "src" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "src" / name).touch()
     return tmp_path
@@ -269,10 +276,7 @@ def node_of_wheel(tmp_path_factory):
         pytest.skip("needs the source tree and a C++ compiler")
     folder = tmp_path_factory.mktemp("node")
     include = Path(cpp_extension.include_paths()[0])
-    # One file includes the sources, so that torch's headers are read once. Reading them takes most of the time.
-    source = folder / "all.cpp"
-    files = (root / "src/node" / name for name in ("node.cpp", "ops.cpp", "waiting.cpp"))
-    source.write_text("".join(f'#include "{file}"\n' for file in files))
+    source = root / "src/node/library.cpp"
     includes = [f"-I{include}", f"-I{include / 'torch/csrc/api/include'}"]
     libraries = [f"-L{path}" for path in cpp_extension.library_paths()] + ["-ltorch_cpu", "-lc10"]
     options = ["-std=c++20", "-O1", "-fPIC", "-shared", "-fvisibility=hidden", "-o", str(folder / LIBRARY)]
