@@ -13,6 +13,7 @@ other libraries. Such code gets the right values and the right gradients, in mem
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -58,6 +59,8 @@ class Pending(Tensor):
     """Whether the plain tensor comes after this one in the graph."""
     _view_of: str
     """The norm's name, if torch's norm returns a view; otherwise empty."""
+    _is_named: bool
+    """Whether the plain tensor is the result of an activation in place, which the caller may have."""
     _is_hooked: bool
     """Whether the gradient has a hook."""
     _taken_from: str | None
@@ -81,8 +84,7 @@ class Pending(Tensor):
             if result is not None:
                 return result
         if func in METADATA:
-            # The plain tensor is asked, because its shape may have been changed in place.
-            args = tuple(t._plain if type(t) is Pending and t._plain is not None else t for t in args)
+            args = tuple(_asked(t) for t in args)
             with _torch.NoTorchFunction():
                 return func(*args, **kwargs)
         if func in _torch.HOOKS:
@@ -98,6 +100,7 @@ class Pending(Tensor):
         def made_plain(t: Pending) -> Tensor:
             if writes and (t._leads or _torch.in_custom_function()):
                 t._check_hooks()
+                t._check_names()
             values = plain(t, any(t is other for other in keeps), getattr(func, "__name__", ""))
             given.append((t, values, values._version))
             return values
@@ -133,6 +136,7 @@ class Pending(Tensor):
         ]
         for t in written:
             t._check_hooks()
+            t._check_names()
         args, kwargs = _replaced((args, kwargs or {}), values_of)
         watching = watch.current()
         result = func(*args, **kwargs) if watching is None else watching.run(func, args, kwargs)
@@ -144,9 +148,7 @@ class Pending(Tensor):
     def _values(self) -> Tensor:
         """The values that stand for this tensor in ops below autograd."""
         if self._is_left_behind() and not self._has_moved():
-            # TorchScript drops the text of errors.
-            _logger.error("%s", _LEFT_BEHIND)
-            raise RuntimeError(_LEFT_BEHIND)
+            raise _left_behind()
         if self._shown is None and self._plain is not None:
             with _torch.NoTorchFunction():
                 self._shown = self._plain.detach()
@@ -178,6 +180,18 @@ class Pending(Tensor):
                 "InstanceNorm would leave the hook behind. Register the hook after writing, write to a new tensor, or "
                 "leave the norm out of the conversion (filter_fn)"
             )
+
+    def _check_names(self) -> None:
+        """Raises RuntimeError before scripted or custom code writes to what has another name, too.
+
+        An activation in place returns another tensor than this one. With torch the two are one, which the code moves.
+        """
+        if not self._is_named:
+            return
+        watching = watch.current()
+        is_watched = watching is not None and watching.holds(self._plain)  # type: ignore[arg-type]
+        if sys.getrefcount(self._plain) > _UNNAMED + is_watched:
+            raise _left_behind()
 
     def _is_left_behind(self) -> bool:
         """Whether the plain tensor was written to through a view, and thereby got another place in the graph."""
@@ -218,11 +232,20 @@ def _replaced(value: Any, replace: Callable[[Pending], Tensor]) -> Any:
 
 _LEAVES = (Tensor, torch.nn.Parameter, int, float, bool, str, type(None))
 
+_UNNAMED = 2
+"""The references to a tensor that only its pending tensor holds, with that of the count's own argument."""
+
 _LEFT_BEHIND = (
     "inplace_abn: the output of a converted norm was activated in place or written to through a view, then written to "
-    "again, and is now read by a scripted or custom autograd function, whose gradients would be lost. Give that "
+    "again, by or before a scripted or custom autograd function that has it, whose gradients would be lost. Give that "
     "function the result of the last write, or leave the norm out of the conversion (filter_fn)"
 )
+
+
+def _left_behind() -> RuntimeError:
+    # TorchScript drops the text of errors.
+    _logger.error("%s", _LEFT_BEHIND)
+    return RuntimeError(_LEFT_BEHIND)
 
 
 def pending(norm: NormCall, memory: Tensor, residual: Tensor | None, applied: tuple[str, float]) -> Pending:
@@ -233,6 +256,7 @@ def pending(norm: NormCall, memory: Tensor, residual: Tensor | None, applied: tu
 def _placed(t: Any, state: PendingState) -> Pending:
     t._state, t._plain, t._shown, t._leads, t._taken_from = state, None, None, False, None
     t._view_of, t._is_hooked = state.norm.name if state.norm.module.per_instance else "", False
+    t._is_named = False
     wait(state.norm, state.residual, t)
     t._record_position()
     return t  # type: ignore[no-any-return]
@@ -257,7 +281,7 @@ def plain(t: Any, is_kept: bool = False, reader: str = "") -> Tensor:
     if t._plain is not None and not moved:
         if t._is_left_behind():
             if _torch.in_custom_function():
-                raise RuntimeError(_LEFT_BEHIND)
+                raise _left_behind()
             t._follow(True)
         return t._plain
     state = t._state
@@ -278,6 +302,14 @@ def plain(t: Any, is_kept: bool = False, reader: str = "") -> Tensor:
     if is_seen:
         t._follow(False)
     return t._plain
+
+
+def _asked(t: Any) -> Any:
+    """The tensor that knows the metadata: the plain one, because its shape may have been changed in place."""
+    if type(t) is not Pending or t._plain is None:
+        return t
+    # A checkpoint asks for the device of what it saves next, with its version.
+    return plain(t) if t._is_left_behind() and not _torch.in_custom_function() else t._plain
 
 
 def _settled(t: Pending, result: Tensor) -> Tensor:
@@ -346,7 +378,7 @@ def _activated(call: Activating) -> Tensor | None:
     if z is None:
         return None
     if call.in_place:
-        t._plain, t._state = z, None
+        t._plain, t._state, t._is_named = z, None, True
         t._record_position()
         increment_version([t])
     else:

@@ -144,6 +144,10 @@ class Watch(_torch.OwnMode):
         if sign:
             self._follower.add(key, result.layer, sign)
 
+    def holds(self, z: Tensor) -> bool:
+        """Whether the watch refers to a norm's result."""
+        return any(result.z is z for result in self._measured)
+
     def note_native(self, layer: Any, y: Tensor) -> None:
         """Follows the output of a norm that does as torch does now, and will be in place when backward repeats it."""
         self._natively[self._hold(y)] = layer

@@ -86,9 +86,14 @@ def _settled(module: Any, x: Tensor) -> Mode | None:
     at, interval = generations.current, module.guard_interval
     if mode.settled_at == at:
         return mode
-    if generations.is_paused() or not interval or generations.has_passed(mode.measured_at, interval):
+    if generations.is_paused() or not interval or _is_due(mode, interval):
         return None
     return mode if mode.goes_on(at) else None
+
+
+def _is_due(mode: Mode, interval: int) -> bool:
+    """Whether it is time to measure a layer again."""
+    return generations.has_passed(mode.measured_at, min(mode.gap, interval))
 
 
 def look(module: Any, x: Tensor, residual: Tensor | None, empty: bool = False) -> Look:
@@ -114,9 +119,7 @@ def look(module: Any, x: Tensor, residual: Tensor | None, empty: bool = False) -
     if mode is None or mode.generation != at:
         if x.dtype not in THRESHOLDS:
             return Look(Decision())
-        measures = interval > 0 and (
-            mode is None or mode.is_new(at) or generations.has_passed(mode.measured_at, interval)
-        )
+        measures = interval > 0 and (mode is None or mode.is_new(at) or _is_due(mode, interval))
         judges = mode is not None and mode.has_figures()
         if (measures or judges) and not measuring.is_measurable(module, x, residual, empty):
             return Look(Decision() if mode is None else mode.decisions[-1])

@@ -19,6 +19,7 @@ _PLAIN = ("plain", 0.0)
 """The expectation of a norm whose output nobody activates."""
 _PLAIN_FOR = 100
 """The generations after which such a norm looks again."""
+_LARGEST_GAP = 1 << 30
 _REMEMBERED = 8
 """The number of decisions that are remembered for recomputations."""
 
@@ -64,6 +65,7 @@ class Mode:
         "calls",
         "decisions",
         "dtype",
+        "gap",
         "generation",
         "measured_at",
         "measured_consumers",
@@ -80,6 +82,9 @@ class Mode:
         self.settled_at = -1
         """The generation whose calls are not measured, or not any more."""
         self.measured_at = -1
+        self.gap = 1
+        """The generations to the next measurement, if the guard's interval is not shorter. It doubles, because weights
+        change most at the beginning."""
         self.calls = 0
         """The calls that were measured in that generation."""
         self.why = ""
@@ -156,6 +161,8 @@ class Mode:
     def keep(self, figures: Tensor, waited: bool) -> None:
         """Keeps the figures of a call, and drops those of earlier generations."""
         if self.measured_at != self.generation:
+            if self.measured_at >= 0:
+                self.gap = min(2 * self.gap, _LARGEST_GAP)
             self.measured_at, self.calls, self._figures, self._unmeasured_since = self.generation, 0, [], None
         self.calls += 1
         self._figures.append((figures, None) if waited else fetched(figures))

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from modes import end_beginning
 from torch import nn
 
 from inplace_abn import convert, functions, guard
@@ -37,6 +38,8 @@ def steps(model, change=lambda model: None, x=None):
         batch = torch.randn(2, 3, 5, 5, dtype=torch.float64)
         if step == 3:
             change(model)
+        if step == 1:
+            end_beginning(model)
         batch = batch if x is None or step < 3 else x(batch)
         try:
             y = model(batch)

@@ -14,6 +14,7 @@ from one_norm import OneNorm, images, plain
 from test_instance_norm_convert import NETS
 from torch import nn
 from training import check_training, trained
+from unseen_functions import DoubledInPlace
 
 from inplace_abn import analyze, convert, guard, report
 from inplace_abn.memory import measure
@@ -224,6 +225,11 @@ def kept_and_written_to_by_a_script(h):
     return scripted_relu_in_place(h).square()
 
 
+def activated_and_written_to_by_a_script(h):
+    F.silu(h, inplace=True)
+    return scripted_relu_in_place(h).square()
+
+
 def retained_and_written_to(h):
     F.silu(h, inplace=True)
     h.retain_grad()
@@ -235,10 +241,27 @@ def added_to_its_tanh(x: torch.Tensor):
     return x + torch.tanh(x)
 
 
-@pytest.mark.parametrize("follow", [kept_and_written_to_by_a_script, retained_and_written_to])
+@pytest.mark.parametrize(
+    "follow", [kept_and_written_to_by_a_script, activated_and_written_to_by_a_script, retained_and_written_to]
+)
 def test_a_write_below_autograd_or_to_a_retained_tensor_trains_as_with_torch(follow):
     """A scripted function's write was not seen in the watched step; a write to what retains its gradient failed."""
     check_training(spread(OneNorm(lambda m, x: follow(m.bn(m.conv(x))))), images())
+
+
+@pytest.mark.parametrize("write", [scripted_relu_in_place, DoubledInPlace.apply])
+def test_code_that_writes_to_one_of_two_names_of_a_tensor_is_an_error(write):
+    """The result of an activation in place kept its old place in the graph: gradients were 67 % off, without a word."""
+
+    def run(m, x):
+        y = m.bn(m.conv(x))
+        h = F.hardswish(y, inplace=True)
+        write(y)
+        return h.sin()
+
+    model = convert(OneNorm(run))
+    with pytest.raises(RuntimeError, match=r"TorchScript|the result of the last write"):
+        model(images())
 
 
 def test_a_script_that_reads_what_was_written_to_again_is_an_error_that_is_logged(logged):

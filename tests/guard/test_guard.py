@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 import torch
-from modes import layer, optimize
+from modes import end_beginning, layer, optimize, the_mode
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -119,6 +119,7 @@ def test_the_mode_changes_exactly_one_generation_after_the_measurement_that_asks
     set_guard(module := layer(), interval=5)
     to_multiple(5)
     assert step(module)
+    end_beginning(module)
     optimize(1e-9, module)
     for _ in range(4):
         assert step(module)
@@ -138,11 +139,23 @@ def test_the_mode_changes_exactly_one_generation_after_the_measurement_that_asks
     assert step(module)
 
 
+def test_a_layer_is_measured_often_at_the_beginning_where_its_weights_change_most():
+    set_guard(module := layer(), interval=32)
+    to_multiple(32)
+    first, measured = guard.generations.current, []
+    for _ in range(70):
+        step(module)
+        measured.append(the_mode(module).measured_at - first)
+        advance()
+    assert sorted(set(measured)) == [0, 1, 2, 4, 8, 16, 32, 64]
+
+
 def test_a_layer_that_sees_only_odd_generations_is_measured_all_the_same():
     set_guard(module := layer(), interval=4)
     to_multiple(4)
     advance()
     assert step(module)
+    end_beginning(module)
     optimize(0.0, module)
     seen = []
     for times in (1, 2, 2, 2):

@@ -3,7 +3,7 @@ mode."""
 
 import pytest
 import torch
-from modes import distrust, error_of_dx, layer, optimize, the_mode
+from modes import distrust, end_beginning, error_of_dx, layer, optimize, the_mode
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -20,6 +20,7 @@ def test_a_layer_under_checkpoints_is_measured_in_every_interval(reentrant):
         leaf = torch.randn(8, 8, 16, 16).requires_grad_()
         checkpoint(lambda t: module(t * 1), leaf, use_reentrant=reentrant).sum().backward()
         modes.append(module._trusted)
+        end_beginning(module)
         optimize(10.0, module)
     assert modes == [True, True, True, False]
 

@@ -5,7 +5,7 @@ import copy
 
 import pytest
 import torch
-from modes import error_of_dx, layer, the_mode
+from modes import end_beginning, error_of_dx, layer, the_mode
 from torch import nn
 from torch.nn.utils import prune
 
@@ -152,6 +152,7 @@ def test_an_optimizers_own_writes_are_no_reason_to_measure(make, name, copied):
     """Several optimizers may step between two passes, and an optimizer may have parameters of several layers."""
     x, model = torch.randn(8, 8, 8, 8), MAKES[make]()
     backward(model, x)
+    end_beginning(model)
     if copied:
         model = copy.deepcopy(model)
     others = nn.Linear(2, 2)

@@ -150,6 +150,17 @@ def checkpoint_begins_with_it(**options):
     return lambda net, a: checkpoint(lambda h: F.silu(h) * 2, net.bn(net.conv(a)), **options)
 
 
+def checkpoint_begins_after_a_write(**options):
+    """A checkpoint without reentrance saves its input with the version, before any function sees the input."""
+
+    def run(net, a):
+        h = net.bn(net.conv(a))
+        h[:, :2].relu_()
+        return checkpoint(lambda h: F.silu(h * 2), h, **options)
+
+    return run
+
+
 def checkpoint_ends_with_it(**options):
     return lambda net, a: F.relu(checkpoint(lambda a: net.bn(net.conv(a)), a, **options))
 
@@ -335,6 +346,7 @@ SEEN = {
     "checkpoint": checkpointed(use_reentrant=False),
     "reentrant checkpoint": checkpointed(use_reentrant=True),
     "checkpoint begins": checkpoint_begins_with_it(use_reentrant=False),
+    "checkpoint begins after a write to a slice": checkpoint_begins_after_a_write(use_reentrant=False),
     "reentrant checkpoint begins": checkpoint_begins_with_it(use_reentrant=True),
     "checkpoint ends": checkpoint_ends_with_it(use_reentrant=False),
     "reentrant checkpoint ends": checkpoint_ends_with_it(use_reentrant=True),
