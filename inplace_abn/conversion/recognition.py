@@ -159,7 +159,7 @@ KNOWN: dict[Any, Reading] = {function: read for read, functions in _SPELLINGS fo
 def is_writing(function: Any, kwargs: Mapping[str, Any]) -> bool:
     """Whether torch's conventions say that the function writes to an argument."""
     name: str = getattr(function, "__name__", "")
-    in_place = name.endswith("_") and not name.endswith("__")
+    in_place = name.endswith("_") and not name.endswith("__") and function is not Tensor.requires_grad_
     return in_place or name in _WRITING or kwargs.get("out") is not None or kwargs.get("inplace") is True
 
 

@@ -61,6 +61,17 @@ def hooked_then_written(norm, read, write):
     return program
 
 
+def retained_and_flagged_then_written(net, a):
+    """That a gradient is wanted was taken for a write, over which torch cannot move a retained gradient."""
+    h = net.bn(net.conv(a))
+    h.retain_grad()
+    h.requires_grad_()
+    z = h.mul_(2.0)
+    z.square().sum().backward(retain_graph=True)
+    net.kept.append(h.grad.norm().item())
+    return z * 1
+
+
 def retained_after_a_write(net, a):
     h = net.instance(net.conv(a))
     z = F.relu(h)
@@ -146,6 +157,7 @@ GRAPH = {
         # output would, the write is refused.
         if norm == "bn" or (read != "read by a function" and write != "custom function in place")
     },
+    "retained, requires_grad_": retained_and_flagged_then_written,
     "retained after a write": retained_after_a_write,
     "activated, then offloaded": activated_then_offloaded,
     "input changes after it was offloaded": input_changes_after_it_was_offloaded,
