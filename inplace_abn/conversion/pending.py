@@ -57,14 +57,16 @@ class Pending(Tensor):
     """The version of the plain tensor when this tensor was placed."""
     _leads: bool
     """Whether the plain tensor comes after this one in the graph."""
-    _view_of: str
-    """The norm's name, if torch's norm returns a view; otherwise empty."""
+    _name: str
+    """The norm's name."""
+    _stands_for_view: bool
+    """Whether torch's norm returns a view."""
     _is_named: bool
     """Whether the plain tensor is the result of an activation in place, which the caller may have."""
     _is_hooked: bool
     """Whether the gradient has a hook."""
-    _taken_from: str | None
-    """The norm's name, if an activation or a sum took the memory, but not this tensor's place in the graph."""
+    _is_taken: bool
+    """Whether an activation or a sum took the memory, but not this tensor's place in the graph."""
 
     @classmethod
     def __torch_function__(
@@ -148,7 +150,7 @@ class Pending(Tensor):
     def _values(self) -> Tensor:
         """The values that stand for this tensor in ops below autograd."""
         if self._is_left_behind() and not self._has_moved():
-            raise _left_behind()
+            raise _left_behind(self)
         if self._shown is None and self._plain is not None:
             with _torch.NoTorchFunction():
                 self._shown = self._plain.detach()
@@ -174,9 +176,9 @@ class Pending(Tensor):
 
         In torch a view that is written to leaves its hooks behind. This tensor is no view, and would not.
         """
-        if self._view_of and self._is_hooked:
+        if self._stands_for_view and self._is_hooked:
             raise RuntimeError(
-                f"inplace_abn: the output of {self._view_of} has a hook, and is then written to where torch's "
+                f"inplace_abn: the output of {self._name} has a hook, and is then written to where torch's "
                 "InstanceNorm would leave the hook behind. Register the hook after writing, write to a new tensor, or "
                 "leave the norm out of the conversion (filter_fn)"
             )
@@ -191,7 +193,7 @@ class Pending(Tensor):
         watching = watch.current()
         is_watched = watching is not None and watching.holds(self._plain)  # type: ignore[arg-type]
         if sys.getrefcount(self._plain) > _UNNAMED + is_watched:
-            raise _left_behind()
+            raise _left_behind(self)
 
     def _is_left_behind(self) -> bool:
         """Whether the plain tensor was written to through a view, and thereby got another place in the graph."""
@@ -211,7 +213,7 @@ class Pending(Tensor):
                 self.detach_()
         self._leads, self._shown = False, None
         if is_written:
-            self._taken_from = None
+            self._is_taken = False
         self._record_position()
 
 
@@ -235,17 +237,16 @@ _LEAVES = (Tensor, torch.nn.Parameter, int, float, bool, str, type(None))
 _UNNAMED = 2
 """The references to a tensor that only its pending tensor holds, with that of the count's own argument."""
 
-_LEFT_BEHIND = (
-    "inplace_abn: the output of a converted norm was activated in place or written to through a view, then written to "
-    "again, by or before a scripted or custom autograd function that has it, whose gradients would be lost. Give that "
-    "function the result of the last write, or leave the norm out of the conversion (filter_fn)"
-)
 
-
-def _left_behind() -> RuntimeError:
+def _left_behind(t: Pending) -> RuntimeError:
+    message = (
+        f"inplace_abn: a scripted or custom autograd function got the output of {t._name} after it was activated in "
+        "place or written to through a view, and gradients would be lost. Give that function the result of the last "
+        "write, or leave the norm out of the conversion (filter_fn)"
+    )
     # TorchScript drops the text of errors.
-    _logger.error("%s", _LEFT_BEHIND)
-    return RuntimeError(_LEFT_BEHIND)
+    _logger.error("%s", message)
+    return RuntimeError(message)
 
 
 def pending(norm: NormCall, memory: Tensor, residual: Tensor | None, applied: tuple[str, float]) -> Pending:
@@ -254,9 +255,9 @@ def pending(norm: NormCall, memory: Tensor, residual: Tensor | None, applied: tu
 
 
 def _placed(t: Any, state: PendingState) -> Pending:
-    t._state, t._plain, t._shown, t._leads, t._taken_from = state, None, None, False, None
-    t._view_of, t._is_hooked = state.norm.name if state.norm.module.per_instance else "", False
-    t._is_named = False
+    t._state, t._plain, t._shown = state, None, None
+    t._leads = t._is_taken = t._is_hooked = t._is_named = False
+    t._name, t._stands_for_view = state.norm.name, state.norm.module.per_instance
     wait(state.norm, state.residual, t)
     t._record_position()
     return t  # type: ignore[no-any-return]
@@ -281,7 +282,7 @@ def plain(t: Any, is_kept: bool = False, reader: str = "") -> Tensor:
     if t._plain is not None and not moved:
         if t._is_left_behind():
             if _torch.in_custom_function():
-                raise _left_behind()
+                raise _left_behind(t)
             t._follow(True)
         return t._plain
     state = t._state
@@ -296,7 +297,7 @@ def plain(t: Any, is_kept: bool = False, reader: str = "") -> Tensor:
             t._shown, t._state = state.expose(), None
         values = stand(t, (t._values(),))
         # Writing to a view is something else for hooks.
-        t._plain = values.view_as(values) if t._view_of else values
+        t._plain = values.view_as(values) if t._stands_for_view else values
     t._leads = True
     t._record_position()
     if is_seen:
@@ -326,11 +327,11 @@ def _asked_of_graph(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """
 
     def in_graph(t: Pending) -> Tensor:
-        if t._taken_from is not None and not t._has_moved():
+        if t._is_taken and not t._has_moved():
             if func in NO_GRADIENT:
                 return t
             raise RuntimeError(
-                f"inplace_abn: a gradient of the output of {t._taken_from}, or a hook on it, is asked for after "
+                f"inplace_abn: a gradient of the output of {t._name}, or a hook on it, is asked for after "
                 "it was activated or added to in place, and it has no place in the graph any more. Ask before, "
                 "or leave this norm out of the conversion (filter_fn)"
             )
@@ -382,7 +383,7 @@ def _activated(call: Activating) -> Tensor | None:
         t._record_position()
         increment_version([t])
     else:
-        t._taken_from = norm.name
+        t._is_taken = True
     return z
 
 
@@ -431,7 +432,7 @@ def _with_residual(t: Pending, residual: Tensor, in_place: bool) -> Tensor:
         torch.ops.aten.add_.Tensor(memory, residual.detach())
     state.memory = None
     if not in_place:
-        t._taken_from = norm.name
+        t._is_taken = True
         return pending(norm, memory, residual, IDENTITY)
     _placed(t, PendingState(norm, memory, residual, IDENTITY))
     increment_version([t])

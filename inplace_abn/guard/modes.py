@@ -19,7 +19,6 @@ _PLAIN = ("plain", 0.0)
 """The expectation of a norm whose output nobody activates."""
 _PLAIN_FOR = 100
 """The generations after which such a norm looks again."""
-_LARGEST_GAP = 1 << 30
 _REMEMBERED = 8
 """The number of decisions that are remembered for recomputations."""
 
@@ -162,7 +161,7 @@ class Mode:
         """Keeps the figures of a call, and drops those of earlier generations."""
         if self.measured_at != self.generation:
             if self.measured_at >= 0:
-                self.gap = min(2 * self.gap, _LARGEST_GAP)
+                self.gap = min(2 * self.gap, 1 << 30)
             self.measured_at, self.calls, self._figures, self._unmeasured_since = self.generation, 0, [], None
         self.calls += 1
         self._figures.append((figures, None) if waited else fetched(figures))
