@@ -71,7 +71,9 @@ def attached(
     result = nodes.Result(memory, stand_in, saved, of_residual)
     z = functions.attached(norm.x, result, operands, norm.values, settings)
     state.memory = None
-    if observer is not None:
+    if observer is None:
+        norm.approve(activation, residual is not None)
+    else:
         noted = watch.Result(norm.module, *activation, writable, is_residual, saved=saved, of_residual=of_residual)
         observer.note(noted, norm.x, z, residual)
     return z

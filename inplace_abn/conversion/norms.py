@@ -14,7 +14,7 @@ from inplace_abn.activations import IDENTITY, can_be_taken_back
 from inplace_abn.autograd import checks, forward
 from inplace_abn.compiling import batch_norm, trust
 from inplace_abn.conversion import plan, watch
-from inplace_abn.conversion.pending import pending, plain
+from inplace_abn.conversion.pending import pending, plain, planned
 from inplace_abn.conversion.waiting import NEAR_ZERO, NormCall, Note, Past
 from inplace_abn.guard import measuring
 from inplace_abn.modules.abn import as_leaf
@@ -83,12 +83,10 @@ class InPlaceNorm(guard.Guarded):
         if torch.compiler.is_compiling():
             return self._compiled(x)
         past = self._past
-        found, unwatched = past.plan, not past.was_watched and watch.current() is None
-        if found is not None and unwatched and guard.given_up(self) is None and plan.fits(found, self, x):
-            look = guard.look(self, x, None)
-            if look.trusted and not look.due and look.decision.expected == found.expected:
-                norm, memory = plan.call(found, self, x, look)
-                return pending(norm, memory, None, found.applied)
+        if past.plan is not None and not past.was_watched and watch.current() is None:
+            y = planned(past.plan, x)
+            if y is not None:
+                return y
         return self._looked(x)
 
     def _looked(self, x: Tensor) -> Tensor | None:
@@ -148,7 +146,7 @@ class InPlaceNorm(guard.Guarded):
         if observation is not None:
             look = look._replace(observation=observation)
         else:
-            past.plan = plan.of_call(self, x, settings, applied, expected)
+            past.plan = plan.of_call(self, x, settings, applied, look)
         norm = NormCall(self, x, operands, mean, values, settings, look)
         y = pending(norm, memory, None, applied)
         if settings.per_instance:

@@ -27,6 +27,7 @@ from inplace_abn.activations import IDENTITY
 from inplace_abn.conversion import watch
 from inplace_abn.conversion.consumers import kept
 from inplace_abn.conversion.naming import attached, made, record_plain
+from inplace_abn.conversion.plan import Plan
 from inplace_abn.conversion.recognition import (
     IN_GRAPH,
     KNOWN,
@@ -45,28 +46,48 @@ _logger = logging.getLogger("inplace_abn")
 class Pending(Tensor):
     """A tensor without memory that stands for a norm's output."""
 
-    _state: PendingState | None
-    """None after it was decided what the tensor stands for."""
-    _plain: Tensor | None
-    _shown: Tensor | None
+    _held: PendingState | None = None
+    _waiting: Any = None
+    """What the tensor stands for, in C++. Python takes it over once it does more with it than the next op."""
+    _plan: Plan
+    """The plan of the call that waits in C++."""
+    _adds: bool = False
+    """Whether a residual was added to what waits in C++."""
+    _plain: Tensor | None = None
+    _shown: Tensor | None = None
     """The values that ops below autograd have seen."""
-    _node: Any
+    _node: Any = None
     """The tensor's graph node when it was placed. The tensor has another node once a custom function, or an op below
     autograd, has written to it."""
     _version_of_plain: int
     """The version of the plain tensor when this tensor was placed."""
-    _leads: bool
+    _leads: bool = False
     """Whether the plain tensor comes after this one in the graph."""
     _name: str
     """The norm's name."""
-    _stands_for_view: bool
+    _stands_for_view: bool = False
     """Whether torch's norm returns a view."""
-    _is_named: bool
+    _is_named: bool = False
     """Whether the plain tensor is the result of an activation in place, which the caller may have."""
-    _is_hooked: bool
+    _is_hooked: bool = False
     """Whether the gradient has a hook."""
-    _is_taken: bool
+    _is_taken: bool = False
     """Whether an activation or a sum took the memory, but not this tensor's place in the graph."""
+
+    @property
+    def _state(self) -> PendingState | None:
+        """What the tensor stands for; None after that was decided."""
+        self._take_over()
+        return self._held
+
+    @_state.setter
+    def _state(self, state: PendingState | None) -> None:
+        self._held, self._waiting = state, None
+
+    def _take_over(self) -> None:
+        if self._waiting is not None:
+            waiting, self._waiting = self._waiting, None
+            self._held, self._node = self._plan.state(waiting, self)
 
     @classmethod
     def __torch_function__(
@@ -162,6 +183,7 @@ class Pending(Tensor):
         return self._shown
 
     def _has_moved(self) -> bool:
+        self._take_over()
         with _torch.NoTorchFunction():
             return self.grad_fn is not self._node
 
@@ -247,6 +269,20 @@ def _left_behind(t: Pending) -> RuntimeError:
     # TorchScript drops the text of errors.
     _logger.error("%s", message)
     return RuntimeError(message)
+
+
+def planned(plan: Plan, x: Tensor) -> Pending | None:
+    """A tensor that stands for a norm's output, by the norm's plan; None if the call is not like the plan's."""
+    if type(x) is not Tensor or x.layout is not torch.strided or not plan.fits(x):
+        return None
+    t = _torch.stand_in_like(Pending, x)
+    waiting = plan.call(x, t)
+    return None if waiting is None else _waiting(t, waiting, plan, False)
+
+
+def _waiting(t: Any, waiting: Any, plan: Plan, adds: bool) -> Pending:
+    t._waiting, t._plan, t._adds, t._name = waiting, plan, adds, plan.settings.name
+    return t  # type: ignore[no-any-return]
 
 
 def pending(norm: NormCall, memory: Tensor, residual: Tensor | None, applied: tuple[str, float]) -> Pending:
@@ -368,8 +404,41 @@ def _is_fusible(t: Any) -> bool:
     )
 
 
+def _activated_at_once(t: Any, call: Activating) -> Tensor | None:
+    """The activation of what waits in C++; None if Python has to look at it."""
+    plan = t._plan
+    code = plan.saw(call.activation, call.param, t._adds)
+    if code is None:
+        return None
+    with _torch.NoTorchFunction():
+        z: Tensor | None = plan.node.activate(t._waiting, t, code, call.param, call.in_place)
+    if z is None:
+        return None
+    if call.in_place:
+        t._plain, t._state, t._is_named = z, None, True
+        t._record_position()
+    else:
+        t._is_taken = True
+    return z
+
+
+def _added_at_once(t: Any, residual: Tensor, in_place: bool) -> Pending | None:
+    """The sum of what waits in C++ and a residual; None if Python has to look at them."""
+    plan, result = t._plan, t if in_place else _torch.stand_in_like(Pending, residual)
+    with _torch.NoTorchFunction():
+        waiting = plan.node.add(t._waiting, t, result, residual)
+    if waiting is None:
+        return None
+    t._is_taken = not in_place
+    return _waiting(result, waiting, plan, True)
+
+
 def _activated(call: Activating) -> Tensor | None:
     t = call.input
+    if type(t) is Pending and t._waiting is not None:
+        z = _activated_at_once(t, call)
+        if z is not None:
+            return z
     if not _is_fusible(t):
         return None
     state: PendingState = t._state
@@ -389,6 +458,11 @@ def _activated(call: Activating) -> Tensor | None:
 
 def _added(call: Adding) -> Tensor | None:
     """The sum of y and a residual, still pending; None if the other operand cannot be a residual."""
+    t, other = (call.first, call.second) if type(call.first) is Pending else (call.second, call.first)
+    if type(other) is Tensor and t._waiting is not None and (t is call.first or not call.in_place):
+        result = _added_at_once(t, other, call.in_place)
+        if result is not None:
+            return result
     for t, other in ((call.first, call.second), (call.second, call.first)):
         if t is other or not _is_fusible(t) or t._state.residual is not None:
             continue

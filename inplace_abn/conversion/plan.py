@@ -1,72 +1,113 @@
 """What a norm does in most of its calls: what it did in the call before.
 
-A call makes a plan, by which later calls that are like it need not look at everything again.
+A call makes a plan, by which later calls that are like it need not look at everything again. The node in C++ makes such
+a call, and the activation or the sum that follows, in one step each. If anything else follows, Python goes on.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from inplace_abn import _torch, functions, guard
-from inplace_abn.activations import find
+from inplace_abn.activations import find, name_of
 from inplace_abn.autograd.backward import Values
-from inplace_abn.conversion.waiting import NormCall
+from inplace_abn.conversion.waiting import NormCall, Note, PendingState, Seen
 from inplace_abn.settings import Operands, Settings
 
 
-class Plan(NamedTuple):
-    """A norm's call in training, by statistics of its own, which nobody measured or watched."""
+class Plan:
+    """A norm's calls in training, by statistics of their own, which nobody measures or watches."""
 
-    settings: Settings
-    expected: tuple[str, float] | None
-    """The expectation of the guard's decision."""
-    applied: tuple[str, float]
-    """The activation that is applied in expectation."""
-    code: int
-    """Its number in the kernels."""
-    like: tuple[Any, ...]
-    """What the call was like."""
+    __slots__ = ("_approved", "_like", "_look", "in_cpp", "module", "node", "settings")
+
+    def __init__(
+        self, module: Any, x: Tensor, settings: Settings, applied: tuple[str, float], look: guard.Look, node: Any
+    ) -> None:
+        self.module, self.settings, self.node, self._look = module, settings, node, look
+        self._like = _like(module)
+        options = (module.momentum, settings.eps, find(applied[0]).code, applied[1], settings.name)
+        self.in_cpp = node.plan(x, parameters(module)[0], *options)
+        self._approved: dict[tuple[str, float, bool], tuple[int, Note]] = {}
+        """The activations, after a sum or not, that the guard lets follow: their number in the kernels, and what the
+        norm then says that it did."""
+
+    def fits(self, x: Tensor) -> bool:
+        """Whether the module still does the same. The node looks at the tensors."""
+        module, look = self.module, self._look
+        mode = guard.settled(module, x.dtype)
+        return (
+            mode is look.mode
+            and mode is not None
+            and mode.decisions[-1] is look.decision
+            and functions.node_in_cpp() is self.node
+            and guard.given_up(module) is None
+            and self._like == _like(module)
+            and not _torch.in_forward_mode()
+        )
+
+    def call(self, x: Tensor, stand_in: Tensor) -> Any:
+        """Calls the norm. Returns what waits, in C++; None, and does nothing, if the call is not like the plan's."""
+        module, running = self.module, (None, None, None)
+        if module.track_running_stats:
+            buffers = module._buffers
+            running = buffers.get("running_mean"), buffers.get("running_var"), buffers.get("num_batches_tracked")
+        with _torch.NoTorchFunction():
+            return self.node.norm(self.in_cpp, stand_in, x, *parameters(module), *running)
+
+    def approve(self, look: guard.Look, activation: tuple[str, float], adds: bool, note: Note) -> None:
+        """Lets an activation follow in calls by this plan, as the guard did in this one."""
+        if look.decision is self._look.decision:
+            self._approved[(*activation, adds)] = find(activation[0]).code, note
+
+    def saw(self, activation: str, param: float, adds: bool) -> int | None:
+        """Remembers what followed. Returns its number in the kernels; None, and does nothing, if it is not approved."""
+        found, past = self._approved.get((activation, param, adds)), self.module._past
+        if found is None or past.was_watched:
+            return None
+        self._look.saw((activation, param, adds))
+        past.note = found[1]
+        return found[0]
+
+    def state(self, waiting: Any, t: Any) -> tuple[PendingState, Any]:
+        """What ``t``, which stands for the output, stands for, and the node that it was given.
+
+        The node is None if it has another one since.
+        """
+        with _torch.NoTorchFunction():
+            tensors, numbers, param = self.node.parts(waiting, t)
+            x, weight, bias, residual, weight_value, bias_value, var, memory = tensors
+            code, is_placed, is_inner, output_nr, version, *seen = numbers
+            of_x, *others = (Seen(seen[i], seen[i + 1], bool(seen[i + 2])) for i in range(0, len(seen), 3))
+            node: Any = t.grad_fn if is_placed else None
+            inputs = node.next_functions if is_placed else ()
+        norm = NormCall(
+            self.module,
+            x,
+            Operands(weight, bias),
+            None,
+            Values(weight_value, bias_value, var),
+            self.settings,
+            self._look,
+        )
+        source = inputs[0][0] if inputs and is_inner else None
+        norm.called_with(of_x, (of_x.requires_grad, source, output_nr), others[0], others[1])
+        state = PendingState(norm, memory, residual, (name_of(code), param))
+        state.made_of(version, others[2])
+        return state, node
 
 
-def of_call(
-    module: Any, x: Tensor, settings: Settings, applied: tuple[str, float], expected: tuple[str, float] | None
-) -> Plan | None:
+def of_call(module: Any, x: Tensor, settings: Settings, applied: tuple[str, float], look: guard.Look) -> Plan | None:
     """The plan for calls that are like this one, which is not measured; None if there is none."""
     is_simple = module.training and not settings.per_instance and not module.is_synchronised()
-    if functions.node_in_cpp() is None or not is_simple or module.momentum is None:
+    node = functions.node_in_cpp()
+    if node is None or not is_simple or module.momentum is None:
         return None
-    return Plan(settings, expected, applied, find(applied[0]).code, _like(module, x))
+    return Plan(module, x, settings, applied, look, node)
 
 
-def fits(plan: Plan, module: Any, x: Tensor) -> bool:
-    """Whether a call is like the one that the plan is from."""
-    if type(x) is not Tensor or x.layout is not torch.strided or plan.like != _like(module, x):
-        return False
-    if x.is_neg() or x.is_inference() or _torch.is_watched() or _torch.in_forward_mode():
-        return False
-    # Under hooks a checkpoint may repeat an earlier generation's call.
-    if _torch.top_saved_tensors_hooks(True) is not None or functions.node_in_cpp() is None:
-        return False
-    weight, bias = _parameters(module)
-    requires_grad = x.requires_grad or (weight is not None and weight.requires_grad)
-    return bool(requires_grad or (bias is not None and bias.requires_grad))
-
-
-def call(plan: Plan, module: Any, x: Tensor, look: guard.Look) -> tuple[NormCall, Tensor]:
-    """Calls the norm. Returns the call and its result, which has no graph."""
-    node, buffers, settings = functions.node_in_cpp(), module._buffers, plan.settings
-    assert node is not None
-    (weight, bias), running = _parameters(module), (None, None, None)
-    if module.track_running_stats:
-        running = buffers.get("running_mean"), buffers.get("running_var"), buffers.get("num_batches_tracked")
-    z, var, *copies = node.norm(x, weight, bias, *running, module.momentum, settings.eps, plan.code, plan.applied[1])
-    return NormCall(module, x, Operands(weight, bias), None, Values(copies[0], copies[1], var), settings, look), z
-
-
-def _parameters(module: Any) -> tuple[Tensor | None, Tensor | None]:
+def parameters(module: Any) -> tuple[Tensor | None, Tensor | None]:
     """Weight and bias. The dictionary is read directly, because attribute access of modules is slow."""
     try:
         return module._parameters["weight"], module._parameters["bias"]
@@ -74,9 +115,6 @@ def _parameters(module: Any) -> tuple[Tensor | None, Tensor | None]:
         return module.weight, module.bias
 
 
-def _like(module: Any, x: Tensor) -> tuple[Any, ...]:
-    """What must be the same in all calls of a plan. Parameters move and change their dtype without a new version."""
-    weight, _ = _parameters(module)
-    of_weight = None if weight is None else (weight.shape, weight.dtype, weight.device)
-    of_module = module.training, module.track_running_stats, module.eps, module.momentum
-    return x.shape, x.stride(), x.dtype, x.device, of_weight, *of_module
+def _like(module: Any) -> tuple[Any, ...]:
+    """What must be the same in all calls of a plan, besides the tensors."""
+    return module.training, module.track_running_stats, module.eps, module.momentum

@@ -55,6 +55,19 @@ class Past:
         self.bytes_saved: int | None = None
         """What the norm saved in the last step in which that was measured."""
 
+    def __getstate__(self) -> tuple[None, dict[str, Any]]:
+        """A copy makes a plan of its own."""
+        return None, {name: getattr(self, name) for name in self.__slots__} | {"plan": None}
+
+
+class Seen(NamedTuple):
+    """A tensor at the time of a call. Whoever writes to it, or frees its memory, changes this."""
+
+    version: int = 0
+    address: int = 0
+    """Zero for subclasses, which need not have memory of their own."""
+    requires_grad: bool = False
+
 
 class NormCall:
     """A norm's call: what it was called with, and what it computed."""
@@ -73,11 +86,14 @@ class NormCall:
         # Only parameters are kept. The statistics of the call are the mean and the variance among the values.
         self.operands = Operands(operands.weight, operands.bias)
         self.mean, self.values, self.settings = mean, values, settings
-        self._edge = (x.requires_grad, x.grad_fn, x.output_nr)
-        self._content = x._version, x.data_ptr()
-        self._versions = _version(operands.weight), _version(operands.bias)
+        edge = (x.requires_grad, x.grad_fn, x.output_nr)
+        self.called_with(seen(x), edge, seen(operands.weight), seen(operands.bias))
         self._hooks = _torch.top_saved_tensors_hooks(True)
         self.trusted = True
+
+    def called_with(self, x: Seen, edge: tuple[bool, Any, int], weight: Seen, bias: Seen) -> None:
+        """Notes what the tensors were like when the norm was called, and x's place in the graph."""
+        self._content, self._edge, self._versions = x[:2], edge, (weight, bias)
 
     @property
     def name(self) -> str:
@@ -96,15 +112,15 @@ class NormCall:
 
     def why_gone(self) -> str:
         """Why y cannot be computed again, in words; empty if it can."""
-        if (self.x._version, self.x.data_ptr()) != self._content:
+        if seen(self.x)[:2] != self._content:
             return "the norm's input was modified since"
         # Sharded parameters are freed after the forward pass of their unit.
         if any(now[:2] != then[:2] for now, then in zip(self._present(), self._versions, strict=True)):
             return "the norm's parameters were modified or freed since"
         return ""
 
-    def _present(self) -> tuple[Any, Any]:
-        return _version(self.operands.weight), _version(self.operands.bias)
+    def _present(self) -> tuple[Seen, Seen]:
+        return seen(self.operands.weight), seen(self.operands.bias)
 
     def native(self) -> Tensor:
         """y as torch computes it from x, with a node that keeps x."""
@@ -139,6 +155,12 @@ class NormCall:
         if past.note != (follows, not why, why):
             past.note = Note(follows, not why, why)
 
+    def approve(self, activation: tuple[str, float], adds: bool) -> None:
+        """Lets later calls do with what follows as this one, which nobody watched."""
+        past = self.module._past
+        if past.plan is not None:
+            past.plan.approve(self.look, activation, adds, past.note)
+
     def record_consumer(self, *what: Any) -> None:
         """Remembers what followed."""
         self.look.saw(what)
@@ -162,30 +184,33 @@ def native(
     return F.batch_norm(x, running_mean, running_var, weight, bias, settings.training, 0.0, settings.eps)
 
 
-def _version(t: Tensor | None) -> tuple[int, int, bool]:
-    """The tensor's version, address and requires_grad. Subclasses need not have memory of their own."""
-    if t is None:
-        return 0, 0, False
-    return t._version, t.data_ptr() if type(t) in _STORED else 0, t.requires_grad
+def seen(t: Tensor | None) -> Seen:
+    """What the tensor is like now."""
+    return _NOTHING if t is None else Seen(t._version, t.data_ptr() if type(t) in _STORED else 0, t.requires_grad)
 
 
+_NOTHING = Seen()
 _STORED = (Tensor, torch.nn.Parameter)
 
 
 class PendingState:
     """What a pending tensor stands for: memory, and what was done with that memory."""
 
-    def __init__(self, norm: NormCall, memory: Tensor, residual: Tensor | None, applied: tuple[str, float]) -> None:
-        self.norm = norm
-        self.memory: Tensor | None = memory
+    def __init__(
+        self, norm: NormCall, memory: Tensor | None, residual: Tensor | None, applied: tuple[str, float]
+    ) -> None:
+        self.norm, self.memory = norm, memory
         self.residual = residual
         self.applied = applied
         """The activation whose result memory holds. It was applied in expectation, and nobody has asked for it yet."""
-        self._version = memory._version
-        self._residual_version = _version(residual)
+        self.made_of(0 if memory is None else memory._version, seen(residual))
+
+    def made_of(self, version: int, residual: Seen) -> None:
+        """Notes the version of the memory, and what the residual was like."""
+        self._version, self._residual = version, residual
 
     def has_its_residual(self) -> bool:
-        return self.residual is None or _version(self.residual) == self._residual_version
+        return self.residual is None or seen(self.residual) == self._residual
 
     def is_fusible(self) -> bool:
         return self.memory is not None and self.has_its_residual() and self.norm.is_unchanged()

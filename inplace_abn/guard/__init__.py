@@ -48,6 +48,7 @@ from inplace_abn.guard.layers import (
     renew_if_written,
     seen,
     set_guard,
+    settled,
     strip,
     take,
 )
@@ -82,6 +83,7 @@ __all__ = [
     "renew_if_written",
     "seen",
     "set_guard",
+    "settled",
     "strip",
     "take",
 ]

@@ -75,10 +75,10 @@ def _modes(module: Any) -> list[Mode]:
     return [] if module._guard is None else [*module._guard.modes.values()]
 
 
-def _settled(module: Any, x: Tensor) -> Mode | None:
-    """The mode if this call only has to do what was decided, as most calls."""
+def settled(module: Any, dtype: torch.dtype) -> Mode | None:
+    """The mode of a dtype if this call only has to do what was decided, as most calls."""
     state: State | None = module._guard
-    mode = None if state is None else state.modes.get(x.dtype)
+    mode = None if state is None else state.modes.get(dtype)
     if mode is None or _torch.top_saved_tensors_hooks(True) is not None:
         return None
     if not state.writes.are_expected(module):  # type: ignore[union-attr]
@@ -104,7 +104,7 @@ def look(module: Any, x: Tensor, residual: Tensor | None, empty: bool = False) -
         x, residual: its arguments. They may be invalid, and are then not measured.
         empty: whether an x may have too few values to measure, as a rank's share of a batch may.
     """
-    mode = _settled(module, x)
+    mode = settled(module, x.dtype)
     if mode is not None:
         return Look(mode.decisions[-1], mode)
     state: State | None = module._guard
@@ -251,7 +251,7 @@ def may_run_in_place(module: Any, x: Tensor, residual: Tensor | None) -> bool:
     """
     if torch.compiler.is_compiling():
         return bool(module._revision >= 0 and module._may_be_compiled_in_place(x.dtype))
-    mode = _settled(module, x)
+    mode = settled(module, x.dtype)
     if mode is not None:
         return mode.decisions[-1].trusted
     looked = look(module, x, residual)

@@ -122,10 +122,9 @@ class Mode:
             return False
         if last.known is not None and len(last.known) != len(self.measured_consumers):
             return False
-        if self.seen:
-            if last.expected is None or self.seen != {(*last.expected, False)}:
-                return False
-            self.seen.clear()
+        if self._following(self.seen) != last.expected:
+            return False
+        self.seen.clear()
         self.generation = self.settled_at = generation
         return True
 
@@ -138,13 +137,18 @@ class Mode:
 
     def _expectation(self) -> tuple[str, float] | None:
         seen, self.seen = self.seen, set()
-        last = self.decisions[-1].expected
-        if last == _PLAIN and 0 <= self.generation - self._plain_since < _PLAIN_FOR:
-            return _PLAIN
-        if last == _PLAIN or not seen:
-            return None if last == _PLAIN else last
-        if seen == {("plain",)}:
+        if self.decisions[-1].expected == _PLAIN:
+            return _PLAIN if 0 <= self.generation - self._plain_since < _PLAIN_FOR else None
+        following = self._following(seen)
+        if following == _PLAIN:
             self._plain_since = self.generation
+        return following
+
+    def _following(self, seen: set[tuple[Any, ...]]) -> tuple[str, float] | None:
+        """What is expected after a generation in which that was seen, if something was expected to keep the output."""
+        if not seen:
+            return self.decisions[-1].expected
+        if seen == {("plain",)}:
             return _PLAIN
         what = next(iter(seen))
         return what[:2] if len(seen) == 1 and what[2:] == (False,) else None

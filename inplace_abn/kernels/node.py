@@ -18,6 +18,8 @@ import torch
 
 _FOLDER = Path(__file__).parents[1]
 _MODULE = "inplace_abn._node"
+_CALLED = ("inplace_abn", "attached", "plan", "norm", "activate", "add", "parts", "wait")
+"""The functions that are torch ops of the same signature in the wheel."""
 
 Counts = tuple[int, int]
 """References to a gradient that Python has seen, from Python and from C++."""
@@ -31,8 +33,17 @@ class Node(NamedTuple):
     that made ``x`` needs its result."""
     attached: Callable[..., Any]
     """`functions.attached`. Returns None, and does nothing, if the call needs Python."""
+    plan: Callable[..., Any]
+    """What a converted norm's calls are like (``src/node/waiting.h``)."""
     norm: Callable[..., Any]
-    """The part of a converted norm's call that does not depend on what follows (``src/node/node.h``)."""
+    """The part of such a call that does not depend on what follows. Returns what waits for that. Like the next two, it
+    returns None, and does nothing, if the call needs Python."""
+    activate: Callable[..., Any]
+    """The activation of an output that waits."""
+    add: Callable[..., Any]
+    """The sum of an output that waits and a residual, which waits again."""
+    parts: Callable[..., Any]
+    """All that is known of an output that waits, whose memory is given up."""
     wait: Callable[..., None]
     """Gives the tensor that stands for a norm's output its place in the graph."""
     set_sole_holders: Callable[[Counts | None, int | None], None]
@@ -82,5 +93,5 @@ def _of_wheel() -> Node:
         gradient, output = ops.last_counts()
         return (gradient[0], gradient[1]) if gradient else None, output
 
-    called = {name: getattr(ops, name).default for name in ("inplace_abn", "attached", "norm", "wait")}
+    called = {name: getattr(ops, name).default for name in _CALLED}
     return Node(**called, set_sole_holders=set_sole_holders, last_counts=last_counts)

@@ -4,11 +4,18 @@
 #include <torch/extension.h>
 #include <torch/version.h>
 
-#include "node.h"
+#include <string>
+#include <utility>
+
+#include "waiting.h"
 
 namespace {
 
 using inplace_abn::Holders;
+using inplace_abn::OptTensor;
+using inplace_abn::Plan;
+using inplace_abn::Tensor;
+using inplace_abn::Waiting;
 
 auto set_sole_holders(std::optional<std::pair<int64_t, int64_t>> gradient, std::optional<int64_t> output) {
   inplace_abn::set_sole_holders({gradient, output});
@@ -25,8 +32,18 @@ PYBIND11_MODULE(_node, m) {
   const pybind11::call_guard<pybind11::gil_scoped_release> without_gil;
   m.def("inplace_abn", &inplace_abn::inplace_abn, without_gil);
   m.def("attached", &inplace_abn::attached, without_gil);
-  m.def("norm", &inplace_abn::norm, without_gil);
   m.def("wait", &inplace_abn::wait, without_gil);
+  // Both are opaque for Python.
+  pybind11::class_<Plan, c10::intrusive_ptr<Plan>>(m, "Plan");
+  pybind11::class_<Waiting, inplace_abn::WaitingPtr>(m, "Waiting");
+  m.def("plan", [](const Tensor& x, const OptTensor& weight, double momentum, double eps, int64_t activation,
+                   double activation_param, std::string name) {
+    return c10::make_intrusive<Plan>(x, weight, momentum, eps, activation, activation_param, std::move(name));
+  });
+  m.def("norm", &inplace_abn::norm, without_gil);
+  m.def("activate", &inplace_abn::activate, without_gil);
+  m.def("add", &inplace_abn::add, without_gil);
+  m.def("parts", &inplace_abn::parts, without_gil);
   m.def("set_sole_holders", &set_sole_holders);
   m.def("last_counts", &last_counts);
   m.attr("torch_version") = TORCH_VERSION;

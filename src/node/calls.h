@@ -19,6 +19,10 @@ auto call(const char* name, const char* overload, Args&&... args) {
   return handle.call(std::forward<Args>(args)...);
 }
 
+using Forward = void(const Tensor& x, const Tensor& mean, const Tensor& var, const OptTensor& weight,
+                     const OptTensor& bias, const OptTensor& residual, double eps, bool signed_weight,
+                     int64_t activation, double activation_param, bool invertible);
+
 inline void bump_version(const OptTensor& t) {
   if (t.has_value() && t->defined() && !t->is_inference()) t->unsafeGetTensorImpl()->bump_version();
 }

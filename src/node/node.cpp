@@ -4,8 +4,6 @@
 // It is made of libtorch alone, without Python, so that one library serves every Python. libtorch's C++ interface has
 // no stable ABI, so there is one library for each release of torch. ops.cpp makes torch ops of these functions.
 
-#include <ATen/SavedTensorHooks.h>
-#include <ATen/TracerMode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/add.h>
@@ -13,9 +11,7 @@
 #include <ATen/ops/empty_like.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/InferenceMode.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/PyInterpreter.h>
-#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/graph_task.h>
 
@@ -26,6 +22,7 @@
 #include <vector>
 
 #include "calls.h"
+#include "usual.h"
 
 namespace inplace_abn {
 namespace {
@@ -39,9 +36,6 @@ using LocalForward = std::tuple<Tensor, Tensor>(const Tensor& x, const OptTensor
                                                 const OptTensor& momentum_tensor, double eps, bool signed_weight,
                                                 int64_t activation, double activation_param, bool invertible,
                                                 bool per_instance);
-using Forward = void(const Tensor& x, const Tensor& mean, const Tensor& var, const OptTensor& weight,
-                     const OptTensor& bias, const OptTensor& residual, double eps, bool signed_weight,
-                     int64_t activation, double activation_param, bool invertible);
 using LocalBackward = void(const Tensor& y_act, const Tensor& dy_act, const Tensor& var, const OptTensor& weight,
                            const OptTensor& bias, const OptTensor& residual, double eps, bool signed_weight,
                            int64_t activation, double activation_param, bool training, bool per_instance,
@@ -53,12 +47,6 @@ using LocalBackward = void(const Tensor& y_act, const Tensor& dy_act, const Tens
 bool is_calibrated = false;
 Holders sole;
 thread_local Holders counted;
-
-// The dispatch keys of tensors that stand for others.
-constexpr c10::DispatchKeySet opaque{
-    c10::DispatchKey::Python,    c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper,
-    c10::DispatchKey::Negative,  c10::DispatchKey::Conjugate,        c10::DispatchKey::Functionalize,
-    c10::DispatchKey::ZeroTensor};
 
 // Whether reference counts show all owners of the memory: only if it is plain memory of torch's own allocator. Lazy
 // copies, memory of numpy and memory that processes share have other deleters.
@@ -300,22 +288,6 @@ class InPlaceABNFunction final : public torch::autograd::Function<InPlaceABNFunc
     return results;
   }
 };
-
-// Whether these are plain tensors, and no mode, tracer or hook is active that functions.py would have to know of.
-bool is_usual(const Tensor& x, std::initializer_list<const OptTensor*> others, bool requires_grad) {
-  const auto usual = [&](const Tensor& t) {
-    return !t.key_set().has_any(opaque) && t.layout() == at::kStrided && t.device() == x.device() &&
-           !t._fw_grad(0).defined() && !(requires_grad && t.is_inference());
-  };
-  if (!usual(x)) return false;
-  for (const OptTensor* t : others) {
-    if (t->has_value() && !usual(**t)) return false;
-  }
-  return !(c10::impl::TorchDispatchModeTLS::any_modes_set() || at::tracer::impl::is_dispatch_enabled() ||
-           c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
-           c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::PreDispatch) ||
-           at::SavedTensorDefaultHooks::get_hooks().has_value());
-}
 
 // Whether x may be overwritten without functions.py: it is no view (a C++ function would save an overwritten view in a
 // reference cycle), and all that functions.py would refuse is excluded.

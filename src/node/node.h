@@ -6,7 +6,6 @@
 #include <cstdint>
 #include <optional>
 #include <string>
-#include <tuple>
 #include <utility>
 
 namespace inplace_abn {
@@ -28,19 +27,6 @@ Tensor attached(const Tensor& x, const Tensor& z, const OptTensor& weight, const
                 const OptTensor& residual, const OptTensor& weight_value, const OptTensor& bias_value,
                 const Tensor& var, bool training, double eps, bool signed_weight, int64_t activation,
                 double activation_param, bool per_instance, const std::string& name, const OptTensor& stand_in);
-
-// The part of a converted norm's call that does not depend on what follows: training, by statistics of x, into new
-// memory. Returns the memory, the variance, and copies of weight and bias, undefined where there is none. Autograd does
-// not notice the update of the running statistics, as in torch. `batches`, the number of batches, is counted.
-std::tuple<Tensor, Tensor, Tensor, Tensor> norm(const Tensor& x, const OptTensor& weight, const OptTensor& bias,
-                                                const OptTensor& running_mean, const OptTensor& running_var,
-                                                const OptTensor& batches, double momentum, double eps,
-                                                int64_t activation, double activation_param);
-
-// Gives the tensor that stands for a norm's output its place in the graph. `mean` is that of frozen statistics.
-void wait(const Tensor& stand_in, const Tensor& x, const OptTensor& weight, const OptTensor& bias,
-          const OptTensor& residual, const OptTensor& mean, const Tensor& var, double eps, bool training,
-          bool per_instance);
 
 // The references to a gradient that Python has seen, from Python and from C++, and to a saved output's storage.
 struct Holders {

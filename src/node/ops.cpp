@@ -7,7 +7,7 @@
 #include <tuple>
 #include <vector>
 
-#include "node.h"
+#include "waiting.h"
 
 namespace inplace_abn {
 namespace {
@@ -17,6 +17,11 @@ void set_sole_holders_op(const std::vector<int64_t>& gradient, std::optional<int
   Holders holders{std::nullopt, output};
   if (!gradient.empty()) holders.gradient = {gradient.at(0), gradient.at(1)};
   set_sole_holders(holders);
+}
+
+c10::intrusive_ptr<Plan> plan(const Tensor& x, const OptTensor& weight, double momentum, double eps, int64_t activation,
+                              double activation_param, std::string_view name) {
+  return c10::make_intrusive<Plan>(x, weight, momentum, eps, activation, activation_param, std::string(name));
 }
 
 std::tuple<std::vector<int64_t>, std::optional<int64_t>> last_counts_op() {
@@ -44,11 +49,28 @@ TORCH_LIBRARY(inplace_abn_node, m) {
         return attached(x, z, weight, bias, residual, weight_value, bias_value, var, training, eps, signed_weight,
                         activation, activation_param, per_instance, std::string(name), stand_in);
       });
+  // Both are opaque for Python.
+  m.class_<Plan>("Plan");
+  m.class_<Waiting>("Waiting");
   m.def(
-      "norm(Tensor x, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
-      "Tensor(c!)? batches, float momentum, float eps, int activation, float activation_param) "
-      "-> (Tensor, Tensor, Tensor, Tensor)",
+      "plan(Tensor x, Tensor? weight, float momentum, float eps, int activation, float activation_param, str name) "
+      "-> __torch__.torch.classes.inplace_abn_node.Plan",
+      &plan);
+  m.def(
+      "norm(__torch__.torch.classes.inplace_abn_node.Plan plan, Tensor(a!) stand_in, Tensor x, Tensor? weight, "
+      "Tensor? bias, Tensor(b!)? running_mean, Tensor(c!)? running_var, Tensor(d!)? batches) "
+      "-> __torch__.torch.classes.inplace_abn_node.Waiting?",
       &norm);
+  m.def(
+      "activate(__torch__.torch.classes.inplace_abn_node.Waiting waiting, Tensor(a!) stand_in, int activation, "
+      "float activation_param, bool in_place) -> Tensor",
+      &activate);
+  m.def(
+      "add(__torch__.torch.classes.inplace_abn_node.Waiting waiting, Tensor(a!) stand_in, Tensor(b!) sum, "
+      "Tensor residual) -> __torch__.torch.classes.inplace_abn_node.Waiting?",
+      &add);
+  m.def("parts(__torch__.torch.classes.inplace_abn_node.Waiting waiting, Tensor stand_in) -> (Tensor[], int[], float)",
+        &parts);
   m.def(
       "wait(Tensor(a!) stand_in, Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor? mean, Tensor var, "
       "float eps, bool training, bool per_instance) -> ()",

@@ -1,13 +1,19 @@
-// A norm whose output waits for what follows: its call, and the graph node of the tensor that stands for the output.
+// The graph node of the tensor that stands for a norm's output, and what becomes of it.
+
+#include "waiting.h"
 
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "calls.h"
+#include "usual.h"
 
 namespace inplace_abn {
 namespace {
@@ -83,24 +89,156 @@ class WaitingFunction final : public torch::autograd::Function<WaitingFunction> 
   }
 };
 
+constexpr int64_t identity = 0;
+
+// Without a graph node x is a leaf.
+torch::autograd::Edge edge_of(const Tensor& x) {
+  return {x.grad_fn(), static_cast<uint32_t>(x.output_nr())};
+}
+
+// Whether a call is like a plan's, and a graph is recorded.
+bool fits(const Plan& plan, const Tensor& x, const OptTensor& weight, const OptTensor& bias) {
+  if (!at::GradMode::is_enabled() || x.sizes() != plan.sizes || x.strides() != plan.strides) return false;
+  if (x.scalar_type() != plan.dtype || x.device() != plan.device) return false;
+  if (weight.has_value() != plan.parameter_dtype.has_value()) return false;
+  const auto requires_grad = [](const OptTensor& t) { return t.has_value() && t->requires_grad(); };
+  for (const OptTensor* t : {&weight, &bias}) {
+    if (t->has_value() && ((*t)->sizes() != at::IntArrayRef(x.size(1)) || (*t)->scalar_type() != plan.parameter_dtype))
+      return false;
+  }
+  return x.requires_grad() || requires_grad(weight) || requires_grad(bias);
+}
+
+// Whether the stand-in has the place in the graph that it was given.
+bool is_placed(const Waiting& w, const Tensor& stand_in) {
+  return w.node == stand_in.grad_fn();
+}
+
+// Whether one node can stand for the norm and what follows: nothing has changed since the norm was called.
+bool is_fusible(const Waiting& w, const Tensor& stand_in) {
+  return at::GradMode::is_enabled() && w.memory.defined() && w.memory._version() == w.version_of_memory &&
+         is_placed(w, stand_in) && edge_of(w.x) == w.edge && w.x.requires_grad() == w.seen_x.requires_grad &&
+         Seen(w.weight) == w.seen_weight && Seen(w.bias) == w.seen_bias && Seen(w.residual) == w.seen_residual;
+}
+
+void place(Waiting& w, const Tensor& stand_in) {
+  wait(stand_in, w.x, w.weight, w.bias, w.residual, std::nullopt, w.var, w.plan->eps, true, false);
+  w.node = stand_in.grad_fn();
+}
+
 }  // namespace
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> norm(const Tensor& x, const OptTensor& weight, const OptTensor& bias,
-                                                const OptTensor& running_mean, const OptTensor& running_var,
-                                                const OptTensor& batches, double momentum, double eps,
-                                                int64_t activation, double activation_param) {
-  const at::AutoDispatchBelowADInplaceOrView guard;
-  const Tensor z = at::empty_like(x);
-  const auto [mean, var] = call<LocalForwardOut>("inplace_abn::local_forward", "out", x, weight, bias, std::nullopt,
-                                                 running_mean, running_var, momentum, std::nullopt, eps, true,
-                                                 activation, activation_param, true, false, z);
-  bump_version(z);
-  if (batches.has_value()) {
-    batches->add_(1);
-    bump_version(batches);
-  }
+Plan::Plan(const Tensor& x, const OptTensor& weight, double momentum, double eps, int64_t activation,
+           double activation_param, std::string name)
+    : sizes(x.sizes().vec()),
+      strides(x.strides().vec()),
+      dtype(x.scalar_type()),
+      device(x.device()),
+      momentum(momentum),
+      eps(eps),
+      activation(activation),
+      activation_param(activation_param),
+      name(std::move(name)) {
+  if (weight.has_value()) parameter_dtype = weight->scalar_type();
+}
+
+Seen::Seen(const OptTensor& t) {
+  if (!t.has_value() || !t->defined()) return;
+  version = t->_version();
+  address = reinterpret_cast<int64_t>(t->data_ptr());
+  requires_grad = t->requires_grad();
+}
+
+std::optional<WaitingPtr> norm(const c10::intrusive_ptr<Plan>& plan, const Tensor& stand_in, const Tensor& x,
+                               const OptTensor& weight, const OptTensor& bias, const OptTensor& running_mean,
+                               const OptTensor& running_var, const OptTensor& batches) {
+  if (!fits(*plan, x, weight, bias) || !is_usual(x, {&weight, &bias, &running_mean, &running_var}, true)) return {};
+  auto waiting = c10::make_intrusive<Waiting>();
   const auto copy = [](const OptTensor& t) { return t.has_value() ? t->clone() : Tensor(); };
-  return {z, var, copy(weight), copy(bias)};
+  {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    waiting->memory = at::empty_like(x);
+    waiting->var = std::get<1>(call<LocalForwardOut>(
+        "inplace_abn::local_forward", "out", x, weight, bias, std::nullopt, running_mean, running_var, plan->momentum,
+        std::nullopt, plan->eps, true, plan->activation, plan->activation_param, true, false, waiting->memory));
+    waiting->weight_value = copy(weight);
+    waiting->bias_value = copy(bias);
+    if (batches.has_value()) batches->add_(1);
+  }
+  bump_version(batches);
+  waiting->plan = plan;
+  waiting->x = x;
+  waiting->weight = weight;
+  waiting->bias = bias;
+  waiting->activation = plan->activation;
+  waiting->activation_param = plan->activation_param;
+  waiting->seen_x = Seen(x);
+  waiting->seen_weight = Seen(weight);
+  waiting->seen_bias = Seen(bias);
+  waiting->version_of_memory = waiting->memory._version();
+  waiting->edge = edge_of(x);
+  place(*waiting, stand_in);
+  return waiting;
+}
+
+Tensor activate(const WaitingPtr& waiting, const Tensor& stand_in, int64_t activation, double activation_param,
+                bool in_place) {
+  Waiting& w = *waiting;
+  if (!is_fusible(w, stand_in)) return {};
+  if (w.activation != activation || w.activation_param != activation_param) {
+    if (w.activation != identity) return {};
+    const auto channels = w.memory.size(1);
+    const auto options = w.memory.options().dtype(w.memory.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    // With these statistics the norm is the identity, bit for bit.
+    call<Forward>("inplace_abn::forward", "", w.memory, at::zeros({channels}, options), at::ones({channels}, options),
+                  std::nullopt, std::nullopt, std::nullopt, 1e-30, true, activation, activation_param, true);
+    w.activation = activation;
+    w.activation_param = activation_param;
+  }
+  const Tensor z = attached(w.x, w.memory, w.weight, w.bias, w.residual, optional(w.weight_value),
+                            optional(w.bias_value), w.var, true, w.plan->eps, true, activation, activation_param, false,
+                            w.plan->name, in_place ? OptTensor(stand_in) : std::nullopt);
+  if (!z.defined()) return z;
+  w.memory = Tensor();
+  if (in_place) bump_version(stand_in);
+  return z;
+}
+
+std::optional<WaitingPtr> add(const WaitingPtr& waiting, const Tensor& stand_in, const Tensor& sum,
+                              const Tensor& residual) {
+  if (!is_fusible(*waiting, stand_in) || waiting->residual.has_value() || waiting->activation != identity) return {};
+  const Tensor& memory = waiting->memory;
+  const bool is_alike = residual.sizes() == memory.sizes() && residual.strides() == memory.strides() &&
+                        residual.scalar_type() == memory.scalar_type() && !residual.is_alias_of(memory);
+  if (!is_alike || !is_usual(memory, {&waiting->weight, &waiting->bias}, true) || !is_usual(residual, {}, true)) {
+    return {};
+  }
+  {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    memory.add_(residual);
+  }
+  auto added = c10::make_intrusive<Waiting>(*waiting);
+  waiting->memory = Tensor();
+  added->residual = residual;
+  added->seen_residual = Seen(residual);
+  place(*added, sum);
+  if (sum.is_same(stand_in)) bump_version(stand_in);
+  return added;
+}
+
+std::tuple<std::vector<Tensor>, std::vector<int64_t>, double> parts(const WaitingPtr& waiting, const Tensor& stand_in) {
+  Waiting& w = *waiting;
+  std::vector<int64_t> numbers{w.activation, is_placed(w, stand_in), w.edge.function != nullptr, w.edge.input_nr,
+                               w.version_of_memory};
+  for (const Seen& seen : {w.seen_x, w.seen_weight, w.seen_bias, w.seen_residual}) {
+    numbers.insert(numbers.end(), {seen.version, seen.address, seen.requires_grad});
+  }
+  const auto given = [](const OptTensor& t) { return t.value_or(Tensor()); };
+  return {{w.x, given(w.weight), given(w.bias), given(w.residual), w.weight_value, w.bias_value, w.var,
+           std::exchange(w.memory, Tensor())},
+          numbers,
+          w.activation_param};
 }
 
 void wait(const Tensor& stand_in, const Tensor& x, const OptTensor& weight, const OptTensor& bias,

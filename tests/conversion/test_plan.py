@@ -8,7 +8,7 @@ from modes import end_beginning
 from torch import nn
 
 from inplace_abn import convert, functions, guard
-from inplace_abn.conversion import plan
+from inplace_abn.conversion.plan import Plan
 
 pytestmark = pytest.mark.skipif(functions._node is None, reason="plans are of the node in C++")
 
@@ -16,8 +16,15 @@ pytestmark = pytest.mark.skipif(functions._node is None, reason="plans are of th
 @pytest.fixture
 def planned(monkeypatch):
     """The calls that went by a plan."""
-    calls, call = [], plan.call
-    monkeypatch.setattr(plan, "call", lambda *args: (calls.append(args), call(*args))[1])
+    calls, call = [], Plan.call
+
+    def counted(*args):
+        waiting = call(*args)
+        if waiting is not None:
+            calls.append(args)
+        return waiting
+
+    monkeypatch.setattr(Plan, "call", counted)
     return calls
 
 
