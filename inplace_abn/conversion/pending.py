@@ -374,13 +374,14 @@ def _asked_of_graph(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         values = plain(t)
         t._is_hooked = t._is_hooked or func is Tensor.register_hook
         first, last = (t, values) if t._leads else (values, t)
-        if func is Tensor.retain_grad:
-            # If the last one is written to, it has what is retained, and is the first one from then on. torch moves it
-            # only if it is a node's first output.
-            with _torch.NoTorchFunction():
-                if last.output_nr:
-                    stand(first, (last,))
-                    t._record_position()
+        with torch.enable_grad(), _torch.NoTorchFunction():
+            # The node of an activation in place has both as outputs. What the first one is asked for must contain what
+            # comes through the last one.
+            if last.output_nr:
+                stand(first, (last,))
+                t._record_position()
+            # If the last one is written to, it has what is retained, and is the first one from then on.
+            if func is Tensor.retain_grad:
                 last.retain_grad()
         return first
 
@@ -415,7 +416,7 @@ def _activated_at_once(t: Any, call: Activating) -> Tensor | None:
     if z is None:
         return None
     if call.in_place:
-        t._plain, t._state, t._is_named = z, None, True
+        t._plain, t._waiting, t._is_named = z, None, True
         t._record_position()
     else:
         t._is_taken = True

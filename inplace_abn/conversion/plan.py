@@ -82,17 +82,10 @@ class Plan:
             of_x, *others = (Seen(seen[i], seen[i + 1], bool(seen[i + 2])) for i in range(0, len(seen), 3))
             node: Any = t.grad_fn if is_placed else None
             inputs = node.next_functions if is_placed else ()
-        norm = NormCall(
-            self.module,
-            x,
-            Operands(weight, bias),
-            None,
-            Values(weight_value, bias_value, var),
-            self.settings,
-            self._look,
-        )
+        values, operands = Values(weight_value, bias_value, var), Operands(weight, bias)
+        norm = NormCall(self.module, x, operands, None, values, self.settings, self._look)
         source = inputs[0][0] if inputs and is_inner else None
-        norm.called_with(of_x, (of_x.requires_grad, source, output_nr), others[0], others[1])
+        norm.called_with(of_x, (of_x.requires_grad, source, output_nr), (others[0], others[1]), None)
         state = PendingState(norm, memory, residual, (name_of(code), param))
         state.made_of(version, others[2])
         return state, node

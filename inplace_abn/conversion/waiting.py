@@ -87,13 +87,14 @@ class NormCall:
         self.operands = Operands(operands.weight, operands.bias)
         self.mean, self.values, self.settings = mean, values, settings
         edge = (x.requires_grad, x.grad_fn, x.output_nr)
-        self.called_with(seen(x), edge, seen(operands.weight), seen(operands.bias))
-        self._hooks = _torch.top_saved_tensors_hooks(True)
+        hooks = _torch.top_saved_tensors_hooks(True)
+        self.called_with(seen(x), edge, (seen(operands.weight), seen(operands.bias)), hooks)
         self.trusted = True
 
-    def called_with(self, x: Seen, edge: tuple[bool, Any, int], weight: Seen, bias: Seen) -> None:
-        """Notes what the tensors were like when the norm was called, and x's place in the graph."""
-        self._content, self._edge, self._versions = x[:2], edge, (weight, bias)
+    def called_with(self, x: Seen, edge: tuple[bool, Any, int], parameters: tuple[Seen, Seen], hooks: Any) -> None:
+        """Notes what the tensors were like when the norm was called, x's place in the graph, and the saved-tensor
+        hooks."""
+        self._content, self._edge, self._versions, self._hooks = x[:2], edge, parameters, hooks
 
     @property
     def name(self) -> str:

@@ -3,7 +3,10 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/clone.h>
+#include <ATen/ops/empty_like.h>
 
+#include <cstring>
 #include <utility>
 
 #include "node.h"
@@ -25,6 +28,15 @@ using Forward = void(const Tensor& x, const Tensor& mean, const Tensor& var, con
 
 inline void bump_version(const OptTensor& t) {
   if (t.has_value() && t->defined() && !t->is_inference()) t->unsafeGetTensorImpl()->bump_version();
+}
+
+// A copy of a vector. On the CPU an op takes longer than the copy.
+inline Tensor copy(const OptTensor& t) {
+  if (!t.has_value()) return {};
+  if (!t->is_cpu() || !t->is_contiguous()) return t->clone();
+  Tensor result = at::empty_like(*t);
+  std::memcpy(result.data_ptr(), t->const_data_ptr(), t->nbytes());
+  return result;
 }
 
 inline OptTensor optional(const Tensor& t) {

@@ -128,10 +128,6 @@ struct Needed {
   bool x, weight, bias, residual;
 };
 
-OptTensor copy(const OptTensor& t) {
-  return t.has_value() ? OptTensor(t->clone()) : std::nullopt;
-}
-
 // Writes z over x, and returns what backward needs.
 Values write(const Tensor& x, const OptTensor& weight, const OptTensor& bias, const OptTensor& residual,
              const Arguments& given, const Settings& s, bool invertible) {
@@ -141,7 +137,7 @@ Values write(const Tensor& x, const OptTensor& weight, const OptTensor& bias, co
     if (!copies) return {weight, bias, var};
     const at::AutoDispatchBelowADInplaceOrView guard;
     // Training may change the running variance before backward needs what it was.
-    return {copy(weight), copy(bias), s.training ? var : var.clone()};
+    return {optional(copy(weight)), optional(copy(bias)), s.training ? var : var.clone()};
   };
   if (!s.training) {
     call<Forward>("inplace_abn::forward", "", x, *given.running_mean, *given.running_var, weight, bias, residual, s.eps,
@@ -256,7 +252,6 @@ class InPlaceABNFunction final : public torch::autograd::Function<InPlaceABNFunc
     const auto node = unpacked[0].grad_fn();
     const bool by_engine = node && running.get() == node.get();
     const bool own_dz = by_engine && sole_gradient_given;
-    const auto optional = [](const Tensor& t) { return t.defined() ? OptTensor(t) : std::nullopt; };
     Saved saved{unpacked[0], optional(unpacked[1]), optional(unpacked[2]), optional(unpacked[3]), unpacked[4]};
 
     // Edges exist for the tensors that were given only.

@@ -28,6 +28,9 @@ using LocalForwardOut = std::tuple<Tensor, Tensor>(const Tensor& x, const OptTen
                                                    int64_t activation, double activation_param, bool invertible,
                                                    bool per_instance, const Tensor& z);
 
+// What stands for the dtype of a bias that there is not.
+constexpr double no_bias = -1;
+
 // The norm without activation. It saves what torch's norm saves, when torch's norm saves it. Its gradient is computed
 // by an op that conversion/waiting.py defines, which autograd sees.
 class WaitingFunction final : public torch::autograd::Function<WaitingFunction> {
@@ -44,14 +47,14 @@ class WaitingFunction final : public torch::autograd::Function<WaitingFunction> 
                                const OptTensor& residual, const Norm& norm) {
     ctx->set_materialize_grads(false);
     ctx->save_for_backward({x, weight.value_or(Tensor())});
-    ctx->saved_data["has"] = c10::List<bool>({weight.has_value(), bias.has_value(), residual.has_value()});
-    // The value of the bias does not matter, so torch's norm does not save it either.
-    if (bias.has_value()) ctx->saved_data["bias_dtype"] = bias->scalar_type();
-    ctx->saved_data["mean"] = norm.mean;
+    // One value takes less time than several, and is a constant for autograd's compiler. The value of the bias does not
+    // matter, so torch's norm does not save it either.
+    const auto dtype = bias.has_value() ? static_cast<double>(bias->scalar_type()) : no_bias;
+    ctx->saved_data["call"] =
+        c10::List<double>({norm.eps, static_cast<double>(norm.training), static_cast<double>(norm.per_instance),
+                           static_cast<double>(weight.has_value()), dtype, static_cast<double>(residual.has_value())});
+    if (norm.mean.has_value()) ctx->saved_data["mean"] = norm.mean;
     ctx->saved_data["var"] = norm.var;
-    ctx->saved_data["eps"] = norm.eps;
-    ctx->saved_data["training"] = norm.training;
-    ctx->saved_data["per_instance"] = norm.per_instance;
     return {norm.stand_in};
   }
 
@@ -66,20 +69,23 @@ class WaitingFunction final : public torch::autograd::Function<WaitingFunction> 
     if (!g.defined()) return results;
     const variable_list saved = ctx->get_saved_variables();
     const auto& data = ctx->saved_data;
-    const c10::List<bool> has = data.at("has").toBoolList();
+    const auto call = data.at("call").toDoubleList();
+    const double eps = call.get(0);
+    const bool training = call.get(1) != 0, per_instance = call.get(2) != 0, has_weight = call.get(3) != 0;
+    const bool has_bias = call.get(4) != no_bias, has_residual = call.get(5) != 0;
     // Edges exist for the tensors that were given only.
     size_t edge = 0;
     const auto needs = [&](bool given) { return given && ctx->needs_input_grad(edge++); };
-    const bool need_x = needs(true), need_weight = needs(has[0]), need_bias = needs(has[1]),
-               need_residual = needs(has[2]);
+    const bool need_x = needs(true), need_weight = needs(has_weight), need_bias = needs(has_bias),
+               need_residual = needs(has_residual);
     const std::vector<bool> needed{need_x, need_weight, need_bias};
-    const auto found = data.find("bias_dtype");
     std::optional<at::ScalarType> bias_dtype;
-    if (found != data.end()) bias_dtype = found->second.toScalarType();
-    const OptTensor mean = data.at("mean").toOptional<Tensor>();
+    if (has_bias) bias_dtype = static_cast<at::ScalarType>(call.get(4));
+    const auto mean = data.find("mean");
     const std::vector<Tensor> gradients =
-        handle.call(g, saved[0], optional(saved[1]), bias_dtype, mean, data.at("var").toTensor(), needed,
-                    data.at("eps").toDouble(), data.at("training").toBool(), data.at("per_instance").toBool());
+        handle.call(g, saved[0], optional(saved[1]), bias_dtype,
+                    mean == data.end() ? OptTensor() : OptTensor(mean->second.toTensor()), data.at("var").toTensor(),
+                    needed, eps, training, per_instance);
     size_t next = 0;
     for (size_t i = 0; i < needed.size(); ++i) {
       if (needed[i]) results[i] = gradients.at(next++);
@@ -121,6 +127,16 @@ bool is_fusible(const Waiting& w, const Tensor& stand_in) {
          Seen(w.weight) == w.seen_weight && Seen(w.bias) == w.seen_bias && Seen(w.residual) == w.seen_residual;
 }
 
+// Counts the batch. On the CPU an op takes longer than the addition.
+void count(const OptTensor& batches) {
+  if (!batches.has_value()) return;
+  if (batches->is_cpu() && batches->scalar_type() == at::kLong && batches->numel() == 1) {
+    ++*batches->mutable_data_ptr<int64_t>();
+  } else {
+    batches->add_(1);
+  }
+}
+
 void place(Waiting& w, const Tensor& stand_in) {
   wait(stand_in, w.x, w.weight, w.bias, w.residual, std::nullopt, w.var, w.plan->eps, true, false);
   w.node = stand_in.grad_fn();
@@ -154,7 +170,6 @@ std::optional<WaitingPtr> norm(const c10::intrusive_ptr<Plan>& plan, const Tenso
                                const OptTensor& running_var, const OptTensor& batches) {
   if (!fits(*plan, x, weight, bias) || !is_usual(x, {&weight, &bias, &running_mean, &running_var}, true)) return {};
   auto waiting = c10::make_intrusive<Waiting>();
-  const auto copy = [](const OptTensor& t) { return t.has_value() ? t->clone() : Tensor(); };
   {
     const at::AutoDispatchBelowADInplaceOrView guard;
     waiting->memory = at::empty_like(x);
@@ -163,7 +178,7 @@ std::optional<WaitingPtr> norm(const c10::intrusive_ptr<Plan>& plan, const Tenso
         std::nullopt, plan->eps, true, plan->activation, plan->activation_param, true, false, waiting->memory));
     waiting->weight_value = copy(weight);
     waiting->bias_value = copy(bias);
-    if (batches.has_value()) batches->add_(1);
+    count(batches);
   }
   bump_version(batches);
   waiting->plan = plan;
