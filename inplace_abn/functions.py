@@ -10,7 +10,6 @@ backward pass, and `autograd.ownership` decides which memory backward may overwr
 
 from __future__ import annotations
 
-import contextlib
 import os
 
 import torch
@@ -27,7 +26,6 @@ from inplace_abn.kernels import node, ops
 from inplace_abn.settings import Operands, Settings, check_hyperparameters
 
 _DISABLED = os.environ.get("INPLACE_ABN_DISABLE") == "1"
-_NOTHING = contextlib.nullcontext()
 _node = None if _DISABLED else node.load()
 
 
@@ -321,9 +319,7 @@ def attached(x: Tensor, result: nodes.Result, operands: Operands, values: Values
     """
     if _node is not None and settings.group is None and result.saved is None and result.residual is None:
         options = (settings.training, *settings.arithmetic(), settings.per_instance, settings.name)
-        # The stand-in is a subclass, which must not take the call for one that a model makes.
-        with _NOTHING if result.stand_in is None else _torch.NoTorchFunction():
-            found: Tensor | None = _node.attached(x, result.z, *operands.of_graph(), *values, *options, result.stand_in)
+        found: Tensor | None = _node.attached(x, result.z, *operands.of_graph(), *values, *options)
         if found is not None:
             return found
     return nodes.attached(x, result, operands, values, settings, _input_edge(x, settings))

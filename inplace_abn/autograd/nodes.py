@@ -124,8 +124,6 @@ class Result(NamedTuple):
     """A call's result, and what else belongs to it if the result is not in x's memory."""
 
     z: Tensor
-    stand_in: Tensor | None = None
-    """A tensor that stands for z and gets the same place in the graph."""
     saved: Tensor | None = None
     """What the node saves instead of z: a copy of z, or an alias that becomes a copy before somebody writes to z."""
     residual: Tensor | None = None
@@ -139,7 +137,7 @@ class _Call:
         self, result: Result, overwrites: bool, operands: Operands, values: Values, settings: Settings, edge: Any
     ) -> None:
         weight, bias, residual = operands.of_graph()
-        z, self.stand_in, self.saved, of_residual = result
+        z, self.saved, of_residual = result
         self.residual = residual if of_residual is None else of_residual
         self.settings, self.written = settings, None if overwrites else z
         # Parameters that stand for themselves are saved with their places in the graph.
@@ -166,27 +164,23 @@ class InPlaceABNFunction(torch.autograd.Function):
         var: Tensor,
         edge: Tensor | None,
         call: _Call,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        z = x if call.written is None else call.written
-        return z if call.stand_in is None else (z, call.stand_in)
+    ) -> Tensor:
+        return x if call.written is None else call.written
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor | tuple[Tensor, Tensor]) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         x, weight, bias, _, var, edge, call = inputs
         ctx.settings, ctx.hooked, ctx.edges = call.settings, call.hooked, call.edges if edge is None else Edges(edge)
         ctx.of_view = call.written is None and _torch.is_view(x)
         if call.written is None:
             ctx.mark_dirty(x)
         ctx.set_materialize_grads(False)
-        z = output if isinstance(output, Tensor) else output[0]
         ctx.is_alias = call.saved is not None
         parameters = call.copies or (weight, bias)
-        ctx.save_for_backward(z if call.saved is None else call.saved, *parameters, call.residual, var)
+        ctx.save_for_backward(output if call.saved is None else call.saved, *parameters, call.residual, var)
 
     @staticmethod
-    def backward(ctx: Any, dz: Tensor | None, of_stand_in: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        if of_stand_in is not None:
-            dz = of_stand_in if dz is None else dz + of_stand_in
+    def backward(ctx: Any, dz: Tensor | None) -> tuple[Tensor | None, ...]:
         if dz is None:
             return (None,) * 7
         if _torch.is_batched(dz):
@@ -200,7 +194,7 @@ class InPlaceABNFunction(torch.autograd.Function):
         # is a view, the engine runs the CopySlices node of its base, and that node calls this one.
         node = _torch.current_node()
         by_engine = node is ctx or (ctx.of_view and node is not None and node.name().endswith("CopySlices"))
-        own_dz = by_engine and of_stand_in is None and ownership.owns_gradient(dz, sys.getrefcount(dz))
+        own_dz = by_engine and ownership.owns_gradient(dz, sys.getrefcount(dz))
         saved = _unpacked(ctx)
         if torch.is_grad_enabled():
             return *backward.differentiable(saved, dz, ctx.edges, settings), *(None,) * 3
@@ -293,10 +287,9 @@ def attached(
 ) -> Tensor:
     """Makes a node for z, which is already written, as a function of x. Only x's place in the graph is read."""
     call = _Call(result, False, operands, values, settings, edge)
-    outputs = _apply(x, *operands.of_graph(), values.var, None, call)
+    z: Tensor = _apply(x, *operands.of_graph(), values.var, None, call)
     if call.hooked is not None:
         call.hooked.start()
-    z: Tensor = outputs if result.stand_in is None else outputs[0]
     return z
 
 

@@ -8,7 +8,7 @@ from inplace_abn import _torch, functions
 from inplace_abn.activations import IDENTITY
 from inplace_abn.autograd import nodes
 from inplace_abn.conversion import watch
-from inplace_abn.conversion.waiting import NormCall, PendingState
+from inplace_abn.conversion.waiting import NormCall, PendingState, stand
 from inplace_abn.settings import Operands
 
 
@@ -50,7 +50,7 @@ def attached(
     """The activated memory, with a node of its own; None if the guard does not trust the layer.
 
     Args:
-        stand_in: a pending tensor that gets the same place in the graph.
+        stand_in: a pending tensor that comes right after the result in the graph, with the same values.
         follows: what follows, in words; by default the activation.
         in_place: whether the activation is to be in place.
         is_residual: whether another norm's node keeps the result as well.
@@ -68,8 +68,10 @@ def attached(
     saved = None if observer is None else observer.saved(memory, activation, writable)
     operands = Operands(norm.operands.weight, norm.operands.bias, residual)
     of_residual = None if observer is None or residual is None else observer.of_residual(residual)
-    result = nodes.Result(memory, stand_in, saved, of_residual)
+    result = nodes.Result(memory, saved, of_residual)
     z = functions.attached(norm.x, result, operands, norm.values, settings)
+    if stand_in is not None:
+        stand(z, (stand_in,))
     state.memory = None
     if observer is None:
         norm.approve(activation, residual is not None)

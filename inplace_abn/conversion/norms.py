@@ -84,7 +84,7 @@ class InPlaceNorm(guard.Guarded):
             return self._compiled(x)
         past = self._past
         if past.plan is not None and not past.was_watched and watch.current() is None:
-            y = planned(past.plan, x)
+            y = planned(past.plan, self, x)
             if y is not None:
                 return y
         return self._looked(x)

@@ -51,6 +51,8 @@ class Pending(Tensor):
     """What the tensor stands for, in C++. Python takes it over once it does more with it than the next op."""
     _plan: Plan
     """The plan of the call that waits in C++."""
+    _module: Any
+    """The norm that made this call."""
     _adds: bool = False
     """Whether a residual was added to what waits in C++."""
     _plain: Tensor | None = None
@@ -87,7 +89,7 @@ class Pending(Tensor):
     def _take_over(self) -> None:
         if self._waiting is not None:
             waiting, self._waiting = self._waiting, None
-            self._held, self._node = self._plan.state(waiting, self)
+            self._held, self._node = self._plan.state(self._module, waiting, self)
 
     @classmethod
     def __torch_function__(
@@ -271,17 +273,17 @@ def _left_behind(t: Pending) -> RuntimeError:
     return RuntimeError(message)
 
 
-def planned(plan: Plan, x: Tensor) -> Pending | None:
+def planned(plan: Plan, module: Any, x: Tensor) -> Pending | None:
     """A tensor that stands for a norm's output, by the norm's plan; None if the call is not like the plan's."""
-    if type(x) is not Tensor or x.layout is not torch.strided or not plan.fits(x):
+    if type(x) is not Tensor or x.layout is not torch.strided or not plan.fits(module, x):
         return None
     t = _torch.stand_in_like(Pending, x)
-    waiting = plan.call(x, t)
-    return None if waiting is None else _waiting(t, waiting, plan, False)
+    waiting = plan.call(module, x, t)
+    return None if waiting is None else _waiting(t, waiting, plan, module, False)
 
 
-def _waiting(t: Any, waiting: Any, plan: Plan, adds: bool) -> Pending:
-    t._waiting, t._plan, t._adds, t._name = waiting, plan, adds, plan.settings.name
+def _waiting(t: Any, waiting: Any, plan: Plan, module: Any, adds: bool) -> Pending:
+    t._waiting, t._plan, t._module, t._adds, t._name = waiting, plan, module, adds, plan.name
     return t  # type: ignore[no-any-return]
 
 
@@ -374,14 +376,9 @@ def _asked_of_graph(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         values = plain(t)
         t._is_hooked = t._is_hooked or func is Tensor.register_hook
         first, last = (t, values) if t._leads else (values, t)
-        with torch.enable_grad(), _torch.NoTorchFunction():
-            # The node of an activation in place has both as outputs. What the first one is asked for must contain what
-            # comes through the last one.
-            if last.output_nr:
-                stand(first, (last,))
-                t._record_position()
+        if func is Tensor.retain_grad:
             # If the last one is written to, it has what is retained, and is the first one from then on.
-            if func is Tensor.retain_grad:
+            with _torch.NoTorchFunction():
                 last.retain_grad()
         return first
 
@@ -408,7 +405,7 @@ def _is_fusible(t: Any) -> bool:
 def _activated_at_once(t: Any, call: Activating) -> Tensor | None:
     """The activation of what waits in C++; None if Python has to look at it."""
     plan = t._plan
-    code = plan.saw(call.activation, call.param, t._adds)
+    code = plan.saw(t._module, call.activation, call.param, t._adds)
     if code is None:
         return None
     with _torch.NoTorchFunction():
@@ -431,7 +428,7 @@ def _added_at_once(t: Any, residual: Tensor, in_place: bool) -> Pending | None:
     if waiting is None:
         return None
     t._is_taken = not in_place
-    return _waiting(result, waiting, plan, True)
+    return _waiting(result, waiting, plan, t._module, True)
 
 
 def _activated(call: Activating) -> Tensor | None:

@@ -20,23 +20,22 @@ from inplace_abn.settings import Operands, Settings
 class Plan:
     """A norm's calls in training, by statistics of their own, which nobody measures or watches."""
 
-    __slots__ = ("_approved", "_like", "_look", "in_cpp", "module", "node", "settings")
+    __slots__ = ("_approved", "_like", "_look", "in_cpp", "name", "node", "settings")
 
     def __init__(
         self, module: Any, x: Tensor, settings: Settings, applied: tuple[str, float], look: guard.Look, node: Any
     ) -> None:
-        self.module, self.settings, self.node, self._look = module, settings, node, look
-        self._like = _like(module)
+        self.settings, self.node, self._look = settings, node, look
+        self.name, self._like = settings.name or type(module).__name__, _like(module)
         options = (module.momentum, settings.eps, find(applied[0]).code, applied[1], settings.name)
         self.in_cpp = node.plan(x, parameters(module)[0], *options)
         self._approved: dict[tuple[str, float, bool], tuple[int, Note]] = {}
         """The activations, after a sum or not, that the guard lets follow: their number in the kernels, and what the
         norm then says that it did."""
 
-    def fits(self, x: Tensor) -> bool:
+    def fits(self, module: Any, x: Tensor) -> bool:
         """Whether the module still does the same. The node looks at the tensors."""
-        module, look = self.module, self._look
-        mode = guard.settled(module, x.dtype)
+        look, mode = self._look, guard.settled(module, x.dtype)
         return (
             mode is look.mode
             and mode is not None
@@ -47,9 +46,9 @@ class Plan:
             and not _torch.in_forward_mode()
         )
 
-    def call(self, x: Tensor, stand_in: Tensor) -> Any:
+    def call(self, module: Any, x: Tensor, stand_in: Tensor) -> Any:
         """Calls the norm. Returns what waits, in C++; None, and does nothing, if the call is not like the plan's."""
-        module, running = self.module, (None, None, None)
+        running = None, None, None
         if module.track_running_stats:
             buffers = module._buffers
             running = buffers.get("running_mean"), buffers.get("running_var"), buffers.get("num_batches_tracked")
@@ -61,16 +60,16 @@ class Plan:
         if look.decision is self._look.decision:
             self._approved[(*activation, adds)] = find(activation[0]).code, note
 
-    def saw(self, activation: str, param: float, adds: bool) -> int | None:
+    def saw(self, module: Any, activation: str, param: float, adds: bool) -> int | None:
         """Remembers what followed. Returns its number in the kernels; None, and does nothing, if it is not approved."""
-        found, past = self._approved.get((activation, param, adds)), self.module._past
+        found, past = self._approved.get((activation, param, adds)), module._past
         if found is None or past.was_watched:
             return None
         self._look.saw((activation, param, adds))
         past.note = found[1]
         return found[0]
 
-    def state(self, waiting: Any, t: Any) -> tuple[PendingState, Any]:
+    def state(self, module: Any, waiting: Any, t: Any) -> tuple[PendingState, Any]:
         """What ``t``, which stands for the output, stands for, and the node that it was given.
 
         The node is None if it has another one since.
@@ -83,7 +82,7 @@ class Plan:
             node: Any = t.grad_fn if is_placed else None
             inputs = node.next_functions if is_placed else ()
         values, operands = Values(weight_value, bias_value, var), Operands(weight, bias)
-        norm = NormCall(self.module, x, operands, None, values, self.settings, self._look)
+        norm = NormCall(module, x, operands, None, values, self.settings, self._look)
         source = inputs[0][0] if inputs and is_inner else None
         norm.called_with(of_x, (of_x.requires_grad, source, output_nr), (others[0], others[1]), None)
         state = PendingState(norm, memory, residual, (name_of(code), param))

@@ -6,7 +6,6 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <c10/core/Allocator.h>
@@ -114,7 +113,6 @@ struct Values {
 struct Written {
   Tensor z;
   Values values;
-  OptTensor stand_in;
   std::string name;
 };
 
@@ -231,21 +229,18 @@ class InPlaceABNFunction final : public torch::autograd::Function<InPlaceABNFunc
     settings.save(ctx);
     if (written && !written->name.empty()) ctx->saved_data["name"] = written->name;
     *context = ctx;
-    if (written && written->stand_in) return {z, *written->stand_in};
     return {z};
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& incoming) {
     variable_list results(8);
-    const bool is_split = incoming.size() == 2 && incoming[1].defined();
-    const Tensor sum = is_split ? (incoming[0].defined() ? at::add(incoming[0], incoming[1]) : incoming[1]) : Tensor();
-    const Tensor& dz = is_split ? sum : incoming[0];
+    const Tensor& dz = incoming[0];
     if (!dz.defined()) return results;
     TORCH_CHECK(!dz.key_set().has(c10::DispatchKey::FuncTorchBatched) && !dz.key_set().has(c10::DispatchKey::Batched),
                 "inplace_abn: gradients in batches are not supported. Use ABN, which works out of place");
     const Settings settings = Settings::of(ctx);
     const auto running = torch::autograd::get_current_node();
-    const bool sole_gradient_given = running && !is_split && owns_gradient(dz);
+    const bool sole_gradient_given = running && owns_gradient(dz);
     const variable_list unpacked = saved_variables(ctx);
     // Only the engine gives up what it passes to backward. Other callers hold it, and may call again. In code that
     // autograd's compiler made there is no node: nothing is reused, because it is functional.
@@ -326,12 +321,12 @@ Tensor inplace_abn(const Tensor& x, const OptTensor& weight, const OptTensor& bi
 Tensor attached(const Tensor& x, const Tensor& z, const OptTensor& weight, const OptTensor& bias,
                 const OptTensor& residual, const OptTensor& weight_value, const OptTensor& bias_value,
                 const Tensor& var, bool training, double eps, bool signed_weight, int64_t activation,
-                double activation_param, bool per_instance, const std::string& name, const OptTensor& stand_in) {
+                double activation_param, bool per_instance, const std::string& name) {
   if (!is_calibrated || !is_usual(z, {&weight, &bias, &residual}, true) || x.key_set().has_any(opaque)) {
     return {};
   }
   AutogradContext* context = nullptr;
-  const Written written{z, {weight_value, bias_value, var}, stand_in, name};
+  const Written written{z, {weight_value, bias_value, var}, name};
   return InPlaceABNFunction::apply(x, weight, bias, residual, written, Arguments{},
                                    Settings{eps, signed_weight, activation, activation_param, training, per_instance},
                                    &context)[0];

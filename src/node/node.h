@@ -26,7 +26,7 @@ Tensor inplace_abn(const Tensor& x, const OptTensor& weight, const OptTensor& bi
 Tensor attached(const Tensor& x, const Tensor& z, const OptTensor& weight, const OptTensor& bias,
                 const OptTensor& residual, const OptTensor& weight_value, const OptTensor& bias_value,
                 const Tensor& var, bool training, double eps, bool signed_weight, int64_t activation,
-                double activation_param, bool per_instance, const std::string& name, const OptTensor& stand_in);
+                double activation_param, bool per_instance, const std::string& name);
 
 // The references to a gradient that Python has seen, from Python and from C++, and to a saved output's storage.
 struct Holders {

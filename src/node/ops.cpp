@@ -41,13 +41,12 @@ TORCH_LIBRARY(inplace_abn_node, m) {
   m.def(
       "attached(Tensor x, Tensor(a!) z, Tensor? weight, Tensor? bias, Tensor? residual, Tensor? weight_value, "
       "Tensor? bias_value, Tensor var, bool training, float eps, bool signed_weight, int activation, "
-      "float activation_param, bool per_instance, str name, Tensor(b!)? stand_in) -> Tensor(a!)",
+      "float activation_param, bool per_instance, str name) -> Tensor(a!)",
       [](const Tensor& x, const Tensor& z, const OptTensor& weight, const OptTensor& bias, const OptTensor& residual,
          const OptTensor& weight_value, const OptTensor& bias_value, const Tensor& var, bool training, double eps,
-         bool signed_weight, int64_t activation, double activation_param, bool per_instance, std::string_view name,
-         const OptTensor& stand_in) {
+         bool signed_weight, int64_t activation, double activation_param, bool per_instance, std::string_view name) {
         return attached(x, z, weight, bias, residual, weight_value, bias_value, var, training, eps, signed_weight,
-                        activation, activation_param, per_instance, std::string(name), stand_in);
+                        activation, activation_param, per_instance, std::string(name));
       });
   // Both are opaque for Python.
   m.class_<Plan>("Plan");

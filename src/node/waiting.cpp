@@ -95,6 +95,22 @@ class WaitingFunction final : public torch::autograd::Function<WaitingFunction> 
   }
 };
 
+// Places one tensor after another one in the graph. The two have the same values. So hooks on either one see gradients
+// that come through the other one.
+class StandsForFunction final : public torch::autograd::Function<StandsForFunction> {
+ public:
+  struct After {
+    Tensor t;
+  };
+
+  static variable_list forward(AutogradContext* ctx, const Tensor&, const After& after) {
+    ctx->set_materialize_grads(false);
+    return {after.t};
+  }
+
+  static variable_list backward(AutogradContext*, const variable_list& incoming) { return {incoming[0], Tensor()}; }
+};
+
 constexpr int64_t identity = 0;
 
 // Without a graph node x is a leaf.
@@ -211,12 +227,15 @@ Tensor activate(const WaitingPtr& waiting, const Tensor& stand_in, int64_t activ
     w.activation = activation;
     w.activation_param = activation_param;
   }
-  const Tensor z = attached(w.x, w.memory, w.weight, w.bias, w.residual, optional(w.weight_value),
-                            optional(w.bias_value), w.var, true, w.plan->eps, true, activation, activation_param, false,
-                            w.plan->name, in_place ? OptTensor(stand_in) : std::nullopt);
+  const Tensor z =
+      attached(w.x, w.memory, w.weight, w.bias, w.residual, optional(w.weight_value), optional(w.bias_value), w.var,
+               true, w.plan->eps, true, activation, activation_param, false, w.plan->name);
   if (!z.defined()) return z;
   w.memory = Tensor();
-  if (in_place) bump_version(stand_in);
+  if (in_place) {
+    StandsForFunction::apply(z, StandsForFunction::After{stand_in});
+    bump_version(stand_in);
+  }
   return z;
 }
 

@@ -76,8 +76,8 @@ std::optional<WaitingPtr> norm(const c10::intrusive_ptr<Plan>& plan, const Tenso
                                const OptTensor& weight, const OptTensor& bias, const OptTensor& running_mean,
                                const OptTensor& running_var, const OptTensor& batches);
 
-// The activation of a waiting output, for which `stand_in` stands. If it is in place, the stand-in gets the result's
-// place in the graph. Returns an undefined tensor, and does nothing, if the call needs Python.
+// The activation of a waiting output, for which `stand_in` stands. If it is in place, the stand-in comes right after
+// the result in the graph. Returns an undefined tensor, and does nothing, if the call needs Python.
 Tensor activate(const WaitingPtr& waiting, const Tensor& stand_in, int64_t activation, double activation_param,
                 bool in_place);
 

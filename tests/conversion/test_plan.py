@@ -4,10 +4,13 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from modes import end_beginning
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from inplace_abn import convert, functions, guard
+from inplace_abn.conversion import pending
 from inplace_abn.conversion.plan import Plan
 
 pytestmark = pytest.mark.skipif(functions._node is None, reason="plans are of the node in C++")
@@ -155,3 +158,103 @@ def test_what_surrounds_a_call_is_seen(name, planned):
 
     check_alike(outcome(convert(net())), outcome(net()))
     assert planned
+
+
+class Between(nn.Module):
+    """A norm whose output, and the tensors of whose call, ``use`` gets."""
+
+    def __init__(self, use):
+        super().__init__()
+        self.conv, self.bn, self.last, self.use = nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1), use
+
+    def forward(self, x):
+        x = self.conv(x)
+        return self.last(self.use(self, x, self.bn(x))).sin() * 0.1
+
+
+def with_parameters(write, then=torch.relu):
+    """Writes to a parameter between the norm and what follows."""
+
+    def use(model, x, y):
+        with torch.no_grad():
+            write(model.bn)
+        return then(y)
+
+    return use
+
+
+def in_order(*functions):
+    def use(model, x, y):
+        for function in functions:
+            y = function(y)
+        return y
+
+    return use
+
+
+USES = {
+    "sum": lambda m, x, y: torch.relu(y + x),
+    "sum of the other order": lambda m, x, y: torch.relu(x + y),
+    "sum in place": lambda m, x, y: F.silu(y.add_(x)),
+    "sum, all in place": lambda m, x, y: y.add_(x).relu_(),
+    "sum without an activation": lambda m, x, y: y + x,
+    "two sums": lambda m, x, y: torch.relu(y + x + x.sin()),
+    "sum with itself": lambda m, x, y: torch.relu(y + y),
+    "sum, and the norm's output": lambda m, x, y: torch.relu(y + x) * y.cos(),
+    "sum of another layout": lambda m, x, y: torch.relu(y + x.contiguous(memory_format=torch.channels_last)),
+    "sum with a number": lambda m, x, y: torch.relu(y + 1),
+    "residual written to": lambda m, x, y: torch.relu((y + (r := x.sin())) + 0 * r.mul_(2)),
+    "activated twice": lambda m, x, y: torch.relu(y) + F.silu(y),
+    "activated in place and read": lambda m, x, y: F.relu(y, inplace=True) * y.cos(),
+    "activated under no_grad": lambda m, x, y: torch.no_grad()(torch.relu)(y) + y.sin(),
+    "activated under a checkpoint": lambda m, x, y: checkpoint(torch.relu, y, use_reentrant=False),
+    "activated under a checkpoint that reads first": lambda m, x, y: checkpoint(
+        lambda q: torch.relu(q) * q.cos(), y, use_reentrant=False
+    ),
+    "activated under a reentrant checkpoint": lambda m, x, y: checkpoint(torch.relu, y, use_reentrant=True),
+    "activated with hooks": lambda m, x, y: saved(lambda: torch.relu(y)),
+    "hook": lambda m, x, y: (y.register_hook(lambda g: 2 * g), torch.relu(y))[1],
+    "hook after an activation in place": lambda m, x, y: ((z := y.relu_()), y.register_hook(lambda g: 2 * g), z)[2],
+    "written to": in_order(lambda y: y.mul_(0.5), torch.relu),
+    "detached": lambda m, x, y: torch.relu(y.detach()) + x,
+    "detached in place": lambda m, x, y: torch.relu(y.detach_()) + x,
+    "a view": lambda m, x, y: torch.relu(y.view(-1)).view(y.shape),
+    "a slice written to": lambda m, x, y: (y[:, :2].mul_(2), torch.relu(y))[1],
+    "bias written to": with_parameters(lambda bn: bn.bias.mul_(2)),
+    "other activation": lambda m, x, y: F.silu(y) if guard.generations.current % 100 == 4 else torch.relu(y),
+    "sum at times": lambda m, x, y: torch.relu(y + x) if guard.generations.current % 100 == 4 else torch.relu(y),
+}
+
+
+def saved(function):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+        return function()
+
+
+@pytest.mark.parametrize("begins_with", ["relu", "sum", "itself"])
+@pytest.mark.parametrize("name", USES)
+def test_whatever_becomes_of_a_planned_output_training_is_torchs(name, begins_with, planned):
+    """In the third step, after two that may have made a plan, something else becomes of the norm's output."""
+    torch.manual_seed(0)
+    begin = {"relu": in_order(torch.relu), "sum": USES["sum"], "itself": USES[name]}[begins_with]
+    model = Between(begin).double()
+    nn.init.uniform_(model.bn.weight, 0.5, 1.5)
+
+    def change(model):
+        model.use = USES[name]
+
+    expected = steps(copy.deepcopy(model), change)
+    check_alike(steps(convert(model), change), expected)
+    assert planned or begins_with == "itself"
+
+
+def test_sums_and_activations_of_planned_calls_are_made_by_the_node(monkeypatch):
+    made = []
+    for name in ("_activated_at_once", "_added_at_once"):
+        function = getattr(pending, name)
+        monkeypatch.setattr(
+            pending, name, lambda *args, f=function: made.append((f.__name__, (z := f(*args)) is not None)) or z
+        )
+    monkeypatch.setattr(Plan, "state", None)
+    steps(convert(Between(USES["sum, all in place"]).double()))
+    assert made == [("_added_at_once", True), ("_activated_at_once", True)] * 4

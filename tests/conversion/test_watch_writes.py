@@ -13,6 +13,7 @@ from foreign_nets import conv, spread
 from one_norm import OneNorm, images, plain
 from test_instance_norm_convert import NETS
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from training import check_training, trained
 from unseen_functions import DoubledInPlace
 
@@ -247,6 +248,19 @@ def added_to_its_tanh(x: torch.Tensor):
 def test_a_write_below_autograd_or_to_a_retained_tensor_trains_as_with_torch(follow):
     """A scripted function's write was not seen in the watched step; a write to what retains its gradient failed."""
     check_training(spread(OneNorm(lambda m, x: follow(m.bn(m.conv(x))))), images())
+
+
+@pytest.mark.parametrize("named", ["norm", "activation"])
+def test_a_hook_sees_the_gradient_of_both_names_of_an_output_that_was_activated_in_place(named):
+    """A reentrant checkpoint got the norm's name of it, and its gradient passed by the hook."""
+
+    def run(m, x):
+        y = m.bn(m.conv(x))
+        z = F.leaky_relu(y, 0.1, inplace=True)
+        (y if named == "norm" else z).register_hook(lambda g: 3 * g)
+        return checkpoint(torch.sin, y, use_reentrant=True) + z.square()
+
+    check_training(spread(OneNorm(run)), images())
 
 
 @pytest.mark.parametrize("write", [scripted_relu_in_place, DoubledInPlace.apply])
