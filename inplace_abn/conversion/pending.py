@@ -52,7 +52,7 @@ class Pending(Tensor):
     _plan: Plan
     """The plan of the call that waits in C++."""
     _module: Any
-    """The norm that made this call."""
+    """The norm that made this call, as long as it waits in C++."""
     _adds: bool = False
     """Whether a residual was added to what waits in C++."""
     _plain: Tensor | None = None
@@ -88,8 +88,8 @@ class Pending(Tensor):
 
     def _take_over(self) -> None:
         if self._waiting is not None:
-            waiting, self._waiting = self._waiting, None
-            self._held, self._node = self._plan.state(self._module, waiting, self)
+            waiting, module, self._waiting, self._module = self._waiting, self._module, None, None
+            self._held, self._node = self._plan.state(module, waiting, self)
 
     @classmethod
     def __torch_function__(
@@ -413,7 +413,7 @@ def _activated_at_once(t: Any, call: Activating) -> Tensor | None:
     if z is None:
         return None
     if call.in_place:
-        t._plain, t._waiting, t._is_named = z, None, True
+        t._plain, t._waiting, t._module, t._is_named = z, None, None, True
         t._record_position()
     else:
         t._is_taken = True

@@ -13,7 +13,7 @@ from torch import Tensor
 from inplace_abn import _torch, functions, guard
 from inplace_abn.activations import find, name_of
 from inplace_abn.autograd.backward import Values
-from inplace_abn.conversion.waiting import NormCall, Note, PendingState, Seen
+from inplace_abn.conversion.waiting import NormCall, Note, PendingState, seen_as
 from inplace_abn.settings import Operands, Settings
 
 
@@ -28,7 +28,7 @@ class Plan:
         self.settings, self.node, self._look = settings, node, look
         self.name, self._like = settings.name or type(module).__name__, _like(module)
         options = (module.momentum, settings.eps, find(applied[0]).code, applied[1], settings.name)
-        self.in_cpp = node.plan(x, parameters(module)[0], *options)
+        self.in_cpp = node.plan(x, parameters(module)[0], _statistics(module)[0], *options)
         self._approved: dict[tuple[str, float, bool], tuple[int, Note]] = {}
         """The activations, after a sum or not, that the guard lets follow: their number in the kernels, and what the
         norm then says that it did."""
@@ -48,12 +48,8 @@ class Plan:
 
     def call(self, module: Any, x: Tensor, stand_in: Tensor) -> Any:
         """Calls the norm. Returns what waits, in C++; None, and does nothing, if the call is not like the plan's."""
-        running = None, None, None
-        if module.track_running_stats:
-            buffers = module._buffers
-            running = buffers.get("running_mean"), buffers.get("running_var"), buffers.get("num_batches_tracked")
         with _torch.NoTorchFunction():
-            return self.node.norm(self.in_cpp, stand_in, x, *parameters(module), *running)
+            return self.node.norm(self.in_cpp, stand_in, x, *parameters(module), *_statistics(module))
 
     def approve(self, look: guard.Look, activation: tuple[str, float], adds: bool, note: Note) -> None:
         """Lets an activation follow in calls by this plan, as the guard did in this one."""
@@ -78,15 +74,17 @@ class Plan:
             tensors, numbers, param = self.node.parts(waiting, t)
             x, weight, bias, residual, weight_value, bias_value, var, memory = tensors
             code, is_placed, is_inner, output_nr, version, *seen = numbers
-            of_x, *others = (Seen(seen[i], seen[i + 1], bool(seen[i + 2])) for i in range(0, len(seen), 3))
+            of_x, of_weight, of_bias, of_residual = (
+                seen_as(t, *seen[3 * i : 3 * i + 3]) for i, t in enumerate((x, weight, bias, residual))
+            )
             node: Any = t.grad_fn if is_placed else None
             inputs = node.next_functions if is_placed else ()
         values, operands = Values(weight_value, bias_value, var), Operands(weight, bias)
         norm = NormCall(module, x, operands, None, values, self.settings, self._look)
         source = inputs[0][0] if inputs and is_inner else None
-        norm.called_with(of_x, (of_x.requires_grad, source, output_nr), (others[0], others[1]), None)
+        norm.called_with(of_x, (of_x.requires_grad, source, output_nr), (of_weight, of_bias), None)
         state = PendingState(norm, memory, residual, (name_of(code), param))
-        state.made_of(version, others[2])
+        state.made_of(version, of_residual)
         return state, node
 
 
@@ -94,7 +92,9 @@ def of_call(module: Any, x: Tensor, settings: Settings, applied: tuple[str, floa
     """The plan for calls that are like this one, which is not measured; None if there is none."""
     is_simple = module.training and not settings.per_instance and not module.is_synchronised()
     node = functions.node_in_cpp()
-    if node is None or not is_simple or module.momentum is None:
+    # Tensors may be written to.
+    are_numbers = isinstance(module.momentum, (int, float)) and isinstance(module.eps, (int, float))
+    if node is None or not is_simple or not are_numbers:
         return None
     return Plan(module, x, settings, applied, look, node)
 
@@ -105,6 +105,14 @@ def parameters(module: Any) -> tuple[Tensor | None, Tensor | None]:
         return module._parameters["weight"], module._parameters["bias"]
     except KeyError:  # torch.nn.utils.parametrize turns parameters into properties
         return module.weight, module.bias
+
+
+def _statistics(module: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The running statistics, and the number of batches, that a call in training updates."""
+    if not module.track_running_stats:
+        return None, None, None
+    buffers = module._buffers
+    return buffers.get("running_mean"), buffers.get("running_var"), buffers.get("num_batches_tracked")
 
 
 def _like(module: Any) -> tuple[Any, ...]:

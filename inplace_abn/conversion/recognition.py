@@ -84,6 +84,8 @@ def _activating(activation: str, *options: str, default: float = 0.0, in_place: 
 
 def _adding(in_place: bool) -> Reading:
     def read(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Adding | None:
+        if len(args) == 2 and not kwargs:
+            return Adding(*args, in_place)
         given = by_name(("input", "other"), args, {k: v for k, v in kwargs.items() if k != "alpha"})
         if given is None or len(given) != 2 or kwargs.get("alpha", 1) != 1:
             return None

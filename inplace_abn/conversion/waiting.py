@@ -190,6 +190,11 @@ def seen(t: Tensor | None) -> Seen:
     return _NOTHING if t is None else Seen(t._version, t.data_ptr() if type(t) in _STORED else 0, t.requires_grad)
 
 
+def seen_as(t: Tensor | None, version: int, address: int, requires_grad: int) -> Seen:
+    """What the node in C++ saw of the tensor."""
+    return _NOTHING if t is None else Seen(version, address if type(t) in _STORED else 0, bool(requires_grad))
+
+
 _NOTHING = Seen()
 _STORED = (Tensor, torch.nn.Parameter)
 

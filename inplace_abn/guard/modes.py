@@ -122,7 +122,8 @@ class Mode:
             return False
         if last.known is not None and len(last.known) != len(self.measured_consumers):
             return False
-        if self._following(self.seen) != last.expected:
+        # Another thread may add to what was seen.
+        if self._following(tuple(self.seen)) != last.expected:
             return False
         self.seen.clear()
         self.generation = self.settled_at = generation
@@ -139,19 +140,18 @@ class Mode:
         seen, self.seen = self.seen, set()
         if self.decisions[-1].expected == _PLAIN:
             return _PLAIN if 0 <= self.generation - self._plain_since < _PLAIN_FOR else None
-        following = self._following(seen)
+        following = self._following(tuple(seen))
         if following == _PLAIN:
             self._plain_since = self.generation
         return following
 
-    def _following(self, seen: set[tuple[Any, ...]]) -> tuple[str, float] | None:
+    def _following(self, seen: tuple[tuple[Any, ...], ...]) -> tuple[str, float] | None:
         """What is expected after a generation in which that was seen, if something was expected to keep the output."""
         if not seen:
             return self.decisions[-1].expected
-        if seen == {("plain",)}:
+        if seen == (("plain",),):
             return _PLAIN
-        what = next(iter(seen))
-        return what[:2] if len(seen) == 1 and what[2:] == (False,) else None
+        return seen[0][:2] if len(seen) == 1 and seen[0][2:] == (False,) else None
 
     def is_new(self, generation: int) -> bool:
         """Whether the layer must be measured as if for the first time."""

@@ -36,9 +36,10 @@ PYBIND11_MODULE(_node, m) {
   // Both are opaque for Python.
   pybind11::class_<Plan, c10::intrusive_ptr<Plan>>(m, "Plan");
   pybind11::class_<Waiting, inplace_abn::WaitingPtr>(m, "Waiting");
-  m.def("plan", [](const Tensor& x, const OptTensor& weight, double momentum, double eps, int64_t activation,
-                   double activation_param, std::string name) {
-    return c10::make_intrusive<Plan>(x, weight, momentum, eps, activation, activation_param, std::move(name));
+  m.def("plan", [](const Tensor& x, const OptTensor& weight, const OptTensor& running_mean, double momentum, double eps,
+                   int64_t activation, double activation_param, std::string name) {
+    return c10::make_intrusive<Plan>(x, weight, running_mean, momentum, eps, activation, activation_param,
+                                     std::move(name));
   });
   m.def("norm", &inplace_abn::norm, without_gil);
   m.def("activate", &inplace_abn::activate, without_gil);

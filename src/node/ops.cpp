@@ -19,9 +19,10 @@ void set_sole_holders_op(const std::vector<int64_t>& gradient, std::optional<int
   set_sole_holders(holders);
 }
 
-c10::intrusive_ptr<Plan> plan(const Tensor& x, const OptTensor& weight, double momentum, double eps, int64_t activation,
-                              double activation_param, std::string_view name) {
-  return c10::make_intrusive<Plan>(x, weight, momentum, eps, activation, activation_param, std::string(name));
+c10::intrusive_ptr<Plan> plan(const Tensor& x, const OptTensor& weight, const OptTensor& running_mean, double momentum,
+                              double eps, int64_t activation, double activation_param, std::string_view name) {
+  return c10::make_intrusive<Plan>(x, weight, running_mean, momentum, eps, activation, activation_param,
+                                   std::string(name));
 }
 
 std::tuple<std::vector<int64_t>, std::optional<int64_t>> last_counts_op() {
@@ -52,7 +53,8 @@ TORCH_LIBRARY(inplace_abn_node, m) {
   m.class_<Plan>("Plan");
   m.class_<Waiting>("Waiting");
   m.def(
-      "plan(Tensor x, Tensor? weight, float momentum, float eps, int activation, float activation_param, str name) "
+      "plan(Tensor x, Tensor? weight, Tensor? running_mean, float momentum, float eps, int activation, float "
+      "activation_param, str name) "
       "-> __torch__.torch.classes.inplace_abn_node.Plan",
       &plan);
   m.def(

@@ -7,6 +7,7 @@
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <initializer_list>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -119,15 +120,26 @@ torch::autograd::Edge edge_of(const Tensor& x) {
 }
 
 // Whether a call is like a plan's, and a graph is recorded.
-bool fits(const Plan& plan, const Tensor& x, const OptTensor& weight, const OptTensor& bias) {
+bool fits(const Plan& plan, const Tensor& x, const OptTensor& weight, const OptTensor& bias,
+          const OptTensor& running_mean, const OptTensor& running_var) {
   if (!at::GradMode::is_enabled() || x.sizes() != plan.sizes || x.strides() != plan.strides) return false;
   if (x.scalar_type() != plan.dtype || x.device() != plan.device) return false;
-  if (weight.has_value() != plan.parameter_dtype.has_value()) return false;
-  const auto requires_grad = [](const OptTensor& t) { return t.has_value() && t->requires_grad(); };
-  for (const OptTensor* t : {&weight, &bias}) {
-    if (t->has_value() && ((*t)->sizes() != at::IntArrayRef(x.size(1)) || (*t)->scalar_type() != plan.parameter_dtype))
-      return false;
+  const auto are_vectors = [&](std::initializer_list<const OptTensor*> tensors,
+                               const std::optional<at::ScalarType>& dtype) {
+    for (const OptTensor* t : tensors) {
+      if (t->has_value() && ((*t)->sizes() != at::IntArrayRef(x.size(1)) || (*t)->scalar_type() != dtype)) return false;
+    }
+    return true;
+  };
+  if (weight.has_value() != plan.parameter_dtype.has_value() || !are_vectors({&weight, &bias}, plan.parameter_dtype)) {
+    return false;
   }
+  if (running_mean.has_value() != plan.statistics_dtype.has_value() ||
+      running_var.has_value() != running_mean.has_value() ||
+      !are_vectors({&running_mean, &running_var}, plan.statistics_dtype)) {
+    return false;
+  }
+  const auto requires_grad = [](const OptTensor& t) { return t.has_value() && t->requires_grad(); };
   return x.requires_grad() || requires_grad(weight) || requires_grad(bias);
 }
 
@@ -160,8 +172,8 @@ void place(Waiting& w, const Tensor& stand_in) {
 
 }  // namespace
 
-Plan::Plan(const Tensor& x, const OptTensor& weight, double momentum, double eps, int64_t activation,
-           double activation_param, std::string name)
+Plan::Plan(const Tensor& x, const OptTensor& weight, const OptTensor& running_mean, double momentum, double eps,
+           int64_t activation, double activation_param, std::string name)
     : sizes(x.sizes().vec()),
       strides(x.strides().vec()),
       dtype(x.scalar_type()),
@@ -172,6 +184,7 @@ Plan::Plan(const Tensor& x, const OptTensor& weight, double momentum, double eps
       activation_param(activation_param),
       name(std::move(name)) {
   if (weight.has_value()) parameter_dtype = weight->scalar_type();
+  if (running_mean.has_value()) statistics_dtype = running_mean->scalar_type();
 }
 
 Seen::Seen(const OptTensor& t) {
@@ -184,7 +197,10 @@ Seen::Seen(const OptTensor& t) {
 std::optional<WaitingPtr> norm(const c10::intrusive_ptr<Plan>& plan, const Tensor& stand_in, const Tensor& x,
                                const OptTensor& weight, const OptTensor& bias, const OptTensor& running_mean,
                                const OptTensor& running_var, const OptTensor& batches) {
-  if (!fits(*plan, x, weight, bias) || !is_usual(x, {&weight, &bias, &running_mean, &running_var}, true)) return {};
+  if (!fits(*plan, x, weight, bias, running_mean, running_var) ||
+      !is_usual(x, {&weight, &bias, &running_mean, &running_var, &batches}, true)) {
+    return {};
+  }
   auto waiting = c10::make_intrusive<Waiting>();
   {
     const at::AutoDispatchBelowADInplaceOrView guard;

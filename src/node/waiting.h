@@ -22,8 +22,8 @@ struct Plan final : torch::CustomClassHolder {
   std::vector<int64_t> sizes, strides;
   at::ScalarType dtype;
   c10::Device device;
-  // Those of weight and bias, if there are any.
-  std::optional<at::ScalarType> parameter_dtype;
+  // Those of weight and bias, and of the running statistics, if there are any.
+  std::optional<at::ScalarType> parameter_dtype, statistics_dtype;
   double momentum, eps;
   // The activation that is applied in expectation.
   int64_t activation;
@@ -31,8 +31,8 @@ struct Plan final : torch::CustomClassHolder {
   // The layer's, for messages.
   std::string name;
 
-  Plan(const Tensor& x, const OptTensor& weight, double momentum, double eps, int64_t activation,
-       double activation_param, std::string name);
+  Plan(const Tensor& x, const OptTensor& weight, const OptTensor& running_mean, double momentum, double eps,
+       int64_t activation, double activation_param, std::string name);
 };
 
 // A tensor at the time of a call. Whoever writes to it, or frees its memory, changes this.

@@ -1,6 +1,8 @@
 """A call that is like an earlier one goes by a plan. Whatever is changed in between, it does what torch's norm does."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -109,6 +111,11 @@ CHANGES = {
     "statistics set": lambda model: model[1].running_var.fill_(3.0),
     "another activation": lambda model: setattr(model, "2", nn.SiLU(inplace=True)),
     "no activation": lambda model: setattr(model, "2", nn.Identity()),
+    "running mean of another size": lambda model: setattr(model[1], "running_mean", torch.zeros(5).double()),
+    "running mean of another dtype": lambda model: setattr(model[1], "running_mean", torch.zeros(4)),
+    "number of batches made in inference mode": lambda model: setattr(
+        model[1], "num_batches_tracked", torch.inference_mode()(torch.tensor)(0)
+    ),
     "copied": lambda model: setattr(model, "1", copy.deepcopy(model[1])),
 }
 
@@ -226,6 +233,10 @@ USES = {
 }
 
 
+class OtherParameter(nn.Parameter):
+    """A parameter that torch's classes do not know."""
+
+
 def saved(function):
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
         return function()
@@ -258,3 +269,40 @@ def test_sums_and_activations_of_planned_calls_are_made_by_the_node(monkeypatch)
     monkeypatch.setattr(Plan, "state", None)
     steps(convert(Between(USES["sum, all in place"]).double()))
     assert made == [("_added_at_once", True), ("_activated_at_once", True)] * 4
+
+
+def test_a_momentum_that_is_written_to_is_read_in_every_call():
+    model = net()
+    model[1].momentum = torch.tensor(0.25, dtype=torch.float64)
+
+    def change(model):
+        model[1].momentum.fill_(0.9)
+
+    expected = steps(copy.deepcopy(model), change)
+    check_alike(steps(convert(model), change), expected)
+
+
+def test_a_weight_of_a_class_of_its_own_is_not_taken_for_modified(planned):
+    torch.manual_seed(0)
+    model = Between(in_order(torch.relu)).double()
+    model.bn.weight = OtherParameter(torch.full((4,), 0.7, dtype=torch.float64))
+
+    def change(model):
+        model.use = USES["sum, and the norm's output"]
+
+    expected = steps(copy.deepcopy(model), change)
+    check_alike(steps(convert(model), change), expected)
+    assert planned
+
+
+@pytest.mark.parametrize("use", [torch.relu_, torch.sin], ids=["activated in place", "read"])
+def test_an_output_does_not_keep_its_norm_alive(use, planned):
+    kept = []
+    model = convert(Between(lambda m, x, y: (kept.append(y), use(y))[1]).double())
+    steps(model)
+    norm = weakref.ref(model.bn)
+    del model
+    planned.clear()
+    gc.collect()
+    assert kept
+    assert norm() is None
