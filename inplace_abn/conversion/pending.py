@@ -457,7 +457,8 @@ def _activated(call: Activating) -> Tensor | None:
 def _added(call: Adding) -> Tensor | None:
     """The sum of y and a residual, still pending; None if the other operand cannot be a residual."""
     t, other = (call.first, call.second) if type(call.first) is Pending else (call.second, call.first)
-    if type(other) is Tensor and t._waiting is not None and (t is call.first or not call.in_place):
+    may_wait = type(other) is Tensor and t._waiting is not None and not _torch.is_watched()
+    if may_wait and (t is call.first or not call.in_place):
         result = _added_at_once(t, other, call.in_place)
         if result is not None:
             return result

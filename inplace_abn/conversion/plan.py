@@ -44,6 +44,7 @@ class Plan:
             and guard.given_up(module) is None
             and self._like == _like(module)
             and not _torch.in_forward_mode()
+            and not _torch.is_watched()
         )
 
     def call(self, module: Any, x: Tensor, stand_in: Tensor) -> Any:
@@ -59,7 +60,7 @@ class Plan:
     def saw(self, module: Any, activation: str, param: float, adds: bool) -> int | None:
         """Remembers what followed. Returns its number in the kernels; None, and does nothing, if it is not approved."""
         found, past = self._approved.get((activation, param, adds)), module._past
-        if found is None or past.was_watched:
+        if found is None or past.was_watched or _torch.is_watched():
             return None
         self._look.saw((activation, param, adds))
         past.note = found[1]

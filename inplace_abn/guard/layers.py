@@ -339,7 +339,7 @@ def _judge(module: Any, mode: Mode, found: list[Figures]) -> None:
         forget(module)
         raise RuntimeError(f"inplace_abn: {text}")
     mode.why = "" if now else f"its input is not recoverable: {told}"
-    mode.change(trusted=now)
+    mode.judge(now)
     renew(module)
     if now == was_told:
         return

@@ -59,6 +59,7 @@ class Mode:
 
     __slots__ = (
         "_figures",
+        "_latest_consumers",
         "_plain_since",
         "_unmeasured_since",
         "calls",
@@ -92,6 +93,8 @@ class Mode:
         """What followed a converted norm in this generation."""
         self.measured_consumers: set[tuple[str, float, bool]] = set()
         """What followed a converted norm, ever, and was measured: an activation, and whether a sum came before."""
+        self._latest_consumers: set[tuple[str, float, bool]] = set()
+        """Those of the latest generation that was measured."""
         self._plain_since = 0
         self._figures: list[tuple[Tensor, torch.Event | None]] = []
         self._unmeasured_since: int | None = None
@@ -167,6 +170,7 @@ class Mode:
             if self.measured_at >= 0:
                 self.gap = min(2 * self.gap, 1 << 30)
             self.measured_at, self.calls, self._figures, self._unmeasured_since = self.generation, 0, [], None
+            self._latest_consumers.clear()
         self.calls += 1
         self._figures.append((figures, None) if waited else fetched(figures))
 
@@ -183,9 +187,22 @@ class Mode:
         """Remembers that what follows was measured, and returns whether that counts from the next generation only."""
         is_later = not at_once and consumer not in self.measured_consumers
         self.measured_consumers.add(consumer)
+        self._latest_consumers.add(consumer)
         if at_once:
             self.change(known=(self.decisions[-1].known or frozenset()) | {consumer})
         return is_later
+
+    def judge(self, trusted: bool) -> None:
+        """Changes whether the layer is trusted, by the latest generation that was measured.
+
+        The layer is trusted again with what followed in that generation. Anything else may be why it was not trusted.
+        """
+        if not trusted:
+            self.change(trusted=False)
+            return
+        self.measured_consumers = set(self._latest_consumers)
+        known = self.decisions[-1].known
+        self.change(trusted=True, known=None if known is None else frozenset(self.measured_consumers))
 
     def note_unmeasured_consumer(self) -> None:
         """Remembers that something followed that was never measured."""

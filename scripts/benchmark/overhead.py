@@ -53,8 +53,9 @@ def without_node(module):
     run(module)
     functions._node = node
 
-# The guard measures the first calls. What follows a norm is expected from the step after the one that it was seen in.
-for _ in range(10):
+# The guard measures often in the first hundred steps. What follows a norm is expected from the step after the one in
+# which it was seen.
+for _ in range(40):
     for module in (in_place, kept, converted, converted_sum, converted_four):
         run(module)
 """
