@@ -30,8 +30,8 @@ _TURNING = frozenset({"neg", "mul", "div", "sub", "mm", "bmm", "prod"})
 _READERS = {
     "tells zeros from other numbers": (
         "sign sgn signbit heaviside copysign nonzero nonzero_static nonzero_numpy count_nonzero any all is_nonzero "
-        "logical_not logical_and logical_or logical_xor equal bernoulli multinomial poisson binary_cross_entropy "
-        "to_sparse _to_sparse to_sparse_csr _to_sparse_csr isclose atan2"
+        "logical_not logical_and logical_or logical_xor equal threshold bernoulli multinomial poisson "
+        "binary_cross_entropy to_sparse _to_sparse to_sparse_csr _to_sparse_csr isclose atan2"
     ),
     "takes a root or logarithm": "sqrt rsqrt log log2 log10 special_entr xlogy special_xlogy special_xlog1py logit",
     "rounds": "floor ceil remainder floor_divide frexp nextafter",

@@ -37,7 +37,7 @@ from inplace_abn.conversion.classes import KINDS
 from inplace_abn.conversion.table import readable
 from inplace_abn.memory import Usage, memory_report
 
-COLUMNS = ("model", "gradients", "norms", "held", "converted", "step")
+COLUMNS = ("model", "gradients", "in place", "held", "converted", "step")
 
 README = Path(__file__).parents[1] / "README.md"
 README_MARKERS = ("<!-- models -->\n", "<!-- /models -->")
@@ -60,7 +60,8 @@ PAGE = """# Public models
 
 - **gradients**: whether `inplace_abn.verify` finds all gradients, outputs and running statistics of a training step in
   float64 equal to the original's, and the largest relative difference of a gradient.
-- **norms**: how many of the norms are in place after `convert(model)`, BatchNorms or InstanceNorms.
+- **in place**: how many of the norms (BatchNorms or InstanceNorms), and of the activations without a norm, are in place
+  after `convert(model)`.
 - **held**: what the forward pass of the original holds for backward, in float32 on the CPU, with an input of the shape
   that stands beside the name. **converted** is the share of that which is held after `convert(model)`.
 - **step**: what a training step of the converted model takes, in the original's time; {threads}, beside whatever else
@@ -97,8 +98,9 @@ class Entry(NamedTuple):
         return trained(self.make(package))
 
 
-def timm(name: str) -> Entry:
-    return Entry("timm", "timm", lambda package: package.create_model(name))
+def timm(name: str, side: int = 64) -> Entry:
+    """An entry for a model of square images with this many pixels in a row."""
+    return Entry("timm", "timm", lambda package: package.create_model(name), (3, side, side))
 
 
 def torchvision(name: str) -> Entry:
@@ -177,9 +179,12 @@ TIMM = (
     *("resnet50", "dla34", "skresnet34", "regnety_002", "resnetv2_50", "dpn68"),
     *("densenet121", "efficientnet_b0", "hgnetv2_b0"),
 )
+TIMM_224 = ("vit_small_patch16_224", "swin_tiny_patch4_window7_224", "convnext_tiny", "mixer_s16_224")
+"""Models without batch norm. Some of them take images of this size only."""
 NNUNET: dict[str, tuple[Any, ...]] = {"2d, BatchNorm": (2, "BatchNorm"), "2d": (2,), "3d": (3,)}
 ZOO = {
     **{f"timm {name}": timm(name) for name in TIMM},
+    **{f"timm {name}": timm(name, 224) for name in TIMM_224},
     **{f"torchvision {name}": torchvision(name) for name in ("resnet50", "densenet121", "mobilenet_v3_large")},
     **{f"smp {name}": smp(name) for name in ("Unet", "Linknet", "DeepLabV3Plus")},
     "ultralytics yolo11n": ultralytics("yolo11n"),

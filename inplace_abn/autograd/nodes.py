@@ -83,7 +83,7 @@ class _Hooked:
             raise RuntimeError(
                 f"inplace_abn: the saved-tensor hooks {self._names} gave back other values than {name or 'a layer'} "
                 "gave them. An in-place ABN recovers its input from the last bits of its output, so hooks must give "
-                "back every bit. Leave its saved tensors out of these hooks, or use ABN, or leave the norm out of the "
+                "back every bit. Leave its saved tensors out of these hooks, or use ABN, or leave the layer out of the "
                 "conversion (filter_fn)"
             )
 
@@ -91,7 +91,7 @@ class _Hooked:
 def _modified(what: str, name: str) -> str:
     return (
         f"inplace_abn: the {what} of {name or 'an in-place ABN'} has been modified in place, but its backward needs "
-        "it. Replace that operation by one out of place (z = z + y for z += y), use ABN, or leave the norm out of the "
+        "it. Replace that operation by one out of place (z = z + y for z += y), use ABN, or leave the layer out of the "
         "conversion (filter_fn)"
     )
 
@@ -184,7 +184,10 @@ class InPlaceABNFunction(torch.autograd.Function):
         if dz is None:
             return (None,) * 7
         if _torch.is_batched(dz):
-            raise RuntimeError("inplace_abn: gradients in batches are not supported. Use ABN, which works out of place")
+            raise RuntimeError(
+                "inplace_abn: gradients in batches are not supported. Use ABN, or leave the layer out of the "
+                "conversion (filter_fn)"
+            )
         settings: Settings = ctx.settings
         need = Needed(*ctx.needs_input_grad[:4])
         # Compiled code is functional. The compiler reuses memory, so nothing is reused here.

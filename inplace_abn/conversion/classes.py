@@ -1,7 +1,8 @@
-"""The classes that norms get by conversion, and how a norm gets one."""
+"""The classes that modules get by conversion, and how a module gets one."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,9 +10,10 @@ from torch import Tensor, fx, nn
 
 from inplace_abn import guard
 from inplace_abn.conversion import watch
+from inplace_abn.conversion.activations import READERS, InPlaceActivation, applied, qualified
+from inplace_abn.conversion.converted import Converted
 from inplace_abn.conversion.norms import InPlaceNorm
 from inplace_abn.conversion.pending import plain
-from inplace_abn.conversion.waiting import Past
 from inplace_abn.modules.abn import as_leaf
 from inplace_abn.settings import check_hyperparameters
 
@@ -50,6 +52,30 @@ class InPlaceInstanceNorm3d(InPlaceNorm, nn.InstanceNorm3d):
     per_instance = True
 
 
+class InPlaceGELU(InPlaceActivation, nn.GELU):
+    """A `torch.nn.GELU` that was converted."""
+
+
+class InPlaceSiLU(InPlaceActivation, nn.SiLU):
+    """A `torch.nn.SiLU` that was converted."""
+
+
+class InPlaceMish(InPlaceActivation, nn.Mish):
+    """A `torch.nn.Mish` that was converted."""
+
+
+class InPlaceHardswish(InPlaceActivation, nn.Hardswish):
+    """A `torch.nn.Hardswish` that was converted."""
+
+
+class InPlaceELU(InPlaceActivation, nn.ELU):
+    """A `torch.nn.ELU` that was converted."""
+
+
+class InPlaceLeakyReLU(InPlaceActivation, nn.LeakyReLU):
+    """A `torch.nn.LeakyReLU` that was converted."""
+
+
 _CLASSES: dict[type[nn.Module], type[nn.Module]] = {
     nn.BatchNorm1d: InPlaceBatchNorm1d,
     nn.BatchNorm2d: InPlaceBatchNorm2d,
@@ -58,6 +84,12 @@ _CLASSES: dict[type[nn.Module], type[nn.Module]] = {
     nn.InstanceNorm1d: InPlaceInstanceNorm1d,
     nn.InstanceNorm2d: InPlaceInstanceNorm2d,
     nn.InstanceNorm3d: InPlaceInstanceNorm3d,
+    nn.GELU: InPlaceGELU,
+    nn.SiLU: InPlaceSiLU,
+    nn.Mish: InPlaceMish,
+    nn.Hardswish: InPlaceHardswish,
+    nn.ELU: InPlaceELU,
+    nn.LeakyReLU: InPlaceLeakyReLU,
 }
 
 KINDS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
@@ -74,11 +106,16 @@ def has_own_activation(module: nn.Module) -> bool:
 
 
 def converted_class(module: nn.Module) -> type[nn.Module] | None:
-    """The class that a norm gets by conversion; None if the norm cannot be converted."""
+    """The class that a module gets by conversion; None if it cannot be converted."""
     kind = type(module)
-    if has_own_activation(module) and not isinstance(module, InPlaceNorm):
-        return _with_activation(kind)
-    return _CLASSES.get(kind)
+    if isinstance(module, Converted):
+        return None
+    return _made(kind) if has_own_activation(module) or qualified(kind) in READERS else _CLASSES.get(kind)
+
+
+def is_activation(module: nn.Module) -> bool:
+    """Whether the module is an activation that can be converted, or was."""
+    return isinstance(module, InPlaceActivation) or (qualified(type(module)) in READERS and applied(module) is not None)
 
 
 def is_norm(module: nn.Module) -> bool:
@@ -88,15 +125,17 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def unfit_reason(module: nn.Module) -> str:
-    """Why a norm is not converted; empty if it is."""
-    if isinstance(module, InPlaceNorm):
+    """Why a norm or an activation is not converted; empty if it is."""
+    if isinstance(module, Converted):
         return "it is converted already"
-    if not isinstance(module, KINDS):
+    if not (isinstance(module, KINDS) or is_activation(module)):
         return f"{type(module).__name__} is not supported"
     if converted_class(module) is None:
         return f"{type(module).__name__} is a subclass whose forward pass is unknown"
     if "forward" in vars(module):
         return "it has a forward pass of its own"
+    if is_activation(module):
+        return ""
     try:
         check_hyperparameters(module.eps, module.momentum)  # type: ignore[arg-type]
     except ValueError as error:
@@ -105,7 +144,7 @@ def unfit_reason(module: nn.Module) -> str:
 
 
 def is_converted(module: nn.Module) -> bool:
-    return isinstance(module, InPlaceNorm)
+    return isinstance(module, Converted)
 
 
 def is_made_by_conversion(kind: type[nn.Module]) -> bool:
@@ -117,10 +156,26 @@ def original_class(kind: type) -> type[nn.Module]:
     return kind.__bases__[1]
 
 
-def _with_activation(base: type[nn.Module]) -> type[nn.Module]:
-    """The converted class of a BatchNorm that has an activation of its own."""
+def _made(base: type[nn.Module]) -> type[nn.Module]:
+    """The converted class of a class of another package: a BatchNorm that has an activation of its own, or an
+    activation."""
     if base in _CLASSES:
         return _CLASSES[base]
+
+    # Without this, copies and pickles would look for the class by its name, which no module has.
+    def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
+        return _made_again, (base,), self.__getstate__()
+
+    members: dict[str, Any] = {"__reduce_ex__": reduce, "__module__": __name__, "__doc__": f"A converted {base}."}
+    part: type = InPlaceActivation
+    if issubclass(base, nn.modules.batchnorm._BatchNorm):
+        part, members["forward"] = InPlaceNorm, _forward_with_activation(base)
+    _CLASSES[base] = type(f"InPlace{base.__name__}", (part, base), members)
+    return _CLASSES[base]
+
+
+def _forward_with_activation(base: type[nn.Module]) -> Callable[[Any, Tensor], Tensor]:
+    """The forward pass of a BatchNorm that has an activation of its own."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
         if isinstance(x, fx.Proxy):
@@ -135,25 +190,19 @@ def _with_activation(base: type[nn.Module]) -> type[nn.Module]:
             y = self._noted(nn.modules.batchnorm._BatchNorm.forward(self, x))
         return self.act(self.drop(self._native(x) if y is None else y))  # type: ignore[no-any-return]
 
-    # Without this, copies and pickles would look for the class by its name, which no module has.
-    def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
-        return _made_again, (base,), self.__getstate__()
-
-    members = {"forward": forward, "__reduce_ex__": reduce, "__module__": __name__, "__doc__": f"A converted {base}."}
-    _CLASSES[base] = type(f"InPlace{base.__name__}", (InPlaceNorm, base), members)
-    return _CLASSES[base]
+    return forward
 
 
 def _made_again(base: type[nn.Module]) -> nn.Module:
-    kind = _with_activation(base)
+    kind = _made(base)
     return kind.__new__(kind)
 
 
 def adopt(module: Any, name: str, *, expected: tuple[str, float] | None = None) -> None:
-    """Gives a norm its class after conversion."""
+    """Gives a module its class after conversion."""
     kind = converted_class(module)
     assert kind is not None
     module.__class__ = kind
-    module.__dict__.update(_guard_name=name, _past=Past(module.eps))
+    module.adopt(name)
     if expected is not None:
         guard.expect(module, expected)

@@ -1,4 +1,4 @@
-"""Converts a model's norms to in-place ones, and back.
+"""Converts a model's norms and activations to in-place ones, and back.
 
 A module is converted by giving it a subclass of its class (`conversion.classes`). So it stays the same object wherever
 it is referred to, and it stays a norm for code that looks for norms. It keeps its parameters, buffers, hooks, flags and
@@ -36,20 +36,24 @@ class NormActivation(nn.Sequential):
 def convert(
     model: nn.Module, *, sync: bool = False, filter_fn: Callable[[nn.Module, str], bool] | None = None
 ) -> nn.Module:
-    """Makes the BatchNorms and InstanceNorms of ``model`` in-place norms.
+    """Makes the BatchNorms, InstanceNorms and activations of ``model`` work in place.
 
-    A norm becomes a subclass of its class (`conversion.classes`), with the same parameters, buffers and keys of the
+    A module becomes a subclass of its class (`conversion.classes`), with the same parameters, buffers and keys of the
     state dict. So optimizers that were made before remain valid, and checkpoints load both ways. Nothing else changes,
     and the model does not run. In training the norm's output waits for what follows. A known activation is fused with
     the norm, and only the result is kept for backward. An addition before the activation is fused as well. If a
     function follows that saves its input for backward, the norm keeps the same tensor instead of its own input. If
     anything else follows, the norm does what it did before.
 
+    An activation without a norm before it (GELU, SiLU, Mish, Hardswish, ELU and LeakyReLU, as modules that do not write
+    to their input) keeps its result for backward instead of its input, if what follows keeps that result anyway.
+
     Args:
         model: is modified. Copy it before (``copy.deepcopy``) to keep the original.
         sync: make all converted BatchNorms synchronise their statistics, in the default process group or the one of
             `inplace_abn.set_active_group`.
-        filter_fn: called with each norm and its name. Norms for which it returns False are left as they are.
+        filter_fn: called with each norm and each activation, and its name. Those for which it returns False are left
+            as they are.
 
     Returns:
         ``model``.
@@ -62,7 +66,11 @@ def convert(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"inplace_abn.convert: expected model to be a torch.nn.Module, got {type(model).__name__}")
-    modules = {name: module for name, module in model.named_modules() if classes.is_norm(module)}
+    modules = {
+        name: module
+        for name, module in model.named_modules()
+        if classes.is_norm(module) or classes.is_activation(module)
+    }
     before = [module for module in modules.values() if classes.is_converted(module)]
     chosen = {name: module for name, module in modules.items() if not classes.unfit_reason(module)}
     if filter_fn is not None:
@@ -70,15 +78,19 @@ def convert(
     for name, module in chosen.items():
         classes.adopt(module, name)
     for module in (*chosen.values(), *before) if sync else ():
-        module.__dict__["_synchronised"] = True
+        if isinstance(module, classes.KINDS):
+            module.__dict__["_synchronised"] = True
     if chosen:
         hooks.hook(model)
-    _logger.info("%s", _told(list(modules.values()), len(chosen), len(before)))
+    activations = sum(classes.is_activation(module) for module in chosen.values())
+    norms = [module for module in modules.values() if not classes.is_activation(module)]
+    told = _told(norms, len(chosen) - activations, sum(classes.is_converted(m) for m in before if m in norms))
+    _logger.info("%s%s", told, f", and {activations} activations" if activations else "")
     return model
 
 
 def _told(found: list[nn.Module], converted: int, before: int) -> str:
-    """What was found, in one line."""
+    """What norms were found, in one line."""
     supported = [module for module in found if isinstance(module, classes.KINDS)]
     others = Counter(type(module).__name__ for module in found if not isinstance(module, classes.KINDS))
     text = f"converted {converted} of {len(supported) - before} norms" if supported else "no norms to convert"

@@ -1,4 +1,4 @@
-"""What converted norms have in common: they do what torch's norms do, in place where that is right."""
+"""Converted norms: they do what torch's norms do, in place where that is right."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from inplace_abn.activations import IDENTITY, can_be_taken_back
 from inplace_abn.autograd import checks, forward
 from inplace_abn.compiling import batch_norm, trust
 from inplace_abn.conversion import plan, watch
+from inplace_abn.conversion.converted import Converted, Note, has_standard_strides, may_have_node
 from inplace_abn.conversion.pending import pending, plain, planned
-from inplace_abn.conversion.waiting import NEAR_ZERO, NormCall, Note, Past
+from inplace_abn.conversion.waiting import NEAR_ZERO, NormCall
 from inplace_abn.guard import measuring
 from inplace_abn.modules.abn import as_leaf
 from inplace_abn.modules.instance_norm import repeated, take_means
 from inplace_abn.settings import Operands, Settings
 
-_STORED = ("_synchronised", "_group", "_past")
 
-
-class InPlaceNorm(guard.Guarded):
+class InPlaceNorm(Converted):
     """The part that all converted norms have in common. A converted norm stays a norm, with the same state.
 
     In training the norm's output is a tensor that waits for what follows (`conversion.pending`). What follows in one
@@ -36,7 +35,6 @@ class InPlaceNorm(guard.Guarded):
     signed_weight = True
     _synchronised: bool = False
     _group: ProcessGroup | None = None
-    _past: Past
 
     def forward(self, input: Tensor) -> Tensor:
         if isinstance(input, fx.Proxy):
@@ -57,25 +55,6 @@ class InPlaceNorm(guard.Guarded):
                 watching.note_native(self, y)
         return y
 
-    def observer(self) -> watch.Observer | None:
-        """What watches this call; None if nothing does."""
-        if not self._past.was_watched:
-            return None
-        repeated = _torch.in_backward()
-        is_blind = repeated or _torch.top_saved_tensors_hooks(True) is not None
-        return watch.Observer(None if repeated else watch.current(), is_blind)
-
-    def _is_given_up(self) -> bool:
-        """Whether the norm does as torch does, because the watch gave it up.
-
-        A call that nobody watches does so at once. All watched calls of a generation do the same. A generation that is
-        still to come is from another process.
-        """
-        found = guard.given_up(self)
-        if found is None:
-            return False
-        return not self._past.was_watched or found[0] < guard.now() or found[0] > guard.generations.current
-
     def _normalised(self, x: Tensor) -> Tensor | None:
         """The norm's output, mostly a `Pending` tensor; None where the norm does what it did before conversion."""
         if not torch.is_grad_enabled():
@@ -91,10 +70,8 @@ class InPlaceNorm(guard.Guarded):
 
     def _looked(self, x: Tensor) -> Tensor | None:
         """The norm's output, after a look at all that may be special about the call; None as in `_normalised`."""
-        # A recomputation does what its forward pass did.
         past = self._past
-        watched = past.was_watched if _torch.in_backward() else watch.current() is not None
-        past.was_watched = guard.of_forward_pass("watched", watched)
+        self._note_watch()
         if self._is_given_up():
             return None
         module: Any = self
@@ -204,45 +181,18 @@ class InPlaceNorm(guard.Guarded):
             return None
         return distributed.participating_group(getattr(self, "process_group", self._group))
 
+    def release(self) -> None:
+        super().release()
+        for name in ("_synchronised", "_group"):
+            self.__dict__.pop(name, None)
+
     def set_group(self, group: ProcessGroup | None) -> None:
         """Makes this norm, if it is synchronised, synchronise with ``group``; None for the default group."""
         self.__dict__["process_group" if isinstance(self, nn.SyncBatchNorm) else "_group"] = group
 
-    def note(self) -> Note:
-        """What the norm did in its last call in training, or does from the next step on if the watch gave it up."""
-        note, found = self._past.note, guard.given_up(self)
-        return note if found is None else note._replace(in_place=False, why=found[1])
-
-    @property
-    def bytes_saved(self) -> int | None:
-        """What the norm saved in the last step in which that was measured."""
-        return self._past.bytes_saved
-
-    def forget(self) -> None:
-        """Forgets what was measured and seen, as if the norm had just been converted."""
-        guard.forget(self)
-        module: Any = self
-        self.__dict__["_past"] = Past(module.eps)
-
-    def release(self) -> None:
-        """Removes what conversion has stored on the norm. The class stays."""
-        guard.strip(self)
-        for name in _STORED:
-            self.__dict__.pop(name, None)
-
-    def extra_repr(self) -> str:
-        text: str = super().extra_repr()  # type: ignore[misc]
-        note = self.note()
-        return f"{text}, {'in place' if note.in_place else f'not in place: {note.why}'}"
-
     def activations(self) -> set[str]:
         """The names of the activations that followed in this generation of the guard."""
         return {what[0] for what in guard.seen(self) if len(what) > 1}
-
-    def __prepare_scriptable__(self) -> Any:
-        raise RuntimeError(
-            f"inplace_abn: {type(self).__name__} cannot be scripted; call inplace_abn.revert on the model before"
-        )
 
 
 def _operands(module: Any) -> Operands:
@@ -275,7 +225,7 @@ def _unversioned(operands: Operands) -> Operands:
 def _may_wait(module: Any, x: Tensor) -> bool:
     """Whether the output can wait: a graph of plain tensors is recorded, and nobody watches the ops."""
     weight, bias = module.weight, module.bias
-    if type(x) is not Tensor or _torch.is_watched() or _torch.in_forward_mode() or functions.is_disabled():
+    if not may_have_node(x):
         return False
     requires_grad = x.requires_grad
     for t in (x, weight, bias):
@@ -291,7 +241,7 @@ def _may_wait(module: Any, x: Tensor) -> bool:
     if module.per_instance and module.track_running_stats and _torch.top_saved_tensors_hooks(True) is not None:
         return False
     synchronised = module._participating() is not None
-    return measuring.is_suitable(module, x, None, synchronised) and (module.per_instance or _has_standard_strides(x))
+    return measuring.is_suitable(module, x, None, synchronised) and (module.per_instance or has_standard_strides(x))
 
 
 def _has_usual_statistics(module: Any) -> bool:
@@ -301,10 +251,3 @@ def _has_usual_statistics(module: Any) -> bool:
     if module.per_instance and mean is None and module.track_running_stats and not module.training:
         return False
     return (mean is None) == (var is None)
-
-
-def _has_standard_strides(x: Tensor) -> bool:
-    if x.is_contiguous():
-        return True
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    return x.dim() in formats and x.is_contiguous(memory_format=formats[x.dim()])

@@ -13,7 +13,8 @@ from torch import Tensor
 from inplace_abn import _torch, functions, guard
 from inplace_abn.activations import find, name_of
 from inplace_abn.autograd.backward import Values
-from inplace_abn.conversion.waiting import NormCall, Note, PendingState, seen_as
+from inplace_abn.conversion.converted import Note
+from inplace_abn.conversion.waiting import NormCall, PendingState, seen_as
 from inplace_abn.settings import Operands, Settings
 
 

@@ -1,4 +1,4 @@
-"""Tells what each norm of a converted model did in its last call, in training."""
+"""Tells what each norm and activation of a converted model did in its last call, in training."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from typing import Any
 from torch import nn
 
 from inplace_abn.conversion import classes, table
+from inplace_abn.conversion.activations import OF_NORM
 from inplace_abn.conversion.convert import convert
+from inplace_abn.conversion.converted import Converted
 from inplace_abn.conversion.norms import InPlaceNorm
 from inplace_abn.conversion.table import readable
 from inplace_abn.conversion.waiting import NEAR_ZERO
@@ -24,7 +26,7 @@ from inplace_abn.trial import loss, randomness_restored, trainable
 
 @dataclass(frozen=True)
 class Layer:
-    """What a norm did in its last call."""
+    """What a norm, or an activation without a norm, did in its last call."""
 
     name: str
     kind: str
@@ -35,15 +37,16 @@ class Layer:
     why: str
     """Why it was not in place; empty if it was."""
     bytes_saved: int | None
-    """Bytes that the forward pass did not hold for backward because of this norm, in all its calls.
+    """Bytes that the forward pass did not hold for backward because of this layer, in all its calls.
 
     None if that was not measured: it is measured in the steps in which the model is watched.
     """
+    is_norm: bool = True
 
 
 @dataclass(frozen=True)
 class Report:
-    """What the norms of a model did. Print it, or use `to_dict`."""
+    """What the norms and activations of a model did. Print it, or use `to_dict`."""
 
     layers: tuple[Layer, ...]
     unsupported: dict[str, int]
@@ -53,12 +56,12 @@ class Report:
 
     @property
     def in_place(self) -> tuple[Layer, ...]:
-        """The norms that were in place."""
+        """The layers that were in place."""
         return tuple(layer for layer in self.layers if layer.in_place)
 
     @property
     def bytes_saved(self) -> int:
-        """The bytes that all norms saved in a training step, as far as they were measured."""
+        """The bytes that all layers saved in a training step, as far as they were measured."""
         return sum(layer.bytes_saved or 0 for layer in self.layers)
 
     def to_dict(self) -> dict[str, Any]:
@@ -76,9 +79,9 @@ class Report:
         return self.table(shutil.get_terminal_size((100, 24)).columns)
 
     def table(self, width: int) -> str:
-        """The table: a row for each norm, the reasons below it, and the totals.
+        """The table: a row for each layer, the reasons below it, and the totals.
 
-        Several norms share a row if only the numbers in their names and reasons, and their bytes, are different.
+        Several layers share a row if only the numbers in their names and reasons, and their bytes, are different.
 
         Args:
             width: of the lines, at least 60. Names and reasons are wrapped.
@@ -88,7 +91,7 @@ class Report:
         for layer in self.layers:
             key = (table.shape_of(layer.name), layer.follows, _verdict(layer), table.numberless(layer.why))
             groups.setdefault(key, []).append(layer)
-        rows = [("name", "norms", "saves", "it is", "what follows")]
+        rows = [("name", "layers", "saves", "it is", "what follows")]
         for layers in groups.values():
             first = layers[0]
             names = table.joined([layer.name for layer in layers])
@@ -108,9 +111,14 @@ class Report:
         return [*self._found(), *self.left_out()]
 
     def _found(self) -> list[str]:
-        lines = ["the model has no norms that can be converted"]
+        lines = ["the model has no norms or activations that can be converted"]
         if self.layers:
-            lines = [f"{len(self.in_place)} of {len(self.layers)} norms are in place"]
+            counts = []
+            for is_norm, what in ((True, "norms"), (False, "activations without a norm")):
+                layers = [layer for layer in self.layers if layer.is_norm == is_norm]
+                if layers:
+                    counts.append(f"{sum(layer.in_place for layer in layers)} of {len(layers)} {what}")
+            lines = [f"{' and '.join(counts)} are in place"]
             if any(layer.bytes_saved is not None for layer in self.layers):
                 lines[0] += f" and save {readable(self.bytes_saved)} per training step"
         if any(layer.why == NEAR_ZERO for layer in self.layers):
@@ -139,9 +147,11 @@ def _saved(layers: Sequence[Layer]) -> str:
 
 
 def report(model: nn.Module) -> Report:
-    """What each norm of ``model`` did in its last call in training, why it was not in place, and what it saved.
+    """What each norm and activation of ``model`` did in its last call in training, why it was not in place, and what it
+    saved.
 
-    Nothing runs, and nothing is changed. Before the first training step nothing is known of a norm.
+    Nothing runs, and nothing is changed. Before the first training step nothing is known of a layer. An activation that
+    is part of a norm is in the norm's row.
 
     Args:
         model: a converted model, or a module that contains it.
@@ -155,12 +165,14 @@ def report(model: nn.Module) -> Report:
     unsupported: Counter[str] = Counter()
     built = sum(isinstance(module, (InPlaceABN, InPlaceInstanceNorm)) for module in model.modules())
     for name, module in model.named_modules():
-        if not classes.is_norm(module):
+        if isinstance(module, Converted):
+            note, is_norm = module.note(), isinstance(module, InPlaceNorm)
+            saved = module.bytes_saved if note.in_place else None
+            kind = classes.original_class(type(module)).__name__
+            if note != OF_NORM:
+                layers.append(Layer(name, kind, note.follows, note.in_place, note.why, saved, is_norm))
+        elif not classes.is_norm(module):
             continue
-        if isinstance(module, InPlaceNorm):
-            saved = module.bytes_saved if module.note().in_place else None
-            kind, note = classes.original_class(type(module)).__name__, module.note()
-            layers.append(Layer(name, kind, note.follows, note.in_place, note.why, saved))
         elif isinstance(module, classes.KINDS):
             why = classes.unfit_reason(module) or "it was not converted"
             layers.append(Layer(name, type(module).__name__, "", False, why, None))
@@ -190,7 +202,7 @@ def analyze(model: nn.Module, /, *args: Any, **kwargs: Any) -> Report:
     with randomness_restored(model):
         other = convert(trainable(model))
         for module in other.modules():
-            if isinstance(module, InPlaceNorm):
+            if isinstance(module, Converted):
                 module.forget()
         loss(other, copy.deepcopy(args), copy.deepcopy(kwargs)).backward()
         return report(other)

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from inplace_abn.activations import find
 from inplace_abn.conversion import classes
-from inplace_abn.conversion.norms import InPlaceNorm
+from inplace_abn.conversion.converted import Converted
 from inplace_abn.modules.abn import ActivatedNorm
 from inplace_abn.trial import copied, randomness_restored, tensors_in
 
@@ -151,7 +151,7 @@ def verify(
 def _activations(model: nn.Module) -> set[str]:
     """The activations that the model's in-place modules have applied."""
     fixed = {m.activation for m in model.modules() if isinstance(m, ActivatedNorm)}
-    return fixed.union(*(m.activations() for m in model.modules() if isinstance(m, InPlaceNorm)))
+    return fixed.union(*(m.activations() for m in model.modules() if isinstance(m, Converted)))
 
 
 def _largest(errors: Iterable[float]) -> float:

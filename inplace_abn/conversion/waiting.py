@@ -16,6 +16,7 @@ from inplace_abn import _torch, functions, guard
 from inplace_abn.activations import ACTIVATIONS, IDENTITY, take_back
 from inplace_abn.autograd.backward import Values
 from inplace_abn.autograd.kept import KeptABNFunction
+from inplace_abn.conversion.converted import Note
 from inplace_abn.kernels import ops
 from inplace_abn.settings import Operands, Settings
 
@@ -27,37 +28,6 @@ _GONE = (
 
 NEAR_ZERO = "a weight is within eps of zero"
 """Why a norm is not in place."""
-
-
-class Note(NamedTuple):
-    """What a norm did in a call."""
-
-    follows: str = ""
-    """What followed, in words; empty if that is not known."""
-    in_place: bool = False
-    why: str = "it was not called in training"
-    """Why it was not in place; empty if it was."""
-
-
-class Past:
-    """What a converted norm did in its last calls."""
-
-    __slots__ = ("bytes_saved", "eps", "note", "plan", "was_watched")
-
-    def __init__(self, eps: float) -> None:
-        self.note = Note()
-        self.was_watched = False
-        """Whether the last forward pass was watched (`conversion.watch`)."""
-        self.eps = eps
-        """The eps of the last call."""
-        self.plan: Any = None
-        """For calls that are like an earlier one (`conversion.plan`)."""
-        self.bytes_saved: int | None = None
-        """What the norm saved in the last step in which that was measured."""
-
-    def __getstate__(self) -> tuple[None, dict[str, Any]]:
-        """A copy makes a plan of its own."""
-        return None, {name: getattr(self, name) for name in self.__slots__} | {"plan": None}
 
 
 class Seen(NamedTuple):

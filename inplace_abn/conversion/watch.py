@@ -56,6 +56,8 @@ class Result(NamedTuple):
     """Whether torch would not need z, and therefore allow it to be written to."""
     is_residual: bool = False
     """Whether z is kept because another norm's node adds it."""
+    is_alone: bool = False
+    """Whether the layer is an activation without a norm."""
     z: Tensor | None = None
     """None if z has no tags, and what is held is not measured."""
     saved: Tensor | None = None
@@ -152,6 +154,11 @@ class Watch(_torch.OwnMode):
         """Follows the output of a norm that does as torch does now, and will be in place when backward repeats it."""
         self._natively[self._hold(y)] = layer
 
+    def note_native_activation(self, layer: Any, activation: tuple[str, float], x: Tensor, z: Tensor) -> None:
+        """The same for an activation, unless it will be part of a norm."""
+        if _is_ordinary(x) and _is_ordinary(z) and tags.storage_of(x) not in self._natively:
+            self.note(Result(layer, *activation, True, is_alone=True), z)
+
     def _hold(self, t: Tensor) -> int:
         storage = t.untyped_storage()
         key = _torch.storage_key(storage)
@@ -222,8 +229,7 @@ class Watch(_torch.OwnMode):
         """Takes the tags from a norm's result, whatever refers to it, after backward got a copy."""
         result = self._results.get(key)
         if result is not None and result.saved is not None and tags.sign_of(result.activation, result.param):
-            result.saved.data = result.saved.data.clone()
-            _untag(result)
+            _copy_saved(result)
             del self._results[key]
 
     @staticmethod
@@ -263,23 +269,40 @@ class Watch(_torch.OwnMode):
             chosen = self._follower.chosen.get(tags.storage_of(t)) if _is_ordinary(t) else None
             for layer in chosen[1] if chosen is not None else ():
                 _give_up(layer, f"its zeros are tiny numbers in training, and {chosen[0].name} chooses by them")  # type: ignore[index]
-        for layer, size in self._sizes().items():
+        sizes, of_inputs = self._sizes()
+        for layer, size in sizes.items():
             layer._past.bytes_saved = size
+        for layer in {r.layer for r in self._measured if r.is_alone}:
+            # Layers that share an input free it together.
+            if sum(of_inputs[key] for key in {_input_of(r) for r in self._measured if r.layer is layer}) <= 0:
+                self._make_torchs(layer)
 
-    def _sizes(self) -> dict[Any, int]:
-        """The bytes that each layer saved: what torch would have kept, less what it keeps."""
+    def _make_torchs(self, layer: Any) -> None:
+        """Gives up a layer that saves nothing. What follows the forward pass may write to its results."""
+        _give_up(layer, _NO_GAIN)
+        for key, result in [*self._results.items()]:
+            if result.layer is layer:
+                del self._results[key]
+                # Autograd must not notice a new version of z.
+                with _torch.BelowAutograd():
+                    _copy_saved(result)
+
+    def _sizes(self) -> tuple[dict[Any, int], dict[int, int]]:
+        """The bytes that each layer saved: what torch would have kept, less what it keeps. And the same by inputs."""
         sizes: dict[Any, int] = {}
-        inputs = {r.input.cdata for r in self._measured if r.input is not None}
+        of_inputs: dict[int, int] = {}
+        inputs = {_input_of(r) for r in self._measured}
         counted: set[int] = set()
         for r in self._measured:
             assert r.z is not None
             assert r.input is not None
+            key = _input_of(r)
             # Inputs, results and residuals have the same size. torch's activation would keep its input instead of z.
             keeps_input = r.is_writable and r.activation != "identity"
-            tensors = int(keeps_input)
-            if r.input.expired() and r.input.cdata not in counted:
+            tensors = int(keeps_input and not r.is_alone)
+            if r.input.expired() and key not in counted:
                 tensors += 1
-                counted.add(r.input.cdata)
+                counted.add(key)
             for t in (r.z if keeps_input or r.is_residual else None, r.residual):
                 # A tensor that only norms keep costs memory, unless torch would keep it as a norm's input.
                 if t is None or id(t) in counted or tags.storage_of(t) in inputs:
@@ -288,9 +311,11 @@ class Watch(_torch.OwnMode):
                     tensors -= 1
                     counted.add(id(t))
             sizes[r.layer] = sizes.get(r.layer, 0) + tensors * r.z.nbytes
-        return sizes
+            of_inputs[key] = of_inputs.get(key, 0) + tensors * r.z.nbytes
+        return sizes, of_inputs
 
 
+_NO_GAIN = "it saves nothing: what follows does not keep its output, or something else keeps its input"
 _BITS = torch.ops.aten.view.dtype
 """The view of a tensor's bits in another dtype."""
 _READ_AGAIN = frozenset({"max", "min", "median", "nanmedian", "amax", "amin", "aminmax", "prod", "cumprod"})
@@ -301,6 +326,13 @@ _UNUSED = _torch.use_count(torch.empty(0))
 """The references from C++ to a tensor that nothing but Python holds."""
 
 
+def _input_of(result: Result) -> int:
+    """The storage of the input, as long as the result's reference to it lives."""
+    assert result.input is not None
+    key: int = result.input.cdata
+    return key
+
+
 def untagged(t: Tensor, activation: str, param: float) -> Tensor:
     """``t``, some values of an activation's result, with zeros instead of tags, in the same memory format."""
     if not tags.sign_of(activation, param):
@@ -309,6 +341,14 @@ def untagged(t: Tensor, activation: str, param: float) -> Tensor:
     native = activate(y.to(t.dtype), activation, param).view(t.shape)
     # A zero of torch's may be negative.
     return torch.where(native == 0, native, t, out=torch.empty_like(t))
+
+
+def _copy_saved(result: Result) -> None:
+    """Gives backward a copy of z, and takes the tags from z."""
+    if result.saved is not None:
+        result.saved.data = result.saved.data.clone()
+        if tags.sign_of(result.activation, result.param):
+            _untag(result)
 
 
 def _untag(result: Result) -> None:

@@ -18,18 +18,18 @@ from inplace_abn.settings import Operands, Settings, check_hyperparameters
 
 
 def as_leaf(module: nn.Module, *args: Any) -> Any:
-    """The call of a norm that `torch.fx` traces: one node, as of torch's own norms.
+    """The call of a norm or an activation that `torch.fx` traces: one node, as of torch's own modules.
 
     Raises:
         RuntimeError: it is traced for quantization.
     """
     tracer: Any = args[0].tracer
     name = tracer.path_of_module(module)
-    # Quantization fuses norms by their exact classes. It would leave others as they are, without a word.
+    # Quantization knows modules by their exact classes. It would leave others as they are, without a word.
     if any(kind.__module__.startswith("torch.ao.quantization.") for kind in type(tracer).__mro__):
         raise RuntimeError(
-            f"inplace_abn: the norm {name!r} is {type(module).__name__}, and torch.ao.quantization fuses torch's own "
-            "norms only; make it one before, as inplace_abn.revert does with norms that are in place"
+            f"inplace_abn: the module {name!r} is {type(module).__name__}, and torch.ao.quantization knows torch's own "
+            "modules only; make it one before, as inplace_abn.revert does with what was converted"
         )
     return tracer.create_proxy("call_module", name, args, {})
 

@@ -209,7 +209,7 @@ variable_list saved_variables(AutogradContext* ctx) {
                 is_output ? "output" : "residual", " of ",
                 name == ctx->saved_data.end() ? "an in-place ABN" : name->second.toStringRef(),
                 " has been modified in place, but its backward needs it. Replace that operation by one out of place "
-                "(z = z + y for z += y), use ABN, or leave the norm out of the conversion (filter_fn)");
+                "(z = z + y for z += y), use ABN, or leave the layer out of the conversion (filter_fn)");
     throw;
   }
 }
@@ -236,8 +236,10 @@ class InPlaceABNFunction final : public torch::autograd::Function<InPlaceABNFunc
     variable_list results(8);
     const Tensor& dz = incoming[0];
     if (!dz.defined()) return results;
-    TORCH_CHECK(!dz.key_set().has(c10::DispatchKey::FuncTorchBatched) && !dz.key_set().has(c10::DispatchKey::Batched),
-                "inplace_abn: gradients in batches are not supported. Use ABN, which works out of place");
+    TORCH_CHECK(
+        !dz.key_set().has(c10::DispatchKey::FuncTorchBatched) && !dz.key_set().has(c10::DispatchKey::Batched),
+        "inplace_abn: gradients in batches are not supported. Use ABN, or leave the layer out of the conversion "
+        "(filter_fn)");
     const Settings settings = Settings::of(ctx);
     const auto running = torch::autograd::get_current_node();
     const bool sole_gradient_given = running && owns_gradient(dz);

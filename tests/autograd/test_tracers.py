@@ -191,5 +191,5 @@ def test_norms_are_nodes_of_symbolic_traces_and_train_as_before(name):
 def test_quantization_of_norms_that_are_not_torchs_is_refused(name):
     quantize_fx = pytest.importorskip("torch.ao.quantization.quantize_fx")
     mapping = torch.ao.quantization.get_default_qat_qconfig_mapping("x86")
-    with pytest.raises(RuntimeError, match=rf"the norm 'norm' is {name}, and torch\.ao\.quantization"):
+    with pytest.raises(RuntimeError, match=rf"the module 'norm' is {name}, and torch\.ao\.quantization"):
         quantize_fx.prepare_qat_fx(Symbolic(SYMBOLIC[name]()), mapping, (torch.randn(2, 4, 5, 5),))

@@ -229,7 +229,7 @@ def test_bytes_end_in_one_column_and_add_up():
 
 def test_a_model_without_norms_says_so():
     """The report of a model without norms was an empty table, and "0 of 0"."""
-    assert str(made()) == "the model has no norms that can be converted"
+    assert str(made()) == "the model has no norms or activations that can be converted"
     assert "not supported: 1 GroupNorm" in str(report(nn.GroupNorm(1, 2)))
     net = nn.Sequential(conv(3, 4), nn.GroupNorm(2, 4))
     assert str(memory_report(net, images())).endswith("\nnot supported: 1 GroupNorm")

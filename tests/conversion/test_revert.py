@@ -128,7 +128,7 @@ def test_quantization_refuses_a_converted_model_and_fuses_a_reverted_one(kind):
     converted = convert(model)
     assert [n.target for n in torch.fx.symbolic_trace(converted).graph.nodes][2] == "0.1"
     with pytest.raises(
-        RuntimeError, match=r"norm '0\.1' is InPlaceBatchNorm2d, and torch\.ao\.quantization .*abn\.revert does"
+        RuntimeError, match=r"module '0\.1' is InPlaceBatchNorm2d, and torch\.ao\.quantization .*abn\.revert does"
     ):
         getattr(quantize_fx, kind)(converted, qconfig, (x,))
     prepared = getattr(quantize_fx, kind)(revert(converted), qconfig, (x,))

@@ -34,6 +34,7 @@ def trained_alike(read, activation=None, tolerance=1e-9):
 
 ZERO, CHOICE, OTHERS = "tells zeros from other numbers", "chooses by them", "compares them with other values"
 READERS = {
+    "threshold": (lambda h: F.threshold(-h.detach(), 0, 5.0), ZERO),
     "h != 0": (lambda h: (h != 0).sum(), "ne compares them with zero"),
     "h == 0": (lambda h: h == 0, "eq compares them with zero"),
     "h >= 0": (lambda h: h >= 0, "ge compares them with zero"),

@@ -23,7 +23,7 @@ def test_a_row_tells_that_gradients_are_equal_and_what_is_held():
     cells = dict(zip(zoo.COLUMNS, zoo.row("block", block(), torch.randn(4, 3, 32, 32)), strict=True))
     assert cells["model"] == "block, 4x3x32x32"
     assert re.fullmatch(r"equal, \de-1\d", cells["gradients"])
-    assert cells["norms"] == "2 of 2"
+    assert cells["in place"] == "2 of 2"
     # The next convolution keeps the activated tensor, and no norm saves its input.
     assert cells["converted"] == "0.500"
     assert cells["step"] == "-"

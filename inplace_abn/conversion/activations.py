@@ -1,0 +1,182 @@
+"""Converted activations: without a norm before them, they keep their result for backward, and not their input.
+
+What follows an activation mostly keeps the activation's result: a convolution, a linear layer. torch's activation keeps
+its input as well. Here backward recovers the input from the result, as it does for a norm with an activation. The call
+is that of a norm whose statistics make it the identity, so it is always well conditioned.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from inplace_abn import _torch, functions, guard
+from inplace_abn.activations import activation_of_op, find
+from inplace_abn.autograd import nodes
+from inplace_abn.autograd.backward import Values
+from inplace_abn.conversion import watch
+from inplace_abn.conversion.converted import Converted, Note, Past, has_standard_strides, may_have_node
+from inplace_abn.conversion.pending import Pending
+from inplace_abn.guard.figures import THRESHOLDS
+from inplace_abn.kernels import ops
+from inplace_abn.modules.abn import as_leaf
+from inplace_abn.settings import Operands, Settings
+
+_EPS = 1e-30
+"""With a variance of one this eps is nothing, in every dtype."""
+_LONG = 128
+"""The length from which planes are worth statistics of their own."""
+OF_NORM = Note("", False, "it is part of the norm before it")
+"""What an activation did that was fused with a norm."""
+
+
+class InPlaceActivation(Converted):
+    """The part that all converted activations have in common. A converted activation has the same attributes.
+
+    If its input is the output of a converted norm, the two are fused, and this module does nothing of its own. The
+    watch gives an activation up that saves nothing, because what follows does not keep its result, or because
+    something else keeps its input. In place (``inplace=True``), without a graph, for compilers, and under tracers,
+    transforms and dispatch modes it does what it did before conversion.
+
+    It keeps its result for the first time in a step that is watched, because what follows may read or write to it.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        if isinstance(input, fx.Proxy):
+            return as_leaf(self, input)
+        z = None
+        if type(input) is Pending:
+            # If the norm is given up, what follows may be why, so this activation is then torch's as well.
+            self._past.note, self._past.follows_norm = OF_NORM, True
+        elif torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            z = self._recoverable(input)
+        return self._noted(input, super().forward(input)) if z is None else z  # type: ignore[misc]
+
+    def _recoverable(self, x: Tensor) -> Tensor | None:
+        """The result, from which backward recovers x; None where the activation does what it did before conversion."""
+        self._note_watch()
+        if self._past.follows_norm or self._is_given_up():
+            return None
+        activation = applied(self)
+        if activation is None or not _is_suitable(x, activation):
+            self._past.note = Note(why=_NOT_APPLIED if activation is None else _UNSUITABLE)
+            return None
+        if not self._is_known():
+            self._past.note = Note(why="it is watched first")
+            return None
+        functions.calibrate()
+        # Planes of all samples, one after the other, are the fastest to walk.
+        planes = x.shape[0] * x.shape[1]
+        even = x.is_contiguous() and x.numel() >= _LONG * planes
+        settings = Settings(*activation, _EPS, True, False, None, even, self.__dict__["_guard_name"])
+        z, shape = torch.empty_like(x), (1, planes, -1) if even else x.shape
+        written, dtype = z.view(shape), torch.float64 if x.dtype == torch.float64 else torch.float32
+        mean = torch.zeros(written.shape[1], dtype=dtype, device=x.device)
+        var = torch.ones_like(mean)
+        call = (x.detach().view(shape), mean, var, None, None, None, *settings.arithmetic(), True)
+        ops.run(ops.forward_out, [written], *call, z=written)
+        observer = self.observer()
+        saved = None if observer is None else observer.saved(z, activation, True)
+        z = functions.attached(x, nodes.Result(z, saved), Operands(None, None), Values(None, None, var), settings)
+        if observer is not None:
+            observer.note(watch.Result(self, *activation, True, is_alone=True, saved=saved), x, z, None)
+        self._past.note = Note(in_place=True, why="")
+        return z
+
+    def _is_known(self) -> bool:
+        """Whether what follows was watched before, or is now. If not, the next generation is watched."""
+        past: Past = self._past
+        if past.was_watched or not self.guard_interval:
+            past.is_known = True
+        elif not past.is_known:
+            guard.generations.note_change()
+        # A checkpoint's recomputation does what its forward pass did.
+        return guard.of_forward_pass(f"known {id(self)}", past.is_known)
+
+    def _noted(self, x: Tensor, z: Tensor) -> Tensor:
+        """z as torch computes it. A pass without gradients is watched, too: backward may repeat it with gradients."""
+        module: Any = self
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or not module.training or _torch.in_backward():
+            return z
+        watching, activation = watch.current(), applied(self)
+        self._past.was_watched = watching is not None
+        if watching is not None and activation is not None:
+            watching.note_native_activation(self, activation, x, z)
+        return z
+
+    def activations(self) -> set[str]:
+        activation = applied(self)
+        return {activation[0]} if activation is not None and self._past.note.in_place else set()
+
+
+def applied(module: Any) -> tuple[str, float] | None:
+    """The name and the parameter of the activation that a module is.
+
+    None if it is none of `READERS`, if it writes to its input, or if its attributes make it something else.
+    """
+    read = _reader(module.__class__)
+    return None if read is None or getattr(module, "inplace", False) else read(module)
+
+
+@functools.cache
+def _reader(kind: type) -> Callable[[Any], tuple[str, float] | None] | None:
+    return next((READERS[name] for name in map(qualified, kind.__mro__) if name in READERS), None)
+
+
+_NOT_APPLIED = "it writes to its input, or a parameter of it is not supported"
+_UNSUITABLE = "its input or the mode of the call is not supported"
+
+
+def _is_suitable(x: Tensor, activation: tuple[str, float]) -> bool:
+    """Whether the ops take the tensor, there is a graph, and tags are small.
+
+    In float16 the tags of a flat tail grow to a quarter with the input, which no norm limits here.
+    """
+    if x.dtype == torch.float16 and find(activation[0]).zeros == "positive":
+        return False
+    if not may_have_node(x) or not x.requires_grad or x.layout is not torch.strided or x.is_nested:
+        return False
+    if x.device.type == "meta":
+        return False
+    is_usual = x.dtype in THRESHOLDS and x.dim() > 1 and x.numel() > 0 and not x.is_inference() and not x.is_neg()
+    return is_usual and has_standard_strides(x)
+
+
+def _gelu(approximate: str) -> tuple[str, float] | None:
+    name = activation_of_op("gelu", approximate)
+    return None if name is None else (name, 0.0)
+
+
+def _slope(module: Any) -> tuple[str, float] | None:
+    # A slope of zero is a ReLU, which keeps its result itself.
+    return ("leaky_relu", float(module.negative_slope)) if 0 < module.negative_slope < math.inf else None
+
+
+def _calls(function: Any, activation: str) -> Callable[[Any], tuple[str, float] | None]:
+    """Reads a module whose attribute ``act`` is the function that it calls."""
+    return lambda module: (activation, 0.0) if getattr(module, "act", None) is function else None
+
+
+def qualified(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+READERS: dict[str, Callable[[Any], tuple[str, float] | None]] = {
+    qualified(nn.GELU): lambda module: _gelu(module.approximate),
+    qualified(nn.SiLU): lambda module: ("silu", 0.0),
+    qualified(nn.Mish): lambda module: ("mish", 0.0),
+    qualified(nn.Hardswish): lambda module: ("hardswish", 0.0),
+    # The slope is z + alpha, so a large alpha costs its digits.
+    qualified(nn.ELU): lambda module: ("elu", float(module.alpha)) if 0 < module.alpha <= 1 else None,
+    qualified(nn.LeakyReLU): _slope,
+    "timm.layers.activations.GELU": lambda module: _gelu("none"),
+    "timm.layers.activations.GELUTanh": lambda module: _gelu("tanh"),
+    "transformers.activations.GELUActivation": _calls(F.gelu, "gelu"),
+}
+"""How to read the activation of a module, by the name of its class. None of these packages is imported."""

@@ -1,0 +1,128 @@
+"""What all converted modules have in common: they remember what they did, and are watched."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from inplace_abn import _torch, functions, guard
+from inplace_abn.conversion import watch
+
+
+class Note(NamedTuple):
+    """What a module did in a call."""
+
+    follows: str = ""
+    """What followed, in words; empty if that is not known."""
+    in_place: bool = False
+    why: str = "it was not called in training"
+    """Why it was not in place; empty if it was."""
+
+
+class Past:
+    """What a converted module did in its last calls."""
+
+    __slots__ = ("bytes_saved", "eps", "follows_norm", "is_known", "note", "plan", "was_watched")
+
+    def __init__(self, eps: float) -> None:
+        self.note = Note()
+        self.was_watched = False
+        """Whether the last forward pass was watched (`conversion.watch`)."""
+        self.eps = eps
+        """The eps of the last call of a norm."""
+        self.plan: Any = None
+        """For calls of a norm that are like an earlier one (`conversion.plan`)."""
+        self.follows_norm = False
+        """Whether an activation was ever part of a converted norm."""
+        self.is_known = False
+        """Whether what follows an activation was watched, ever."""
+        self.bytes_saved: int | None = None
+        """What the module saved in the last step in which that was measured."""
+
+    def __getstate__(self) -> tuple[None, dict[str, Any]]:
+        """A copy makes a plan of its own."""
+        return None, {name: getattr(self, name) for name in self.__slots__} | {"plan": None}
+
+
+class Converted(guard.Guarded):
+    """The part that all converted modules have in common. It comes before the module's class before conversion."""
+
+    _past: Past
+
+    def observer(self) -> watch.Observer | None:
+        """What watches this call; None if nothing does."""
+        if not self._past.was_watched:
+            return None
+        repeated = _torch.in_backward()
+        is_blind = repeated or _torch.top_saved_tensors_hooks(True) is not None
+        return watch.Observer(None if repeated else watch.current(), is_blind)
+
+    def _note_watch(self) -> None:
+        """Remembers whether this call is watched. A recomputation does what its forward pass did."""
+        watched = self._past.was_watched if _torch.in_backward() else watch.current() is not None
+        self._past.was_watched = guard.of_forward_pass("watched", watched)
+
+    def _is_given_up(self) -> bool:
+        """Whether the module does as torch does, because the watch gave it up.
+
+        A call that nobody watches does so at once. All watched calls of a generation do the same. A generation that is
+        still to come is from another process.
+        """
+        found = guard.given_up(self)
+        if found is None:
+            return False
+        return not self._past.was_watched or found[0] < guard.now() or found[0] > guard.generations.current
+
+    def note(self) -> Note:
+        """What the module did in its last call in training, or does from the next step on if the watch gave it up."""
+        note, found = self._past.note, guard.given_up(self)
+        return note if found is None else note._replace(in_place=False, why=found[1])
+
+    @property
+    def bytes_saved(self) -> int | None:
+        """What the module saved in the last step in which that was measured."""
+        return self._past.bytes_saved
+
+    def adopt(self, name: str) -> None:
+        """Begins with what conversion stores on the module, which is called ``name`` in messages."""
+        self.__dict__.update(_guard_name=name, _past=Past(getattr(self, "eps", 0.0)))
+
+    def forget(self) -> None:
+        """Forgets what was measured and seen, as if the module had just been converted."""
+        guard.forget(self)
+        self.__dict__["_past"] = Past(getattr(self, "eps", 0.0))
+
+    def release(self) -> None:
+        """Removes what conversion has stored on the module. The class stays."""
+        guard.strip(self)
+        self.__dict__.pop("_past", None)
+
+    def extra_repr(self) -> str:
+        text: str = super().extra_repr()  # type: ignore[misc]
+        note = self.note()
+        does = "in place" if note.in_place else f"not in place: {note.why}"
+        return f"{text}, {does}" if text else does
+
+    def activations(self) -> set[str]:
+        """The names of the activations that the module has applied in this generation of the guard."""
+        raise NotImplementedError
+
+    def __prepare_scriptable__(self) -> Any:
+        raise RuntimeError(
+            f"inplace_abn: {type(self).__name__} cannot be scripted; call inplace_abn.revert on the model before"
+        )
+
+
+def may_have_node(x: Tensor) -> bool:
+    """Whether a node may be made for a result of this tensor: it is a plain one, and nobody watches the ops."""
+    return type(x) is Tensor and not (_torch.is_watched() or _torch.in_forward_mode() or functions.is_disabled())
+
+
+def has_standard_strides(x: Tensor) -> bool:
+    """Whether the tensor is contiguous, or channels-last."""
+    if x.is_contiguous():
+        return True
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return x.dim() in formats and x.is_contiguous(memory_format=formats[x.dim()])
