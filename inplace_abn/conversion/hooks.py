@@ -25,7 +25,8 @@ class _Root:
     def is_due(self, model: nn.Module) -> bool:
         if self.watched_at == guard.generations.current:
             return self.calls[_kind(model)] < guard.CALLS
-        return guard.has_changed_since(self.watched_at) or guard.has_passed(self.watched_at, self.interval)
+        passed = self.interval > 0 and guard.has_passed(self.watched_at, self.interval)
+        return passed or guard.has_changed_since(self.watched_at)
 
 
 def _kind(model: nn.Module) -> tuple[bool, bool]:
@@ -118,6 +119,7 @@ def unhook(model: nn.Module) -> None:
 def _remove(module: nn.Module, *functions: Any) -> None:
     """Removes hooks around the module's forward pass."""
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
-        for key in [key for key, value in hooks.items() if value in functions]:
-            del hooks[key]
+        # Another thread may remove the same hooks.
+        for key in [key for key, value in [*hooks.items()] if value in functions]:
+            hooks.pop(key, None)
             module._forward_hooks_always_called.pop(key, None)
