@@ -163,6 +163,13 @@ def _calls(function: Any, activation: str) -> Callable[[Any], tuple[str, float] 
     return lambda module: (activation, 0.0) if getattr(module, "act", None) is function else None
 
 
+def _gelu_of_partial(module: Any) -> tuple[str, float] | None:
+    """Reads a module whose attribute ``act`` is a GELU with arguments."""
+    act = getattr(module, "act", None)
+    is_gelu = isinstance(act, functools.partial) and act.func is F.gelu and act.keywords.keys() == {"approximate"}
+    return _gelu(act.keywords["approximate"]) if is_gelu and not act.args else None  # type: ignore[union-attr]
+
+
 def qualified(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
@@ -178,5 +185,8 @@ READERS: dict[str, Callable[[Any], tuple[str, float] | None]] = {
     "timm.layers.activations.GELU": lambda module: _gelu("none"),
     "timm.layers.activations.GELUTanh": lambda module: _gelu("tanh"),
     "transformers.activations.GELUActivation": _calls(F.gelu, "gelu"),
+    "transformers.activations.GELUTanh": _gelu_of_partial,
+    "transformers.activations.MishActivation": _calls(F.mish, "mish"),
+    "transformers.activations.SiLUActivation": lambda module: ("silu", 0.0),
 }
 """How to read the activation of a module, by the name of its class. None of these packages is imported."""

@@ -1,6 +1,7 @@
 """An activation module without a norm before it keeps its result, and recovers its input from it in backward."""
 
 import copy
+import functools
 import logging
 import pickle
 
@@ -424,3 +425,31 @@ def test_an_activation_of_another_package_is_known_by_its_name_and_by_what_it_ca
     assert isinstance(trained.act, GELUActivation)
     assert type(copy.deepcopy(trained).act) is type(trained.act)
     assert type(convert(Wired(mlp, GELUActivation(torch.tanh))).act) is GELUActivation
+
+
+class GELUTanh(GELUActivation):
+    """As transformers has it."""
+
+
+GELUTanh.__module__ = "transformers.activations"
+GELUTanh.__qualname__ = "GELUTanh"
+
+
+@pytest.mark.parametrize(
+    "options", [{"approximate": "tanh"}, {"approximate": "none"}, {}, {"approximate": "other"}], ids=str
+)
+def test_a_partial_gelu_is_read_by_its_arguments(options):
+    model = Wired(mlp, GELUTanh(functools.partial(F.gelu, **options)))
+    kind = type(convert(copy.deepcopy(model)).act)
+    assert (kind is not GELUTanh) == (options.get("approximate") in ("tanh", "none"))
+    if kind is not GELUTanh:
+        assert layer_of(check_training(model, tokens(), tolerance=1e-7)).in_place
+
+
+def gated(m, x):
+    return m.fc2(m.act(m.fc1(x)) * m.drop(m.fc1(x)))
+
+
+def test_a_gate_keeps_its_result_too():
+    """The product keeps both of its factors, as in a SwiGLU."""
+    assert layer_of(check_training(Wired(gated, nn.SiLU()), tokens(), tolerance=1e-7)).in_place
