@@ -109,7 +109,7 @@ def local(x: Tensor, operands: Operands, settings: Settings, overwrite_input: bo
                 settings.training,
                 *operands.momentum_arguments(),
                 *settings.arithmetic(),
-                settings.per_instance,
+                settings.shared,
             )
         except (ValueError, RuntimeError) as raised:
             if not settings.per_instance:
@@ -318,7 +318,7 @@ def attached(x: Tensor, result: nodes.Result, operands: Operands, values: Values
         values: what `forward.written` returned.
     """
     if _node is not None and settings.group is None and result.saved is None and result.residual is None:
-        options = (settings.training, *settings.arithmetic(), settings.per_instance, settings.name)
+        options = (settings.training, *settings.arithmetic(), settings.shared, settings.name)
         found: Tensor | None = _node.attached(x, result.z, *operands.of_graph(), *values, *options)
         if found is not None:
             return found

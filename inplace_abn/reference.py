@@ -23,6 +23,18 @@ def per_channel(t: Tensor, like: Tensor) -> Tensor:
     return t.view([1, -1] + [1] * (like.dim() - 2))
 
 
+def repeated(t: Tensor | None, samples: int) -> Tensor | None:
+    """A vector of shape (channel,) for each sample; of shape (samples * channel,)."""
+    return None if t is None else t.repeat(samples)
+
+
+def of_group(t: Tensor, shared: int) -> Tensor:
+    """The mean over each group of ``shared`` neighbouring values, in the place of each of them; of t's shape."""
+    if shared < 2:
+        return t
+    return t.view(-1, shared, *t.shape[1:]).mean(dim=1).repeat_interleave(shared, dim=0)
+
+
 def channel_sum(t: Tensor) -> Tensor:
     """The sum over all dimensions but the channel."""
     return t.sum(dim=[d for d in range(t.dim()) if d != 1])

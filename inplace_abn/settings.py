@@ -46,13 +46,18 @@ class Settings(NamedTuple):
     signed_weight: bool
     training: bool
     group: ProcessGroup | None
-    per_instance: bool = False
-    """Whether each sample has its own statistics.
+    shared: int = 0
+    """How many neighbouring channels of a sample share statistics; 0 if statistics are of the batch.
 
-    Vectors then hold the channels of all samples, sample after sample.
+    The vectors that ops take and return then hold the channels of all samples, sample after sample.
     """
     name: str = ""
     """The layer's, for messages; empty if it is not known."""
+
+    @property
+    def per_instance(self) -> bool:
+        """Whether each sample has its own statistics."""
+        return self.shared > 0
 
     def activating(self, activation: tuple[str, float]) -> Settings:
         """The settings with another activation and its parameter."""

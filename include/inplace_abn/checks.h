@@ -48,17 +48,16 @@ inline void check_written(const char* op, const char* name, const Tensor& t) {
                     " with strides ", text(t.strides()), ". Pass ", name, ".clone() instead");
 }
 
-// The number of values in vectors that go with x.
-inline int64_t vector_size(const Tensor& x, bool per_instance) {
-  return (per_instance ? x.size(0) : 1) * x.size(1);
+// The number of values in vectors that go with x. With `shared`, each sample has its own.
+inline int64_t vector_size(const Tensor& x, int64_t shared) {
+  return (shared > 0 ? x.size(0) : 1) * x.size(1);
 }
 
 // `t` has one value per channel of x, or of each of its samples, on x's device, in x's dtype or in the dtype of its
 // statistics.
-inline void check_channels(const char* op, const char* name, const Tensor& t, const Tensor& x,
-                           bool per_instance = false) {
-  INPLACE_ABN_CHECK(t.dim() == 1 && t.size(0) == vector_size(x, per_instance), op, ": expected ", name, " of shape (",
-                    vector_size(x, per_instance), ",) for x of shape ", text(x.sizes()), ", got ", text(t.sizes()));
+inline void check_channels(const char* op, const char* name, const Tensor& t, const Tensor& x, int64_t shared = 0) {
+  INPLACE_ABN_CHECK(t.dim() == 1 && t.size(0) == vector_size(x, shared), op, ": expected ", name, " of shape (",
+                    vector_size(x, shared), ",) for x of shape ", text(x.sizes()), ", got ", text(t.sizes()));
   INPLACE_ABN_CHECK(same_device(t, x), op, ": expected ", name, " on ", text(x.device()), " like x, got ",
                     text(t.device()));
   INPLACE_ABN_CHECK(same_dtype(t, x) || t.scalar_type() == stats_type(x.scalar_type()), op, ": expected ", name,
@@ -66,9 +65,8 @@ inline void check_channels(const char* op, const char* name, const Tensor& t, co
                     t.scalar_type());
 }
 
-inline void check_channels(const char* op, const char* name, const OptTensor& t, const Tensor& x,
-                           bool per_instance = false) {
-  if (t.has_value()) check_channels(op, name, *t, x, per_instance);
+inline void check_channels(const char* op, const char* name, const OptTensor& t, const Tensor& x, int64_t shared = 0) {
+  if (t.has_value()) check_channels(op, name, *t, x, shared);
 }
 
 inline void check_like(const char* op, const char* name, const Tensor& t, const Tensor& x) {
@@ -105,12 +103,12 @@ inline void check_overlap(const char* op, const char* name, const Tensor& output
 }
 
 inline void check_running(const char* op, const OptTensor& mean, const OptTensor& var, const Tensor& x,
-                          bool per_instance = false) {
+                          int64_t shared = 0) {
   INPLACE_ABN_CHECK(mean.has_value() == var.has_value(), op,
                     ": expected running_mean and running_var both or neither, got only ",
                     mean.has_value() ? "running_mean" : "running_var");
-  check_channels(op, "running_mean", mean, x, per_instance);
-  check_channels(op, "running_var", var, x, per_instance);
+  check_channels(op, "running_mean", mean, x, shared);
+  check_channels(op, "running_var", var, x, shared);
   if (mean.has_value()) {
     check_written(op, "running_mean", *mean);
     check_written(op, "running_var", *var);
@@ -121,6 +119,11 @@ inline void check_running(const char* op, const OptTensor& mean, const OptTensor
   INPLACE_ABN_CHECK(!mean.has_value() || same_dtype(*mean, *var), op,
                     ": expected running_mean and running_var of one dtype, got ", mean->scalar_type(), " and ",
                     var->scalar_type());
+}
+
+inline void check_shared(const char* op, int64_t shared, const Tensor& x) {
+  INPLACE_ABN_CHECK(shared >= 0 && (shared < 2 || x.size(1) % shared == 0), op, ": expected shared to divide the ",
+                    x.size(1), " channels of x, got ", shared);
 }
 
 inline void check_eps(const char* op, double eps) {
@@ -151,9 +154,9 @@ inline void check_momentum(const char* op, double momentum, const OptTensor& mom
 // --- Checks that several ops share -----------------------------------------------------------------------------------
 
 inline void check_affine(const char* op, const Tensor& x, const OptTensor& weight, const OptTensor& bias, double eps,
-                         int64_t activation, double activation_param, bool per_instance = false) {
-  check_channels(op, "weight", weight, x, per_instance);
-  check_channels(op, "bias", bias, x, per_instance);
+                         int64_t activation, double activation_param, int64_t shared = 0) {
+  check_channels(op, "weight", weight, x, shared);
+  check_channels(op, "bias", bias, x, shared);
   check_eps(op, eps);
   check_activation(op, activation, activation_param);
 }
@@ -179,13 +182,13 @@ inline void check_output(const char* op, const char* name, const Tensor& output,
 inline void check_forward(const char* op, const Tensor& x, const Tensor& z, const OptTensor& weight,
                           const OptTensor& bias, const OptTensor& residual, const OptTensor& running_mean,
                           const OptTensor& running_var, double eps, int64_t activation, double activation_param,
-                          bool per_instance = false) {
+                          int64_t shared = 0) {
   const char* written = is_same(z, x) ? "x" : "z";
   check_activations(op, "x", x);
   check_output(op, written, z, x, {&x});
   check_residual(op, residual, written, z);
-  check_running(op, running_mean, running_var, z, per_instance);
-  check_affine(op, x, weight, bias, eps, activation, activation_param, per_instance);
+  check_running(op, running_mean, running_var, z, shared);
+  check_affine(op, x, weight, bias, eps, activation, activation_param, shared);
   check_parameters_apart(op, z, weight, bias, running_mean, running_var);
 }
 

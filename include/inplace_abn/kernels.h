@@ -161,6 +161,24 @@ struct LocalBackwardArgs {
   View<scalar_t> dresidual{}, xhat{};
 };
 
+// Gives each channel of an instance the statistics of its group, `extent.shared` neighbours, in place of its own.
+template <typename scalar_t>
+struct MergeArgs {
+  Extent extent;
+  opmath_type<scalar_t>*mean, *var;
+};
+
+// From the sums over dy and xhat * dy per channel: the gradients of the parameters, and, written over the sums, what
+// `backward` subtracts. That is the mean of gamma * dy, and of gamma * xhat * dy, over the channel's group, divided by
+// the channel's gamma.
+template <typename scalar_t>
+struct ShareArgs {
+  Extent extent;
+  Affine<scalar_t> affine;
+  opmath_type<scalar_t>*sum_dy, *sum_xhat_dy;
+  ChannelVector<scalar_t> dweight, dbias;
+};
+
 // y with act(y) = z, of `count` elements that follow each other.
 template <typename scalar_t>
 struct InverseArgs {
@@ -228,6 +246,22 @@ LocalForwardArgs<scalar_t> of_instance(const LocalForwardArgs<scalar_t>& args, i
 }
 
 template <typename scalar_t>
+BackwardReduceArgs<scalar_t> of_instance(const BackwardReduceArgs<scalar_t>& args, int64_t i) {
+  const int64_t c = i * args.extent.channels;
+  BackwardReduceArgs<scalar_t> own = args;
+  own.extent.instances = 1;
+  own.z = from_instance(args.z, i);
+  own.dz = from_instance(args.dz, i);
+  own.xhat = from_instance(args.xhat, i);
+  own.dy = from_instance(args.dy, i);
+  own.affine = from_channel(args.affine, c);
+  own.sum_dy = from_channel(args.sum_dy, c);
+  own.sum_xhat_dy = from_channel(args.sum_xhat_dy, c);
+  own.residual = from_instance(args.residual, i);
+  return own;
+}
+
+template <typename scalar_t>
 LocalBackwardArgs<scalar_t> of_instance(const LocalBackwardArgs<scalar_t>& args, int64_t i) {
   const int64_t c = i * args.extent.channels;
   LocalBackwardArgs<scalar_t> own = args;
@@ -263,6 +297,10 @@ LocalBackwardArgs<scalar_t> of_instance(const LocalBackwardArgs<scalar_t>& args,
   void backward(const BackwardArgs<scalar_t>& args);              \
   template <typename scalar_t>                                    \
   void local_backward(const LocalBackwardArgs<scalar_t>& args);   \
+  template <typename scalar_t>                                    \
+  void merge_groups(const MergeArgs<scalar_t>& args);             \
+  template <typename scalar_t>                                    \
+  void share_sums(const ShareArgs<scalar_t>& args);               \
   template <typename scalar_t>                                    \
   void inverse(const InverseArgs<scalar_t>& args);                \
   }

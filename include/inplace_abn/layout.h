@@ -4,6 +4,7 @@
 
 #include <torch/headeronly/util/HeaderOnlyArrayRef.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 
@@ -29,11 +30,12 @@ struct Geometry {
 };
 
 // What all tensors of one call have in common. `instances` parts of them, one after the other, have statistics of their
-// own, and everything else is said of one of these.
+// own, and everything else is said of one of these. Statistics are of each channel, or of `shared` neighbours.
 struct Extent {
   Order order;
   int64_t batch, channels, space;
   int64_t instances = 1;
+  int64_t shared = 1;
 
   int64_t elements() const { return batch * channels * space; }
 };
@@ -80,15 +82,26 @@ inline bool has_even_planes(const Geometry& t) {
   return t.size(0) <= 1 || t.size(1) <= 1 || t.stride(0) == t.size(1) * t.stride(1);
 }
 
-// If `per_instance`, of a sample, or where planes are `even` of all samples as channels of one.
-inline Extent make_extent(const Geometry& t, Order order, bool per_instance = false, bool even = false) {
-  const int64_t batch = t.size(0), channels = t.size(1);
+// How statistics are taken of a call's tensors.
+struct Division {
+  int64_t shared = 0;   // 0: each channel's of the batch; else each sample's, of so many neighbouring channels
+  bool even = false;    // whether planes of all samples can be taken for channels of one instance
+  bool parted = false;  // whether each group of `shared` channels, not each sample, becomes an instance
+
+  bool per_instance() const { return shared > 0; }
+};
+
+inline Extent make_extent(const Geometry& t, Order order, const Division& division = {}) {
+  const int64_t batch = t.size(0), channels = t.size(1), shared = std::max<int64_t>(1, division.shared);
   const int64_t positions = t.numel() == 0 ? 0 : t.numel() / channels;
   const int64_t space = batch == 0 ? 0 : positions / batch;
-  if (per_instance && order == Order::rows) return {order, space, channels, 1, batch};
-  if (per_instance) return even ? Extent{order, 1, batch * channels, space} : Extent{order, 1, channels, space, batch};
-  if (order == Order::rows) return {order, positions, channels, 1};
-  return {order, batch, channels, space};
+  if (!division.per_instance()) {
+    return order == Order::rows ? Extent{order, positions, channels, 1} : Extent{order, batch, channels, space};
+  }
+  if (order == Order::rows) return {order, space, channels, 1, batch, shared};
+  if (!division.even) return {order, 1, channels, space, batch, shared};
+  if (division.parted) return {order, 1, shared, space, batch * channels / shared, shared};
+  return {order, 1, batch * channels, space, 1, shared};
 }
 
 // The order in which `t` can be walked without a copy, preferring the one with the longer contiguous runs.
@@ -101,13 +114,15 @@ inline std::optional<Order> native_order(const Geometry& t, bool per_instance = 
 }
 
 template <typename scalar_t>
-View<scalar_t> make_view(scalar_t* data, const Geometry& t, Order order, bool per_instance = false) {
+View<scalar_t> make_view(scalar_t* data, const Geometry& t, Order order, const Division& division = {}) {
+  const bool per_instance = division.per_instance();
   if (order == Order::rows) {
     return {data, *layout_detail::merged_stride(t, !per_instance), 1, per_instance ? t.stride(0) : 0};
   }
+  if (!per_instance) return {data, t.stride(0), t.stride(1)};
   // Planes of one channel each are even at the distance of samples.
-  if (per_instance) return {data, 0, t.size(1) == 1 ? t.stride(0) : t.stride(1), t.stride(0)};
-  return {data, t.stride(0), t.stride(1)};
+  const int64_t step = t.size(1) == 1 ? t.stride(0) : t.stride(1);
+  return {data, 0, step, division.even && division.parted ? division.shared * step : t.stride(0)};
 }
 
 }  // namespace inplace_abn

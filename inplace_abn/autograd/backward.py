@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from inplace_abn import _torch, distributed, reference
 from inplace_abn.activations import activation_backward
 from inplace_abn.kernels import ops
-from inplace_abn.reference import channel_mean, channel_sum, gamma, per_channel
+from inplace_abn.reference import channel_mean, channel_sum, gamma, of_group, per_channel, repeated
 from inplace_abn.settings import Operands, Settings
 
 
@@ -92,8 +92,9 @@ def _local(need: Needed, saved: Saved, dz: Tensor, own_z: bool, own_dz: bool, se
         return reusable.pop() if reusable else torch.empty_like(z)
 
     dresidual, dx = activation_sized(need.residual), activation_sized(need.x)
-    dweight = torch.empty_like(weight) if weight is not None and need.weight else None
-    dbias = torch.empty_like(bias) if bias is not None and need.bias else None
+    dweight, dbias = _like(weight, need.weight, saved, settings), _like(bias, need.bias, saved, settings)
+    if settings.per_instance:
+        weight, bias = (repeated(t, z.shape[0]) for t in (weight, bias))
     ops.run(
         ops.local_backward,
         [t for t in (dx, dweight, dbias, dresidual) if t is not None],
@@ -105,14 +106,28 @@ def _local(need: Needed, saved: Saved, dz: Tensor, own_z: bool, own_dz: bool, se
         residual,
         *settings.arithmetic(),
         settings.training,
-        settings.per_instance,
+        settings.shared,
         dx=dx,
         dweight=dweight,
         dbias=dbias,
         dresidual=dresidual,
         xhat=z if own_z and own_dz and need.x else None,
     )
+    if settings.per_instance:
+        dweight, dbias = _summed(dweight, saved.weight, z), _summed(dbias, saved.bias, z)
     return Gradients(dx, dweight, dbias, dresidual)
+
+
+def _like(t: Tensor | None, needed: bool, saved: Saved, settings: Settings) -> Tensor | None:
+    """Memory for a parameter's gradient, or for those of all samples, which are summed in the statistics' dtype."""
+    if t is None or not needed:
+        return None
+    return torch.empty_like(saved.var if settings.per_instance else t)
+
+
+def _summed(t: Tensor | None, like: Tensor | None, z: Tensor) -> Tensor | None:
+    """The gradients of all samples, summed."""
+    return None if t is None or like is None else t.view(z.shape[:2]).sum(dim=0).to(like.dtype)
 
 
 def _synchronised(need: Needed, saved: Saved, dz: Tensor, own_z: bool, own_dz: bool, settings: Settings) -> Gradients:
@@ -219,6 +234,7 @@ def differentiable(saved: Saved, dz: Tensor, edges: Edges, settings: Settings) -
             "inplace_abn: create_graph=True is not supported by synchronised statistics; "
             "use InPlaceABN, or set INPLACE_ABN_DISABLE=1 for plain out-of-place synchronised batch norm"
         )
+    samples = shape[0] if settings.per_instance else 1
     with torch.no_grad():
         xhat, dy = torch.empty_like(z), torch.empty_like(z)
         ops.run(
@@ -226,8 +242,8 @@ def differentiable(saved: Saved, dz: Tensor, edges: Edges, settings: Settings) -
             [xhat, dy],
             z,
             dz,
-            weight,
-            bias,
+            repeated(weight, samples),
+            repeated(bias, samples),
             residual,
             *settings.arithmetic(),
             xhat=xhat,
@@ -238,12 +254,12 @@ def differentiable(saved: Saved, dz: Tensor, edges: Edges, settings: Settings) -
         x = folded(_WithEdge.apply(edges.x, x.view(shape)))
     weight, bias = placed(weight, edges.weight), placed(bias, edges.bias)
     frozen = None if settings.training else (torch.zeros_like(var), var)
-    operands = Operands(weight, bias, residual)
+    operands = Operands(repeated(weight, samples), repeated(bias, samples), residual)
     dx, dweight, dbias, dresidual = _formulas(x, dz, operands, settings, frozen)
     return Gradients(
         dx.reshape(shape),
-        None if weight is None else dweight,
-        None if bias is None else dbias,
+        None if weight is None else dweight.view(samples, -1).sum(dim=0),
+        None if bias is None else dbias.view(samples, -1).sum(dim=0),
         None if residual is None else dresidual.reshape(shape),
     )
 
@@ -256,9 +272,10 @@ def _formulas(
     The statistics are computed from x (training), unless ``frozen``, mean and var, is given (evaluation).
     """
     weight, bias, residual = operands.of_graph()
+    shared = settings.shared
     if frozen is None:
-        mean = channel_mean(x)
-        var = channel_mean((x - per_channel(mean, x)).square())
+        mean = of_group(channel_mean(x), shared)
+        var = of_group(channel_mean((x - per_channel(mean, x)).square()), shared)
     else:
         mean, var = frozen
     inv_std = torch.rsqrt(var + settings.eps)
@@ -266,8 +283,15 @@ def _formulas(
     xhat = reference.standardised(x, mean, var, settings.eps)
     y = reference.scaled(xhat, scale, bias, residual)
     dy = activation_backward(y, dz, settings.activation, settings.activation_param)
-    means = (channel_mean(dy), channel_mean(xhat * dy)) if frozen is None else None
+    means = None
+    if frozen is None:
+        means = _shared(channel_mean(dy), scale, shared), _shared(channel_mean(xhat * dy), scale, shared)
     dx, dweight = reference.input_gradient(dy, xhat, scale * inv_std, means), channel_sum(xhat * dy)
     if weight is not None:
         dweight = reference.weight_gradient(dweight, weight, settings.signed_weight)
     return dx, dweight, channel_sum(dy), dy
+
+
+def _shared(means: Tensor, scale: Tensor, shared: int) -> Tensor:
+    """The means of dy, or of xhat * dy, of channels that share statistics. They enter dx with the channels' scale."""
+    return means if shared < 2 else of_group(means * scale, shared) / scale

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from inplace_abn import distributed, guard
+from inplace_abn import distributed, guard, reference
 from inplace_abn.autograd import checks
 from inplace_abn.autograd.backward import Values, by_value, values_per_channel
 from inplace_abn.guard.figures import FIGURES_PER_RANK
@@ -27,10 +27,12 @@ def written(
     """Writes the result to z, which may be x, and returns what backward needs.
 
     ``invertible`` says whether backward will recover xhat from z. This costs a little exactness, so it is False where
-    no backward follows.
+    no backward follows. Running statistics are given for each sample, if samples have their own.
     """
     kept = {} if z is x else {"z": z}
     weight, bias, residual, running_mean, running_var, _ = operands
+    if settings.per_instance:
+        weight, bias = (reference.repeated(t, x.shape[0]) for t in (weight, bias))
     if settings.training and settings.group is None:
         _, var = ops.run(
             ops.local_forward_out if kept else ops.local_forward,
@@ -44,7 +46,7 @@ def written(
             *operands.momentum_arguments(),
             *settings.arithmetic(),
             invertible,
-            settings.per_instance,
+            settings.shared,
             **kept,
         )
         return _values(operands, settings, var, invertible)
@@ -59,8 +61,7 @@ def written(
 
 def _values(operands: Operands, settings: Settings, var: Tensor, invertible: bool) -> Values:
     weight, bias = operands.weight, operands.bias
-    # Parameters that were repeated for each sample are copies already.
-    if invertible and not settings.per_instance:
+    if invertible:
         weight, bias = by_value(weight, bias)
     return Values(weight, bias, var)
 

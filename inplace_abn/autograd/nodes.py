@@ -305,15 +305,15 @@ def as_identity(x: Tensor) -> Tensor:
 _library = torch.library.Library("inplace_abn", "FRAGMENT")
 _library.define(
     "differentiable(Tensor z, Tensor? weight, Tensor? bias, Tensor? residual, Tensor var, Tensor dz, Tensor?[] edges, "
-    "float eps, bool signed_weight, int activation, float activation_param, bool training, bool per_instance) "
+    "float eps, bool signed_weight, int activation, float activation_param, bool training, int shared) "
     "-> Tensor[]"
 )
 
 
 def _differentiable(*args: Any) -> list[Tensor]:
     """`backward.differentiable` for the node in C++. A tensor without values stands for None."""
-    *saved, dz, edges, eps, signed_weight, activation, param, training, per_instance = args
-    settings = Settings(name_of(activation), param, eps, signed_weight, training, None, per_instance)
+    *saved, dz, edges, eps, signed_weight, activation, param, training, shared = args
+    settings = Settings(name_of(activation), param, eps, signed_weight, training, None, shared)
     found = backward.differentiable(Saved(*saved), dz, Edges(*edges), settings)
     return [dz.new_empty(0) if t is None else t for t in found]
 

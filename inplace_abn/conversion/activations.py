@@ -74,7 +74,7 @@ class InPlaceActivation(Converted):
         # Planes of all samples, one after the other, are the fastest to walk.
         planes = x.shape[0] * x.shape[1]
         even = x.is_contiguous() and x.numel() >= _LONG * planes
-        settings = Settings(*activation, _EPS, True, False, None, even, self.__dict__["_guard_name"])
+        settings = Settings(*activation, _EPS, True, False, None, int(even), self.__dict__["_guard_name"])
         z, shape = torch.empty_like(x), (1, planes, -1) if even else x.shape
         written, dtype = z.view(shape), torch.float64 if x.dtype == torch.float64 else torch.float32
         mean = torch.zeros(written.shape[1], dtype=dtype, device=x.device)

@@ -12,7 +12,7 @@ from inplace_abn import guard
 from inplace_abn.conversion import watch
 from inplace_abn.conversion.activations import READERS, InPlaceActivation, applied, qualified
 from inplace_abn.conversion.converted import Converted
-from inplace_abn.conversion.norms import InPlaceNorm
+from inplace_abn.conversion.norms import InPlaceGroupNorms, InPlaceInstanceNorms, InPlaceNorm
 from inplace_abn.conversion.pending import plain
 from inplace_abn.modules.abn import as_leaf
 from inplace_abn.settings import check_hyperparameters
@@ -34,22 +34,20 @@ class InPlaceSyncBatchNorm(InPlaceNorm, nn.SyncBatchNorm):
     """A `torch.nn.SyncBatchNorm` that was converted."""
 
 
-class InPlaceInstanceNorm1d(InPlaceNorm, nn.InstanceNorm1d):
+class InPlaceInstanceNorm1d(InPlaceInstanceNorms, nn.InstanceNorm1d):
     """A `torch.nn.InstanceNorm1d` that was converted."""
 
-    per_instance = True
 
-
-class InPlaceInstanceNorm2d(InPlaceNorm, nn.InstanceNorm2d):
+class InPlaceInstanceNorm2d(InPlaceInstanceNorms, nn.InstanceNorm2d):
     """A `torch.nn.InstanceNorm2d` that was converted."""
 
-    per_instance = True
 
-
-class InPlaceInstanceNorm3d(InPlaceNorm, nn.InstanceNorm3d):
+class InPlaceInstanceNorm3d(InPlaceInstanceNorms, nn.InstanceNorm3d):
     """A `torch.nn.InstanceNorm3d` that was converted."""
 
-    per_instance = True
+
+class InPlaceGroupNorm(InPlaceGroupNorms, nn.GroupNorm):
+    """A `torch.nn.GroupNorm` that was converted."""
 
 
 class InPlaceGELU(InPlaceActivation, nn.GELU):
@@ -84,6 +82,7 @@ _CLASSES: dict[type[nn.Module], type[nn.Module]] = {
     nn.InstanceNorm1d: InPlaceInstanceNorm1d,
     nn.InstanceNorm2d: InPlaceInstanceNorm2d,
     nn.InstanceNorm3d: InPlaceInstanceNorm3d,
+    nn.GroupNorm: InPlaceGroupNorm,
     nn.GELU: InPlaceGELU,
     nn.SiLU: InPlaceSiLU,
     nn.Mish: InPlaceMish,
@@ -92,15 +91,18 @@ _CLASSES: dict[type[nn.Module], type[nn.Module]] = {
     nn.LeakyReLU: InPlaceLeakyReLU,
 }
 
-KINDS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
+_GROUP_NORMS = ("timm.layers.norm.GroupNorm", "timm.layers.norm.GroupNorm1")
+"""Subclasses that do what torch's GroupNorm does."""
+
+KINDS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm, nn.GroupNorm)
 """The base classes of all norms that are looked at."""
 
 
 def has_own_activation(module: nn.Module) -> bool:
-    """Whether the module is timm's BatchNormAct2d. This does not import timm."""
+    """Whether the module is timm's BatchNormAct2d or GroupNormAct. This does not import timm."""
     return (
-        isinstance(module, nn.modules.batchnorm._BatchNorm)
-        and type(module).__name__.removeprefix("InPlace") == "BatchNormAct2d"
+        isinstance(module, (nn.modules.batchnorm._BatchNorm, nn.GroupNorm))
+        and type(module).__name__.removeprefix("InPlace") in ("BatchNormAct2d", "GroupNormAct")
         and all(isinstance(getattr(module, name, None), nn.Module) for name in ("act", "drop"))
     )
 
@@ -110,7 +112,8 @@ def converted_class(module: nn.Module) -> type[nn.Module] | None:
     kind = type(module)
     if isinstance(module, Converted):
         return None
-    return _made(kind) if has_own_activation(module) or qualified(kind) in READERS else _CLASSES.get(kind)
+    of_package = has_own_activation(module) or qualified(kind) in READERS or qualified(kind) in _GROUP_NORMS
+    return _made(kind) if of_package else _CLASSES.get(kind)
 
 
 def is_activation(module: nn.Module) -> bool:
@@ -137,7 +140,7 @@ def unfit_reason(module: nn.Module) -> str:
     if is_activation(module):
         return ""
     try:
-        check_hyperparameters(module.eps, module.momentum)  # type: ignore[arg-type]
+        check_hyperparameters(module.eps, getattr(module, "momentum", None))  # type: ignore[arg-type]
     except ValueError as error:
         return str(error).removeprefix("inplace_abn: ")
     return ""
@@ -157,7 +160,7 @@ def original_class(kind: type) -> type[nn.Module]:
 
 
 def _made(base: type[nn.Module]) -> type[nn.Module]:
-    """The converted class of a class of another package: a BatchNorm that has an activation of its own, or an
+    """The converted class of a class of another package: a norm, which may have an activation of its own, or an
     activation."""
     if base in _CLASSES:
         return _CLASSES[base]
@@ -168,14 +171,17 @@ def _made(base: type[nn.Module]) -> type[nn.Module]:
 
     members: dict[str, Any] = {"__reduce_ex__": reduce, "__module__": __name__, "__doc__": f"A converted {base}."}
     part: type = InPlaceActivation
-    if issubclass(base, nn.modules.batchnorm._BatchNorm):
-        part, members["forward"] = InPlaceNorm, _forward_with_activation(base)
+    if issubclass(base, KINDS):
+        part = InPlaceGroupNorms if issubclass(base, nn.GroupNorm) else InPlaceNorm
+        if qualified(base) not in _GROUP_NORMS:
+            members["forward"] = _forward_with_activation(base)
     _CLASSES[base] = type(f"InPlace{base.__name__}", (part, base), members)
     return _CLASSES[base]
 
 
 def _forward_with_activation(base: type[nn.Module]) -> Callable[[Any, Tensor], Tensor]:
-    """The forward pass of a BatchNorm that has an activation of its own."""
+    """The forward pass of a norm that has an activation of its own."""
+    of_norm = nn.GroupNorm if issubclass(base, nn.GroupNorm) else nn.modules.batchnorm._BatchNorm
 
     def forward(self: Any, x: Tensor) -> Tensor:
         if isinstance(x, fx.Proxy):
@@ -187,7 +193,7 @@ def _forward_with_activation(base: type[nn.Module]) -> Callable[[Any, Tensor], T
             return base.forward(self, x)  # type: ignore[no-any-return]
         if y is None and not unwatched:
             # The norm alone is noted, and the activation is seen by the watch.
-            y = self._noted(nn.modules.batchnorm._BatchNorm.forward(self, x))
+            y = self._noted(of_norm.forward(self, x))
         return self.act(self.drop(self._native(x) if y is None else y))  # type: ignore[no-any-return]
 
     return forward

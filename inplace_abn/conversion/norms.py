@@ -19,7 +19,7 @@ from inplace_abn.conversion.pending import pending, plain, planned
 from inplace_abn.conversion.waiting import NEAR_ZERO, NormCall
 from inplace_abn.guard import measuring
 from inplace_abn.modules.abn import as_leaf
-from inplace_abn.modules.instance_norm import repeated, take_means
+from inplace_abn.modules.instance_norm import of_samples, take_means
 from inplace_abn.settings import Operands, Settings
 
 
@@ -35,6 +35,11 @@ class InPlaceNorm(Converted):
     signed_weight = True
     _synchronised: bool = False
     _group: ProcessGroup | None = None
+
+    @property
+    def returns_view(self) -> bool:
+        """Whether torch's norm returns a view of what it computed."""
+        return self.per_instance
 
     def forward(self, input: Tensor) -> Tensor:
         if isinstance(input, fx.Proxy):
@@ -82,13 +87,12 @@ class InPlaceNorm(Converted):
         if not _may_wait(self, x):
             past.note = Note(why="its input, its parameters or the mode of the call are not supported")
             return None
+        x = self._cast(x)
         look = guard.look(self, x, None)
         decision = look.decision
         if decision.expects_nothing:
             return None
-        if self.per_instance:
-            # torch's InstanceNorm returns contiguous tensors.
-            x = x.contiguous()
+        x = self._laid_out(x)
         if not decision.trusted and not decision.measures:
             past.note = past.note._replace(in_place=False, why=self.why_untrusted)
             return None
@@ -109,10 +113,10 @@ class InPlaceNorm(Converted):
         training = measuring.uses_own_statistics(module)
         group = self._participating() if training else None
         name = self.__dict__["_guard_name"]
-        settings = Settings(*IDENTITY, module.eps, True, training, group, self.per_instance and training, name)
+        settings = Settings(*IDENTITY, module.eps, True, training, group, self.shared if training else 0, name)
         of_module, samples = operands, x.shape[0]
         if settings.per_instance:
-            operands = repeated(of_module, samples)
+            operands = of_samples(of_module, samples)
         statistics = mean = None
         if group is not None:
             statistics, _ = forward.sync_statistics(data, operands, group, guard.Frozen(True))
@@ -130,6 +134,14 @@ class InPlaceNorm(Converted):
             # As in torch, after x was saved, where a checkpoint's recomputation may end.
             take_means(of_module, operands, samples)
         return y
+
+    def _cast(self, x: Tensor) -> Tensor:
+        """x in the dtype in which torch computes the norm."""
+        return x
+
+    def _laid_out(self, x: Tensor) -> Tensor:
+        """x in the memory format in which torch returns the result."""
+        return x.contiguous() if self.per_instance else x
 
     def _compiled(self, x: Tensor) -> Tensor | None:
         """The norm for compilers, which see what follows; None where the norm does what it did before conversion."""
@@ -195,6 +207,54 @@ class InPlaceNorm(Converted):
         return {what[0] for what in guard.seen(self) if len(what) > 1}
 
 
+class InPlaceInstanceNorms(InPlaceNorm):
+    """The part that all converted InstanceNorms have in common."""
+
+    per_instance = True
+
+    def has_batch(self, x: Tensor) -> bool:
+        """Whether x has a dimension of samples, which torch does not require."""
+        module: Any = self
+        return bool(x.dim() != module._get_no_batch_dim())
+
+
+class InPlaceGroupNorms(InPlaceNorm):
+    """The part that all converted GroupNorms have in common."""
+
+    per_instance = True
+    returns_view = False
+    momentum = None
+    track_running_stats = False
+    num_groups: int
+    num_channels: int
+
+    @property
+    def num_features(self) -> int:
+        return self.num_channels
+
+    @property
+    def shared(self) -> int:
+        return self.num_channels // self.num_groups
+
+    def has_batch(self, x: Tensor) -> bool:
+        # timm's norm may do without autocast.
+        return not getattr(self, "_fast_norm", False)
+
+    def _check_input_dim(self, x: Tensor) -> None:
+        """GroupNorm takes any number of dimensions."""
+
+    def _cast(self, x: Tensor) -> Tensor:
+        device = x.device.type
+        if x.dtype in (torch.float32, torch.float64) or not torch.is_autocast_enabled(device):
+            return x
+        # On some devices autocast computes the norm in float32.
+        return x.float() if _torch.has_kernel("aten::group_norm", f"Autocast{device.upper()}") else x
+
+    def _laid_out(self, x: Tensor) -> Tensor:
+        # Only torch's kernel for the CPU keeps the memory format. One channel in each group is an InstanceNorm here.
+        return x if x.is_cpu and self.shared > 1 and has_standard_strides(x) else x.contiguous()
+
+
 def _operands(module: Any) -> Operands:
     """The operands of this call. Also counts the batch in training, which instance norms do not do."""
     running = (module._buffers.get("running_mean"), module._buffers.get("running_var"))
@@ -235,7 +295,7 @@ def _may_wait(module: Any, x: Tensor) -> bool:
                 return False
     if not requires_grad or not 0 < module.eps < math.inf:
         return False
-    if not _has_usual_statistics(module) or (module.per_instance and x.dim() == module._get_no_batch_dim()):
+    if not _has_usual_statistics(module) or (module.per_instance and not module.has_batch(x)):
         return False
     # In torch a checkpoint's recomputation may end between an instance norm and the update of its running statistics.
     if module.per_instance and module.track_running_stats and _torch.top_saved_tensors_hooks(True) is not None:

@@ -295,7 +295,7 @@ def pending(norm: NormCall, memory: Tensor, residual: Tensor | None, applied: tu
 def _placed(t: Any, state: PendingState) -> Pending:
     t._state, t._plain, t._shown = state, None, None
     t._leads = t._is_taken = t._is_hooked = t._is_named = False
-    t._name, t._stands_for_view = state.norm.name, state.norm.module.per_instance
+    t._name, t._stands_for_view = state.norm.name, state.norm.module.returns_view
     wait(state.norm, state.residual, t)
     t._record_position()
     return t  # type: ignore[no-any-return]

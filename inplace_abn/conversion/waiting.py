@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from inplace_abn import _torch, functions, guard
+from inplace_abn import _torch, functions, guard, reference
 from inplace_abn.activations import ACTIVATIONS, IDENTITY, take_back
 from inplace_abn.autograd.backward import Values
 from inplace_abn.autograd.kept import KeptABNFunction
@@ -147,9 +147,12 @@ def native(
     if settings.group is not None:
         y: Tensor = KeptABNFunction.apply(x, weight, bias, None, mean, var, settings)
         return y
+    samples, channels = x.shape[:2]
+    if settings.shared > 1:
+        return F.group_norm(x, channels // settings.shared, weight, bias, settings.eps)
     if settings.per_instance:
-        samples, channels = x.shape[:2]
         folded = x.reshape(1, samples * channels, -1)
+        weight, bias = (reference.repeated(t, samples) for t in (weight, bias))
         return F.batch_norm(folded, None, None, weight, bias, True, 0.0, settings.eps).view(x.shape)
     running_mean, running_var = (None, None) if settings.training else (mean, var)
     return F.batch_norm(x, running_mean, running_var, weight, bias, settings.training, 0.0, settings.eps)
@@ -255,9 +258,9 @@ def _gradients(
     return [next(found) if need else None for need in needed[:3]]
 
 
-def _bias(dtype: torch.dtype | None, var: Tensor) -> Tensor | None:
+def _bias(dtype: torch.dtype | None, x: Tensor) -> Tensor | None:
     """A bias of the dtype. Its value does not matter, so torch's norm does not save it either."""
-    return None if dtype is None else torch.zeros_like(var, dtype=dtype)
+    return None if dtype is None else x.new_zeros(x.shape[1], dtype=dtype)
 
 
 class WaitingFunction(torch.autograd.Function):
@@ -290,22 +293,22 @@ class WaitingFunction(torch.autograd.Function):
         if g is None:
             return (None,) * 6
         needed: tuple[bool, ...] = ctx.needs_input_grad
-        tensors = (*ctx.saved_tensors, _bias(ctx.bias_dtype, ctx.call[1]))
+        tensors = (*ctx.saved_tensors, _bias(ctx.bias_dtype, ctx.saved_tensors[0]))
         return *_gradients(g, tensors, ctx.call, needed), g if needed[3] else None, None, None
 
 
 _library = torch.library.Library("inplace_abn", "FRAGMENT")
 _library.define(
     "waiting_backward(Tensor g, Tensor x, Tensor? weight, ScalarType? bias_dtype, Tensor? mean, Tensor var, "
-    "bool[] needed, float eps, bool training, bool per_instance) -> Tensor[]"
+    "bool[] needed, float eps, bool training, int shared) -> Tensor[]"
 )
 
 
 def _waiting_backward(*args: Any) -> list[Tensor]:
     """The gradients that are needed, for the node in C++."""
-    g, x, weight, bias_dtype, mean, var, needed, eps, training, per_instance = args
-    settings = Settings(*IDENTITY, eps, True, training, None, per_instance)
-    found = _gradients(g, (x, weight, _bias(bias_dtype, var)), (mean, var, settings), needed)
+    g, x, weight, bias_dtype, mean, var, needed, eps, training, shared = args
+    settings = Settings(*IDENTITY, eps, True, training, None, shared)
+    found = _gradients(g, (x, weight, _bias(bias_dtype, x)), (mean, var, settings), needed)
     return [t for t in found if t is not None]
 
 
@@ -359,6 +362,6 @@ def wait(norm: NormCall, residual: Tensor | None, t: Tensor) -> None:
     if node is None or settings.group is not None:
         _wait(norm.x, operands.weight, operands.bias, residual, norm, (t,))
         return
-    options = (settings.eps, settings.training, settings.per_instance)
+    options = (settings.eps, settings.training, settings.shared)
     with _torch.NoTorchFunction():
         node.wait(t, norm.x, operands.weight, operands.bias, residual, norm.mean, norm.values.var, *options)

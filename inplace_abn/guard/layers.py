@@ -34,6 +34,11 @@ class Guarded:
     """A number that changes when code that was compiled for the module is no longer valid."""
 
     @property
+    def shared(self) -> int:
+        """How many neighbouring channels of a sample share statistics; 0 if statistics are of the batch."""
+        return int(self.per_instance)
+
+    @property
     def _trusted(self) -> bool:
         """Whether the module is trusted with all dtypes that it was called with."""
         return all(mode.decisions[-1].trusted for mode in _modes(self))

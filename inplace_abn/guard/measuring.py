@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from inplace_abn import _torch
+from inplace_abn import _torch, reference
 from inplace_abn.guard import recovery
 from inplace_abn.guard.figures import THRESHOLDS, packed
 from inplace_abn.guard.recovery import Errors
@@ -54,7 +54,7 @@ def is_suitable(module: Any, x: Tensor, residual: Tensor | None, empty: bool) ->
     if channels != module.num_features:
         return False
     buffers, training = _running(module), uses_own_statistics(module)
-    statistics = channels * (shape[0] if module.per_instance else 1)
+    statistics = channels * shape[0] // module.shared if module.per_instance else channels
     if not empty and x.numel() <= (statistics if training else 0):
         return False
     if residual is not None and (
@@ -90,22 +90,22 @@ class Observation(NamedTuple):
     eps: float
     signed_weight: bool
     training: bool
-    per_instance: bool
-    """Whether mean and var are those of each sample of the call's x. The channels of all its samples are then channels
-    of the x here."""
+    shared: int
+    """How many neighbouring channels share statistics, if mean and var are those of each sample of the call's x. The
+    channels of all its samples are then channels of the x here. 0 if mean and var are of the batch."""
 
     def figures(self, activation: str, param: float, residual: Tensor | None) -> Tensor:
         """`Figures` in one tensor, for the activation and the residual that follow. The host does not wait for them.
 
         It can be called once only, because it overwrites x.
         """
-        settings = Settings(activation, param, self.eps, self.signed_weight, self.training, None)
+        settings = Settings(activation, param, self.eps, self.signed_weight, self.training, None, self.shared)
         weight, bias = self.weight, self.bias
         with torch.no_grad():
-            added = None if residual is None else recovery.sample(residual, self.per_instance)
-            if self.per_instance:
+            added = None if residual is None else recovery.sample(residual, self.shared > 0)
+            if self.shared:
                 samples = self.mean.numel() // self.channels
-                weight, bias = (None if t is None else t.repeat(samples) for t in (weight, bias))
+                weight, bias = (reference.repeated(t, samples) for t in (weight, bias))
             errors = recovery.measured(self.x, self.mean, self.var, weight, bias, added, settings)
             # The worst sample of each channel counts.
             errors = Errors(errors.x, errors.weight.view(-1, self.channels).amax(dim=0))
@@ -116,12 +116,12 @@ def observe(module: Any, x: Tensor) -> Observation:
     running_mean, running_var = _running(module)
     training = uses_own_statistics(module)
     with torch.no_grad():
-        per_instance = bool(module.per_instance) and training
+        shared = module.shared if training else 0
         mean, var = (
-            ops.run(ops.statistics, [], x, per_instance)
+            ops.run(ops.statistics, [], x, shared)
             if training
             else (cast(Tensor, running_mean), cast(Tensor, running_var))
         )
-        sample = recovery.sample(x, per_instance)
-    given = (module.weight, module.bias, module.eps, module.signed_weight, training, per_instance)
+        sample = recovery.sample(x, shared > 0)
+    given = (module.weight, module.bias, module.eps, module.signed_weight, training, shared)
     return Observation(sample, x.shape[1], mean, var, *given)

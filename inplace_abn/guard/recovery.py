@@ -7,7 +7,8 @@ to an exact backward:
 
 - ``x``, of the whole layer: the error of dx, relative to gamma / sqrt(var + eps) * dy, each as the root mean square
   over all channels. Channels enter with their scale, as in dx. Four dz are considered, and the largest error counts:
-  xhat, slope * xhat, and both times sqrt(var + eps), because dz may follow x instead of xhat.
+  xhat, slope * xhat, and both times sqrt(var + eps), because dz may follow x instead of xhat. Where channels share
+  statistics, an error of xhat in one of them is multiplied by what all of them have in dy.
 - ``weight``, of each channel: the error of dweight that the worst dz causes, relative to |xhat| |dy|. The worst channel
   counts, because an average would hide a channel whose weight is driven the wrong way.
 
@@ -119,24 +120,30 @@ def measured(
     rounding = unit**2 / 3 * affine.square().mean(dim=-1) / gamma.square()
     # A slope that is too small for the dtype counts as zero, and must not make the relative error large.
     least = torch.finfo(x.dtype).smallest_normal ** 2
-    scale, variance = (gamma * inv_std).square(), var.double() + settings.eps
+    variance, gamma = var.double() + settings.eps, gamma.unsqueeze(-1)
     dy, recovered_dy = slope * dz, recovered * dz
-    error = recovered_dy - dy
-    added = torch.zeros_like(scale)
+    error = gamma * (recovered_dy - dy)
+    added = torch.zeros_like(variance)
     if settings.training:
-        projection = (xhat * dy).mean(dim=-1, keepdim=True)
-        recovered_projection = (recovered_xhat * recovered_dy).mean(dim=-1, keepdim=True)
-        error = error - error.mean(dim=-1, keepdim=True) - recovered_xhat * recovered_projection + xhat * projection
+        projection = _of_statistics(gamma * (xhat * dy), settings)
+        recovered_projection = _of_statistics(gamma * (recovered_xhat * recovered_dy), settings)
+        error = error - _of_statistics(error, settings) - recovered_xhat * recovered_projection + xhat * projection
         added = rounding * projection.squeeze(-1).square()
     errors = error.square().mean(dim=-1) + added
-    sizes = (dy.square() + least * dz.square()).mean(dim=-1)
+    sizes = gamma.square().squeeze(-1) * (dy.square() + least * dz.square()).mean(dim=-1)
     # A channel of large variance has a small share in dx, unless its dz is larger by the same factor.
-    shares = scale * torch.stack([torch.ones_like(variance), variance])
+    shares = torch.stack([inv_std.square(), torch.ones_like(variance)])
     # Of shape (2, dz, share). A product of matrices would not be deterministic on every device.
     layer = (torch.stack([errors, sizes]).unsqueeze(2) * shares).sum(dim=-1)
     error = (recovered_xhat * recovered - xhat * slope).square().mean(dim=-1)
     size = slope.square().mean(dim=-1) + least
     return Errors(torch.sqrt(_ratio(layer[0], layer[1]).max()), torch.sqrt(_ratio(error, size)))
+
+
+def _of_statistics(t: Tensor, settings: Settings) -> Tensor:
+    """The means over what has one mean and variance, of ``t`` of shape (dz, channel, values); (dz, channel, 1)."""
+    means = t.mean(dim=-1, keepdim=True)
+    return reference.of_group(means.transpose(0, 1), settings.shared).transpose(0, 1)
 
 
 def _ratio(error: Tensor, size: Tensor) -> Tensor:

@@ -87,7 +87,7 @@ OTHERS: dict[str, Callable[[str, Any, Tensor, int], None]] = {
     **dict.fromkeys(("mean_dy", "mean_xhat_dy", "dweight", "dbias"), _vector),
     "momentum_tensor": _momentum,
     **dict.fromkeys(("momentum", "eps", "signed_weight", "activation", "activation_param"), _number),
-    **dict.fromkeys(("invertible", "training", "per_instance"), _number),
+    **dict.fromkeys(("invertible", "training", "shared"), _number),
 }
 """What another argument must be, by its name. ``size`` is that of vectors."""
 RESULTS: dict[str, Callable[[Tensor, int], Tensor]] = {
@@ -115,7 +115,7 @@ def fake(op: Any) -> Callable[..., Any]:
             present = [name for name in pair if given.get(name) is not None]
             if len(present) == 1:
                 raise ValueError(f"inplace_abn: expected {' and '.join(pair)} both or neither, got only {present[0]}")
-        size = x.shape[0] * x.shape[1] if given.get("per_instance") else x.shape[1]
+        size = x.shape[0] * x.shape[1] if given.get("shared") else x.shape[1]
         for name in names[1:]:
             if given[name] is not None:
                 OTHERS[name](name, given[name], x, size)

@@ -19,10 +19,10 @@
 
 Activations have shape (batch, channel, \\*) and dtype float64, float32, bfloat16 or float16, in any strides. Contiguous
 and channels-last ones are read without a copy. Statistics are float32 for 16-bit activations, and otherwise have the
-activations' dtype. Parameters have the dtype of the activations or of the statistics. With ``per_instance``, an
-argument of ``statistics``, ``local_forward`` and ``local_backward``, each sample has its own statistics. Vectors then
-have shape (batch * channel,), sample after sample. Ops raise ValueError or TypeError before they write anything. They
-bump the version counters of what they have written.
+activations' dtype. Parameters have the dtype of the activations or of the statistics. With ``shared``, an argument of
+``statistics``, ``local_forward`` and ``local_backward``, each sample has its own statistics, which so many neighbouring
+channels have in common. Vectors then have shape (batch * channel,), sample after sample. Ops raise ValueError or
+TypeError before they write anything. They bump the version counters of what they have written.
 
 Callers that go below autograd (`torch._C._AutoDispatchBelowADInplaceOrView`) must bump versions themselves, with
 `torch.autograd.graph.increment_version`. They get errors as ValueError or RuntimeError, depending on torch's release.

@@ -1,7 +1,6 @@
 """Instance norm and activation in place: batch norm with statistics per sample and channel.
 
-The ops treat a batch as one sample with batch * channel channels. The parameters are repeated for each sample, and
-autograd adds up their gradients.
+The ops treat a batch as one sample with batch * channel channels. Vectors are repeated for each sample.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def inplace_instance_norm(
         RuntimeError: the op that made ``x`` needs it for its own backward.
     """
     training = training or running_mean is None
-    settings = Settings(activation, activation_param, eps, True, training, None, per_instance=training)
+    settings = Settings(activation, activation_param, eps, True, training, None, int(training))
     return _run(x, Operands(weight, bias, residual, running_mean, running_var, momentum), settings, overwrite_input)
 
 
@@ -78,30 +77,29 @@ def _run(x: Tensor, operands: Operands, settings: Settings, overwrite_input: boo
         # Writing to a statistic that the transform has captured raises. This must happen before anything is written.
         running_mean.add_(0)
     samples = x.shape[0]
-    of_samples = repeated(operands, samples)
-    z = functions.local(x, of_samples, settings, overwrite_input)
-    take_means(operands, of_samples, samples)
+    each = of_samples(operands, samples)
+    z = functions.local(x, each, settings, overwrite_input)
+    take_means(operands, each, samples)
     return z
 
 
-def repeated(operands: Operands, samples: int) -> Operands:
-    """The operands with each vector repeated for each sample."""
-    weight, bias, residual, running_mean, running_var, momentum = operands
-    weight, bias, running_mean, running_var = (
-        None if t is None else t.repeat(samples) for t in (weight, bias, running_mean, running_var)
+def of_samples(operands: Operands, samples: int) -> Operands:
+    """The operands with running statistics for each sample."""
+    return operands._replace(
+        running_mean=reference.repeated(operands.running_mean, samples),
+        running_var=reference.repeated(operands.running_var, samples),
     )
-    return Operands(weight, bias, residual, running_mean, running_var, momentum)
 
 
-def take_means(operands: Operands, of_samples: Operands, samples: int) -> None:
+def take_means(operands: Operands, each: Operands, samples: int) -> None:
     """Sets the running statistics to the means over the samples. An empty batch leaves them unchanged."""
     if samples == 0:
         return
     for name in ("running_mean", "running_var"):
-        t, each = getattr(operands, name), getattr(of_samples, name)
+        t = getattr(operands, name)
         if t is not None:
             with torch.no_grad():
-                t.copy_(each.view(samples, -1).mean(dim=0))
+                t.copy_(getattr(each, name).view(samples, -1).mean(dim=0))
 
 
 class InPlaceInstanceNorm(guard.Guarded, ActivatedNorm):
@@ -186,7 +184,7 @@ class InPlaceInstanceNorm(guard.Guarded, ActivatedNorm):
         momentum = 0.0 if self.momentum is None else self.momentum
         operands = Operands(weight, bias, residual, running_mean, running_var, momentum)
         what = (self.activation, self.activation_param, self.eps, True, training, None)
-        settings = Settings(*what, per_instance=training)
+        settings = Settings(*what, int(training))
         if guard.may_run_in_place(self, x, residual):
             return _run(x, operands, settings, self.overwrite_input)
         if training:

@@ -29,12 +29,11 @@ namespace {
 
 // Calls `run` with the arguments of each instance. On the CPU, many instances are divided among the threads; of few,
 // each uses all threads.
-template <typename Args, typename F>
-void for_each_instance(const Tensor& x, const Args& args, const F& run) {
+template <typename F>
+void for_each_instance(const Tensor& x, int64_t instances, const F& run) {
   constexpr int64_t many = 16;
-  const int64_t instances = args.extent.instances;
   const auto run_some = [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) run(of_instance(args, i));
+    for (int64_t i = begin; i < end; ++i) run(i);
   };
   if (instances < many || x.is_cuda()) {
     run_some(0, instances);
@@ -44,7 +43,8 @@ void for_each_instance(const Tensor& x, const Args& args, const F& run) {
 }
 
 #define CALL_BACKEND_PER_INSTANCE(tensor, kernel, args) \
-  for_each_instance(tensor, args, [&](const auto& own) { CALL_BACKEND(tensor, kernel, own); })
+  for_each_instance(tensor, (args).extent.instances,    \
+                    [&](int64_t i) { CALL_BACKEND(tensor, kernel, of_instance(args, i)); })
 
 // Calls f with the type of the elements as its template argument.
 template <typename F>
@@ -72,13 +72,47 @@ class Scope {
   bool grad_mode_ = false;
 };
 
-Tensor empty_statistic(const Tensor& x, bool per_instance = false) {
-  return empty_strided({vector_size(x, per_instance)}, {1}, stats_type(x.scalar_type()), x);
+Tensor empty_statistic(const Tensor& x, int64_t shared = 0) {
+  return empty_strided({vector_size(x, shared)}, {1}, stats_type(x.scalar_type()), x);
 }
 
 template <typename scalar_t>
 opmath_type<scalar_t>* statistic_ptr(const Tensor& t) {
   return static_cast<opmath_type<scalar_t>*>(t.mutable_data_ptr());
+}
+
+template <typename scalar_t>
+void statistics_of(const Tensor& x, const StatisticsArgs<scalar_t>& args) {
+  CALL_BACKEND(x, statistics, args);
+  if (args.extent.shared == 1) return;
+  const MergeArgs<scalar_t> merge{args.extent, args.mean, args.var};
+  CALL_BACKEND(x, merge_groups, merge);
+}
+
+// The three steps of a call whose channels share statistics in groups. The kernels of the fused calls finish each
+// channel alone.
+template <typename scalar_t>
+void forward_of_groups(const Tensor& x, const LocalForwardArgs<scalar_t>& args) {
+  statistics_of(x, StatisticsArgs<scalar_t>{args.extent, args.x, args.mean, args.var});
+  const ForwardArgs<scalar_t> forward{args.extent,       args.x,      args.z,          {args.mean, false},
+                                      {args.var, false}, args.affine, args.activation, args.invertible,
+                                      args.residual};
+  CALL_BACKEND(x, forward, forward);
+}
+
+template <typename scalar_t>
+void backward_of_groups(const Tensor& x, const BackwardReduceArgs<scalar_t>& reduce,
+                        const LocalBackwardArgs<scalar_t>& args) {
+  CALL_BACKEND(x, backward_reduce, reduce);
+  const ShareArgs<scalar_t> share{reduce.extent,      reduce.affine, reduce.sum_dy,
+                                  reduce.sum_xhat_dy, args.dweight,  args.dbias};
+  CALL_BACKEND(x, share_sums, share);
+  const auto read = [](const View<scalar_t>& v) {
+    return View<const scalar_t>{v.data, v.batch_stride, v.channel_stride};
+  };
+  const BackwardArgs<scalar_t> backward{args.extent, read(reduce.xhat), read(reduce.dy), args.dx,
+                                        args.var,    args.affine,       reduce.sum_dy,   reduce.sum_xhat_dy};
+  CALL_BACKEND(x, backward, backward);
 }
 
 void check(const Tensor& x, const OptTensor& weight, const OptTensor& bias, const OptTensor& residual,
@@ -93,15 +127,17 @@ void check(const Tensor& x, const OptTensor& weight, const OptTensor& bias, cons
   check_parameters_apart(op, x, weight, bias, running_mean, running_var);
 }
 
-std::tuple<Tensor, Tensor> statistics(const Tensor& x, bool per_instance) {
-  check_activations("inplace_abn::statistics", "x", x);
+std::tuple<Tensor, Tensor> statistics(const Tensor& x, int64_t shared) {
+  constexpr auto op = "inplace_abn::statistics";
+  check_activations(op, "x", x);
+  check_shared(op, shared, x);
   const Scope scope(x);
-  const Tensor mean = empty_statistic(x, per_instance), var = empty_statistic(x, per_instance);
-  Operands operands(x, per_instance);
+  const Tensor mean = empty_statistic(x, shared), var = empty_statistic(x, shared);
+  Operands operands(x, shared);
   dispatch_types(x.scalar_type(), [&]<typename scalar_t>() {
     const StatisticsArgs<scalar_t> args{operands.extent(), operands.input<scalar_t>(x), statistic_ptr<scalar_t>(mean),
                                         statistic_ptr<scalar_t>(var)};
-    CALL_BACKEND_PER_INSTANCE(x, statistics, args);
+    for_each_instance(x, args.extent.instances, [&](int64_t i) { statistics_of(x, of_instance(args, i)); });
   });
   return {mean, var};
 }
@@ -183,15 +219,17 @@ std::tuple<Tensor, Tensor> local_forward_out(const Tensor& x, const OptTensor& w
                                              const OptTensor& running_var, double momentum,
                                              const OptTensor& momentum_tensor, double eps, bool signed_weight,
                                              int64_t activation, double activation_param, bool invertible,
-                                             bool per_instance, const Tensor& z) {
+                                             int64_t shared, const Tensor& z) {
   constexpr auto op = "inplace_abn::local_forward";
-  check_forward(op, x, z, weight, bias, residual, running_mean, running_var, eps, activation, activation_param,
-                per_instance);
+  check_forward(op, x, z, weight, bias, residual, running_mean, running_var, eps, activation, activation_param, shared);
   check_momentum(op, momentum, momentum_tensor, x);
+  check_shared(op, shared, x);
+  INPLACE_ABN_CHECK(shared < 2 || !running_mean.has_value(), op,
+                    ": expected no running statistics where channels share statistics");
 
   const Scope scope(x);
-  const Tensor mean = empty_statistic(x, per_instance), var = empty_statistic(x, per_instance);
-  Operands operands(x, per_instance);
+  const Tensor mean = empty_statistic(x, shared), var = empty_statistic(x, shared);
+  Operands operands(x, shared);
   const KernelActivation kernel_activation(activation, activation_param, invertible);
   dispatch_types(x.scalar_type(), [&]<typename scalar_t>() {
     const LocalForwardArgs<scalar_t> args{
@@ -205,7 +243,11 @@ std::tuple<Tensor, Tensor> local_forward_out(const Tensor& x, const OptTensor& w
         invertible,
         operands.running<scalar_t>(running_mean, running_var, momentum, momentum_tensor),
         operands.optional_input<scalar_t>(residual)};
-    CALL_BACKEND_PER_INSTANCE(x, local_forward, args);
+    if (shared > 1) {
+      for_each_instance(x, args.extent.instances, [&](int64_t i) { forward_of_groups(x, of_instance(args, i)); });
+    } else {
+      CALL_BACKEND_PER_INSTANCE(x, local_forward, args);
+    }
   });
   operands.finish();
   kernel_activation.finish(z);
@@ -216,10 +258,9 @@ std::tuple<Tensor, Tensor> local_forward(const Tensor& x, const OptTensor& weigh
                                          const OptTensor& residual, const OptTensor& running_mean,
                                          const OptTensor& running_var, double momentum,
                                          const OptTensor& momentum_tensor, double eps, bool signed_weight,
-                                         int64_t activation, double activation_param, bool invertible,
-                                         bool per_instance) {
+                                         int64_t activation, double activation_param, bool invertible, int64_t shared) {
   return local_forward_out(x, weight, bias, residual, running_mean, running_var, momentum, momentum_tensor, eps,
-                           signed_weight, activation, activation_param, invertible, per_instance, x);
+                           signed_weight, activation, activation_param, invertible, shared, x);
 }
 
 std::tuple<Tensor, Tensor> backward_reduce_out(const Tensor& y_act, const Tensor& dy_act, const OptTensor& weight,
@@ -307,14 +348,15 @@ void backward(const Tensor& xhat, const Tensor& dy, const Tensor& var, const Opt
 
 void local_backward(const Tensor& y_act, const Tensor& dy_act, const Tensor& var, const OptTensor& weight,
                     const OptTensor& bias, const OptTensor& residual, double eps, bool signed_weight,
-                    int64_t activation, double activation_param, bool training, bool per_instance, const OptTensor& dx,
+                    int64_t activation, double activation_param, bool training, int64_t shared, const OptTensor& dx,
                     const OptTensor& dweight, const OptTensor& dbias, const OptTensor& dresidual,
                     const OptTensor& xhat) {
   constexpr auto op = "inplace_abn::local_backward";
   check_activations(op, "y_act", y_act);
+  check_shared(op, shared, y_act);
   check_like(op, "dy_act", dy_act, y_act);
-  check_channels(op, "var", var, y_act, per_instance);
-  check_affine(op, y_act, weight, bias, eps, activation, activation_param, per_instance);
+  check_channels(op, "var", var, y_act, shared);
+  check_affine(op, y_act, weight, bias, eps, activation, activation_param, shared);
   if (dx.has_value()) check_output(op, is_same(*dx, dy_act) ? "dy_act" : "dx", *dx, y_act, {&y_act, &dy_act});
   if (residual.has_value()) check_like(op, "residual", *residual, y_act);
   if (dresidual.has_value()) {
@@ -327,11 +369,19 @@ void local_backward(const Tensor& y_act, const Tensor& dy_act, const Tensor& var
     check_overlap(op, "xhat", *xhat, dresidual.has_value() ? *dresidual : *dx, false);
   }
   INPLACE_ABN_CHECK(!dweight.has_value() || weight.has_value(), op, ": dweight was asked for without a weight");
-  check_channels(op, "dweight", dweight, y_act, per_instance);
-  check_channels(op, "dbias", dbias, y_act, per_instance);
+  check_channels(op, "dweight", dweight, y_act, shared);
+  check_channels(op, "dbias", dbias, y_act, shared);
 
   const Scope scope(y_act);
-  Operands operands(y_act, per_instance);
+  // The groups matter for dx only. xhat is stored, over z or what dx is written to, if these are free.
+  const bool of_groups = shared > 1 && training && dx.has_value();
+  OptTensor sum_dy, sum_xhat_dy, stored_xhat;
+  if (of_groups) {
+    sum_dy = empty_statistic(y_act, shared);
+    sum_xhat_dy = empty_statistic(y_act, shared);
+    stored_xhat = xhat.has_value() ? *xhat : dresidual.has_value() ? *dx : torch::stable::empty_like(y_act);
+  }
+  Operands operands(y_act, shared);
   dispatch_types(y_act.scalar_type(), [&]<typename scalar_t>() {
     const LocalBackwardArgs<scalar_t> args{operands.extent(),
                                            operands.input<scalar_t>(y_act),
@@ -346,7 +396,22 @@ void local_backward(const Tensor& y_act, const Tensor& dy_act, const Tensor& var
                                            operands.optional_input<scalar_t>(residual),
                                            operands.optional_output<scalar_t>(dresidual),
                                            operands.optional_output<scalar_t>(xhat)};
-    CALL_BACKEND_PER_INSTANCE(y_act, local_backward, args);
+    if (!of_groups) {
+      CALL_BACKEND_PER_INSTANCE(y_act, local_backward, args);
+      return;
+    }
+    const BackwardReduceArgs<scalar_t> reduce{args.extent,
+                                              args.z,
+                                              args.dz,
+                                              operands.output<scalar_t>(*stored_xhat),
+                                              dresidual.has_value() ? args.dresidual : args.dx,
+                                              args.affine,
+                                              args.activation,
+                                              statistic_ptr<scalar_t>(*sum_dy),
+                                              statistic_ptr<scalar_t>(*sum_xhat_dy),
+                                              args.residual};
+    for_each_instance(y_act, args.extent.instances,
+                      [&](int64_t i) { backward_of_groups(y_act, of_instance(reduce, i), of_instance(args, i)); });
   });
   operands.finish();
 }

@@ -17,11 +17,14 @@ namespace inplace_abn {
 // stand-in. `finish` copies the stand-ins of outputs back.
 class Operands {
  public:
-  explicit Operands(const Tensor& like, bool per_instance = false) : per_instance_(per_instance) {
+  explicit Operands(const Tensor& like, int64_t shared = 0) : division_{shared} {
     const Geometry g = geometry(like);
+    const bool per_instance = division_.per_instance();
     order_ = native_order(g, per_instance).value_or(channels_are_innermost(g) ? Order::rows : Order::planes);
-    even_ = per_instance && order_ == Order::planes && has_even_planes(g);
-    extent_ = make_extent(g, order_, per_instance, even_);
+    division_.even = per_instance && order_ == Order::planes && has_even_planes(g);
+    // A group of channels fits into a processor's cache. A device has one launch for all of them.
+    division_.parted = shared > 1 && !like.is_cuda();
+    extent_ = make_extent(g, order_, division_);
   }
 
   const Extent& extent() const { return extent_; }
@@ -29,14 +32,14 @@ class Operands {
   template <typename scalar_t>
   View<const scalar_t> input(const Tensor& t) {
     const Tensor& walked = walkable(t);
-    return make_view(static_cast<const scalar_t*>(walked.const_data_ptr()), geometry(walked), order_, per_instance_);
+    return make_view(static_cast<const scalar_t*>(walked.const_data_ptr()), geometry(walked), order_, division_);
   }
 
   template <typename scalar_t>
   View<scalar_t> output(const Tensor& t) {
     const Tensor& walked = walkable(t);
     if (&walked != &t) copied_back_.emplace_back(t, walked);
-    return make_view(static_cast<scalar_t*>(walked.mutable_data_ptr()), geometry(walked), order_, per_instance_);
+    return make_view(static_cast<scalar_t*>(walked.mutable_data_ptr()), geometry(walked), order_, division_);
   }
 
   template <typename scalar_t>
@@ -100,7 +103,7 @@ class Operands {
   // The tensor itself or its stand-in: one per tensor, so that an output that is also an input stays so.
   const Tensor& walkable(const Tensor& t) {
     const Geometry g = geometry(t);
-    if (has_order(g, order_, per_instance_) && (!even_ || has_even_planes(g))) return t;
+    if (has_order(g, order_, division_.per_instance()) && (!division_.even || has_even_planes(g))) return t;
     for (const auto& [original, stand_in] : stand_ins_) {
       if (is_same(original, t)) return stand_in;
     }
@@ -119,7 +122,7 @@ class Operands {
     return stand_ins_.emplace_back(t, dense).second;
   }
 
-  bool per_instance_, even_;
+  Division division_;
   Order order_;
   Extent extent_;
   std::deque<std::pair<Tensor, Tensor>> stand_ins_, copied_back_;  // deques, because references to elements stay valid

@@ -6,7 +6,7 @@ STABLE_TORCH_LIBRARY(inplace_abn, m) {
   m.def(
       "check(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor? running_mean, Tensor? running_var) "
       "-> ()");
-  m.def("statistics(Tensor x, bool per_instance=False) -> (Tensor mean, Tensor var)");
+  m.def("statistics(Tensor x, int shared=0) -> (Tensor mean, Tensor var)");
   m.def(
       "combine(Tensor gathered, Tensor(a!)? running_mean, Tensor(b!)? running_var, float momentum, "
       "Tensor? momentum_tensor) -> (Tensor mean, Tensor var, Tensor count)");
@@ -19,12 +19,12 @@ STABLE_TORCH_LIBRARY(inplace_abn, m) {
   m.def(
       "local_forward(Tensor(a!) x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor(b!)? running_mean, "
       "Tensor(c!)? running_var, float momentum, Tensor? momentum_tensor, float eps, bool signed_weight, "
-      "int activation, float activation_param, bool invertible, bool per_instance=False) "
+      "int activation, float activation_param, bool invertible, int shared=0) "
       "-> (Tensor mean, Tensor var)");
   m.def(
       "local_forward.out(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor(b!)? running_mean, "
       "Tensor(c!)? running_var, float momentum, Tensor? momentum_tensor, float eps, bool signed_weight, "
-      "int activation, float activation_param, bool invertible, bool per_instance=False, *, Tensor(a!) z) "
+      "int activation, float activation_param, bool invertible, int shared=0, *, Tensor(a!) z) "
       "-> (Tensor mean, Tensor var)");
   m.def(
       "backward_reduce(Tensor(a!) y_act, Tensor(b!) dy_act, Tensor? weight, Tensor? bias, Tensor? residual, float eps, "
@@ -41,7 +41,7 @@ STABLE_TORCH_LIBRARY(inplace_abn, m) {
       "Tensor? mean_dy, Tensor? mean_xhat_dy, *, Tensor(a!) dx) -> ()");
   m.def(
       "local_backward(Tensor y_act, Tensor dy_act, Tensor var, Tensor? weight, Tensor? bias, Tensor? residual, "
-      "float eps, bool signed_weight, int activation, float activation_param, bool training, bool per_instance=False, "
+      "float eps, bool signed_weight, int activation, float activation_param, bool training, int shared=0, "
       "*, Tensor(a!)? dx=None, Tensor(b!)? dweight=None, Tensor(c!)? dbias=None, Tensor(d!)? dresidual=None, "
       "Tensor(e!)? xhat=None) -> ()");
   m.def("inverse(Tensor z, int activation, float activation_param) -> Tensor y");

@@ -34,10 +34,10 @@ using LocalForward = std::tuple<Tensor, Tensor>(const Tensor& x, const OptTensor
                                                 const OptTensor& running_var, double momentum,
                                                 const OptTensor& momentum_tensor, double eps, bool signed_weight,
                                                 int64_t activation, double activation_param, bool invertible,
-                                                bool per_instance);
+                                                int64_t shared);
 using LocalBackward = void(const Tensor& y_act, const Tensor& dy_act, const Tensor& var, const OptTensor& weight,
                            const OptTensor& bias, const OptTensor& residual, double eps, bool signed_weight,
-                           int64_t activation, double activation_param, bool training, bool per_instance,
+                           int64_t activation, double activation_param, bool training, int64_t shared,
                            const OptTensor& dx, const OptTensor& dweight, const OptTensor& dbias,
                            const OptTensor& dresidual, const OptTensor& xhat);
 
@@ -81,18 +81,19 @@ struct Settings {
   bool signed_weight;
   int64_t activation;
   double activation_param;
-  bool training, per_instance;
+  bool training;
+  int64_t shared;
 
   // One value takes less time than six, and is a constant for autograd's compiler.
   void save(AutogradContext* ctx) const {
     ctx->saved_data["settings"] =
         c10::List<double>({eps, static_cast<double>(signed_weight), static_cast<double>(activation), activation_param,
-                           static_cast<double>(training), static_cast<double>(per_instance)});
+                           static_cast<double>(training), static_cast<double>(shared)});
   }
   static Settings of(AutogradContext* ctx) {
     const auto data = ctx->saved_data.at("settings").toDoubleList();
     return {data.get(0), data.get(1) != 0, static_cast<int64_t>(data.get(2)),
-            data.get(3), data.get(4) != 0, data.get(5) != 0};
+            data.get(3), data.get(4) != 0, static_cast<int64_t>(data.get(5))};
   }
 };
 
@@ -126,13 +127,18 @@ struct Needed {
   bool x, weight, bias, residual;
 };
 
-// Writes z over x, and returns what backward needs.
+// The values of a vector for each sample, if samples have their own.
+OptTensor of_samples(const OptTensor& t, const Tensor& x, const Settings& s) {
+  if (s.shared == 0 || !t.has_value()) return t;
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  return t->repeat({x.size(0)});
+}
+
+// Writes z over x, and returns what backward needs. Running statistics are given for each sample.
 Values write(const Tensor& x, const OptTensor& weight, const OptTensor& bias, const OptTensor& residual,
              const Arguments& given, const Settings& s, bool invertible) {
-  // Parameters that were repeated for each sample are copies already.
-  const bool copies = invertible && !s.per_instance;
   const auto values = [&](const Tensor& var) -> Values {
-    if (!copies) return {weight, bias, var};
+    if (!invertible) return {weight, bias, var};
     const at::AutoDispatchBelowADInplaceOrView guard;
     // Training may change the running variance before backward needs what it was.
     return {optional(copy(weight)), optional(copy(bias)), s.training ? var : var.clone()};
@@ -143,9 +149,9 @@ Values write(const Tensor& x, const OptTensor& weight, const OptTensor& bias, co
     return values(*given.running_var);
   }
   const auto [mean, var] =
-      call<LocalForward>("inplace_abn::local_forward", "", x, weight, bias, residual, given.running_mean,
-                         given.running_var, given.momentum, given.momentum_tensor, s.eps, s.signed_weight, s.activation,
-                         s.activation_param, invertible, s.per_instance);
+      call<LocalForward>("inplace_abn::local_forward", "", x, of_samples(weight, x, s), of_samples(bias, x, s),
+                         residual, given.running_mean, given.running_var, given.momentum, given.momentum_tensor, s.eps,
+                         s.signed_weight, s.activation, s.activation_param, invertible, s.shared);
   bump_version(given.running_mean);
   bump_version(given.running_var);
   return values(var);
@@ -166,32 +172,38 @@ variable_list gradients(const Saved& saved, const Tensor& dz, const Needed& need
     reusable.pop_back();
     return memory;
   };
-  const auto per_channel = [](bool needed, const OptTensor& like) -> OptTensor {
-    return needed ? OptTensor(at::empty_like(*like)) : std::nullopt;
+  // Those of samples are summed in the statistics' dtype.
+  const auto per_channel = [&, var = var](bool needed, const OptTensor& like) -> OptTensor {
+    if (!needed) return std::nullopt;
+    return s.shared == 0 ? at::empty_like(*like) : at::empty({z.size(0) * z.size(1)}, var.options());
+  };
+  const auto summed = [&](const OptTensor& t, const OptTensor& like) -> Tensor {
+    if (!t.has_value() || s.shared == 0) return t.value_or(Tensor());
+    return t->view({z.size(0), z.size(1)}).sum(0).to(like->scalar_type());
   };
   const OptTensor dresidual = activation_sized(need.residual), dx = activation_sized(need.x);
   const OptTensor dweight = per_channel(need.weight, weight), dbias = per_channel(need.bias, bias);
   const OptTensor xhat = own_z && own_dz && need.x ? OptTensor(z) : std::nullopt;
-  call<LocalBackward>("inplace_abn::local_backward", "", z, dz, var, weight, bias, residual, s.eps, s.signed_weight,
-                      s.activation, s.activation_param, s.training, s.per_instance, dx, dweight, dbias, dresidual,
-                      xhat);
+  call<LocalBackward>("inplace_abn::local_backward", "", z, dz, var, of_samples(weight, z, s), of_samples(bias, z, s),
+                      residual, s.eps, s.signed_weight, s.activation, s.activation_param, s.training, s.shared, dx,
+                      dweight, dbias, dresidual, xhat);
   for (const OptTensor& t : {dx, dresidual, xhat}) bump_version(t);
-  return {dx.value_or(Tensor()), dweight.value_or(Tensor()), dbias.value_or(Tensor()), dresidual.value_or(Tensor())};
+  return {dx.value_or(Tensor()), summed(dweight, weight), summed(dbias, bias), dresidual.value_or(Tensor())};
 }
 
 // For create_graph=True: in plain torch, by an op that autograd/nodes.py defines. `edges` have the places in the graph
-// of the call's x, weight and bias. A parameter that was saved with its place has none. Autograd sees the op.
+// of the call's x, weight and bias. Autograd sees the op.
 variable_list differentiable(const Saved& saved, const Tensor& dz, const std::vector<OptTensor>& edges,
                              const Settings& s) {
   using Op = std::vector<Tensor>(const Tensor& z, const OptTensor& weight, const OptTensor& bias,
                                  const OptTensor& residual, const Tensor& var, const Tensor& dz,
                                  const c10::List<OptTensor>& edges, double eps, bool signed_weight, int64_t activation,
-                                 double activation_param, bool training, bool per_instance);
+                                 double activation_param, bool training, int64_t shared);
   static const auto handle =
       c10::Dispatcher::singleton().findSchemaOrThrow("inplace_abn::differentiable", "").typed<Op>();
   auto found =
       handle.call(saved.z, saved.weight, saved.bias, saved.residual, saved.var, dz, c10::List<OptTensor>(edges), s.eps,
-                  s.signed_weight, s.activation, s.activation_param, s.training, s.per_instance);
+                  s.signed_weight, s.activation, s.activation_param, s.training, s.shared);
   if (!saved.weight) found.at(1) = Tensor();
   if (!saved.bias) found.at(2) = Tensor();
   if (!saved.residual) found.at(3) = Tensor();
@@ -259,15 +271,15 @@ class InPlaceABNFunction final : public torch::autograd::Function<InPlaceABNFunc
 
     variable_list found;
     if (at::GradMode::is_enabled()) {
-      auto placed = [&, next = 0U](bool given, bool has_its_place = false) mutable -> OptTensor {
+      auto placed = [&, next = 0U](bool given) mutable -> OptTensor {
         const auto place = node && given ? node->next_edge(next++) : torch::autograd::Edge();
-        if (!place.is_valid() || has_its_place) return std::nullopt;
+        if (!place.is_valid()) return std::nullopt;
         const Tensor result = at::empty({0}, saved.z.options());
         torch::autograd::impl::set_gradient_edge(result, place);
         return result;
       };
-      const OptTensor of_x = placed(true), of_weight = placed(saved.weight.has_value(), settings.per_instance);
-      const OptTensor of_bias = placed(saved.bias.has_value(), settings.per_instance);
+      const OptTensor of_x = placed(true), of_weight = placed(saved.weight.has_value());
+      const OptTensor of_bias = placed(saved.bias.has_value());
       found = differentiable(saved, dz, {of_x, of_weight, of_bias}, settings);
     } else {
       const bool reuse_dz = own_dz && saved.z.strides() == dz.strides();
@@ -298,7 +310,7 @@ bool is_simple(const Tensor& x, std::initializer_list<const OptTensor*> others, 
 Tensor inplace_abn(const Tensor& x, const OptTensor& weight, const OptTensor& bias, const OptTensor& residual,
                    const OptTensor& running_mean, const OptTensor& running_var, bool training, double momentum,
                    const OptTensor& momentum_tensor, double eps, bool signed_weight, int64_t activation,
-                   double activation_param, bool per_instance) {
+                   double activation_param, int64_t shared) {
   const auto is_trained = [](const OptTensor& t) { return t.has_value() && t->requires_grad(); };
   const bool requires_grad = at::GradMode::is_enabled() &&
                              (x.requires_grad() || is_trained(weight) || is_trained(bias) || is_trained(residual));
@@ -306,7 +318,7 @@ Tensor inplace_abn(const Tensor& x, const OptTensor& weight, const OptTensor& bi
       !is_simple(x, {&weight, &bias, &residual, &running_mean, &running_var}, training, requires_grad)) {
     return {};
   }
-  const Settings settings{eps, signed_weight, activation, activation_param, training, per_instance};
+  const Settings settings{eps, signed_weight, activation, activation_param, training, shared};
   const Arguments given{running_mean, running_var, momentum, momentum_tensor};
   if (!requires_grad) {
     write(x, weight, bias, residual, given, settings, false);
@@ -323,14 +335,14 @@ Tensor inplace_abn(const Tensor& x, const OptTensor& weight, const OptTensor& bi
 Tensor attached(const Tensor& x, const Tensor& z, const OptTensor& weight, const OptTensor& bias,
                 const OptTensor& residual, const OptTensor& weight_value, const OptTensor& bias_value,
                 const Tensor& var, bool training, double eps, bool signed_weight, int64_t activation,
-                double activation_param, bool per_instance, const std::string& name) {
+                double activation_param, int64_t shared, const std::string& name) {
   if (!is_calibrated || !is_usual(z, {&weight, &bias, &residual}, true) || x.key_set().has_any(opaque)) {
     return {};
   }
   AutogradContext* context = nullptr;
   const Written written{z, {weight_value, bias_value, var}, name};
   return InPlaceABNFunction::apply(x, weight, bias, residual, written, Arguments{},
-                                   Settings{eps, signed_weight, activation, activation_param, training, per_instance},
+                                   Settings{eps, signed_weight, activation, activation_param, training, shared},
                                    &context)[0];
 }
 

@@ -18,7 +18,7 @@ using OptTensor = std::optional<Tensor>;
 Tensor inplace_abn(const Tensor& x, const OptTensor& weight, const OptTensor& bias, const OptTensor& residual,
                    const OptTensor& running_mean, const OptTensor& running_var, bool training, double momentum,
                    const OptTensor& momentum_tensor, double eps, bool signed_weight, int64_t activation,
-                   double activation_param, bool per_instance);
+                   double activation_param, int64_t shared);
 
 // `functions.attached`: z, which was written elsewhere, with the place in the graph that it has as a function of x. The
 // tensor that stands for it, if there is one, gets that place, too. `name` is the layer's, for messages. Returns an
@@ -26,7 +26,7 @@ Tensor inplace_abn(const Tensor& x, const OptTensor& weight, const OptTensor& bi
 Tensor attached(const Tensor& x, const Tensor& z, const OptTensor& weight, const OptTensor& bias,
                 const OptTensor& residual, const OptTensor& weight_value, const OptTensor& bias_value,
                 const Tensor& var, bool training, double eps, bool signed_weight, int64_t activation,
-                double activation_param, bool per_instance, const std::string& name);
+                double activation_param, int64_t shared, const std::string& name);
 
 // The references to a gradient that Python has seen, from Python and from C++, and to a saved output's storage.
 struct Holders {

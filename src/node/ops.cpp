@@ -37,17 +37,17 @@ TORCH_LIBRARY(inplace_abn_node, m) {
   m.def(
       "inplace_abn(Tensor(a!) x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor(b!)? running_mean, "
       "Tensor(c!)? running_var, bool training, float momentum, Tensor? momentum_tensor, float eps, bool signed_weight, "
-      "int activation, float activation_param, bool per_instance) -> Tensor(a!)",
+      "int activation, float activation_param, int shared) -> Tensor(a!)",
       &inplace_abn);
   m.def(
       "attached(Tensor x, Tensor(a!) z, Tensor? weight, Tensor? bias, Tensor? residual, Tensor? weight_value, "
       "Tensor? bias_value, Tensor var, bool training, float eps, bool signed_weight, int activation, "
-      "float activation_param, bool per_instance, str name) -> Tensor(a!)",
+      "float activation_param, int shared, str name) -> Tensor(a!)",
       [](const Tensor& x, const Tensor& z, const OptTensor& weight, const OptTensor& bias, const OptTensor& residual,
          const OptTensor& weight_value, const OptTensor& bias_value, const Tensor& var, bool training, double eps,
-         bool signed_weight, int64_t activation, double activation_param, bool per_instance, std::string_view name) {
+         bool signed_weight, int64_t activation, double activation_param, int64_t shared, std::string_view name) {
         return attached(x, z, weight, bias, residual, weight_value, bias_value, var, training, eps, signed_weight,
-                        activation, activation_param, per_instance, std::string(name));
+                        activation, activation_param, shared, std::string(name));
       });
   // Both are opaque for Python.
   m.class_<Plan>("Plan");
@@ -74,7 +74,7 @@ TORCH_LIBRARY(inplace_abn_node, m) {
         &parts);
   m.def(
       "wait(Tensor(a!) stand_in, Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor? mean, Tensor var, "
-      "float eps, bool training, bool per_instance) -> ()",
+      "float eps, bool training, int shared) -> ()",
       &inplace_abn::wait);
   m.def("set_sole_holders(int[] gradient, int? output) -> ()", &set_sole_holders_op);
   m.def("last_counts() -> (int[], int?)", &last_counts_op);

@@ -27,7 +27,7 @@ using LocalForwardOut = std::tuple<Tensor, Tensor>(const Tensor& x, const OptTen
                                                    const OptTensor& running_var, double momentum,
                                                    const OptTensor& momentum_tensor, double eps, bool signed_weight,
                                                    int64_t activation, double activation_param, bool invertible,
-                                                   bool per_instance, const Tensor& z);
+                                                   int64_t shared, const Tensor& z);
 
 // What stands for the dtype of a bias that there is not.
 constexpr double no_bias = -1;
@@ -41,7 +41,8 @@ class WaitingFunction final : public torch::autograd::Function<WaitingFunction> 
     OptTensor mean;
     Tensor var;
     double eps;
-    bool training, per_instance;
+    bool training;
+    int64_t shared;
   };
 
   static variable_list forward(AutogradContext* ctx, const Tensor& x, const OptTensor& weight, const OptTensor& bias,
@@ -52,7 +53,7 @@ class WaitingFunction final : public torch::autograd::Function<WaitingFunction> 
     // matter, so torch's norm does not save it either.
     const auto dtype = bias.has_value() ? static_cast<double>(bias->scalar_type()) : no_bias;
     ctx->saved_data["call"] =
-        c10::List<double>({norm.eps, static_cast<double>(norm.training), static_cast<double>(norm.per_instance),
+        c10::List<double>({norm.eps, static_cast<double>(norm.training), static_cast<double>(norm.shared),
                            static_cast<double>(weight.has_value()), dtype, static_cast<double>(residual.has_value())});
     if (norm.mean.has_value()) ctx->saved_data["mean"] = norm.mean;
     ctx->saved_data["var"] = norm.var;
@@ -62,7 +63,7 @@ class WaitingFunction final : public torch::autograd::Function<WaitingFunction> 
   static variable_list backward(AutogradContext* ctx, const variable_list& incoming) {
     using Op = std::vector<Tensor>(const Tensor& g, const Tensor& x, const OptTensor& weight,
                                    std::optional<at::ScalarType> bias_dtype, const OptTensor& mean, const Tensor& var,
-                                   const std::vector<bool>& needed, double eps, bool training, bool per_instance);
+                                   const std::vector<bool>& needed, double eps, bool training, int64_t shared);
     static const auto handle =
         c10::Dispatcher::singleton().findSchemaOrThrow("inplace_abn::waiting_backward", "").typed<Op>();
     variable_list results(5);
@@ -72,7 +73,8 @@ class WaitingFunction final : public torch::autograd::Function<WaitingFunction> 
     const auto& data = ctx->saved_data;
     const auto call = data.at("call").toDoubleList();
     const double eps = call.get(0);
-    const bool training = call.get(1) != 0, per_instance = call.get(2) != 0, has_weight = call.get(3) != 0;
+    const bool training = call.get(1) != 0, has_weight = call.get(3) != 0;
+    const auto shared = static_cast<int64_t>(call.get(2));
     const bool has_bias = call.get(4) != no_bias, has_residual = call.get(5) != 0;
     // Edges exist for the tensors that were given only.
     size_t edge = 0;
@@ -86,7 +88,7 @@ class WaitingFunction final : public torch::autograd::Function<WaitingFunction> 
     const std::vector<Tensor> gradients =
         handle.call(g, saved[0], optional(saved[1]), bias_dtype,
                     mean == data.end() ? OptTensor() : OptTensor(mean->second.toTensor()), data.at("var").toTensor(),
-                    needed, eps, training, per_instance);
+                    needed, eps, training, shared);
     size_t next = 0;
     for (size_t i = 0; i < needed.size(); ++i) {
       if (needed[i]) results[i] = gradients.at(next++);
@@ -293,9 +295,8 @@ std::tuple<std::vector<Tensor>, std::vector<int64_t>, double> parts(const Waitin
 
 void wait(const Tensor& stand_in, const Tensor& x, const OptTensor& weight, const OptTensor& bias,
           const OptTensor& residual, const OptTensor& mean, const Tensor& var, double eps, bool training,
-          bool per_instance) {
-  WaitingFunction::apply(x, weight, bias, residual,
-                         WaitingFunction::Norm{stand_in, mean, var, eps, training, per_instance});
+          int64_t shared) {
+  WaitingFunction::apply(x, weight, bias, residual, WaitingFunction::Norm{stand_in, mean, var, eps, training, shared});
 }
 
 }  // namespace inplace_abn

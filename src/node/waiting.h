@@ -92,6 +92,6 @@ std::tuple<std::vector<Tensor>, std::vector<int64_t>, double> parts(const Waitin
 // Gives the tensor that stands for a norm's output its place in the graph. `mean` is that of frozen statistics.
 void wait(const Tensor& stand_in, const Tensor& x, const OptTensor& weight, const OptTensor& bias,
           const OptTensor& residual, const OptTensor& mean, const Tensor& var, double eps, bool training,
-          bool per_instance);
+          int64_t shared);
 
 }  // namespace inplace_abn
