@@ -8,6 +8,7 @@ from inplace_abn.functions import inplace_abn_sync
 from inplace_abn.guard import set_guard
 from inplace_abn.modules.abn import ABN, InPlaceABN, InPlaceABNSync
 from inplace_abn.modules.group import active_group, set_active_group
+from inplace_abn.modules.group_norm import InPlaceGroupNorm, inplace_group_norm
 from inplace_abn.modules.instance_norm import InPlaceInstanceNorm, inplace_instance_norm
 
 __version__ = "2.0.0"
@@ -17,6 +18,7 @@ __all__ = [
     "ABN",
     "InPlaceABN",
     "InPlaceABNSync",
+    "InPlaceGroupNorm",
     "InPlaceInstanceNorm",
     "Report",
     "Verification",
@@ -24,6 +26,7 @@ __all__ = [
     "analyze",
     "convert",
     "inplace_abn_sync",
+    "inplace_group_norm",
     "inplace_instance_norm",
     "load_public_state_dict",
     "report",

@@ -52,6 +52,7 @@ EMULATED = {
     "test_ops",
     "test_residual",
     "test_schemas",
+    "test_shared_statistics",
 }
 
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]

@@ -99,12 +99,12 @@ def check_overwritable(x: Tensor, requires_grad: bool) -> None:
             )
 
 
-def check_instances(x: Tensor, operands: Operands) -> None:
-    """Raises if samples have no space or only one value per channel, and so no statistics of their own. Also raises for
+def check_instances(x: Tensor, operands: Operands, shared: int) -> None:
+    """Raises if ``shared`` channels of a sample have only one value, and so no statistics of their own. Also raises for
     vectors whose size is not the number of channels."""
-    if x.dim() < 3:
+    if x.dim() < 3 and shared == 1:
         raise ValueError(f"inplace_abn: expected x of shape (batch, channel, space, *), got {tuple(x.shape)}")
-    if math.prod(x.shape[2:]) == 1:
+    if shared == 1 and math.prod(x.shape[2:]) == 1:
         raise ValueError(f"Expected more than 1 spatial element when training, got input size {x.shape}")
     check_channels(x, operands)
 

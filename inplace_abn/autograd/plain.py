@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -29,16 +31,32 @@ def abn(x: Tensor, operands: Operands, settings: Settings, inplace: bool = True)
     return _added_and_activated(y, operands, settings, inplace)
 
 
-def instance_norm(x: Tensor, operands: Operands, settings: Settings) -> Tensor:
-    """torch's instance norm, scaled by the weight itself, and the activation, in a new tensor."""
+def of_samples(x: Tensor, operands: Operands, settings: Settings) -> Tensor:
+    """torch's instance or group norm, scaled by the weight itself, and the activation, in a new tensor."""
+    if settings.shared > 1:
+        y = _group_norm(x, operands, settings)
+    else:
+        y = _instance_norm(x, operands, settings)
+    # Compilers make better code from ops that write to new memory.
+    return _added_and_activated(y, operands, settings, not torch.compiler.is_compiling())
+
+
+def _group_norm(x: Tensor, operands: Operands, settings: Settings) -> Tensor:
+    # Not all devices take parameters of another dtype.
+    dtypes = [t.dtype for t in (x, operands.weight, operands.bias) if t is not None]
+    wide = functools.reduce(torch.promote_types, dtypes)
+    weight, bias = (None if t is None else t.to(wide) for t in (operands.weight, operands.bias))
+    return F.group_norm(x.to(wide), x.shape[1] // settings.shared, weight, bias, settings.eps).to(x.dtype)
+
+
+def _instance_norm(x: Tensor, operands: Operands, settings: Settings) -> Tensor:
     _, _, _, running_mean, running_var, momentum = operands
     weight, bias = _of_one_dtype(operands.weight, operands.bias, running_mean)
     # On the CPU torch's gradient of one channels-last sample with several spatial dimensions is wrong.
     flat = x.flatten(2) if x.dim() > 3 else x
     share = float(momentum)
     y = F.instance_norm(flat, running_mean, running_var, weight, bias, settings.training, share, settings.eps)
-    # Compilers make better code from ops that write to new memory.
-    return _added_and_activated(y.view(x.shape), operands, settings, not torch.compiler.is_compiling())
+    return y.view(x.shape)
 
 
 def _added_and_activated(y: Tensor, operands: Operands, settings: Settings, inplace: bool) -> Tensor:

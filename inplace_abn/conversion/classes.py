@@ -46,7 +46,7 @@ class InPlaceInstanceNorm3d(InPlaceInstanceNorms, nn.InstanceNorm3d):
     """A `torch.nn.InstanceNorm3d` that was converted."""
 
 
-class InPlaceGroupNorm(InPlaceGroupNorms, nn.GroupNorm):
+class ConvertedGroupNorm(InPlaceGroupNorms, nn.GroupNorm):
     """A `torch.nn.GroupNorm` that was converted."""
 
 
@@ -82,7 +82,7 @@ _CLASSES: dict[type[nn.Module], type[nn.Module]] = {
     nn.InstanceNorm1d: InPlaceInstanceNorm1d,
     nn.InstanceNorm2d: InPlaceInstanceNorm2d,
     nn.InstanceNorm3d: InPlaceInstanceNorm3d,
-    nn.GroupNorm: InPlaceGroupNorm,
+    nn.GroupNorm: ConvertedGroupNorm,
     nn.GELU: InPlaceGELU,
     nn.SiLU: InPlaceSiLU,
     nn.Mish: InPlaceMish,

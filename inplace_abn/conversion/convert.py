@@ -21,11 +21,12 @@ from inplace_abn.activations import find
 from inplace_abn.conversion import classes, hooks
 from inplace_abn.guard import strip
 from inplace_abn.modules.abn import InPlaceABN
+from inplace_abn.modules.group_norm import InPlaceGroupNorm
 from inplace_abn.modules.instance_norm import InPlaceInstanceNorm
 
 _logger = logging.getLogger("inplace_abn")
 
-_BUILT = (InPlaceABN, InPlaceInstanceNorm)
+_Built = InPlaceABN | InPlaceInstanceNorm | InPlaceGroupNorm
 """Classes of modules that were built in place, not converted."""
 
 
@@ -116,7 +117,7 @@ def revert(
     Args:
         model: is modified.
         batch_norm, instance_norm: the classes that modules that were built in place get, because such modules do not
-            know the number of dimensions.
+            know the number of dimensions. An `InPlaceGroupNorm` becomes a `torch.nn.GroupNorm`.
 
     Returns:
         ``model``, or what takes its place if it is an in-place module itself.
@@ -129,7 +130,7 @@ def revert(
     converted = [(name, module) for name, module in model.named_modules() if classes.is_converted(module)]
     originals = {module: _original_class(name, module) for name, module in converted}
     for name, module in model.named_modules():
-        if isinstance(module, _BUILT):
+        if isinstance(module, _Built):
             _check_scale(name, module)
     for norm, original in originals.items():
         norm.release()
@@ -137,8 +138,8 @@ def revert(
     hooks.unhook(model)
     replaced: dict[nn.Module, nn.Module] = {}
     for module in list(model.modules()):
-        if isinstance(module, _BUILT):
-            replaced[module] = _standard(module, instance_norm if module.per_instance else batch_norm)
+        if isinstance(module, _Built):
+            replaced[module] = _standard(module, batch_norm, instance_norm)
     for module in list(model.modules()):
         for name, child in module._modules.items():
             if child in replaced:
@@ -166,7 +167,7 @@ def _original_class(name: str, module: nn.Module) -> type[nn.Module]:
     )
 
 
-def _check_scale(name: str, module: InPlaceABN | InPlaceInstanceNorm) -> None:
+def _check_scale(name: str, module: _Built) -> None:
     """Raises ValueError for a parametrized module, and for a weight that a hook computes and that is not the scale."""
     if parametrize.is_parametrized(module):
         raise ValueError(
@@ -183,16 +184,23 @@ def _check_scale(name: str, module: InPlaceABN | InPlaceInstanceNorm) -> None:
         )
 
 
-def _standard(module: InPlaceABN | InPlaceInstanceNorm, kind: type[nn.Module]) -> nn.Module:
+def _standard(module: _Built, batch_norm: type[nn.Module], instance_norm: type[nn.Module]) -> nn.Module:
     activation = find(module.activation).module
     param = module.activation_param
     if "weight" in module._parameters and module.weight is not None:
         with torch.no_grad():
             module.weight.copy_(reference.gamma(module.weight, module.eps, module.signed_weight))
+    names = ["activation", "activation_param", "signed_weight", "overwrite_input", "group"]
+    kind = instance_norm if module.per_instance else batch_norm
+    if isinstance(module, InPlaceGroupNorm):
+        kind = nn.GroupNorm
+        names += ["num_features", "momentum", "track_running_stats"]
     norm = kind.__new__(kind)
     norm.__dict__.update(module.__dict__)
     strip(norm)
-    for name in ("activation", "activation_param", "signed_weight", "overwrite_input", "group"):
+    if kind is nn.GroupNorm:
+        norm._buffers = {}
+    for name in names:
         norm.__dict__.pop(name, None)
     if activation is None:
         return norm

@@ -110,9 +110,13 @@ class ActivatedNorm(nn.Module):
     def extra_repr(self) -> str:
         text = (
             f"{self.num_features}, eps={self.eps}, momentum={self.momentum}, affine={self.affine}, "
-            f"track_running_stats={self.track_running_stats}, activation={self.activation}"
+            f"track_running_stats={self.track_running_stats}, {self._activation_repr()}"
         )
-        return text + (f"[{self.activation_param}]" if self.activation in ("leaky_relu", "elu") else "")
+        return text
+
+    def _activation_repr(self) -> str:
+        param = f"[{self.activation_param}]" if self.activation in ("leaky_relu", "elu") else ""
+        return f"activation={self.activation}{param}"
 
 
 class ABN(ActivatedNorm):

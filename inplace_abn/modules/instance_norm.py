@@ -58,20 +58,20 @@ def inplace_instance_norm(
     """
     training = training or running_mean is None
     settings = Settings(activation, activation_param, eps, True, training, None, int(training))
-    return _run(x, Operands(weight, bias, residual, running_mean, running_var, momentum), settings, overwrite_input)
+    return run(x, Operands(weight, bias, residual, running_mean, running_var, momentum), settings, overwrite_input)
 
 
-def _run(x: Tensor, operands: Operands, settings: Settings, overwrite_input: bool) -> Tensor:
-    """`inplace_instance_norm`."""
+def run(x: Tensor, operands: Operands, settings: Settings, overwrite_input: bool) -> Tensor:
+    """`inplace_instance_norm` or, if channels share statistics, `inplace_group_norm`."""
     if not settings.training:
         return functions.run(x, operands, settings, overwrite_input)
     check_activation(settings.activation, settings.activation_param)
     check_hyperparameters(settings.eps, operands.momentum)
-    checks.check_instances(x, operands)
+    checks.check_instances(x, operands, settings.shared)
     if functions.must_run_out_of_place():
         if operands.weight is not None:
             operands = operands._replace(weight=reference.gamma(operands.weight, settings.eps, True))
-        return plain.instance_norm(x, operands, settings)
+        return plain.of_samples(x, operands, settings)
     running_mean = operands.running_mean
     if running_mean is not None and not torch.compiler.is_compiling() and _torch.transforms_active():
         # Writing to a statistic that the transform has captured raises. This must happen before anything is written.
@@ -186,11 +186,11 @@ class InPlaceInstanceNorm(guard.Guarded, ActivatedNorm):
         what = (self.activation, self.activation_param, self.eps, True, training, None)
         settings = Settings(*what, int(training))
         if guard.may_run_in_place(self, x, residual):
-            return _run(x, operands, settings, self.overwrite_input)
+            return run(x, operands, settings, self.overwrite_input)
         if training:
-            checks.check_instances(x, operands)
+            checks.check_instances(x, operands, 1)
         functions.check_kept(x, operands, training, self.overwrite_input)
-        return plain.instance_norm(x, operands, settings)
+        return plain.of_samples(x, operands, settings)
 
     def extra_repr(self) -> str:
         return super().extra_repr() + ("" if self.overwrite_input else ", overwrite_input=False")

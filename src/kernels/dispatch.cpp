@@ -35,7 +35,7 @@ void for_each_instance(const Tensor& x, int64_t instances, const F& run) {
   const auto run_some = [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) run(i);
   };
-  if (instances < many || x.is_cuda()) {
+  if (instances < many || has_launches(x)) {
     run_some(0, instances);
   } else {
     torch::stable::parallel_for(0, instances, 1, run_some);

@@ -13,6 +13,16 @@
 
 namespace inplace_abn {
 
+// Whether kernels run as launches, which take long to start and have all threads of the device.
+inline bool has_launches(const Tensor& t) {
+#ifdef INPLACE_ABN_EMULATES_A_DEVICE
+  static_cast<void>(t);
+  return true;
+#else
+  return t.is_cuda();
+#endif
+}
+
 // The tensors of one call. Activations are seen in one memory order; those that kernels cannot walk in it get a dense
 // stand-in. `finish` copies the stand-ins of outputs back.
 class Operands {
@@ -23,7 +33,7 @@ class Operands {
     order_ = native_order(g, per_instance).value_or(channels_are_innermost(g) ? Order::rows : Order::planes);
     division_.even = per_instance && order_ == Order::planes && has_even_planes(g);
     // A group of channels fits into a processor's cache. A device has one launch for all of them.
-    division_.parted = shared > 1 && !like.is_cuda();
+    division_.parted = shared > 1 && !has_launches(like);
     extent_ = make_extent(g, order_, division_);
   }
 

@@ -160,7 +160,7 @@ def op_arguments(name, device, dtype):
         "activation_param": 0.1,
         "invertible": True,
         "training": True,
-        "per_instance": False,
+        "shared": 0,
         "dx": torch.empty_like(x),
         "dweight": torch.empty_like(weight),
         "dbias": torch.empty_like(bias),

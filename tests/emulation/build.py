@@ -120,7 +120,7 @@ def device_objects(flags: tuple[str, ...] = ()) -> list[Object]:
 
 
 def op_objects() -> list[Object]:
-    return _host_objects((), "tests/emulation/ops/*.cpp", "src/kernels/*.cpp")
+    return _host_objects(("-DINPLACE_ABN_EMULATES_A_DEVICE",), "tests/emulation/ops/*.cpp", "src/kernels/*.cpp")
 
 
 def _compile(item: Object) -> Path:

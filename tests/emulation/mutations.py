@@ -217,6 +217,30 @@ MUTATIONS: dict[str, tuple[str, str, str]] = {
         "kernel<<<grid, threads, 0, stream>>>(first,",
         "kernel<<<grid, threads, 0, stream>>>(0,",
     ),
+    # Channels that share statistics
+    "no barrier before a group's sum": (
+        "groups.cu",
+        "    __syncthreads();\n    if (thread < half)",
+        "    if (thread < half)",
+    ),
+    "threads read a group's sum too early": (
+        "groups.cu",
+        "  __syncthreads();\n  return memory[0];",
+        "  return memory[0];",
+    ),
+    "half of the threads are summed": ("groups.cu", "int half = group_threads / 2;", "int half = group_threads / 4;"),
+    "a channel past the group's last is merged": ("groups.cu", "c < first + shared;", "c <= first + shared;"),
+    "the first channels of a group are merged": (
+        "groups.cu",
+        "c += group_threads) {\n    const double shift",
+        "c += args.extent.channels) {\n    const double shift",
+    ),
+    "the spread of a group's means is left out": ("groups.cu", " + shift * shift}", "}"),
+    "means of a group are not weighted": (
+        "groups.cu",
+        "own.add({gamma * sum_dy, gamma * sum_xhat_dy});",
+        "own.add({sum_dy, sum_xhat_dy});",
+    ),
     # What is computed
     "sums are not moved to the channel's pivot": (
         "reduction.cuh",

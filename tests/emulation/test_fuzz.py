@@ -192,13 +192,16 @@ def run(case, run_ops, tensors, reuse):
 
 
 def run_per_instance(case, run_ops, tensors, reuse):
-    """Calls every op that treats each sample by itself, and returns their results by name."""
+    """Calls every op that treats each sample by itself, and returns their results by name. Some channels share
+    statistics."""
     x, dz, residual, weight, bias, mean, var = (copy(t) for t in tensors)
     weight, bias, mean, var = (None if t is None else t.repeat(len(x)) for t in (weight, bias, mean, var))
+    channels = case.shape[1]
+    shared = case.choose.choice([1, *(k for k in range(1, channels + 1) if channels % k == 0)])
     arithmetic = (EPS, case.signed, find(case.activation).code, case.param)
-    results = dict(zip(("mean", "var"), run_ops["statistics"](x, True), strict=True))
-    running = (mean, var) if case.training else (None, None)
-    given = (weight, bias, residual, *running, 0.3, None, *arithmetic, True, True)
+    results = dict(zip(("mean", "var"), run_ops["statistics"](x, shared), strict=True))
+    running = (mean, var) if case.training and shared == 1 else (None, None)
+    given = (weight, bias, residual, *running, 0.3, None, *arithmetic, True, shared)
     if reuse:
         _, batch_var = run_ops["local_forward"](x, *given)
         z = x
@@ -213,7 +216,8 @@ def run_per_instance(case, run_ops, tensors, reuse):
         outputs["dweight"] = torch.full_like(weight, torch.nan)
     if bias is not None:
         outputs["dbias"] = torch.full_like(bias, torch.nan)
-    given = (weight, bias, residual, *arithmetic, case.training, True)
+    outputs = {name: t for name, t in outputs.items() if case.choose.random() < 0.8}
+    given = (weight, bias, residual, *arithmetic, case.training, shared)
     run_ops["local_backward"](z, dz, batch_var, *given, **outputs)
     return results | outputs
 

@@ -58,16 +58,19 @@ def op_samples(dtype, device):
 
 def per_instance_samples(x, dz, weight, tail):
     weights = weight.repeat(len(x))
-    mean, var = ops.statistics(x, True)
+    mean, var = ops.statistics(x, 1)
     running, outputs = (mean.clone(), var.clone()), {"dx": torch.empty_like(x), "dweight": torch.empty_like(weights)}
     return {
-        "statistics, per instance": ((x, True), {}),
-        "local_forward, per instance": ((x, weights, None, dz, *running, 0.1, None, *tail, True, True), {}),
+        "statistics, per instance": ((x, 1), {}),
+        "local_forward, per instance": ((x, weights, None, dz, *running, 0.1, None, *tail, True, 1), {}),
         "local_forward_out, per instance": (
-            (x, weights, None, None, *running, 0.1, None, *tail, True, True),
+            (x, weights, None, None, *running, 0.1, None, *tail, True, 1),
             {"z": torch.empty_like(x)},
         ),
-        "local_backward, per instance": ((x, dz, var, weights, None, None, *tail, True, True), outputs),
+        "local_backward, per instance": ((x, dz, var, weights, None, None, *tail, True, 1), outputs),
+        "statistics, of groups": ((x, 2), {}),
+        "local_forward, of groups": ((x, weights, None, dz, None, None, 0.1, None, *tail, True, 2), {}),
+        "local_backward, of groups": ((x, dz, var, weights, None, None, *tail, True, 2), outputs),
     }
 
 

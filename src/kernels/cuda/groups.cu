@@ -9,11 +9,12 @@ namespace {
 constexpr int group_threads = 64;
 
 // The sum of all threads' totals, in all threads. `memory` is shared, and may be used again after the next barrier.
-__device__ inline Totals sum_of_block(const Totals& own, Totals* memory) {
-  memory[threadIdx.x] = own;
+__device__ Totals sum_of_block(const Totals& own, Totals* memory) {
+  const int thread = static_cast<int>(threadIdx.x);
+  memory[thread] = own;
   for (int half = group_threads / 2; half > 0; half /= 2) {
     __syncthreads();
-    if (threadIdx.x < half) memory[threadIdx.x].add(memory[threadIdx.x + half]);
+    if (thread < half) memory[thread].add(memory[thread + half]);
   }
   __syncthreads();
   return memory[0];

@@ -39,6 +39,12 @@ class Call {
     emulation::add_area({name, data, sizeof(T), {{count, 1}}, fresh ? use_both : use_read, fresh});
     return *this;
   }
+  // Vectors that an op has made and goes on with.
+  template <typename T>
+  Call& changed(const char* name, T* data, int64_t count) {
+    emulation::add_area({name, data, sizeof(T), {{count, 1}}, use_both});
+    return *this;
+  }
   template <typename scalar_t>
   Call& channels(const char* name, const ChannelVector<scalar_t>& vector, unsigned uses) {
     const int64_t bytes = vector.narrow ? sizeof(scalar_t) : sizeof(opmath_type<scalar_t>);
@@ -139,6 +145,22 @@ void local_backward(const LocalBackwardArgs<scalar_t>& args) {
 }
 
 template <typename scalar_t>
+void merge_groups(const MergeArgs<scalar_t>& args) {
+  Call call(args.extent);
+  call.changed("mean", args.mean, args.extent.channels).changed("var", args.var, args.extent.channels);
+  cuda::merge_groups(args);
+}
+
+template <typename scalar_t>
+void share_sums(const ShareArgs<scalar_t>& args) {
+  Call call(args.extent);
+  const int64_t channels = args.extent.channels;
+  call.changed("sum_dy", args.sum_dy, channels).changed("sum_xhat_dy", args.sum_xhat_dy, channels);
+  call.affine(args.affine).channels("dweight", args.dweight, use_write).channels("dbias", args.dbias, use_write);
+  cuda::share_sums(args);
+}
+
+template <typename scalar_t>
 void inverse(const InverseArgs<scalar_t>& args) {
   Call call(Extent{Order::rows, 0, args.count, 1});
   call.vector("z", args.z, args.count, use_read).vector("y", args.y, args.count, use_write);
@@ -153,6 +175,8 @@ void inverse(const InverseArgs<scalar_t>& args) {
   template void backward_reduce(const BackwardReduceArgs<scalar_t>&); \
   template void backward(const BackwardArgs<scalar_t>&);              \
   template void local_backward(const LocalBackwardArgs<scalar_t>&);   \
+  template void merge_groups(const MergeArgs<scalar_t>&);             \
+  template void share_sums(const ShareArgs<scalar_t>&);               \
   template void inverse(const InverseArgs<scalar_t>&);
 INPLACE_ABN_FOR_ALL_TYPES(INSTANTIATE)
 
