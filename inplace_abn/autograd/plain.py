@@ -33,10 +33,7 @@ def abn(x: Tensor, operands: Operands, settings: Settings, inplace: bool = True)
 
 def of_samples(x: Tensor, operands: Operands, settings: Settings) -> Tensor:
     """torch's instance or group norm, scaled by the weight itself, and the activation, in a new tensor."""
-    if settings.shared > 1:
-        y = _group_norm(x, operands, settings)
-    else:
-        y = _instance_norm(x, operands, settings)
+    y = _group_norm(x, operands, settings) if settings.shared > 1 else _instance_norm(x, operands, settings)
     # Compilers make better code from ops that write to new memory.
     return _added_and_activated(y, operands, settings, not torch.compiler.is_compiling())
 

@@ -107,7 +107,8 @@ class InPlaceGroupNorm(guard.Guarded, ActivatedNorm):
         guard.check_interval(guard_interval)
         if num_groups < 1 or num_channels < 1 or num_channels % num_groups:
             raise ValueError(
-                f"inplace_abn: expected num_channels to be a multiple of num_groups, got {num_channels} and {num_groups}"
+                f"inplace_abn: expected num_channels to be a multiple of num_groups, got {num_channels} and "
+                f"{num_groups}"
             )
         super().__init__(
             num_channels, eps, None, affine, False, activation, activation_param, device=device, dtype=dtype
