@@ -251,8 +251,8 @@ class InPlaceGroupNorms(InPlaceNorm):
         return x.float() if _torch.has_kernel("aten::group_norm", f"Autocast{device.upper()}") else x
 
     def _laid_out(self, x: Tensor) -> Tensor:
-        # Only torch's kernel for the CPU keeps the memory format. One channel in each group is an InstanceNorm here.
-        return x if x.is_cpu and self.shared > 1 and has_standard_strides(x) else x.contiguous()
+        # Only torch's kernel for the CPU keeps the memory format.
+        return x if x.is_cpu and has_standard_strides(x) else x.contiguous()
 
 
 def _operands(module: Any) -> Operands:

@@ -148,7 +148,8 @@ def native(
         y: Tensor = KeptABNFunction.apply(x, weight, bias, None, mean, var, settings)
         return y
     samples, channels = x.shape[:2]
-    if settings.shared > 1:
+    # An instance norm's x is contiguous. A group norm of one channel per group keeps x's memory format.
+    if settings.shared > 1 or (settings.per_instance and not x.is_contiguous()):
         return F.group_norm(x, channels // settings.shared, weight, bias, settings.eps)
     if settings.per_instance:
         folded = x.reshape(1, samples * channels, -1)

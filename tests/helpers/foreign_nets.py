@@ -9,12 +9,13 @@ def spread(model, seed=0):
     """Gives norms weights and biases as training leaves them. Weights have both signs and are away from zero."""
     generator = torch.Generator().manual_seed(seed)
     for module in model.modules():
-        if isinstance(module, nn.modules.batchnorm._NormBase) and module.weight is not None:
+        if isinstance(module, (nn.modules.batchnorm._NormBase, nn.GroupNorm)) and module.weight is not None:
             with torch.no_grad():
-                magnitude = torch.empty(module.num_features).uniform_(0.5, 1.5, generator=generator)
-                sign = torch.where(torch.rand(module.num_features, generator=generator) < 0.3, -1.0, 1.0)
+                channels = len(module.weight)
+                magnitude = torch.empty(channels).uniform_(0.5, 1.5, generator=generator)
+                sign = torch.where(torch.rand(channels, generator=generator) < 0.3, -1.0, 1.0)
                 module.weight.copy_(magnitude * sign)
-                module.bias.copy_(torch.empty(module.num_features).normal_(generator=generator))
+                module.bias.copy_(torch.empty(channels).normal_(generator=generator))
     return model
 
 
@@ -120,6 +121,18 @@ class BatchNormAct2d(nn.BatchNorm2d):
             x, self.running_mean, self.running_var, self.weight, self.bias, self.training, self.momentum, self.eps
         )
         return self.act(self.drop(x))
+
+
+class GroupNormAct(nn.GroupNorm):
+    """A module like timm's: GroupNorm, dropout of blocks and activation in one."""
+
+    def __init__(self, channels, groups, act=nn.ReLU):
+        super().__init__(groups, channels)
+        self.drop = nn.Identity()
+        self.act = nn.Identity() if act is None else act(inplace=True)
+
+    def forward(self, x):
+        return self.act(self.drop(F.group_norm(x, self.num_groups, self.weight, self.bias, self.eps)))
 
 
 class TimmBlock(nn.Module):

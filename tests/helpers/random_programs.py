@@ -30,6 +30,10 @@ NORMS = [
     "nn.InstanceNorm2d(8, affine=True)",
     "nn.InstanceNorm2d(8, affine=True, track_running_stats=True)",
     "nn.InstanceNorm2d(8, affine=True, track_running_stats=True).eval()",
+    "nn.GroupNorm(2, 8)",
+    "nn.GroupNorm(4, 8)",
+    "nn.GroupNorm(1, 8, affine=False)",
+    "nn.GroupNorm(8, 8)",
 ]
 # What is done to a norm before the model trains.
 CHANGES = [
@@ -211,7 +215,7 @@ def drawn(seed):
     returned = [values[-1], *(v for v in values[:-1] if choose.random() < 0.3)]
     try:
         return Program(setup + changes, body, returned)
-    except (AttributeError, TypeError, ValueError, RuntimeError):
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError):
         # Some changes exclude each other, and norms without parameters have none.
         return Program(setup, body, returned)
 
