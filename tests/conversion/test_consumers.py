@@ -97,7 +97,7 @@ FOLLOWS = {
     "relu6": nn.ReLU6,
     "selu": nn.SELU,
     "softplus": nn.Softplus,
-    "group norm": lambda: nn.GroupNorm(2, 8),
+    "layer norm": lambda: nn.LayerNorm(16),
     "pooling": lambda: nn.MaxPool2d(2),
 }
 
