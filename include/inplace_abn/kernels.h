@@ -77,7 +77,8 @@ struct RunningUpdate {
   }
 };
 
-// mean and biased variance of x per channel; zero for an empty x.
+// mean and biased variance of x per channel, or for `group_statistics` per group of channels, given to each channel of
+// the group; zero for an empty x.
 template <typename scalar_t>
 struct StatisticsArgs {
   Extent extent;
@@ -159,13 +160,6 @@ struct LocalBackwardArgs {
   ChannelVector<scalar_t> dweight, dbias;
   View<const scalar_t> residual{};
   View<scalar_t> dresidual{}, xhat{};
-};
-
-// Gives each channel of an instance the statistics of its group, `extent.shared` neighbours, in place of its own.
-template <typename scalar_t>
-struct MergeArgs {
-  Extent extent;
-  opmath_type<scalar_t>*mean, *var;
 };
 
 // From the sums over dy and xhat * dy per channel: the gradients of the parameters, and, written over the sums, what
@@ -298,7 +292,7 @@ LocalBackwardArgs<scalar_t> of_instance(const LocalBackwardArgs<scalar_t>& args,
   template <typename scalar_t>                                    \
   void local_backward(const LocalBackwardArgs<scalar_t>& args);   \
   template <typename scalar_t>                                    \
-  void merge_groups(const MergeArgs<scalar_t>& args);             \
+  void group_statistics(const StatisticsArgs<scalar_t>& args);    \
   template <typename scalar_t>                                    \
   void share_sums(const ShareArgs<scalar_t>& args);               \
   template <typename scalar_t>                                    \

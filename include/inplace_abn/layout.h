@@ -84,9 +84,9 @@ inline bool has_even_planes(const Geometry& t) {
 
 // How statistics are taken of a call's tensors.
 struct Division {
-  int64_t shared = 0;   // 0: each channel's of the batch; else each sample's, of so many neighbouring channels
-  bool even = false;    // whether planes of all samples can be taken for channels of one instance
-  bool parted = false;  // whether each group of `shared` channels, not each sample, becomes an instance
+  int64_t shared = 0;  // 0: each channel's of the batch; else each sample's, of so many neighbouring channels
+  bool even = false;   // whether planes of all samples can be taken for channels of one instance
+  int64_t run = 0;     // of how many such channels an instance consists; 0 for all
 
   bool per_instance() const { return shared > 0; }
 };
@@ -100,8 +100,8 @@ inline Extent make_extent(const Geometry& t, Order order, const Division& divisi
   }
   if (order == Order::rows) return {order, space, channels, 1, batch, shared};
   if (!division.even) return {order, 1, channels, space, batch, shared};
-  if (division.parted) return {order, 1, shared, space, batch * channels / shared, shared};
-  return {order, 1, batch * channels, space, 1, shared};
+  const int64_t run = division.run > 0 ? division.run : batch * channels;
+  return {order, 1, run, space, run > 0 ? batch * channels / run : 1, shared};
 }
 
 // The order in which `t` can be walked without a copy, preferring the one with the longer contiguous runs.
@@ -122,7 +122,7 @@ View<scalar_t> make_view(scalar_t* data, const Geometry& t, Order order, const D
   if (!per_instance) return {data, t.stride(0), t.stride(1)};
   // Planes of one channel each are even at the distance of samples.
   const int64_t step = t.size(1) == 1 ? t.stride(0) : t.stride(1);
-  return {data, 0, step, division.even && division.parted ? division.shared * step : t.stride(0)};
+  return {data, 0, step, division.even && division.run > 0 ? division.run * step : t.stride(0)};
 }
 
 }  // namespace inplace_abn

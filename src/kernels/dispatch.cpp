@@ -83,10 +83,11 @@ opmath_type<scalar_t>* statistic_ptr(const Tensor& t) {
 
 template <typename scalar_t>
 void statistics_of(const Tensor& x, const StatisticsArgs<scalar_t>& args) {
-  CALL_BACKEND(x, statistics, args);
-  if (args.extent.shared == 1) return;
-  const MergeArgs<scalar_t> merge{args.extent, args.mean, args.var};
-  CALL_BACKEND(x, merge_groups, merge);
+  if (args.extent.shared > 1) {
+    CALL_BACKEND(x, group_statistics, args);
+  } else {
+    CALL_BACKEND(x, statistics, args);
+  }
 }
 
 // The three steps of a call whose channels share statistics in groups. The kernels of the fused calls finish each

@@ -3,6 +3,7 @@
 
 #include <torch/csrc/stable/ops.h>
 
+#include <algorithm>
 #include <deque>
 #include <utility>
 #include <vector>
@@ -32,8 +33,7 @@ class Operands {
     const bool per_instance = division_.per_instance();
     order_ = native_order(g, per_instance).value_or(channels_are_innermost(g) ? Order::rows : Order::planes);
     division_.even = per_instance && order_ == Order::planes && has_even_planes(g);
-    // A group of channels fits into a processor's cache. A device has one launch for all of them.
-    division_.parted = shared > 1 && !has_launches(like);
+    if (shared > 1 && division_.even && !has_launches(like)) division_.run = channels_in_cache(like);
     extent_ = make_extent(g, order_, division_);
   }
 
@@ -95,6 +95,18 @@ class Operands {
   }
 
  private:
+  // So many channels that their values stay in a processor's cache from one step of a call to the next. They are whole
+  // groups, and divide those of all samples.
+  int64_t channels_in_cache(const Tensor& like) const {
+    constexpr int64_t elements = 64 * 1024;
+    const int64_t groups = like.size(0) * like.size(1) / division_.shared;
+    const int64_t group_elements = groups == 0 ? 0 : like.numel() / groups;
+    int64_t together =
+        std::clamp<int64_t>(elements / std::max<int64_t>(1, group_elements), 1, std::max<int64_t>(1, groups));
+    while (together > 1 && groups % together != 0) --together;
+    return together * division_.shared;
+  }
+
   static bool is_dense_vector(const Tensor& t) { return t.size(0) <= 1 || t.stride(0) == 1; }
 
   static bool channels_are_innermost(const Geometry& g) {

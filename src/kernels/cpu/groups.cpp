@@ -1,12 +1,37 @@
+#include <algorithm>
+
 #include "inplace_abn/kernels.h"
 #include "moments.h"
 
 namespace inplace_abn::cpu {
 
+namespace {
+
+// Planes that lie one behind the other are one long plane.
 template <typename scalar_t>
-void merge_groups(const MergeArgs<scalar_t>& args) {
+void statistics_of_dense_groups(const StatisticsArgs<scalar_t>& args) {
+  const int64_t shared = args.extent.shared, groups = args.extent.channels / shared;
+  const View<const scalar_t> x{args.x.data, 0, shared * args.extent.space};
+  statistics(StatisticsArgs<scalar_t>{{Order::planes, 1, groups, shared * args.extent.space}, x, args.mean, args.var});
+  // From the last group on, because a group's statistics stand before those of its channels.
+  for (int64_t g = groups - 1; g >= 0; --g) {
+    const auto mean = args.mean[g], var = args.var[g];
+    std::fill_n(args.mean + g * shared, shared, mean);
+    std::fill_n(args.var + g * shared, shared, var);
+  }
+}
+
+}  // namespace
+
+template <typename scalar_t>
+void group_statistics(const StatisticsArgs<scalar_t>& args) {
   using opmath_t = opmath_type<scalar_t>;
   const int64_t shared = args.extent.shared;
+  if (args.extent.order == Order::planes && args.extent.batch == 1 && args.x.channel_stride == args.extent.space) {
+    statistics_of_dense_groups(args);
+    return;
+  }
+  statistics(args);
   for (int64_t first = 0; first < args.extent.channels; first += shared) {
     Moments moments;
     for (int64_t c = first; c < first + shared; ++c) {
@@ -42,8 +67,8 @@ void share_sums(const ShareArgs<scalar_t>& args) {
   }
 }
 
-#define INSTANTIATE(scalar_t)                             \
-  template void merge_groups(const MergeArgs<scalar_t>&); \
+#define INSTANTIATE(scalar_t)                                      \
+  template void group_statistics(const StatisticsArgs<scalar_t>&); \
   template void share_sums(const ShareArgs<scalar_t>&);
 INPLACE_ABN_FOR_ALL_TYPES(INSTANTIATE)
 

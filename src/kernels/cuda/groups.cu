@@ -22,7 +22,7 @@ __device__ Totals sum_of_block(const Totals& own, Totals* memory) {
 
 template <typename scalar_t>
 __global__ void __launch_bounds__(group_threads)
-    merge_kernel(const int64_t first_block, const MergeArgs<scalar_t> args) {
+    merge_kernel(const int64_t first_block, const StatisticsArgs<scalar_t> args) {
   using opmath_t = opmath_type<scalar_t>;
   __shared__ Totals memory[group_threads];
   const int64_t shared = args.extent.shared, first = (first_block + blockIdx.x) * shared;
@@ -66,7 +66,8 @@ __global__ void __launch_bounds__(group_threads)
 }  // namespace
 
 template <typename scalar_t>
-void merge_groups(const MergeArgs<scalar_t>& args) {
+void group_statistics(const StatisticsArgs<scalar_t>& args) {
+  statistics(args);
   launch(merge_kernel<scalar_t>, args.extent.channels / args.extent.shared, group_threads, args);
 }
 
@@ -75,8 +76,8 @@ void share_sums(const ShareArgs<scalar_t>& args) {
   launch(share_kernel<scalar_t>, args.extent.channels / args.extent.shared, group_threads, args);
 }
 
-#define INSTANTIATE(scalar_t)                             \
-  template void merge_groups(const MergeArgs<scalar_t>&); \
+#define INSTANTIATE(scalar_t)                                      \
+  template void group_statistics(const StatisticsArgs<scalar_t>&); \
   template void share_sums(const ShareArgs<scalar_t>&);
 INPLACE_ABN_FOR_ALL_TYPES(INSTANTIATE)
 

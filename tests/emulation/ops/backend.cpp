@@ -145,10 +145,12 @@ void local_backward(const LocalBackwardArgs<scalar_t>& args) {
 }
 
 template <typename scalar_t>
-void merge_groups(const MergeArgs<scalar_t>& args) {
+void group_statistics(const StatisticsArgs<scalar_t>& args) {
   Call call(args.extent);
-  call.changed("mean", args.mean, args.extent.channels).changed("var", args.var, args.extent.channels);
-  cuda::merge_groups(args);
+  const int64_t channels = args.extent.channels;
+  call.view("x", args.x, use_read).vector("mean", args.mean, channels, use_write);
+  call.vector("var", args.var, channels, use_write);
+  cuda::group_statistics(args);
 }
 
 template <typename scalar_t>
@@ -175,7 +177,7 @@ void inverse(const InverseArgs<scalar_t>& args) {
   template void backward_reduce(const BackwardReduceArgs<scalar_t>&); \
   template void backward(const BackwardArgs<scalar_t>&);              \
   template void local_backward(const LocalBackwardArgs<scalar_t>&);   \
-  template void merge_groups(const MergeArgs<scalar_t>&);             \
+  template void group_statistics(const StatisticsArgs<scalar_t>&);    \
   template void share_sums(const ShareArgs<scalar_t>&);               \
   template void inverse(const InverseArgs<scalar_t>&);
 INPLACE_ABN_FOR_ALL_TYPES(INSTANTIATE)
