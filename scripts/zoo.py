@@ -8,7 +8,7 @@
 Only the models of the packages are needed, so the packages are installed without their dependencies:
 
     pip install --no-deps timm torchvision segmentation-models-pytorch ultralytics opencv-python-headless \\
-        monai dynamic-network-architectures transformers
+        monai dynamic-network-architectures transformers diffusers
 
 Take the torchvision that was made for this torch. Models are built from their configurations, with random weights, and
 run in float32 on the CPU. The native and the converted model take turns.
@@ -60,8 +60,8 @@ PAGE = """# Public models
 
 - **gradients**: whether `inplace_abn.verify` finds all gradients, outputs and running statistics of a training step in
   float64 equal to the original's, and the largest relative difference of a gradient.
-- **in place**: how many of the norms (BatchNorms or InstanceNorms), and of the activations without a norm, are in place
-  after `convert(model)`.
+- **in place**: how many of the norms (BatchNorms, InstanceNorms or GroupNorms), and of the activations without a norm,
+  are in place after `convert(model)`.
 - **held**: what the forward pass of the original holds for backward, in float32 on the CPU, with an input of the shape
   that stands beside the name. **converted** is the share of that which is held after `convert(model)`.
 - **step**: what a training step of the converted model takes, in the original's time; {threads}, beside whatever else
@@ -155,6 +155,34 @@ def hugging_face(name: str, **options: Any) -> Entry:
     return Entry("transformers", "transformers", make)
 
 
+class Denoising(nn.Module):
+    """A net for diffusion at a fixed time."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise: Tensor = self.net(x, 10).sample
+        return noise
+
+
+def unet(attention: bool) -> Entry:
+    kind = "Attn" if attention else ""
+    blocks = {f"{way.lower()}_block_types": (f"{kind}{way}Block2D",) * 3 for way in ("Down", "Up")}
+    make = lambda package: Denoising(package.UNet2DModel(block_out_channels=(64, 128, 128), **blocks))  # noqa: E731
+    return Entry("diffusers", "diffusers", make)
+
+
+def autoencoder() -> Entry:
+    blocks = {
+        f"{way.lower()}_block_types": (f"{way}{part}Block2D",) * 3
+        for way, part in (("Down", "Encoder"), ("Up", "Decoder"))
+    }
+    make = lambda package: package.AutoencoderKL(block_out_channels=(64, 128, 128), **blocks)  # noqa: E731
+    return Entry("diffusers", "diffusers", make)
+
+
 def demo(activation: str) -> Entry:
     """The demo's segmentation net, which needs torch alone."""
     return Entry("segmentation.net", "torch", lambda package: package.UNet(11, activation))
@@ -179,7 +207,10 @@ TIMM = (
     *("resnet50", "dla34", "skresnet34", "regnety_002", "resnetv2_50", "dpn68"),
     *("densenet121", "efficientnet_b0", "hgnetv2_b0"),
 )
-TIMM_224 = ("vit_small_patch16_224", "swin_tiny_patch4_window7_224", "convnext_tiny", "mixer_s16_224")
+TIMM_224 = (
+    *("vit_small_patch16_224", "swin_tiny_patch4_window7_224", "convnext_tiny", "mixer_s16_224"),
+    "resnetv2_50x1_bit",
+)
 """Models without batch norm. Some of them take images of this size only."""
 NNUNET: dict[str, tuple[Any, ...]] = {"2d, BatchNorm": (2, "BatchNorm"), "2d": (2,), "3d": (3,)}
 ZOO = {
@@ -236,6 +267,9 @@ ZOO = {
         num_labels=5,
     ),
     "HF MobileViT": hugging_face("MobileViTForImageClassification", image_size=64),
+    "diffusers UNet2DModel": unet(attention=False),
+    "diffusers UNet2DModel, attention": unet(attention=True),
+    "diffusers AutoencoderKL": autoencoder(),
 }
 
 

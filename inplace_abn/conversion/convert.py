@@ -37,7 +37,7 @@ class NormActivation(nn.Sequential):
 def convert(
     model: nn.Module, *, sync: bool = False, filter_fn: Callable[[nn.Module, str], bool] | None = None
 ) -> nn.Module:
-    """Makes the BatchNorms, InstanceNorms and activations of ``model`` work in place.
+    """Makes the BatchNorms, InstanceNorms, GroupNorms and activations of ``model`` work in place.
 
     A module becomes a subclass of its class (`conversion.classes`), with the same parameters, buffers and keys of the
     state dict. So optimizers that were made before remain valid, and checkpoints load both ways. Nothing else changes,
