@@ -373,7 +373,7 @@ def test_one_channels_last_sample_has_the_gradient_of_the_formulas_in_place_or_n
     oracle(expected, x.new_ones(3), x.new_zeros(3), None, None, **what).backward(dz)
     settings = Settings("identity", 0.0, 1e-5, True, True, None)
     for function in (
-        lambda t: plain.instance_norm(t, Operands(None, None), settings),
+        lambda t: plain.of_samples(t, Operands(None, None), settings),
         lambda t: inplace_instance_norm(t, None, None, None, None, **what),
     ):
         leaf = x.clone().requires_grad_()
