@@ -1,4 +1,4 @@
-"""Converted activations: without a norm before them, they keep their result for backward, and not their input.
+"""Activations without a norm before them: they keep their result for backward, and not their input.
 
 What follows an activation mostly keeps the activation's result: a convolution, a linear layer. torch's activation keeps
 its input as well. Here backward recovers the input from the result, as it does for a norm with an activation. The call
@@ -22,6 +22,7 @@ from inplace_abn.autograd import nodes
 from inplace_abn.autograd.backward import Values
 from inplace_abn.conversion import watch
 from inplace_abn.conversion.converted import Converted, Note, Past, has_standard_strides, may_have_node
+from inplace_abn.conversion.offered import settled
 from inplace_abn.conversion.pending import Pending
 from inplace_abn.guard.figures import THRESHOLDS
 from inplace_abn.kernels import ops
@@ -36,34 +37,24 @@ OF_NORM = Note("", False, "it is part of the norm before it")
 """What an activation did that was fused with a norm."""
 
 
-class InPlaceActivation(Converted):
-    """The part that all converted activations have in common. A converted activation has the same attributes.
+class ActivationAlone(Converted):
+    """What an activation without a norm does. It may be a module, or a function that is called (`conversion.called`).
 
-    If its input is the output of a converted norm, the two are fused, and this module does nothing of its own. The
-    watch gives an activation up that saves nothing, because what follows does not keep its result, or because
+    The watch gives an activation up that saves nothing, because what follows does not keep its result, or because
     something else keeps its input. In place (``inplace=True``), without a graph, for compilers, and under tracers,
-    transforms and dispatch modes it does what it did before conversion.
+    transforms and dispatch modes it does what torch does.
 
     It keeps its result for the first time in a step that is watched, because what follows may read or write to it.
     """
 
-    def forward(self, input: Tensor) -> Tensor:
-        if isinstance(input, fx.Proxy):
-            return as_leaf(self, input)
-        z = None
-        if type(input) is Pending:
-            # If the norm is given up, what follows may be why, so this activation is then torch's as well.
-            self._past.note, self._past.follows_norm = OF_NORM, True
-        elif torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            z = self._recoverable(input)
-        return self._noted(input, super().forward(input)) if z is None else z  # type: ignore[misc]
+    def recoverable(self, x: Tensor, activation: tuple[str, float] | None, follows: str = "") -> Tensor | None:
+        """The result, from which backward recovers x; None where the activation does what torch does.
 
-    def _recoverable(self, x: Tensor) -> Tensor | None:
-        """The result, from which backward recovers x; None where the activation does what it did before conversion."""
+        ``follows`` is what the report says of it.
+        """
         self._note_watch()
         if self._past.follows_norm or self._is_given_up():
             return None
-        activation = applied(self)
         if activation is None or not _is_suitable(x, activation):
             self._past.note = Note(why=_NOT_APPLIED if activation is None else _UNSUITABLE)
             return None
@@ -86,7 +77,7 @@ class InPlaceActivation(Converted):
         z = functions.attached(x, nodes.Result(z, saved), Operands(None, None), Values(None, None, var), settings)
         if observer is not None:
             observer.note(watch.Result(self, *activation, True, is_alone=True, saved=saved), x, z, None)
-        self._past.note = Note(in_place=True, why="")
+        self._past.note = Note(follows, in_place=True, why="")
         return z
 
     def _is_known(self) -> bool:
@@ -99,16 +90,34 @@ class InPlaceActivation(Converted):
         # A checkpoint's recomputation does what its forward pass did.
         return guard.of_forward_pass(f"known {id(self)}", past.is_known)
 
-    def _noted(self, x: Tensor, z: Tensor) -> Tensor:
+    def noted(self, x: Tensor, z: Tensor, activation: tuple[str, float] | None) -> Tensor:
         """z as torch computes it. A pass without gradients is watched, too: backward may repeat it with gradients."""
-        module: Any = self
-        if torch.compiler.is_compiling() or torch.is_grad_enabled() or not module.training or _torch.in_backward():
+        layer: Any = self
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or not layer.training or _torch.in_backward():
             return z
-        watching, activation = watch.current(), applied(self)
+        watching = watch.current()
         self._past.was_watched = watching is not None
         if watching is not None and activation is not None:
             watching.note_native_activation(self, activation, x, z)
         return z
+
+
+class InPlaceActivation(ActivationAlone):
+    """The part that all converted activation modules have in common. A converted module has the same attributes.
+
+    If its input is the output of a converted norm, the two are fused, and this module does nothing of its own.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        if isinstance(input, fx.Proxy):
+            return as_leaf(self, input)
+        x, z, activation = settled(input), None, applied(self)
+        if type(x) is Pending:
+            # If the norm is given up, what follows may be why, so this activation is then torch's as well.
+            self._past.note, self._past.follows_norm = OF_NORM, True
+        elif torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            z = self.recoverable(x, activation)
+        return self.noted(x, super().forward(x), activation) if z is None else z  # type: ignore[misc]
 
     def activations(self) -> set[str]:
         activation = applied(self)

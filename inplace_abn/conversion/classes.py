@@ -11,8 +11,10 @@ from torch import Tensor, fx, nn
 from inplace_abn import guard
 from inplace_abn.conversion import watch
 from inplace_abn.conversion.activations import READERS, InPlaceActivation, applied, qualified
+from inplace_abn.conversion.called import is_maker
 from inplace_abn.conversion.converted import Converted
 from inplace_abn.conversion.norms import InPlaceGroupNorms, InPlaceInstanceNorms, InPlaceNorm
+from inplace_abn.conversion.offered import settled
 from inplace_abn.conversion.pending import plain
 from inplace_abn.modules.abn import as_leaf
 from inplace_abn.settings import check_hyperparameters
@@ -121,6 +123,11 @@ def is_activation(module: nn.Module) -> bool:
     return isinstance(module, InPlaceActivation) or (qualified(type(module)) in READERS and applied(module) is not None)
 
 
+def is_fit_maker(module: nn.Module) -> bool:
+    """Whether the module may carry an activation that is called with its output, and carries none."""
+    return is_maker(module) and guard.CARRIED not in module.__dict__
+
+
 def is_norm(module: nn.Module) -> bool:
     """Whether the module is a norm, of a supported kind or by its name."""
     named = "norm" in type(module).__name__.lower() and not any(True for _ in module.children())
@@ -186,7 +193,7 @@ def _forward_with_activation(base: type[nn.Module]) -> Callable[[Any, Tensor], T
     def forward(self: Any, x: Tensor) -> Tensor:
         if isinstance(x, fx.Proxy):
             return as_leaf(self, x)
-        x = plain(x)
+        x = plain(settled(x))
         y = self._normalised(x)
         unwatched = watch.current() is None or torch.is_grad_enabled()
         if y is None and unwatched and (self._participating() is None or not self.training):

@@ -18,7 +18,7 @@ from torch.nn.utils import parametrize
 
 from inplace_abn import reference
 from inplace_abn.activations import find
-from inplace_abn.conversion import classes, hooks
+from inplace_abn.conversion import called, classes, hooks
 from inplace_abn.guard import strip
 from inplace_abn.modules.abn import InPlaceABN
 from inplace_abn.modules.group_norm import InPlaceGroupNorm
@@ -46,15 +46,17 @@ def convert(
     function follows that saves its input for backward, the norm keeps the same tensor instead of its own input. If
     anything else follows, the norm does what it did before.
 
-    An activation without a norm before it (GELU, SiLU, Mish, Hardswish, ELU and LeakyReLU, as modules that do not write
-    to their input) keeps its result for backward instead of its input, if what follows keeps that result anyway.
+    An activation without a norm before it (GELU, SiLU, Mish, Hardswish, ELU and LeakyReLU, which do not write to their
+    input) keeps its result for backward instead of its input, if what follows keeps that result anyway. It may be a
+    module, or a function that is called with the output of a linear layer or a convolution (``F.gelu(self.fc1(x))``),
+    or with a sum of that output. Such functions are found in training steps.
 
     Args:
         model: is modified. Copy it before (``copy.deepcopy``) to keep the original.
         sync: make all converted BatchNorms synchronise their statistics, in the default process group or the one of
             `inplace_abn.set_active_group`.
-        filter_fn: called with each norm and each activation, and its name. Those for which it returns False are left
-            as they are.
+        filter_fn: called with each norm, each activation, each linear layer and each convolution, and its name. Those
+            for which it returns False are left as they are.
 
     Returns:
         ``model``.
@@ -78,10 +80,15 @@ def convert(
         chosen = {name: module for name, module in chosen.items() if filter_fn(module, name)}
     for name, module in chosen.items():
         classes.adopt(module, name)
+    makers = {name: module for name, module in model.named_modules() if classes.is_fit_maker(module)}
+    if filter_fn is not None:
+        makers = {name: module for name, module in makers.items() if filter_fn(module, name)}
+    for name, module in makers.items():
+        called.carry(module, name)
     for module in (*chosen.values(), *before) if sync else ():
         if isinstance(module, classes.KINDS):
             module.__dict__["_synchronised"] = True
-    if chosen:
+    if chosen or makers:
         hooks.hook(model)
     activations = sum(classes.is_activation(module) for module in chosen.values())
     norms = [module for module in modules.values() if not classes.is_activation(module)]
@@ -136,6 +143,7 @@ def revert(
         norm.release()
         norm.__class__ = original
     hooks.unhook(model)
+    called.release(model)
     replaced: dict[nn.Module, nn.Module] = {}
     for module in list(model.modules()):
         if isinstance(module, _Built):

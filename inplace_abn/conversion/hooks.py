@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from inplace_abn import _torch, guard
-from inplace_abn.conversion import watch
+from inplace_abn.conversion import called, watch
+from inplace_abn.conversion.offered import Offered, settled
 from inplace_abn.conversion.pending import Pending, plain
 
 
@@ -59,7 +60,7 @@ def begin(model: nn.Module, args: Any) -> None:
         root = _roots[model] = _Root()
     if root.watched_at != guard.generations.current:
         root.calls.clear()
-    intervals = [m.guard_interval for m in model.modules() if isinstance(m, guard.Guarded) and m.guard_interval]
+    intervals = [layer.guard_interval for _, layer in guard.layers_of(model) if layer.guard_interval]
     root.watched_at, root.interval = guard.generations.current, min(intervals, default=0)
     root.calls[kind] += 1
     for part in model.modules():
@@ -67,6 +68,7 @@ def begin(model: nn.Module, args: Any) -> None:
             _remove(part, begin_part, end_part)
     if intervals:
         watch.start(model)
+        called.listen(model)
 
 
 def begin_part(part: nn.Module, args: Any) -> None:
@@ -74,16 +76,16 @@ def begin_part(part: nn.Module, args: Any) -> None:
 
 
 def end_part(part: nn.Module, _: Any, output: Any) -> None:
-    watch.end(part, output)
+    _end(part, output)
 
 
 def _hook_parts(model: nn.Module) -> None:
-    """Adds hooks to the parts of a model that contain norms, in case that the model itself is never called.
+    """Adds hooks to the parts of a model that contain layers, in case that the model itself is never called.
 
     The outermost part that is called is watched, and needs no hooks within it.
     """
-    norms = [name for name, module in model.named_modules() if isinstance(module, guard.Guarded)]
-    parts = {name[:i] for name in norms for i, character in enumerate(name) if character == "."}
+    layers = [name for name, _ in guard.layers_of(model)]
+    parts = {name[:i] for name in layers for i, character in enumerate(name) if character == "."}
     for name in sorted(parts):
         part = model.get_submodule(name)
         if end_part not in part._forward_hooks.values():
@@ -97,9 +99,14 @@ def finish(model: nn.Module, args: Any, result: Any) -> Any:
     It is called after an exception, too, with None for the result.
     """
     if type(result) is not Tensor:
-        result = torch.utils._pytree.tree_map_only(Pending, plain, result)
-    watch.end(model, result)
+        result = torch.utils._pytree.tree_map_only((Pending, Offered), lambda t: plain(settled(t)), result)
+    _end(model, result)
     return result
+
+
+def _end(model: nn.Module, output: Any) -> None:
+    if watch.end(model, output):
+        called.listen_less(model)
 
 
 def hook(model: nn.Module) -> None:

@@ -15,6 +15,7 @@ from inplace_abn.autograd import checks, forward
 from inplace_abn.compiling import batch_norm, trust
 from inplace_abn.conversion import plan, watch
 from inplace_abn.conversion.converted import Converted, Note, has_standard_strides, may_have_node
+from inplace_abn.conversion.offered import settled
 from inplace_abn.conversion.pending import pending, plain, planned
 from inplace_abn.conversion.waiting import NEAR_ZERO, NormCall
 from inplace_abn.guard import measuring
@@ -44,7 +45,7 @@ class InPlaceNorm(Converted):
     def forward(self, input: Tensor) -> Tensor:
         if isinstance(input, fx.Proxy):
             return as_leaf(self, input)
-        x = plain(input)
+        x = plain(settled(input))
         y = self._normalised(x)
         return self._noted(self._native(x)) if y is None else y
 

@@ -27,6 +27,7 @@ from inplace_abn.activations import IDENTITY
 from inplace_abn.conversion import watch
 from inplace_abn.conversion.consumers import kept
 from inplace_abn.conversion.naming import attached, made, record_plain
+from inplace_abn.conversion.offered import settled
 from inplace_abn.conversion.plan import Plan
 from inplace_abn.conversion.recognition import (
     IN_GRAPH,
@@ -98,6 +99,8 @@ class Pending(Tensor):
         kwargs = kwargs or {}
         read = KNOWN.get(func)
         if read is not None:
+            for t in args:
+                settled(t)
             call = read(args, kwargs)
             result = None
             if isinstance(call, Activating):

@@ -12,8 +12,10 @@ from typing import Any
 
 from torch import nn
 
+from inplace_abn import guard
 from inplace_abn.conversion import classes, table
 from inplace_abn.conversion.activations import OF_NORM
+from inplace_abn.conversion.called import NOT_CALLED
 from inplace_abn.conversion.convert import convert
 from inplace_abn.conversion.converted import Converted
 from inplace_abn.conversion.norms import InPlaceNorm
@@ -166,12 +168,13 @@ def report(model: nn.Module) -> Report:
     unsupported: Counter[str] = Counter()
     built = sum(isinstance(module, (InPlaceABN, InPlaceInstanceNorm, InPlaceGroupNorm)) for module in model.modules())
     for name, module in model.named_modules():
-        if isinstance(module, Converted):
-            note, is_norm = module.note(), isinstance(module, InPlaceNorm)
-            saved = module.bytes_saved if note.in_place else None
-            kind = classes.original_class(type(module)).__name__
-            if note != OF_NORM:
-                layers.append(Layer(name, kind, note.follows, note.in_place, note.why, saved, is_norm))
+        found = module.__dict__.get(guard.CARRIED, module)
+        if isinstance(found, Converted):
+            note, is_norm = found.note(), isinstance(found, InPlaceNorm)
+            saved = found.bytes_saved if note.in_place else None
+            kind = type(module) if found is not module else classes.original_class(type(module))
+            if note not in (OF_NORM, NOT_CALLED):
+                layers.append(Layer(name, kind.__name__, note.follows, note.in_place, note.why, saved, is_norm))
         elif not classes.is_norm(module):
             continue
         elif isinstance(module, classes.KINDS):
@@ -202,8 +205,8 @@ def analyze(model: nn.Module, /, *args: Any, **kwargs: Any) -> Report:
         raise TypeError(f"inplace_abn.analyze: expected model to be a torch.nn.Module, got {type(model).__name__}")
     with randomness_restored(model):
         other = convert(trainable(model))
-        for module in other.modules():
-            if isinstance(module, Converted):
-                module.forget()
+        for _, layer in guard.layers_of(other):
+            if isinstance(layer, Converted):
+                layer.forget()
         loss(other, copy.deepcopy(args), copy.deepcopy(kwargs)).backward()
         return report(other)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from inplace_abn import guard
 from inplace_abn.activations import find
 from inplace_abn.conversion import classes
 from inplace_abn.conversion.converted import Converted
@@ -151,7 +152,7 @@ def verify(
 def _activations(model: nn.Module) -> set[str]:
     """The activations that the model's in-place modules have applied."""
     fixed = {m.activation for m in model.modules() if isinstance(m, ActivatedNorm)}
-    return fixed.union(*(m.activations() for m in model.modules() if isinstance(m, Converted)))
+    return fixed.union(*(layer.activations() for _, layer in guard.layers_of(model) if isinstance(layer, Converted)))
 
 
 def _largest(errors: Iterable[float]) -> float:

@@ -11,9 +11,11 @@ At the end of the forward pass the watch finds out what the norms have saved.
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import weakref
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -366,19 +368,37 @@ def _give_up(layer: Any, why: str) -> None:
         )
 
 
+def _compiler_off() -> AbstractContextManager[None]:
+    """A context in which compiled code runs as it is written, so that the watch sees it.
+
+    Compilers do nothing under a dispatch mode, which is an error where a full graph is asked for.
+    """
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    try:
+        stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
+        return stance
+    except RuntimeError:  # this is code between two compiled graphs, whose compiler is at work
+        return nullcontext()
+
+
 def start(model: nn.Module) -> None:
     """Makes the calling thread watch a model's forward pass."""
     _local.watch, _local.root = Watch(), weakref.ref(model)
+    _local.compiler = _compiler_off()
+    _local.compiler.__enter__()
     _local.watch.__enter__()
 
 
-def end(model: nn.Module, output: Any) -> None:
-    """Ends the watch that `start` began for this model, if there is one."""
+def end(model: nn.Module, output: Any) -> bool:
+    """Ends the watch that `start` began for this model, and returns whether there was one."""
     watch = current()
     if watch is None or _local.root() is not model:
-        return
+        return False
     _local.watch = None
+    _local.compiler.__exit__(None, None, None)
     modes = _torch.dispatch_modes()
     if modes and modes[-1] is watch:
         watch.__exit__(None, None, None)
     watch.finish(output)
+    return True

@@ -27,6 +27,7 @@ from inplace_abn.guard import generations as generations
 from inplace_abn.guard.generations import has_changed_since, has_passed, is_paused, now, of_forward_pass, paused
 from inplace_abn.guard.layers import (
     CALLS,
+    CARRIED,
     ON_UNTRUSTED,
     Frozen,
     Guarded,
@@ -37,6 +38,7 @@ from inplace_abn.guard.layers import (
     forget,
     give_up,
     given_up,
+    layers_of,
     learn,
     look,
     may_run_in_place,
@@ -55,6 +57,7 @@ from inplace_abn.guard.layers import (
 
 __all__ = [
     "CALLS",
+    "CARRIED",
     "ON_UNTRUSTED",
     "Frozen",
     "Guarded",
@@ -69,6 +72,7 @@ __all__ = [
     "has_changed_since",
     "has_passed",
     "is_paused",
+    "layers_of",
     "learn",
     "look",
     "may_run_in_place",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,9 @@ from inplace_abn.guard.modes import Decision, Mode, State
 ON_UNTRUSTED = ("fallback", "warn", "raise")
 CALLS = 8
 """The largest number of calls that are measured in a generation. Without optimizer steps a generation never ends."""
+
+CARRIED = "_follows"
+"""The attribute of a module that is no guarded layer itself, but carries one."""
 
 _logger = logging.getLogger("inplace_abn")
 
@@ -354,6 +357,14 @@ def _judge(module: Any, mode: Mode, found: list[Figures]) -> None:
         _logger.log(logging.WARNING if module.on_untrusted == "warn" else logging.INFO, "%s", text)
 
 
+def layers_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The guarded layers of a model and their names: modules, and what a module carries."""
+    for name, module in model.named_modules():
+        for layer in (module, module.__dict__.get(CARRIED)):
+            if isinstance(layer, Guarded):
+                yield name, layer
+
+
 def set_guard(
     model: nn.Module,
     interval: int | None = None,
@@ -391,14 +402,13 @@ def set_guard(
         raise ValueError(
             f"inplace_abn.set_guard: expected on_untrusted to be one of {ON_UNTRUSTED}, got {on_untrusted!r}"
         )
-    for name, module in model.named_modules():
-        if isinstance(module, Guarded):
-            forget(module)
-            module.__dict__.update(guard_threshold=threshold, on_untrusted=on_untrusted)
-            if name:
-                module.__dict__["_guard_name"] = name
-            if interval is not None:
-                module.__dict__["guard_interval"] = interval
+    for name, layer in layers_of(model):
+        forget(layer)
+        layer.__dict__.update(guard_threshold=threshold, on_untrusted=on_untrusted)
+        if name:
+            layer.__dict__["_guard_name"] = name
+        if interval is not None:
+            layer.__dict__["guard_interval"] = interval
     return model
 
 

@@ -363,3 +363,24 @@ def test_data_parallel_wrappers(wrapper, checkpointed):
     errors = differences(losses(wrapped(converted)), losses(wrapped(model)))
     assert max(errors.values()) < 1e-6, errors
     check_given_up(converted)
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_compiled_functions_run_in_watched_steps(fullgraph):
+    """A function that was compiled as a full graph was torch's error in the first step."""
+    compiled = torch.compile(lambda h: h.tanh() * 2, backend="eager", fullgraph=fullgraph)
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm, self.last = conv(3, 4), nn.BatchNorm2d(4), conv(4, 4)
+
+        def forward(self, x):
+            return compiled(self.last(F.relu(self.norm(self.conv(x)))))
+
+    (layer,) = report(check_training(Net(), images())).layers
+    assert layer.in_place
+    # The compiler is at work again.
+    torch._dynamo.utils.counters.clear()
+    compiled(torch.randn([2] * (5 + fullgraph)))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1

@@ -1,0 +1,113 @@
+"""Activations that are called as functions, as in ``F.gelu(self.fc1(x))``.
+
+The module that makes the input, a linear layer or a convolution, carries what is known of the activation that follows.
+In watched passes the outputs of all these modules are offered to what follows (`conversion.offered`). From then on only
+modules whose output was activated go on offering it, so the others cost nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from inplace_abn import guard
+from inplace_abn.activations import is_relu
+from inplace_abn.conversion import watch
+from inplace_abn.conversion.activations import ActivationAlone, qualified
+from inplace_abn.conversion.converted import Note
+from inplace_abn.conversion.offered import offer
+from inplace_abn.conversion.recognition import Activating
+
+NOT_CALLED = Note()
+"""What is said of a module whose output was never activated."""
+_WITHOUT_GRADIENTS = "it was called without gradients only"
+
+
+class CalledActivation(ActivationAlone):
+    """What is known of the function that activates a module's output."""
+
+    _parameters: ClassVar[dict[str, Any]] = {}
+    training = True
+    """Whether the module is in training."""
+
+    @property
+    def is_called(self) -> bool:
+        """Whether an activation was ever called with the module's output."""
+        return self._past.note != NOT_CALLED
+
+    def activated(self, call: Activating, native: Callable[[], Tensor]) -> Tensor:
+        """The result of the call. ``native`` computes it as torch does."""
+        activation = call.activation, call.param
+        if not _gains(*activation):
+            return native()
+        if not self.is_called:
+            self._past.note = Note(call.activation, why=_WITHOUT_GRADIENTS)
+        z = self.recoverable(call.input, activation, call.activation) if torch.is_grad_enabled() else None
+        return self.noted(call.input, native(), activation) if z is None else z
+
+    def activations(self) -> set[str]:
+        return {self._past.note.follows} if self._past.note.in_place else set()
+
+
+def _gains(activation: str, param: float) -> bool:
+    """Whether torch keeps the input of the activation, and not its result, and the result determines the input."""
+    return not is_relu(activation, param) and (activation != "elu" or param <= 1)
+
+
+def is_maker(module: nn.Module) -> bool:
+    """Whether the module may carry an activation: it is a linear layer or a convolution."""
+    is_linear = qualified(type(module)) == "transformers.pytorch_utils.Conv1D"
+    return is_linear or isinstance(module, (nn.Linear, nn.modules.conv._ConvNd))
+
+
+def carry(module: nn.Module, name: str) -> None:
+    """Makes the module carry what is known of an activation of its output."""
+    layer = CalledActivation()
+    layer.adopt(name)
+    module.__dict__[guard.CARRIED] = layer
+
+
+def carried(model: nn.Module) -> Iterator[tuple[str, nn.Module, CalledActivation]]:
+    """The modules that carry an activation, with their names."""
+    for name, module in model.named_modules():
+        layer = module.__dict__.get(guard.CARRIED)
+        if layer is not None:
+            yield name, module, layer
+
+
+def _offer_output(module: nn.Module, _: Any, output: Any) -> None:
+    layer = module.__dict__.get(guard.CARRIED)
+    if layer is None or type(output) is not Tensor or torch.compiler.is_compiling():
+        return
+    if output.requires_grad or watch.current() is not None:
+        layer.training = module.training
+        offer(output, layer)
+
+
+def listen(model: nn.Module) -> None:
+    """Makes all modules that carry an activation offer their output."""
+    for _, module, _ in carried(model):
+        if _offer_output not in module._forward_hooks.values():
+            module.register_forward_hook(_offer_output)
+
+
+def listen_less(model: nn.Module) -> None:
+    """Makes only those modules go on whose output was activated in a way that saves memory."""
+    for _, module, layer in carried(model):
+        if not layer.is_called or guard.given_up(layer) is not None:
+            _stop(module)
+
+
+def release(model: nn.Module) -> None:
+    """Removes what `carry` and `listen` have stored."""
+    for _, module, _ in carried(model):
+        _stop(module)
+        del module.__dict__[guard.CARRIED]
+
+
+def _stop(module: nn.Module) -> None:
+    for key in [key for key, hook in [*module._forward_hooks.items()] if hook is _offer_output]:
+        module._forward_hooks.pop(key, None)
