@@ -86,6 +86,12 @@ def kept(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Ite
             yield t
 
 
+def is_cast_for(function: Any, t: Tensor) -> bool:
+    """Whether autocast gives the function copies of 16 bits on the tensor's device."""
+    keeper = _KEEPING.get(function)
+    return keeper is not None and keeper.narrow and torch.is_autocast_enabled(t.device.type)
+
+
 def _is_cast(t: Tensor, keeper: _Keeper) -> bool:
     """Whether autocast gives the function a copy in another dtype, which is kept instead."""
     device = t.device.type

@@ -24,7 +24,17 @@ class Note(NamedTuple):
 class Past:
     """What a converted module did in its last calls."""
 
-    __slots__ = ("bytes_saved", "eps", "follows_norm", "is_known", "note", "plan", "was_watched")
+    __slots__ = (
+        "bytes_saved",
+        "eps",
+        "follows_norm",
+        "is_known",
+        "is_widened",
+        "narrow",
+        "note",
+        "plan",
+        "was_watched",
+    )
 
     def __init__(self, eps: float) -> None:
         self.note = Note()
@@ -38,6 +48,10 @@ class Past:
         """Whether an activation was ever part of a converted norm."""
         self.is_known = False
         """Whether what follows an activation was watched, ever."""
+        self.is_widened = False
+        """Whether autocast made a norm compute in float32."""
+        self.narrow: tuple[int, tuple[str, float]] | None = None
+        """The generation in which it was found, and the activation, if all readers of the result take it in 16 bits."""
         self.bytes_saved: int | None = None
         """What the module saved in the last step in which that was measured."""
 

@@ -19,6 +19,8 @@ def made(state: PendingState, is_kept: bool, reader: str) -> Tensor | None:
     again from x.
     """
     norm = state.norm
+    if state.narrow is not None:
+        state.narrow = norm.module._past.narrow = None
     # A mode or a tracer that watches the ops would miss a node that is made here.
     may_be_made = state.has_its_residual() and norm.is_unchanged() and not _torch.is_watched()
     if not is_kept and norm.trusted:
@@ -79,3 +81,17 @@ def attached(
         noted = watch.Result(norm.module, *activation, writable, is_residual, saved=saved, of_residual=of_residual)
         observer.note(noted, norm.x, z, residual)
     return z
+
+
+def attached_narrowly(state: PendingState) -> Tensor | None:
+    """The activated output in 16 bits, with a node of its own; None if the guard does not trust the layer."""
+    norm, z, activation = state.norm, state.narrow, state.applied
+    assert z is not None
+    state.narrow = None
+    norm.record_consumer(*activation, False)
+    if not norm.is_trusted(activation, None):
+        norm.module._past.narrow = None
+        return None
+    norm.note(activation[0])
+    settings = norm.settings.activating(activation)
+    return functions.attached(norm.x, nodes.Result(z), norm.operands, norm.values, settings)

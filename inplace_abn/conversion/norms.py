@@ -245,15 +245,54 @@ class InPlaceGroupNorms(InPlaceNorm):
         """GroupNorm takes any number of dimensions."""
 
     def _cast(self, x: Tensor) -> Tensor:
-        device = x.device.type
-        if x.dtype in (torch.float32, torch.float64) or not torch.is_autocast_enabled(device):
-            return x
-        # On some devices autocast computes the norm in float32.
-        return x.float() if _torch.has_kernel("aten::group_norm", f"Autocast{device.upper()}") else x
+        self._past.is_widened = _is_widened(x)
+        return x.float() if self._past.is_widened else x
+
+    def _looked(self, x: Tensor) -> Tensor | None:
+        y = self._narrowed(x) if self._past.narrow is not None else None
+        return super()._looked(x) if y is None else y
+
+    def _narrowed(self, x: Tensor) -> Tensor | None:
+        """The output of a norm that autocast computes in float32, if what follows takes the result in 16 bits.
+
+        None for calls that are watched, and wherever the norm does something else.
+        """
+        module: Any = self
+        past, narrow = self._past, self._past.narrow
+        self._note_watch()
+        assert narrow is not None
+        found, activation = narrow
+        is_later = found < guard.now() or found > guard.generations.current
+        is_narrow = is_later and not past.was_watched and watch.current() is None
+        if not guard.of_forward_pass(f"narrow {id(self)}", is_narrow) or not _is_widened(x):
+            return None
+        if self._is_given_up() or module.eps != past.eps or not _may_wait(self, x):
+            return None
+        look = guard.look(self, x, None)
+        if not look.decision.trusted or (look.decisive and self._weight_would_be_clamped()):
+            return None
+        functions.calibrate()
+        wide, x = x.float(), self._laid_out(x).detach()
+        if look.due:
+            look = look._replace(observation=measuring.observe(self, x))
+        operands = _operands(module)
+        settings = Settings(*IDENTITY, module.eps, True, True, None, self.shared, self.__dict__["_guard_name"])
+        z = torch.empty_like(x)
+        values = forward.written(x, z, of_samples(operands, len(x)), settings.activating(activation), True)
+        norm = NormCall(self, self._laid_out(wide), operands, None, values, settings, look)
+        return pending(norm, None, None, activation, narrow=z)
 
     def _laid_out(self, x: Tensor) -> Tensor:
         # Only torch's kernel for the CPU keeps the memory format.
         return x if x.is_cpu and has_standard_strides(x) else x.contiguous()
+
+
+def _is_widened(x: Tensor) -> bool:
+    """Whether autocast computes a group norm of x in float32, as it does on some devices."""
+    device = x.device.type
+    if x.dtype in (torch.float32, torch.float64) or not torch.is_autocast_enabled(device):
+        return False
+    return _torch.has_kernel("aten::group_norm", f"Autocast{device.upper()}")
 
 
 def _operands(module: Any) -> Operands:

@@ -26,7 +26,8 @@ from inplace_abn import _torch
 from inplace_abn.activations import IDENTITY
 from inplace_abn.conversion import watch
 from inplace_abn.conversion.consumers import kept
-from inplace_abn.conversion.naming import attached, made, record_plain
+from inplace_abn.conversion.naming import attached, attached_narrowly, made, record_plain
+from inplace_abn.conversion.narrowed import narrowed
 from inplace_abn.conversion.offered import settled
 from inplace_abn.conversion.plan import Plan
 from inplace_abn.conversion.recognition import (
@@ -290,9 +291,21 @@ def _waiting(t: Any, waiting: Any, plan: Plan, module: Any, adds: bool) -> Pendi
     return t  # type: ignore[no-any-return]
 
 
-def pending(norm: NormCall, memory: Tensor, residual: Tensor | None, applied: tuple[str, float]) -> Pending:
-    """A tensor that stands for the norm's output, which ``memory`` holds."""
-    return _placed(_torch.stand_in_like(Pending, memory), PendingState(norm, memory, residual, applied))
+def pending(
+    norm: NormCall,
+    memory: Tensor | None,
+    residual: Tensor | None,
+    applied: tuple[str, float],
+    narrow: Tensor | None = None,
+) -> Pending:
+    """A tensor that stands for the norm's output, which ``memory`` holds.
+
+    Without memory, ``narrow`` is the activated output in 16 bits.
+    """
+    like = norm.x if memory is None else memory
+    state = PendingState(norm, memory, residual, applied)
+    state.narrow = narrow
+    return _placed(_torch.stand_in_like(Pending, like), state)
 
 
 def _placed(t: Any, state: PendingState) -> Pending:
@@ -394,14 +407,17 @@ def _asked_of_graph(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _is_fusible(t: Any) -> bool:
+    return type(t) is Pending and _is_open(t) and t._state.is_fusible()  # type: ignore[union-attr]
+
+
+def _is_open(t: Pending) -> bool:
+    """Whether nobody has asked for the values yet, and a node may be made."""
     return (
-        type(t) is Pending
-        and t._plain is None
+        t._plain is None
         and t._shown is None
         and torch.is_grad_enabled()
         and not t._has_moved()
         and not _torch.is_watched()
-        and t._state.is_fusible()  # type: ignore[union-attr]
     )
 
 
@@ -440,6 +456,8 @@ def _activated(call: Activating) -> Tensor | None:
         z = _activated_at_once(t, call)
         if z is not None:
             return z
+    if type(t) is Pending and t._held is not None and t._held.narrow is not None:
+        return _activated_narrowly(t, call)
     if not _is_fusible(t):
         return None
     state: PendingState = t._state
@@ -455,6 +473,19 @@ def _activated(call: Activating) -> Tensor | None:
     else:
         t._is_taken = True
     return z
+
+
+def _activated_narrowly(t: Pending, call: Activating) -> Tensor | None:
+    """The activation of an output whose result is there in 16 bits; None if it is another activation, or in place."""
+    state = t._held
+    assert state is not None
+    if (call.activation, call.param) != state.applied or call.in_place or not _is_open(t):
+        return None
+    z = attached_narrowly(state) if state.norm.is_unchanged() else None
+    if z is None:
+        return None
+    t._is_taken = True
+    return narrowed(z, state.norm.module._past)
 
 
 def _added(call: Adding) -> Tensor | None:

@@ -181,6 +181,8 @@ class PendingState:
     ) -> None:
         self.norm, self.memory = norm, memory
         self.residual = residual
+        self.narrow: Tensor | None = None
+        """The activated output in 16 bits, if autocast computes in float32 and there is no memory."""
         self.applied = applied
         """The activation whose result memory holds. It was applied in expectation, and nobody has asked for it yet."""
         self.made_of(0 if memory is None else memory._version, seen(residual))

@@ -131,6 +131,8 @@ class Watch(_torch.OwnMode):
         self._added: dict[int, list[Result]] = {}
         """What norms keep, by the storage of the residual, until it is written to."""
         self._measured: list[Result] = []
+        self._are_cast: dict[int, bool] = {}
+        """Whether all that reads a norm's result casts it to 16 bits, by the storage of z."""
         self._natively: dict[int, Any] = {}
         """The storages of outputs of norms that did as torch does, in a forward pass that backward will repeat."""
         # A reference to a storage keeps its address from being used again.
@@ -192,6 +194,8 @@ class Watch(_torch.OwnMode):
         readings = {} if is_view else self._readings(func.namespace, op)
         for layer, reading in readings.items():
             _give_up(layer, f"its zeros are tiny numbers in training, and {reading}")
+        if not is_view:
+            self._note_casts(op)
         if readings or op.name in _READ_AGAIN:
             for key in {t.storage for t in op.tensors} - op.writes:
                 self._release(key)
@@ -211,6 +215,12 @@ class Watch(_torch.OwnMode):
                 if tags.storage_of(t) in self._follower.tagged or tags.storage_of(t) in self._follower.chosen:
                     self._hold(t)
         return result
+
+    def _note_casts(self, op: tags.Op) -> None:
+        """Notes whether the op casts the results of norms to 16 bits."""
+        for key in {t.storage for t in op.tensors} & self._results.keys():
+            is_cast = op.name == "_to_copy" and op.values.get("dtype") in (torch.bfloat16, torch.float16)
+            self._are_cast[key] = self._are_cast.get(key, True) and is_cast
 
     def _readings(self, namespace: str, op: tags.Op) -> dict[Any, str]:
         """The layers whose tags the op notices, and how, in words."""
@@ -271,6 +281,10 @@ class Watch(_torch.OwnMode):
             chosen = self._follower.chosen.get(tags.storage_of(t)) if _is_ordinary(t) else None
             for layer in chosen[1] if chosen is not None else ():
                 _give_up(layer, f"its zeros are tiny numbers in training, and {chosen[0].name} chooses by them")  # type: ignore[index]
+        for r in self._measured:
+            if r.layer._past.is_widened and not r.is_alone and r.residual is None:
+                is_narrow = self._are_cast.get(tags.storage_of(r.z), False)  # type: ignore[arg-type]
+                r.layer._past.narrow = (guard.generations.current, (r.activation, r.param)) if is_narrow else None
         sizes, of_inputs = self._sizes()
         for layer, size in sizes.items():
             layer._past.bytes_saved = size

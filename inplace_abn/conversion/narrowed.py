@@ -1,0 +1,66 @@
+"""Results in float32 that autocast casts to 16 bits for what follows.
+
+On some devices autocast computes a group norm, and an activation after it, in float32. A convolution or a linear layer
+that follows gets a copy in 16 bits, and keeps it. So where nothing else reads the result, the kernels write it in 16
+bits at once, and the node of the norm keeps that tensor. What a model gets is the same in float32, as a tensor whose
+readers are seen. A convolution gets the tensor of 16 bits instead. Anything else gets float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inplace_abn import _torch
+from inplace_abn.conversion.consumers import is_cast_for
+from inplace_abn.conversion.recognition import KNOWN, METADATA, Passing
+from inplace_abn.trial import tensors_in
+
+
+class Narrowed(Tensor):
+    """A tensor in float32 that has the values of another one of 16 bits, from which it was made."""
+
+    _narrow: Tensor
+    _past: Any
+    """What the norm did in its last calls (`conversion.converted.Past`)."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in METADATA:
+            with _torch.NoTorchFunction():
+                return func(*args, **kwargs)
+        read = KNOWN.get(func)
+        call = None if read is None else read(args, kwargs)
+        if isinstance(call, Passing) and type(call.input) is Narrowed:
+            return call.input
+        if any(type(t) is Narrowed for t in args) and is_cast_for(func, args[0]):
+            args = tuple(t._narrow if type(t) is Narrowed and _is_cast(t) else t for t in args)
+        for t in tensors_in((args, kwargs)):
+            wide(t)
+        return func(*args, **kwargs)
+
+
+def _is_cast(t: Narrowed) -> bool:
+    return torch.get_autocast_dtype(t._narrow.device.type) == t._narrow.dtype
+
+
+def narrowed(z: Tensor, past: Any) -> Tensor:
+    """The tensor for a result z of 16 bits. Autograd sees that it is made from z."""
+    t: Any = z.float()
+    t.__class__ = Narrowed
+    t._narrow, t._past = z, past
+    return t  # type: ignore[no-any-return]
+
+
+def wide(t: Any) -> Any:
+    """The value. A narrowed tensor is a plain one from now on, and its norm computes in float32 from then on."""
+    if type(t) is Narrowed:
+        t._past.narrow = None
+        t.__class__ = Tensor  # type: ignore[assignment]
+        del t._narrow, t._past
+    return t
