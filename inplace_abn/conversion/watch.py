@@ -131,8 +131,8 @@ class Watch(_torch.OwnMode):
         self._added: dict[int, list[Result]] = {}
         """What norms keep, by the storage of the residual, until it is written to."""
         self._measured: list[Result] = []
-        self._are_cast: dict[int, bool] = {}
-        """Whether all that reads a norm's result casts it to 16 bits, by the storage of z."""
+        self._readers: dict[int, tuple[str, bool]] = {}
+        """The first op that reads a result, and whether all that read it cast it to 16 bits, by the storage of z."""
         self._natively: dict[int, Any] = {}
         """The storages of outputs of norms that did as torch does, in a forward pass that backward will repeat."""
         # A reference to a storage keeps its address from being used again.
@@ -195,7 +195,7 @@ class Watch(_torch.OwnMode):
         for layer, reading in readings.items():
             _give_up(layer, f"its zeros are tiny numbers in training, and {reading}")
         if not is_view:
-            self._note_casts(op)
+            self._note_readers(op)
         if readings or op.name in _READ_AGAIN:
             for key in {t.storage for t in op.tensors} - op.writes:
                 self._release(key)
@@ -216,11 +216,12 @@ class Watch(_torch.OwnMode):
                     self._hold(t)
         return result
 
-    def _note_casts(self, op: tags.Op) -> None:
-        """Notes whether the op casts the results of norms to 16 bits."""
+    def _note_readers(self, op: tags.Op) -> None:
+        """Notes what reads results, and whether that only casts them to 16 bits."""
         for key in {t.storage for t in op.tensors} & self._results.keys():
             is_cast = op.name == "_to_copy" and op.values.get("dtype") in (torch.bfloat16, torch.float16)
-            self._are_cast[key] = self._are_cast.get(key, True) and is_cast
+            reader, are_cast = self._readers.get(key, (op.name, True))
+            self._readers[key] = reader, are_cast and is_cast
 
     def _readings(self, namespace: str, op: tags.Op) -> dict[Any, str]:
         """The layers whose tags the op notices, and how, in words."""
@@ -283,19 +284,21 @@ class Watch(_torch.OwnMode):
                 _give_up(layer, f"its zeros are tiny numbers in training, and {chosen[0].name} chooses by them")  # type: ignore[index]
         for r in self._measured:
             if r.layer._past.is_widened and not r.is_alone and r.residual is None:
-                is_narrow = self._are_cast.get(tags.storage_of(r.z), False)  # type: ignore[arg-type]
-                r.layer._past.narrow = (guard.generations.current, (r.activation, r.param)) if is_narrow else None
+                _, are_cast = self._readers.get(_output_of(r), ("", False))
+                r.layer._past.narrow = (guard.generations.current, (r.activation, r.param)) if are_cast else None
         sizes, of_inputs = self._sizes()
         for layer, size in sizes.items():
             layer._past.bytes_saved = size
         for layer in {r.layer for r in self._measured if r.is_alone}:
             # Layers that share an input free it together.
-            if sum(of_inputs[key] for key in {_input_of(r) for r in self._measured if r.layer is layer}) <= 0:
-                self._make_torchs(layer)
+            results = [r for r in self._measured if r.layer is layer]
+            if sum(of_inputs[key] for key in {_input_of(r) for r in results}) <= 0:
+                reader, _ = self._readers.get(_output_of(results[0]), ("what follows", False))
+                self._make_torchs(layer, reader)
 
-    def _make_torchs(self, layer: Any) -> None:
+    def _make_torchs(self, layer: Any, reader: str) -> None:
         """Gives up a layer that saves nothing. What follows the forward pass may write to its results."""
-        _give_up(layer, _NO_GAIN)
+        _give_up(layer, f"it saves nothing: {reader} does not keep its output, or something else keeps its input")
         for key, result in [*self._results.items()]:
             if result.layer is layer:
                 del self._results[key]
@@ -331,7 +334,6 @@ class Watch(_torch.OwnMode):
         return sizes, of_inputs
 
 
-_NO_GAIN = "it saves nothing: what follows does not keep its output, or something else keeps its input"
 _BITS = torch.ops.aten.view.dtype
 """The view of a tensor's bits in another dtype."""
 _READ_AGAIN = frozenset({"max", "min", "median", "nanmedian", "amax", "amin", "aminmax", "prod", "cumprod"})
@@ -347,6 +349,11 @@ def _input_of(result: Result) -> int:
     assert result.input is not None
     key: int = result.input.cdata
     return key
+
+
+def _output_of(result: Result) -> int:
+    assert result.z is not None
+    return tags.storage_of(result.z)
 
 
 def untagged(t: Tensor, activation: str, param: float) -> Tensor:

@@ -23,6 +23,7 @@ FOLDER = Path(__file__).parents[2] / "examples"
 pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason="needs the examples")
 
 NEEDS = {
+    "diffusers_unet": ["diffusers"],
     "hf_trainer": ["transformers", "accelerate"],
     "lightning_ddp": ["lightning"],
     "low_level_ops": [],
@@ -147,6 +148,20 @@ def test_hf_trainer_saves_what_an_unconverted_model_loads(run):
     steps, before, after = numbers(trained)
     assert steps == 8
     assert after < before
+    (loaded,) = lines_with("loaded into", output)
+    assert numbers(loaded) == [0, 0]
+
+
+@pytest.mark.slow
+def test_diffusers_unet_trains_as_the_native_one_and_is_loaded_by_diffusers(run):
+    output = run("diffusers_unet", "--steps", "3", "--size", "16", "--batch", "2")
+    (held,) = lines_with("held for backward", output)
+    native, converted = numbers(held)
+    assert converted < 0.8 * native
+    (trained,) = lines_with("steps: loss", output)
+    steps, _, own, other = numbers(trained)
+    assert steps == 3
+    assert abs(own - other) < 1e-2 * other
     (loaded,) = lines_with("loaded into", output)
     assert numbers(loaded) == [0, 0]
 
