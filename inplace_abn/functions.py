@@ -273,7 +273,7 @@ def _forward(
         return attached(x, nodes.Result(z), operands, values, settings)
     edge = _input_edge(x, settings)
     values = forward.written(data, data, operands, settings, True, statistics)
-    return nodes.overwritten(x, operands, values, settings, edge)
+    return nodes.attached(x, nodes.Result(x), operands, values, settings, edge)
 
 
 def _compiled(x: Tensor, operands: Operands, settings: Settings) -> Tensor:
