@@ -105,9 +105,6 @@ HOOKS = (_backward_hooks.__get__, _backward_hooks.__set__)
 # A context in which calls bypass the ``__torch_function__`` of tensor subclasses.
 NoTorchFunction = torch._C.DisableTorchFunctionSubclass
 
-# A context in which calls bypass the ``__torch_function__`` of subclasses and of modes.
-NoTorchFunctionModes = torch._C.DisableTorchFunction
-
 
 def schema_of(op: Any) -> Any:
     """The schema of an op: its name, its arguments, and which of them it writes to."""
@@ -252,18 +249,13 @@ class OwnMode(torch.utils._python_dispatch.TorchDispatchMode):
     """A dispatch mode of this package, under which everything works as without it."""
 
 
-def _foreign_modes() -> bool:
-    """Whether there is a dispatch mode that is not an `OwnMode`."""
-    return any(not isinstance(mode, OwnMode) for mode in dispatch_modes())
-
-
 def is_watched() -> bool:
     """Whether a foreign dispatch mode, a tracer or a transform sees the ops that run.
 
     `is_captured` is about tracers only, and takes longer.
     """
     return bool(
-        (count_dispatch_modes() and _foreign_modes())
+        (count_dispatch_modes() and any(not isinstance(mode, OwnMode) for mode in dispatch_modes()))
         or _tracing_state() is not None
         or _is_included(_PreDispatch)
         or transforms_active()

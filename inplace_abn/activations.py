@@ -77,10 +77,6 @@ def _gelu(approximate: str) -> Callable[[Tensor, float, bool], Tensor]:
     return apply
 
 
-def _not_positive(y: Tensor) -> Tensor:
-    return y <= 0
-
-
 ACTIVATIONS: dict[str, Activation] = {
     "identity": Activation(0, lambda y, _, __: y, lambda y, _: torch.ones_like(y)),
     "leaky_relu": Activation(
@@ -104,7 +100,7 @@ ACTIVATIONS: dict[str, Activation] = {
         3,
         lambda y, _, inplace: F.relu(y, inplace),
         lambda y, _: torch.ones_like(y),
-        dead=_not_positive,
+        dead=lambda y: y <= 0,
         zeros="negative",
         op="relu",
         module=lambda _: nn.ReLU(),

@@ -103,14 +103,8 @@ def local(x: Tensor, operands: Operands, settings: Settings, overwrite_input: bo
     refuses = torch.compiler.is_compiling() or _torch.transforms_active()
     if _node is not None and not refuses and not _torch.saves_its_result(x):
         try:
-            z: Tensor | None = _node.inplace_abn(
-                x,
-                *operands.tensors(),
-                settings.training,
-                *operands.momentum_arguments(),
-                *settings.arithmetic(),
-                settings.shared,
-            )
+            what = *operands.momentum_arguments(), *settings.arithmetic(), settings.shared
+            z: Tensor | None = _node.inplace_abn(x, *operands.tensors(), settings.training, *what)
         except (ValueError, RuntimeError) as raised:
             if not settings.per_instance:
                 checks.check_channels(x, operands)
@@ -228,7 +222,7 @@ def _forward(
     overwrite_input: bool = True,
 ) -> Tensor:
     if must_run_out_of_place():
-        return _out_of_place(x, operands, settings)
+        return out_of_place(x, operands, settings)
     if not settings.per_instance:
         checks.check_channels(x, operands)
     requires_grad = _requires_grad(x, operands)
@@ -273,7 +267,7 @@ def _forward(
         return attached(x, nodes.Result(z), operands, values, settings)
     edge = _input_edge(x, settings)
     values = forward.written(data, data, operands, settings, True, statistics)
-    return nodes.overwritten(x, operands, values, settings, edge)
+    return nodes.attached(x, nodes.Result(x), operands, values, settings, edge)
 
 
 def _compiled(x: Tensor, operands: Operands, settings: Settings) -> Tensor:
@@ -325,7 +319,10 @@ def attached(x: Tensor, result: nodes.Result, operands: Operands, values: Values
     return nodes.attached(x, result, operands, values, settings, _input_edge(x, settings))
 
 
-def _out_of_place(x: Tensor, operands: Operands, settings: Settings) -> Tensor:
+def out_of_place(x: Tensor, operands: Operands, settings: Settings) -> Tensor:
+    """The call by torch's own ops."""
     if operands.weight is not None:
         operands = operands._replace(weight=reference.gamma(operands.weight, settings.eps, settings.signed_weight))
+    if settings.per_instance:
+        return plain.of_samples(x, operands, settings)
     return plain.abn(x, operands, settings, False) if settings.group is None else plain.abn_sync(x, operands, settings)

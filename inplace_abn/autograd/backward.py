@@ -51,11 +51,8 @@ def by_value(weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor | None,
         return None if weight is None else weight.clone(), None if bias is None else bias.clone()
 
 
-class Gradients(NamedTuple):
-    x: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
-    residual: Tensor | None
+Gradients = tuple[Tensor | None, ...]
+"""The gradients of x, weight, bias and residual; None where none is asked for."""
 
 
 class Needed(NamedTuple):
@@ -95,27 +92,13 @@ def _local(need: Needed, saved: Saved, dz: Tensor, own_z: bool, own_dz: bool, se
     dweight, dbias = _like(weight, need.weight, saved, settings), _like(bias, need.bias, saved, settings)
     if settings.per_instance:
         weight, bias = (repeated(t, z.shape[0]) for t in (weight, bias))
-    ops.run(
-        ops.local_backward,
-        [t for t in (dx, dweight, dbias, dresidual) if t is not None],
-        z,
-        dz,
-        var,
-        weight,
-        bias,
-        residual,
-        *settings.arithmetic(),
-        settings.training,
-        settings.shared,
-        dx=dx,
-        dweight=dweight,
-        dbias=dbias,
-        dresidual=dresidual,
-        xhat=z if own_z and own_dz and need.x else None,
-    )
+    given = z, dz, var, weight, bias, residual, *settings.arithmetic(), settings.training, settings.shared
+    written = {"dx": dx, "dweight": dweight, "dbias": dbias, "dresidual": dresidual}
+    xhat = z if own_z and own_dz and need.x else None
+    ops.run(ops.local_backward, [t for t in written.values() if t is not None], *given, **written, xhat=xhat)
     if settings.per_instance:
         dweight, dbias = _summed(dweight, saved.weight, z), _summed(dbias, saved.bias, z)
-    return Gradients(dx, dweight, dbias, dresidual)
+    return dx, dweight, dbias, dresidual
 
 
 def _like(t: Tensor | None, needed: bool, saved: Saved, settings: Settings) -> Tensor | None:
@@ -139,18 +122,8 @@ def _synchronised(need: Needed, saved: Saved, dz: Tensor, own_z: bool, own_dz: b
     z, weight, bias, residual, var = saved
     xhat = z if own_z else torch.empty_like(z)
     dy = dz if own_dz else torch.empty_like(z)
-    sum_dy, sum_xhat_dy = ops.run(
-        ops.backward_reduce_out,
-        [xhat, dy],
-        z,
-        dz,
-        weight,
-        bias,
-        residual,
-        *settings.arithmetic(),
-        xhat=xhat,
-        dy=dy,
-    )
+    given = z, dz, weight, bias, residual, *settings.arithmetic()
+    sum_dy, sum_xhat_dy = ops.run(ops.backward_reduce_out, [xhat, dy], *given, xhat=xhat, dy=dy)
     dweight = dbias = dx = None
     if weight is not None and need.weight:
         dweight = reference.weight_gradient(sum_xhat_dy, weight, settings.signed_weight).to(weight.dtype)
@@ -164,7 +137,7 @@ def _synchronised(need: Needed, saved: Saved, dz: Tensor, own_z: bool, own_dz: b
             means = (sums[:-1] / sums[-1]).view(2, -1).unbind()
         dx = xhat if need.residual else dy
         ops.run(ops.backward_out, [dx], xhat, dy, var, weight, settings.eps, settings.signed_weight, *means, dx=dx)
-    return Gradients(dx, dweight, dbias, dy if need.residual else None)
+    return dx, dweight, dbias, dy if need.residual else None
 
 
 class _WithEdge(torch.autograd.Function):
@@ -237,18 +210,8 @@ def differentiable(saved: Saved, dz: Tensor, edges: Edges, settings: Settings) -
     samples = shape[0] if settings.per_instance else 1
     with torch.no_grad():
         xhat, dy = torch.empty_like(z), torch.empty_like(z)
-        ops.run(
-            ops.backward_reduce_out,
-            [xhat, dy],
-            z,
-            dz,
-            repeated(weight, samples),
-            repeated(bias, samples),
-            residual,
-            *settings.arithmetic(),
-            xhat=xhat,
-            dy=dy,
-        )
+        given = z, dz, repeated(weight, samples), repeated(bias, samples), residual, *settings.arithmetic()
+        ops.run(ops.backward_reduce_out, [xhat, dy], *given, xhat=xhat, dy=dy)
         x = xhat * per_channel(torch.sqrt(var + settings.eps), xhat).to(xhat.dtype)
     if edges.x is not None:
         x = folded(_WithEdge.apply(edges.x, x.view(shape)))
@@ -256,7 +219,7 @@ def differentiable(saved: Saved, dz: Tensor, edges: Edges, settings: Settings) -
     frozen = None if settings.training else (torch.zeros_like(var), var)
     operands = Operands(repeated(weight, samples), repeated(bias, samples), residual)
     dx, dweight, dbias, dresidual = _formulas(x, dz, operands, settings, frozen)
-    return Gradients(
+    return (
         dx.reshape(shape),
         None if weight is None else dweight.view(samples, -1).sum(dim=0),
         None if bias is None else dbias.view(samples, -1).sum(dim=0),

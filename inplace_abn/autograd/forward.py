@@ -30,40 +30,22 @@ def written(
     no backward follows. Running statistics are given for each sample, if samples have their own.
     """
     kept = {} if z is x else {"z": z}
-    weight, bias, residual, running_mean, running_var, _ = operands
+    weight, bias, residual, *running, _ = operands
     if settings.per_instance:
         weight, bias = (reference.repeated(t, x.shape[0]) for t in (weight, bias))
     if settings.training and settings.group is None:
-        _, var = ops.run(
-            ops.local_forward_out if kept else ops.local_forward,
-            present(z, running_mean, running_var),
-            x,
-            weight,
-            bias,
-            residual,
-            running_mean,
-            running_var,
-            *operands.momentum_arguments(),
-            *settings.arithmetic(),
-            invertible,
-            settings.shared,
-            **kept,
-        )
-        return _values(operands, settings, var, invertible)
-    mean, var = statistics or (cast(Tensor, running_mean), cast(Tensor, running_var))
-    op = ops.forward_out if kept else ops.forward
-    ops.run(op, [z], x, mean, var, weight, bias, residual, *settings.arithmetic(), invertible, **kept)
-    if invertible and not settings.training:
-        # A later training step may change the running variance before this backward reads it.
-        var = var.clone()
-    return _values(operands, settings, var, invertible)
-
-
-def _values(operands: Operands, settings: Settings, var: Tensor, invertible: bool) -> Values:
+        op = ops.local_forward_out if kept else ops.local_forward
+        given = weight, bias, residual, *running, *operands.momentum_arguments(), *settings.arithmetic()
+        _, var = ops.run(op, present(z, *running), x, *given, invertible, settings.shared, **kept)
+    else:
+        op = ops.forward_out if kept else ops.forward
+        mean, var = statistics or cast("tuple[Tensor, Tensor]", running)
+        ops.run(op, [z], x, mean, var, weight, bias, residual, *settings.arithmetic(), invertible, **kept)
+        if invertible and not settings.training:
+            # A later training step may change the running variance before this backward reads it.
+            var = var.clone()
     weight, bias = operands.weight, operands.bias
-    if invertible:
-        weight, bias = by_value(weight, bias)
-    return Values(weight, bias, var)
+    return Values(*(by_value(weight, bias) if invertible else (weight, bias)), var)
 
 
 def present(*tensors: Tensor | None) -> list[Tensor]:

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from inplace_abn import distributed, reference
 from inplace_abn.activations import activate, activation_backward
 from inplace_abn.autograd.backward import by_value
-from inplace_abn.settings import Settings
+from inplace_abn.settings import Operands, Settings
 
 
 class KeptABNFunction(torch.autograd.Function):
@@ -31,7 +31,7 @@ class KeptABNFunction(torch.autograd.Function):
         var: Tensor,
         settings: Settings,
     ) -> Tensor:
-        _, y = _normalised(x, weight, bias, residual, mean, var, settings)
+        _, y = _normalised(x, Operands(weight, bias, residual), (mean, var), settings)
         return activate(y, settings.activation, settings.activation_param)
 
     @staticmethod
@@ -45,7 +45,7 @@ class KeptABNFunction(torch.autograd.Function):
         settings: Settings = ctx.settings
         need_x, need_weight, need_bias, need_residual, *_ = ctx.needs_input_grad
         x, weight, bias, residual, mean, var = ctx.saved_tensors
-        xhat, y = _normalised(x, weight, bias, residual, mean, var, settings)
+        xhat, y = _normalised(x, Operands(weight, bias, residual), (mean, var), settings)
         dy = activation_backward(y, dz, settings.activation, settings.activation_param)
         dresidual = dy if need_residual else None
         dy = dy.to(xhat.dtype)
@@ -71,15 +71,10 @@ def _scale(weight: Tensor | None, settings: Settings) -> Tensor | None:
 
 
 def _normalised(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    mean: Tensor,
-    var: Tensor,
-    settings: Settings,
+    x: Tensor, operands: Operands, statistics: tuple[Tensor, Tensor], settings: Settings
 ) -> tuple[Tensor, Tensor]:
     """xhat in the statistics' dtype, and the activation's input in x's dtype, rounded where torch rounds."""
-    xhat, scale = reference.standardised(x, mean, var, settings.eps), _scale(weight, settings)
+    weight, bias, residual = operands.of_graph()
+    xhat, scale = reference.standardised(x, *statistics, settings.eps), _scale(weight, settings)
     y = reference.scaled(xhat, scale, bias, None).to(x.dtype)
     return xhat, y if residual is None else y + residual

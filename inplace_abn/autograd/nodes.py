@@ -34,25 +34,23 @@ class _Versions:
         return self._counter._version != self.first
 
 
-class _Aliased:
+class _Aliased(_Versions):
     """Tells whether z was written to while backward knows it by an alias, which has a version of its own.
 
     An alias that has become a copy has other memory.
     """
 
     def __init__(self, z: Tensor, alias: Tensor) -> None:
-        self._versions, self._memory = _Versions(z), alias.data_ptr()
-
-    def start(self) -> None:
-        self._versions.start()
+        super().__init__(z)
+        self._memory = alias.data_ptr()
 
     def check(self, saved: Saved, name: str) -> None:
         """Raises RuntimeError if z was modified in place."""
-        if self._versions.is_modified() and saved.z.data_ptr() == self._memory:
+        if self.is_modified() and saved.z.data_ptr() == self._memory:
             raise RuntimeError(_modified("output", name))
 
 
-class _Hooked:
+class _Hooked(_Versions):
     """Tells whether saved-tensor hooks give back what they were given. Autograd does not look at that.
 
     Tags do not survive a cast, so all saved tensors must come back bit for bit. Hooks of checkpoints compute the call
@@ -60,14 +58,12 @@ class _Hooked:
     """
 
     def __init__(self, saved: Saved, hooks: tuple[Any, Any]) -> None:
-        self._names = " and ".join(f"{hook.__module__}.{_qualified(hook)}" for hook in hooks)
+        super().__init__(saved.z)
+        names = (getattr(hook, "__qualname__", type(hook).__qualname__) for hook in hooks)
+        self._names = " and ".join(f"{hook.__module__}.{name}" for hook, name in zip(hooks, names, strict=True))
         compares = _torch.checkpoint_of(hooks) is None and _is_comparable(saved.z)
         self._checksum = _checksum(saved) if compares else None
         self._kinds = _kinds(saved)
-        self._versions = _Versions(saved.z)
-
-    def start(self) -> None:
-        self._versions.start()
 
     def check(self, saved: Saved, name: str) -> None:
         """Raises RuntimeError if z was modified in place, or if the hooks gave back other bits.
@@ -75,7 +71,7 @@ class _Hooked:
         A modification is no error if the hooks return a copy that was made before it. On CUDA the host waits for the
         comparison.
         """
-        if self._versions.is_modified() and saved.z._version > self._versions.first:
+        if self.is_modified() and saved.z._version > self.first:
             raise RuntimeError(_modified("output", name))
         if self._checksum is not None and not (
             _kinds(saved) == self._kinds and torch.equal(_checksum(saved), self._checksum)
@@ -94,11 +90,6 @@ def _modified(what: str, name: str) -> str:
         "it. Replace that operation by one out of place (z = z + y for z += y), use ABN, or leave the layer out of the "
         "conversion (filter_fn)"
     )
-
-
-def _qualified(hook: Any) -> str:
-    name: str = getattr(hook, "__qualname__", type(hook).__qualname__)
-    return name
 
 
 def _is_comparable(z: Tensor) -> bool:
@@ -134,12 +125,12 @@ class _Call:
     """What autograd may not see of a call. The node keeps parts of it only: it would otherwise hold its own output."""
 
     def __init__(
-        self, result: Result, overwrites: bool, operands: Operands, values: Values, settings: Settings, edge: Any
+        self, x: Tensor, result: Result, operands: Operands, values: Values, settings: Settings, edge: Any
     ) -> None:
         weight, bias, residual = operands.of_graph()
         z, self.saved, of_residual = result
         self.residual = residual if of_residual is None else of_residual
-        self.settings, self.written = settings, None if overwrites else z
+        self.settings, self.written = settings, None if z is x else z
         # Parameters that stand for themselves are saved with their places in the graph.
         self.copies = None if values.weight is weight and values.bias is bias else values[:2]
         pairs = (weight, values.weight), (bias, values.bias), (residual, self.residual)
@@ -272,10 +263,15 @@ class TracedABNFunction(torch.autograd.Function):
         return dx, None, *others, None, None
 
 
-def overwritten(x: Tensor, operands: Operands, values: Values, settings: Settings, edge: Tensor | None) -> Tensor:
-    """Makes the node of z for x, which the op has already overwritten. Returns x."""
-    call = _Call(Result(x), True, operands, values, settings, edge)
-    if _torch.transforms_active():
+def attached(
+    x: Tensor, result: Result, operands: Operands, values: Values, settings: Settings, edge: Tensor | None
+) -> Tensor:
+    """Makes a node for z, which is already written, as a function of x. Returns z.
+
+    If z is x itself, the op has overwritten x. Otherwise only x's place in the graph is read.
+    """
+    call = _Call(x, result, operands, values, settings, edge)
+    if call.written is None and _torch.transforms_active():
         # Transforms wrap the edge at each of their levels, so it must be a visible input.
         z: Tensor = InPlaceABNFunction.apply(x, *operands.of_graph(), values.var, edge, call)
     else:
@@ -285,21 +281,10 @@ def overwritten(x: Tensor, operands: Operands, values: Values, settings: Setting
     return z
 
 
-def attached(
-    x: Tensor, result: Result, operands: Operands, values: Values, settings: Settings, edge: Tensor | None
-) -> Tensor:
-    """Makes a node for z, which is already written, as a function of x. Only x's place in the graph is read."""
-    call = _Call(result, False, operands, values, settings, edge)
-    z: Tensor = _apply(x, *operands.of_graph(), values.var, None, call)
-    if call.hooked is not None:
-        call.hooked.start()
-    return z
-
-
 def as_identity(x: Tensor) -> Tensor:
     """Makes an identity node for x. It serves to calibrate `ownership`."""
     settings = Settings("identity", 0.0, 1e-5, False, False, None)
-    return overwritten(x, Operands(None, None), Values(None, None, x.new_ones(x.shape[1])), settings, None)
+    return attached(x, Result(x), Operands(None, None), Values(None, None, x.new_ones(x.shape[1])), settings, None)
 
 
 _library = torch.library.Library("inplace_abn", "FRAGMENT")

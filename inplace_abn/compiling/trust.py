@@ -29,6 +29,7 @@ from inplace_abn.compiling.spelled import activation_key
 from inplace_abn.guard.figures import THRESHOLDS, Threshold, unpacked
 from inplace_abn.guard.measuring import Observation
 from inplace_abn.kernels import ops
+from inplace_abn.settings import Settings
 
 _CHANNELS = 32
 """The largest number of channels that are looked at in a layer."""
@@ -151,10 +152,10 @@ def _tolerated(
     gamma, beta = _channels(module.weight, module.bias, torch.promote_types(dtype, torch.float32))
     values, others = _normal(len(gamma))
     x, residual = (_MEAN + _DEVIATION * values).to(dtype), (_RESIDUAL * others).to(dtype)
-    found, settings = set(), (gamma, beta, module.eps, module.signed_weight, True, False)
+    found, settings = set(), Settings(*IDENTITY, module.eps, module.signed_weight, True, None)
     mean, var = ops.run(ops.statistics, [], x)
     for name, what in candidates.items():
-        observation = Observation(x.clone(), len(gamma), mean, var, *settings)
+        observation = Observation(x.clone(), len(gamma), mean, var, gamma, beta, settings)
         figures = unpacked(observation.figures(*what, residual if name == "residual" else None))
         if figures.trusted(before is None or name in before, threshold):
             found.add(name)

@@ -24,70 +24,35 @@ time, the norm runs as torch's until the next generation, in which it is measure
 """
 
 from inplace_abn.guard import generations as generations
-from inplace_abn.guard.generations import has_changed_since, has_passed, is_paused, now, of_forward_pass, paused
-from inplace_abn.guard.layers import (
-    CALLS,
-    CARRIED,
-    ON_UNTRUSTED,
-    Frozen,
-    Guarded,
-    Look,
-    Watch,
-    check_interval,
-    expect,
-    forget,
-    give_up,
-    given_up,
-    layers_of,
-    learn,
-    look,
-    may_run_in_place,
-    mode_of,
-    name,
-    note_unmeasured,
-    notice_writes,
-    renew,
-    renew_if_written,
-    seen,
-    set_guard,
-    settled,
-    strip,
-    take,
-)
-
-__all__ = [
-    "CALLS",
-    "CARRIED",
-    "ON_UNTRUSTED",
-    "Frozen",
-    "Guarded",
-    "Look",
-    "Watch",
-    "check_interval",
-    "expect",
-    "forget",
-    "generations",
-    "give_up",
-    "given_up",
-    "has_changed_since",
-    "has_passed",
-    "is_paused",
-    "layers_of",
-    "learn",
-    "look",
-    "may_run_in_place",
-    "mode_of",
-    "name",
-    "note_unmeasured",
-    "notice_writes",
-    "now",
-    "of_forward_pass",
-    "paused",
-    "renew",
-    "renew_if_written",
-    "seen",
-    "set_guard",
-    "settled",
-    "strip",
-    "take",
-]
+from inplace_abn.guard.generations import has_changed_since as has_changed_since
+from inplace_abn.guard.generations import has_passed as has_passed
+from inplace_abn.guard.generations import is_paused as is_paused
+from inplace_abn.guard.generations import now as now
+from inplace_abn.guard.generations import of_forward_pass as of_forward_pass
+from inplace_abn.guard.generations import paused as paused
+from inplace_abn.guard.layers import CALLS as CALLS
+from inplace_abn.guard.layers import CARRIED as CARRIED
+from inplace_abn.guard.layers import Frozen as Frozen
+from inplace_abn.guard.layers import Guarded as Guarded
+from inplace_abn.guard.layers import Look as Look
+from inplace_abn.guard.layers import Watch as Watch
+from inplace_abn.guard.layers import check_interval as check_interval
+from inplace_abn.guard.layers import expect as expect
+from inplace_abn.guard.layers import forget as forget
+from inplace_abn.guard.layers import give_up as give_up
+from inplace_abn.guard.layers import given_up as given_up
+from inplace_abn.guard.layers import layers_of as layers_of
+from inplace_abn.guard.layers import learn as learn
+from inplace_abn.guard.layers import look as look
+from inplace_abn.guard.layers import may_run_in_place as may_run_in_place
+from inplace_abn.guard.layers import mode_of as mode_of
+from inplace_abn.guard.layers import name as name
+from inplace_abn.guard.layers import note_unmeasured as note_unmeasured
+from inplace_abn.guard.layers import notice_writes as notice_writes
+from inplace_abn.guard.layers import renew as renew
+from inplace_abn.guard.layers import renew_if_written as renew_if_written
+from inplace_abn.guard.layers import seen as seen
+from inplace_abn.guard.layers import set_guard as set_guard
+from inplace_abn.guard.layers import settled as settled
+from inplace_abn.guard.layers import strip as strip
+from inplace_abn.guard.layers import take as take

@@ -128,12 +128,12 @@ def look(module: Any, x: Tensor, residual: Tensor | None, empty: bool = False) -
         if x.dtype not in THRESHOLDS:
             return Look(Decision())
         measures = interval > 0 and (mode is None or mode.is_new(at) or _is_due(mode, interval))
-        judges = mode is not None and mode.has_figures()
+        judges = mode is not None and bool(mode.figures)
         if (measures or judges) and not measuring.is_measurable(module, x, residual, empty):
             return Look(Decision() if mode is None else mode.decisions[-1])
         mode = _begun(module, x.dtype, at, measures)
     decision = mode.decisions[-1]
-    if not decision.measures or mode.calls_in(at) >= CALLS:
+    if not decision.measures or (mode.measured_at == at and mode.calls >= CALLS):
         mode.settled_at = at
         return Look(decision, mode)
     if not measuring.is_measurable(module, x, residual, empty):
@@ -156,7 +156,7 @@ def _begun(module: Any, dtype: torch.dtype, at: int, measures: bool) -> Mode:
     """The mode, with a decision about a generation that it sees for the first time."""
     mode = notice_writes(module).mode(dtype)
     mode.begin(at, measures, guarded=module.guard_interval > 0)
-    if mode.has_figures():
+    if mode.figures:
         _judge(module, mode, mode.take())
     return mode
 
@@ -219,7 +219,7 @@ def learn(module: Any, looked: Look, figures: Tensor, consumer: tuple[str, float
 def note_unmeasured(looked: Look) -> None:
     """Remembers that something followed a converted norm that was never measured."""
     if looked.mode is not None:
-        looked.mode.note_unmeasured_consumer()
+        looked.mode.unmeasured_since = looked.mode.generation
         generations.note_change()
 
 
@@ -418,9 +418,6 @@ def check_interval(interval: int) -> None:
         raise ValueError(f"inplace_abn: expected a guard_interval >= 0, got {interval}")
 
 
-_SETTINGS = ("guard_interval", "guard_threshold", "on_untrusted", "_guard_name")
-
-
 def forget(module: Any) -> None:
     """Forgets what was measured. The next measurement of the module is its first again."""
     generations.note_change()
@@ -437,5 +434,5 @@ def renew(module: Any) -> None:
 def strip(module: Any) -> None:
     """Removes all that the guard has stored on a module."""
     forget(module)
-    for name in (*_SETTINGS, "_revision"):
+    for name in ("guard_interval", "guard_threshold", "on_untrusted", "_guard_name", "_revision"):
         module.__dict__.pop(name, None)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from inplace_abn import _torch, reference
+from inplace_abn.activations import IDENTITY
 from inplace_abn.guard import recovery
 from inplace_abn.guard.figures import THRESHOLDS, packed
 from inplace_abn.guard.recovery import Errors
@@ -87,23 +88,19 @@ class Observation(NamedTuple):
     var: Tensor
     weight: Tensor | None
     bias: Tensor | None
-    eps: float
-    signed_weight: bool
-    training: bool
-    shared: int
-    """How many neighbouring channels share statistics, if mean and var are those of each sample of the call's x. The
-    channels of all its samples are then channels of the x here. 0 if mean and var are of the batch."""
+    settings: Settings
+    """Those of the call. If samples have their own statistics, the channels of all samples are channels of the x here.
+    """
 
     def figures(self, activation: str, param: float, residual: Tensor | None) -> Tensor:
         """`Figures` in one tensor, for the activation and the residual that follow. The host does not wait for them.
 
         It can be called once only, because it overwrites x.
         """
-        settings = Settings(activation, param, self.eps, self.signed_weight, self.training, None, self.shared)
-        weight, bias = self.weight, self.bias
+        settings, weight, bias = self.settings.activating((activation, param)), self.weight, self.bias
         with torch.no_grad():
-            added = None if residual is None else recovery.sample(residual, self.shared > 0)
-            if self.shared:
+            added = None if residual is None else recovery.sample(residual, settings.per_instance)
+            if settings.per_instance:
                 samples = self.mean.numel() // self.channels
                 weight, bias = (reference.repeated(t, samples) for t in (weight, bias))
             errors = recovery.measured(self.x, self.mean, self.var, weight, bias, added, settings)
@@ -123,5 +120,5 @@ def observe(module: Any, x: Tensor) -> Observation:
             else (cast(Tensor, running_mean), cast(Tensor, running_var))
         )
         sample = recovery.sample(x, shared > 0)
-    given = (module.weight, module.bias, module.eps, module.signed_weight, training, shared)
-    return Observation(sample, x.shape[1], mean, var, *given)
+    settings = Settings(*IDENTITY, module.eps, module.signed_weight, training, None, shared)
+    return Observation(sample, x.shape[1], mean, var, module.weight, module.bias, settings)

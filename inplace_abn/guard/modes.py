@@ -6,6 +6,7 @@ Everything is known by dtype, because recovery depends on it.
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -54,51 +55,35 @@ class Decision(NamedTuple):
         return consumer in self.known
 
 
+@dataclass(slots=True, eq=False)
 class Mode:
     """What a layer does with inputs of one dtype."""
 
-    __slots__ = (
-        "_figures",
-        "_latest_consumers",
-        "_plain_since",
-        "_unmeasured_since",
-        "calls",
-        "decisions",
-        "dtype",
-        "gap",
-        "generation",
-        "measured_at",
-        "measured_consumers",
-        "seen",
-        "settled_at",
-        "why",
-    )
-
-    def __init__(self, dtype: torch.dtype, expected: tuple[str, float] | None) -> None:
-        self.dtype = dtype
-        self.generation = -1
-        """The latest generation that was decided about."""
-        self.decisions = [Decision(expected=expected)]
-        self.settled_at = -1
-        """The generation whose calls are not measured, or not any more."""
-        self.measured_at = -1
-        self.gap = 1
-        """The generations to the next measurement, if the guard's interval is not shorter. It doubles, because weights
-        change most at the beginning."""
-        self.calls = 0
-        """The calls that were measured in that generation."""
-        self.why = ""
-        """Why the layer is not in place, in words."""
-        self.seen: set[tuple[Any, ...]] = set()
-        """What followed a converted norm in this generation."""
-        self.measured_consumers: set[tuple[str, float, bool]] = set()
-        """What followed a converted norm, ever, and was measured: an activation, and whether a sum came before."""
-        self._latest_consumers: set[tuple[str, float, bool]] = set()
-        """Those of the latest generation that was measured."""
-        self._plain_since = 0
-        self._figures: list[tuple[Tensor, torch.Event | None]] = []
-        self._unmeasured_since: int | None = None
-        """The generation in which something followed that was never measured; None if nothing did."""
+    dtype: torch.dtype
+    decisions: list[Decision]
+    generation: int = -1
+    """The latest generation that was decided about."""
+    settled_at: int = -1
+    """The generation whose calls are not measured, or not any more."""
+    measured_at: int = -1
+    gap: int = 1
+    """The generations to the next measurement, if the guard's interval is not shorter. It doubles, because weights
+    change most at the beginning."""
+    calls: int = 0
+    """The calls that were measured in the generation ``measured_at``."""
+    why: str = ""
+    """Why the layer is not in place, in words."""
+    seen: set[tuple[Any, ...]] = field(default_factory=set)
+    """What followed a converted norm in this generation."""
+    measured_consumers: set[tuple[str, float, bool]] = field(default_factory=set)
+    """What followed a converted norm, ever, and was measured: an activation, and whether a sum came before."""
+    _latest_consumers: set[tuple[str, float, bool]] = field(default_factory=set)
+    """Those of the latest generation that was measured."""
+    _plain_since: int = 0
+    figures: list[tuple[Tensor, torch.Event | None]] = field(default_factory=list)
+    """What was measured and not judged yet, with the event at which it is on the host."""
+    unmeasured_since: int | None = None
+    """The generation in which something followed that was never measured; None if nothing did."""
 
     def at(self, generation: int) -> Decision:
         """The decision that was valid in a generation."""
@@ -121,7 +106,7 @@ class Mode:
         What followed in the last one was expected. If so, the generation has begun.
         """
         last = self.decisions[-1]
-        if last.measures or self._figures or self.is_new(generation) or last.expected == _PLAIN:
+        if last.measures or self.figures or self.is_new(generation) or last.expected == _PLAIN:
             return False
         if last.known is not None and len(last.known) != len(self.measured_consumers):
             return False
@@ -158,29 +143,22 @@ class Mode:
 
     def is_new(self, generation: int) -> bool:
         """Whether the layer must be measured as if for the first time."""
-        return self.measured_at < 0 or self._unmeasured_since not in (None, generation)
-
-    def calls_in(self, generation: int) -> int:
-        """The number of calls that were measured in a generation."""
-        return self.calls if self.measured_at == generation else 0
+        return self.measured_at < 0 or self.unmeasured_since not in (None, generation)
 
     def keep(self, figures: Tensor, waited: bool) -> None:
         """Keeps the figures of a call, and drops those of earlier generations."""
         if self.measured_at != self.generation:
             if self.measured_at >= 0:
                 self.gap = min(2 * self.gap, 1 << 30)
-            self.measured_at, self.calls, self._figures, self._unmeasured_since = self.generation, 0, [], None
+            self.measured_at, self.calls, self.figures, self.unmeasured_since = self.generation, 0, [], None
             self._latest_consumers.clear()
         self.calls += 1
-        self._figures.append((figures, None) if waited else fetched(figures))
-
-    def has_figures(self) -> bool:
-        return bool(self._figures)
+        self.figures.append((figures, None) if waited else fetched(figures))
 
     def take(self) -> list[Figures]:
         """The figures that were kept and not taken yet. Waits for the device."""
         self._wait()
-        found, self._figures = self._figures, []
+        found, self.figures = self.figures, []
         return [unpacked(figures) for figures, _ in found]
 
     def learn(self, consumer: Any, at_once: bool) -> bool:
@@ -204,27 +182,23 @@ class Mode:
         known = self.decisions[-1].known
         self.change(trusted=True, known=None if known is None else frozenset(self.measured_consumers))
 
-    def note_unmeasured_consumer(self) -> None:
-        """Remembers that something followed that was never measured."""
-        self._unmeasured_since = self.generation
-
     def renew(self) -> None:
         """Forgets what was measured, in the middle of a generation."""
-        self.measured_at, self._figures, self._unmeasured_since = -1, [], None
+        self.measured_at, self.figures, self.unmeasured_since = -1, [], None
         self.measured_consumers.clear()
         self.change(trusted=True, measures=True, known=frozenset())
 
     def _wait(self) -> None:
-        for _, event in self._figures:
+        for _, event in self.figures:
             if event is not None:
                 event.synchronize()
 
     def __getstate__(self) -> tuple[None, dict[str, Any]]:
         """Another process counts generations of its own. Events cannot be copied."""
         self._wait()
-        figures = [(figures, None) for figures, _ in self._figures]
+        figures = [(figures, None) for figures, _ in self.figures]
         last = self.decisions[-1]._replace(since=-1)
-        changed = {"generation": -1, "settled_at": -1, "decisions": [last], "_figures": figures}
+        changed = {"generation": -1, "settled_at": -1, "decisions": [last], "figures": figures}
         return None, {name: getattr(self, name) for name in self.__slots__} | changed
 
 
@@ -245,7 +219,7 @@ class State:
 
     def mode(self, dtype: torch.dtype) -> Mode:
         if dtype not in self.modes:
-            self.modes[dtype] = Mode(dtype, self._expected)
+            self.modes[dtype] = Mode(dtype, [Decision(expected=self._expected)])
         return self.modes[dtype]
 
 
@@ -257,8 +231,8 @@ class Writes:
 
     __slots__ = ("__weakref__", "_bias", "_found", "_version", "_weight", "count", "counted_at")
 
-    def __init__(self) -> None:
-        self.count = 0
+    def __init__(self, count: int = 0) -> None:
+        self.count = count
         """The number of times that somebody else wrote."""
         self.counted_at = 0
         """The generation of the last one."""
@@ -314,13 +288,7 @@ class Writes:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy watches its own parameters from its first call on."""
-        return _written_often, (self.count,)
-
-
-def _written_often(count: int) -> Writes:
-    writes = Writes()
-    writes.count = count
-    return writes
+        return Writes, (self.count,)
 
 
 _watched: dict[int, weakref.ref[Writes]] = {}

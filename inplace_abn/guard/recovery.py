@@ -40,10 +40,6 @@ class Errors(NamedTuple):
     weight: Tensor
     """The error of each channel's dweight; of shape (channel,)."""
 
-    def worst(self) -> Tensor:
-        """The larger of the layer's figure and its worst channel's; of shape ()."""
-        return torch.maximum(self.x, self.weight.max())
-
 
 def sample(t: Tensor, per_instance: bool = False) -> Tensor:
     """A copy of some values of ``t``, which has shape (batch, channel, \\*).
@@ -171,17 +167,8 @@ def _recovered(
 
     values = z.reshape(1, -1)
     xhat, dy = torch.empty_like(values), torch.ones_like(values)
-    slope, product = ops.run(
-        ops.backward_reduce_out,
-        [xhat, dy],
-        values,
-        dy,
-        of_each(weight),
-        of_each(bias),
-        None if residual is None else residual.reshape(1, -1),
-        *settings.arithmetic(),
-        xhat=xhat,
-        dy=dy,
-    )
+    added = None if residual is None else residual.reshape(1, -1)
+    given = values, dy, of_each(weight), of_each(bias), added, *settings.arithmetic()
+    slope, product = ops.run(ops.backward_reduce_out, [xhat, dy], *given, xhat=xhat, dy=dy)
     slope, product = slope.double().view(z.shape), product.double().view(z.shape)
     return torch.where(slope == 0, xhat.double().view(z.shape), product / slope), slope

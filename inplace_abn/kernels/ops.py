@@ -43,25 +43,6 @@ from inplace_abn.kernels import fakes
 
 _BUILD_SOURCE = "pip install --no-build-isolation -e ."
 
-__all__ = [
-    "as_python_error",
-    "backward",
-    "backward_out",
-    "backward_reduce",
-    "backward_reduce_out",
-    "check",
-    "combine",
-    "forward",
-    "forward_out",
-    "inverse",
-    "local_backward",
-    "local_forward",
-    "local_forward_out",
-    "run",
-    "statistics",
-    "with_cuda",
-]
-
 _FOLDER = Path(__file__).parents[1]
 _NEVER_BUILT = (
     f"inplace_abn's compiled modules do not exist in {_FOLDER}: this source tree was never built. "
@@ -148,6 +129,9 @@ def _bump_versions(library: torch.library.Library, op: Any) -> None:
     library.impl(op, call, "ADInplaceOrView", with_keyset=True)
 
 
-for _op in [value for value in vars().values() if isinstance(value, _torch.OpOverload)]:
+NAMES = [name for name, value in vars().items() if isinstance(value, _torch.OpOverload)]
+"""What the ops are called here."""
+
+for _op in map(globals().__getitem__, NAMES):
     torch.library.register_fake(_op, fakes.fake(_op))
     _bump_versions(_library, _op)

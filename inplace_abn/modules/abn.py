@@ -108,15 +108,16 @@ class ActivatedNorm(nn.Module):
         return trust.trusts(self, dtype)
 
     def extra_repr(self) -> str:
-        text = (
+        return (
             f"{self.num_features}, eps={self.eps}, momentum={self.momentum}, affine={self.affine}, "
-            f"track_running_stats={self.track_running_stats}, {self._activation_repr()}"
+            f"track_running_stats={self.track_running_stats}, {self._end_of_repr()}"
         )
-        return text
 
-    def _activation_repr(self) -> str:
+    def _end_of_repr(self) -> str:
+        """What the representations of all modules end with."""
         param = f"[{self.activation_param}]" if self.activation in ("leaky_relu", "elu") else ""
-        return f"activation={self.activation}{param}"
+        kept = "" if getattr(self, "overwrite_input", True) else ", overwrite_input=False"
+        return f"activation={self.activation}{param}{kept}"
 
 
 class ABN(ActivatedNorm):
@@ -236,17 +237,8 @@ class InPlaceABN(guard.Guarded, ABN):
         self.signed_weight = signed_weight
         self.overwrite_input = overwrite_input
         self.guard_interval = guard_interval
-        super().__init__(
-            num_features,
-            eps,
-            momentum,
-            affine,
-            track_running_stats,
-            activation,
-            activation_param,
-            device=device,
-            dtype=dtype,
-        )
+        of_abn = (num_features, eps, momentum, affine, track_running_stats, activation, activation_param)
+        super().__init__(*of_abn, device=device, dtype=dtype)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """``act(norm(x) + residual)``, written over x of shape (batch, channel, \\*) if ``overwrite_input``."""
@@ -254,9 +246,6 @@ class InPlaceABN(guard.Guarded, ABN):
             return as_leaf(self, x, residual)  # type: ignore[no-any-return]
         function = functions.run if guard.may_run_in_place(self, x, residual) else functions.kept
         return self._call(function, x, residual, self.overwrite_input)
-
-    def extra_repr(self) -> str:
-        return super().extra_repr() + ("" if self.overwrite_input else ", overwrite_input=False")
 
 
 class InPlaceABNSync(InPlaceABN):
@@ -291,14 +280,9 @@ class InPlaceABNSync(InPlaceABN):
         dtype: torch.dtype | None = None,
     ) -> None:
         self.group = group
+        of_abn = (num_features, eps, momentum, affine, track_running_stats, activation, activation_param)
         super().__init__(
-            num_features,
-            eps,
-            momentum,
-            affine,
-            track_running_stats,
-            activation,
-            activation_param,
+            *of_abn,
             signed_weight=signed_weight,
             overwrite_input=overwrite_input,
             guard_interval=guard_interval,

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx
 
-from inplace_abn import functions, guard
-from inplace_abn.autograd import checks, plain
+from inplace_abn import guard
 from inplace_abn.modules.abn import ActivatedNorm, as_leaf
-from inplace_abn.modules.instance_norm import run
+from inplace_abn.modules.instance_norm import of_module, run
 from inplace_abn.settings import Operands, Settings
 
 
@@ -27,22 +26,11 @@ def inplace_group_norm(
     """z = act(weight * (x - mean) / sqrt(var + eps) + bias + residual) of each group, written over ``x``.
 
     Args:
-        x: activations of shape (batch, channel, \\*), dtype float64, float32, bfloat16 or float16, in any strides
-            without internal overlap. Overwritten with the result, unless ``overwrite_input`` is False.
         num_groups: into how many groups of neighbouring channels each sample is divided. It divides the channels.
-        weight: (channel,) or None; the scale, with a magnitude of at least ``eps``. float32 or x's dtype.
-        bias: (channel,) or None. float32 or x's dtype.
-        eps: added to the variance; also the smallest magnitude of the scale. Positive.
-        activation, activation_param, residual, overwrite_input: as for `inplace_abn.inplace_abn`.
+        weight: the scale itself, with a magnitude of at least ``eps``.
 
-    Returns:
-        ``x``, which now holds the result. If it is not overwritten, a new tensor of x's shape, dtype and memory format.
-
-    Raises:
-        ValueError: a wrong value or shape, only one value per group, or an ``x`` that autograd forbids to overwrite.
-            Nothing has been modified.
-        TypeError: a dtype that is not supported or does not combine with x's.
-        RuntimeError: the op that made ``x`` needs it for its own backward.
+    The other arguments, the result and the errors are those of `inplace_abn.inplace_abn`. It is an error if a group of
+    a sample has only one value.
     """
     shared = _shared(x, num_groups)
     settings = Settings(activation, activation_param, eps, True, True, None, shared)
@@ -65,26 +53,12 @@ class InPlaceGroupNorm(guard.Guarded, ActivatedNorm):
     is added before the activation. Mathematics, defaults and state dicts are those of `torch.nn.GroupNorm`: the scale
     is the weight itself, and evaluation does what training does.
 
-    While its input cannot be recovered exactly enough from its output, the layer keeps the input, as torch does, and
-    returns a new tensor. `inplace_abn.set_guard` controls how this is measured.
-
     Args:
         num_groups: into how many groups of neighbouring channels each sample is divided.
         num_channels: number of channels, a multiple of ``num_groups``.
-        eps: added to the variance. Positive.
-        affine: whether there are a ``weight`` (initially 1) and a ``bias`` (initially 0). Either may be set to None.
-        activation: "identity" (or "none"), "leaky_relu", "elu", "relu", "silu", "hardswish",
-            "gelu", "gelu_tanh", "mish".
-        activation_param: slope of leaky_relu (>= 0; zero means relu), alpha of elu (> 0).
-        overwrite_input: whether the result takes the memory of the input. If not, the input is unchanged, and not saved
-            for backward.
-        guard_interval: optimizer steps between two measurements of how exactly the input can be recovered; 0 for none.
-        device, dtype: of the parameters.
 
-    Raises:
-        ValueError: an argument is out of range.
-
-    The errors of a call are those of `inplace_group_norm`.
+    The other arguments, and what the guard does, are those of `InPlaceABN`. The errors of a call are those of
+    `inplace_group_norm`.
     """
 
     signed_weight = True
@@ -129,14 +103,7 @@ class InPlaceGroupNorm(guard.Guarded, ActivatedNorm):
         shared = _shared(x, self.num_groups)
         operands = Operands(self.weight, self.bias, residual, None, None, 0.0)
         settings = Settings(self.activation, self.activation_param, self.eps, True, True, None, shared)
-        if guard.may_run_in_place(self, x, residual):
-            return run(x, operands, settings, self.overwrite_input)
-        checks.check_instances(x, operands, shared)
-        functions.check_kept(x, operands, True, self.overwrite_input)
-        return plain.of_samples(x, operands, settings)
+        return of_module(self, x, operands, settings)
 
     def extra_repr(self) -> str:
-        text = (
-            f"{self.num_groups}, {self.num_channels}, eps={self.eps}, affine={self.affine}, {self._activation_repr()}"
-        )
-        return text + ("" if self.overwrite_input else ", overwrite_input=False")
+        return f"{self.num_groups}, {self.num_channels}, eps={self.eps}, affine={self.affine}, {self._end_of_repr()}"

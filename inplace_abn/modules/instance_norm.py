@@ -6,6 +6,7 @@ The ops treat a batch as one sample with batch * channel channels. Vectors are r
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -36,25 +37,13 @@ def inplace_instance_norm(
     """z = act(weight * (x - mean) / sqrt(var + eps) + bias + residual) of each sample, written over ``x``.
 
     Args:
-        x: activations of shape (batch, channel, space, \\*), dtype float64, float32, bfloat16 or float16, in any
-            strides without internal overlap. Overwritten with the result, unless ``overwrite_input`` is False.
-        weight: (channel,) or None; the scale, with a magnitude of at least ``eps``. float32 or x's dtype.
-        bias: (channel,) or None. float32 or x's dtype.
-        running_mean: (channel,) or None; updated in training with the mean over the batch, used otherwise.
-        running_var: (channel,) or None; updated in training (with the unbiased variance), used otherwise.
-        training: normalise with the statistics of ``x``; otherwise with the running ones, if there are any.
-        momentum: share of the new statistics in the running ones.
-        eps: added to the variance; also the smallest magnitude of the scale. Positive.
-        activation, activation_param, residual, overwrite_input: as for `inplace_abn.inplace_abn`.
+        x: activations of shape (batch, channel, space, \\*). Each sample has statistics of its own.
+        weight: the scale itself, with a magnitude of at least ``eps``.
+        running_mean, running_var: updated in training with the means over the batch, used otherwise.
+        momentum: share of the new statistics in the running ones. A number.
 
-    Returns:
-        ``x``, which now holds the result. If it is not overwritten, a new tensor of x's shape, dtype and memory format.
-
-    Raises:
-        ValueError: a wrong value or shape, only one value per channel and sample in training, or an ``x`` that autograd
-            forbids to overwrite. Nothing has been modified.
-        TypeError: a dtype that is not supported or does not combine with x's.
-        RuntimeError: the op that made ``x`` needs it for its own backward.
+    The other arguments, the result and the errors are those of `inplace_abn.inplace_abn`. In training it is an error if
+    a channel of a sample has only one value.
     """
     training = training or running_mean is None
     settings = Settings(activation, activation_param, eps, True, training, None, int(training))
@@ -69,9 +58,7 @@ def run(x: Tensor, operands: Operands, settings: Settings, overwrite_input: bool
     check_hyperparameters(settings.eps, operands.momentum)
     checks.check_instances(x, operands, settings.shared)
     if functions.must_run_out_of_place():
-        if operands.weight is not None:
-            operands = operands._replace(weight=reference.gamma(operands.weight, settings.eps, True))
-        return plain.of_samples(x, operands, settings)
+        return functions.out_of_place(x, operands, settings)
     running_mean = operands.running_mean
     if running_mean is not None and not torch.compiler.is_compiling() and _torch.transforms_active():
         # Writing to a statistic that the transform has captured raises. This must happen before anything is written.
@@ -102,6 +89,16 @@ def take_means(operands: Operands, each: Operands, samples: int) -> None:
                 t.copy_(getattr(each, name).view(samples, -1).mean(dim=0))
 
 
+def of_module(module: Any, x: Tensor, operands: Operands, settings: Settings) -> Tensor:
+    """The call of an `InPlaceInstanceNorm` or an `InPlaceGroupNorm`."""
+    if guard.may_run_in_place(module, x, operands.residual):
+        return run(x, operands, settings, module.overwrite_input)
+    if settings.training:
+        checks.check_instances(x, operands, settings.shared)
+    functions.check_kept(x, operands, settings.training, module.overwrite_input)
+    return plain.of_samples(x, operands, settings)
+
+
 class InPlaceInstanceNorm(guard.Guarded, ActivatedNorm):
     """Instance normalisation and activation that write the result over the input and keep nothing else for backward.
 
@@ -111,29 +108,14 @@ class InPlaceInstanceNorm(guard.Guarded, ActivatedNorm):
     itself, running statistics are means over the batch, and batches are not counted. Unlike in torch, the input must
     have a batch dimension.
 
-    While its input cannot be recovered exactly enough from its output, the layer keeps the input, as torch does, and
-    returns a new tensor. `inplace_abn.set_guard` controls how this is measured.
-
     Args:
-        num_features: number of channels.
-        eps: added to the variance. Positive.
         momentum: share of a batch's statistics in the running ones; None means 0.
-        affine: whether there are a ``weight`` (initially 1) and a ``bias`` (initially 0). Either may be set to None.
         track_running_stats: whether there are ``running_mean`` and ``running_var``, which evaluation uses. Otherwise,
             or if it is set to False later, evaluation uses each sample's own statistics.
-        activation: "identity" (or "none"), "leaky_relu", "elu", "relu", "silu", "hardswish",
-            "gelu", "gelu_tanh", "mish".
-        activation_param: slope of leaky_relu (>= 0; zero means relu), alpha of elu (> 0).
-        overwrite_input: whether the result takes the memory of the input. If not, the input is unchanged, and not saved
-            for backward.
-        guard_interval: optimizer steps between two measurements of how exactly the input can be recovered; 0 for none.
-        device, dtype: of parameters and running statistics.
 
-    Raises:
-        ValueError: an argument is out of range.
-
-    The errors of a call are those of `inplace_instance_norm`. Without parameters and running statistics any number of
-    channels is accepted. If it is not ``num_features``, a warning is given, as by torch.
+    The other arguments, and what the guard does, are those of `InPlaceABN`. The errors of a call are those of
+    `inplace_instance_norm`. Without parameters and running statistics any number of channels is accepted. If it is not
+    ``num_features``, a warning is given, as by torch.
     """
 
     signed_weight = True
@@ -155,17 +137,8 @@ class InPlaceInstanceNorm(guard.Guarded, ActivatedNorm):
         dtype: torch.dtype | None = None,
     ) -> None:
         guard.check_interval(guard_interval)
-        super().__init__(
-            num_features,
-            eps,
-            momentum,
-            affine,
-            track_running_stats,
-            activation,
-            activation_param,
-            device=device,
-            dtype=dtype,
-        )
+        of_norm = (num_features, eps, momentum, affine, track_running_stats, activation, activation_param)
+        super().__init__(*of_norm, device=device, dtype=dtype)
         self.overwrite_input = overwrite_input
         self.guard_interval = guard_interval
 
@@ -184,13 +157,4 @@ class InPlaceInstanceNorm(guard.Guarded, ActivatedNorm):
         momentum = 0.0 if self.momentum is None else self.momentum
         operands = Operands(weight, bias, residual, running_mean, running_var, momentum)
         what = (self.activation, self.activation_param, self.eps, True, training, None)
-        settings = Settings(*what, int(training))
-        if guard.may_run_in_place(self, x, residual):
-            return run(x, operands, settings, self.overwrite_input)
-        if training:
-            checks.check_instances(x, operands, 1)
-        functions.check_kept(x, operands, training, self.overwrite_input)
-        return plain.of_samples(x, operands, settings)
-
-    def extra_repr(self) -> str:
-        return super().extra_repr() + ("" if self.overwrite_input else ", overwrite_input=False")
+        return of_module(self, x, operands, Settings(*what, int(training)))

@@ -9,7 +9,6 @@ import functools
 from pathlib import Path
 
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -279,16 +278,6 @@ def test_a_storage_has_one_key():
 
 def test_functions_behind_the_functional_ones():
     assert torch.equal(_torch.nn_functions.silu(torch.ones(2)), torch.nn.functional.silu(torch.ones(2)))
-
-
-def test_no_torch_function_mode_sees_a_call():
-    class Loud(TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            raise AssertionError
-
-    t = torch.ones(2)
-    with Loud(), _torch.NoTorchFunctionModes():
-        assert t.add(1).shape == (2,)
 
 
 def test_in_backward():

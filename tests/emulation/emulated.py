@@ -16,7 +16,7 @@ from inplace_abn import functions
 from inplace_abn.kernels import fakes, ops
 
 NAMESPACE = "inplace_abn_emulated"
-OVERLOADS = {name.replace("_out", ".out"): name for name in ops.__all__ if hasattr(getattr(ops, name), "_schema")}
+OVERLOADS = {name.replace("_out", ".out"): name for name in ops.NAMES}
 """The names of ops in their library, with those in ``ops``."""
 
 
