@@ -34,13 +34,8 @@ class Adding(NamedTuple):
     in_place: bool
 
 
-class Passing(NamedTuple):
-    """A call that returns what it is given."""
-
-    input: Any
-
-
-Reading = Callable[[tuple[Any, ...], Mapping[str, Any]], "Activating | Adding | Passing | None"]
+Reading = Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
+"""Reads a call: `Activating`, `Adding`, what it is given if it returns that, or None for any other call."""
 
 
 def by_name(names: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -94,12 +89,12 @@ def _adding(in_place: bool) -> Reading:
     return read
 
 
-def _dropping(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Passing | None:
+def _dropping(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Reads the calls of a dropout, which passes its input on if it drops nothing."""
     given = by_name(("input", "p", "training", "inplace"), args, kwargs)
     if given is None or (given.get("p", 0.5) != 0 and given.get("training", True)):
         return None
-    return Passing(given["input"])
+    return given["input"]
 
 
 _aten, _nn = torch.ops.aten, _torch.nn_functions
