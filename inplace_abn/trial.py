@@ -17,11 +17,8 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     """The tensors in a value: in lists, tuples, sets, mappings and dataclasses."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, (list, tuple, set)):
-        for item in value:
+    elif isinstance(value, (Mapping, list, tuple, set)):
+        for item in value.values() if isinstance(value, Mapping) else value:
             yield from tensors_in(item)
     elif hasattr(value, "__dataclass_fields__"):
         yield from tensors_in(vars(value))

@@ -75,21 +75,16 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     _, _, _, weight, bias = ctx.saved_tensors
     dx, dweight, dbias = NORM_BACKWARD(dy, *ctx.saved_tensors, *ctx.settings)
-    return (
-        dx,
-        None,
-        None,
-        None if weight is None else dweight.to(weight.dtype),
-        None if bias is None else dbias.to(bias.dtype),
-        *(None,) * 3,
-    )
+    dweight = None if weight is None else dweight.to(weight.dtype)
+    dbias = None if bias is None else dbias.to(bias.dtype)
+    return dx, None, None, dweight, dbias, None, None, None
 
 
-_ops: dict[str, Any] = {"norm": plain_norm, "norm_backward": plain_norm_backward}
-for _name, _op in _ops.items():
-    _library.impl(_name, _op, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"inplace_abn::{_name}", _op, lib=_library)
-torch.library.register_autograd("inplace_abn::norm", _backward, setup_context=_setup_context, lib=_library)
+PLAIN: dict[Any, Any] = {NORM: plain_norm, NORM_BACKWARD: plain_norm_backward}
+for _op, _plain in PLAIN.items():
+    _library.impl(_op, _plain, "CompositeExplicitAutograd")
+    torch.library.register_fake(_op, _plain, lib=_library)
+torch.library.register_autograd(NORM, _backward, setup_context=_setup_context, lib=_library)
 
 
 def _statistics(x: Tensor, operands: Operands, training: bool) -> tuple[Tensor, Tensor]:
@@ -131,9 +126,8 @@ def constant(value: float) -> float:
 def normalised(x: Tensor, operands: Operands, training: bool, eps: float, trusted: str) -> Tensor:
     """torch's batch norm, which `compiling.joint` can fuse with what follows. The scale is the weight itself.
 
-    Args:
-        trusted: the activations whose z is trusted for recovering x, as `activation_key` names them, with spaces in
-            between.
+    ``trusted`` names the activations whose z is trusted for recovering x, by their `activation_key`, with spaces in
+    between.
     """
     mean, var = _statistics(x, operands, training)
     y: Tensor = NORM(x, mean, var, operands.weight, operands.bias, eps, training, trusted)

@@ -22,28 +22,18 @@ _library.define("untagged(Tensor z, str activation, float param) -> Tensor", tag
 
 UNTAGGED = torch.ops.inplace_abn.untagged.default
 
-
-def _by_kernels(z: Tensor, activation: str, param: float) -> Tensor:
-    y: Tensor = ops.run(ops.inverse, [], z, find(activation).code, param)
-    return y
-
-
-def _like(z: Tensor, activation: str, param: float) -> Tensor:
-    return torch.empty_like(z, dtype=torch.promote_types(z.dtype, torch.float32))
-
-
-_library.impl("untagged", _by_kernels, "CompositeExplicitAutograd")
-torch.library.register_fake("inplace_abn::untagged", _like, lib=_library)
+_library.impl(
+    UNTAGGED,
+    lambda z, activation, param: ops.run(ops.inverse, [], z, find(activation).code, param),
+    "CompositeExplicitAutograd",
+)
+torch.library.register_fake(
+    UNTAGGED, lambda z, *_: torch.empty_like(z, dtype=torch.promote_types(z.dtype, torch.float32)), lib=_library
+)
 
 
 def tagged(y: Tensor, activation: str, param: float, dtype: torch.dtype) -> Tensor:
-    """z of y with its tag, rounded to ``dtype``.
-
-    Args:
-        y: of any shape, in the dtype of the arithmetic: float64 for float64, otherwise float32.
-        activation, param: as in `inplace_abn.activations`.
-        dtype: of the result.
-    """
+    """z of y with its tag, rounded to ``dtype``. y is in the dtype of the arithmetic: float64, or otherwise float32."""
     if is_relu(activation, param):
         # -inf becomes zero. No other y does, because compilers do not keep the sign of a zero.
         trace = (y * relu_slope(dtype)).abs()
@@ -55,9 +45,8 @@ def tagged(y: Tensor, activation: str, param: float, dtype: torch.dtype) -> Tens
         return torch.where(y > 0, y, -(y * param).abs()).to(dtype)
     if activation == "elu":
         curved = -(param * torch.expm1(y.clamp_max(0))).abs()
-        return torch.where(y > 0, y, torch.where(y == -math.inf, _elu_of_minus_infinity(param, dtype), curved)).to(
-            dtype
-        )
+        curved = torch.where(y == -math.inf, _elu_of_minus_infinity(param, dtype), curved)
+        return torch.where(y > 0, y, curved).to(dtype)
     if activation == "hardswish":
         parabola = y * (torch.where(y < 3, y + 3, 6.0) / 6)
         return _with_flat(torch.where(y <= -3, _flat(y, dtype), parabola), y, activation, dtype)

@@ -8,8 +8,9 @@ xhat from the result z, and x need not be kept. Every other norm becomes plain o
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, fx
@@ -25,11 +26,8 @@ from inplace_abn.compiling.spelled import activated, activation_key
 _aten = torch.ops.aten
 _KEEPING = frozenset(
     [
-        _aten.convolution_backward.default,
-        _aten.mm.default,
-        _aten.addmm.default,
-        _aten.bmm.default,
-        _aten.baddbmm.default,
+        *(_aten.convolution_backward.default, _aten.mm.default, _aten.addmm.default),
+        *(_aten.bmm.default, _aten.baddbmm.default),
     ]
 )
 """Ops of a backward pass whose inputs are kept. Compilers do not compute these inputs again to save memory."""
@@ -66,14 +64,11 @@ class Search:
 
     def run(self) -> list[Fusion]:
         """The fusions, in the order of their norms."""
-        for norm in self.norms:
-            fusion = self._activated(norm)
-            if fusion is not None:
-                self.found[norm] = fusion
-        for norm in self.norms:
-            fusion = None if norm in self.found else self._kept(norm)
-            if fusion is not None:
-                self.found[norm] = fusion
+        for find in (self._activated, self._kept):
+            for norm in self.norms:
+                fusion = None if norm in self.found else find(norm)
+                if fusion is not None:
+                    self.found[norm] = fusion
         return [self.found[norm] for norm in self.norms if norm in self.found]
 
     def _trusts(self, norm: fx.Node, *what: str) -> bool:
@@ -90,15 +85,13 @@ class Search:
         if found is None:
             total, residual = self._sum(norm)
             found = None if residual is None else activated(total)
-        if found is None or any(fusion.result is found.result for fusion in self.found.values()):
+        if found is None or any(fusion.result is found[0] for fusion in self.found.values()):
             return None
-        if not self._trusts(norm, activation_key(found.activation, found.param)):
+        if not self._trusts(norm, activation_key(*found[1:])):
             return None
         if residual is not None and not (self._trusts(norm, "residual") and self._is_kept(residual)):
             return None
-        if self.readers.reads_tags(found.result, found.activation, found.param):
-            return None
-        return Fusion(norm, total, residual, found.result, found.activation, found.param)
+        return None if self.readers.reads_tags(*found) else Fusion(norm, total, residual, *found)
 
     def _kept(self, norm: fx.Node) -> Fusion | None:
         """The fusion of a norm without activation whose output, or the sum with that output, is kept anyway."""
@@ -134,22 +127,17 @@ class Search:
 
 def _is_alike(a: fx.Node, b: fx.Node) -> bool:
     first, second = a.meta.get("val"), b.meta.get("val")
-    return (
-        isinstance(first, Tensor)
-        and isinstance(second, Tensor)
-        and (first.dtype, first.device) == (second.dtype, second.device)
-        and first.shape == second.shape
-    )
+    if not isinstance(first, Tensor) or not isinstance(second, Tensor):
+        return False
+    return (first.dtype, first.device, first.shape) == (second.dtype, second.device, second.shape)
 
 
 def _is_read_again(node: fx.Node) -> bool:
     """Whether an op of `_KEEPING` in the backward pass reads the node, perhaps through a view."""
-    for user in node.users:
-        if user.target in _VIEWS and _is_read_again(user):
-            return True
-        if is_backward(user) and user.target in _KEEPING:
-            return True
-    return False
+    return any(
+        (user.target in _VIEWS and _is_read_again(user)) or (is_backward(user) and user.target in _KEEPING)
+        for user in node.users
+    )
 
 
 def _gradients(graph: fx.Graph, norms: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
@@ -157,15 +145,12 @@ def _gradients(graph: fx.Graph, norms: list[fx.Node]) -> dict[fx.Node, list[fx.N
 
     Norms with the same arguments are left out, because their gradients cannot be told apart.
     """
-    by_arguments: dict[tuple[Any, ...], list[fx.Node]] = {}
-    for norm in norms:
-        by_arguments.setdefault(norm.args, []).append(norm)
+    counts = Counter(norm.args for norm in norms)
+    owners = {norm.args: norm for norm in norms if counts[norm.args] == 1}
     found: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.nodes:
-        if node.target is NORM_BACKWARD:
-            owners = by_arguments.get(node.args[1:], [])
-            if len(owners) == 1:
-                found.setdefault(owners[0], []).append(node)
+        if node.target is NORM_BACKWARD and node.args[1:] in owners:
+            found.setdefault(owners[node.args[1:]], []).append(node)
     return found
 
 
@@ -186,10 +171,10 @@ def fuse(module: fx.GraphModule, *_: Any) -> fx.GraphModule:
         _keep_parameters(graph)
     graph.eliminate_dead_code()
     for node in list(graph.nodes):
-        if node.target is NORM:
-            _replace(graph, node, batch_norm.plain_norm)
-        elif node.target is NORM_BACKWARD:
-            _replace(graph, node, batch_norm.plain_norm_backward)
+        if node.target in batch_norm.PLAIN:
+            with graph.inserting_before(node):
+                found = _inlined(graph, batch_norm.PLAIN[node.target], node.args, node)
+            _replace(node, found)
     graph.eliminate_dead_code()
     graph.lint()
     module.recompile()
@@ -235,8 +220,7 @@ def _write_fused(
     graph: fx.Graph, fusion: Fusion, gradients: Sequence[fx.Node], written: dict[fx.Node, fx.Node]
 ) -> None:
     _, total, residual, result, activation, param = fusion
-    given: tuple[Any, ...] = fusion.norm.args
-    x, mean, var, weight, bias, eps, training, _ = given
+    x, mean, var, weight, bias, eps, training, _ = cast("tuple[Any, ...]", fusion.norm.args)
     dtype = x.meta["val"].dtype
     residual = written.get(residual, residual) if residual is not None else None
 
@@ -269,45 +253,28 @@ def _write_fused(
         with graph.inserting_before(node):
             dy: Any = node.args[0]
             found = _inlined(graph, backward, (dy, y, var, weight, bias, residual), node)
-        _replace_parts(node, found)
+        _replace(node, found)
 
 
-def _replace(graph: fx.Graph, node: fx.Node, function: Callable[..., Any]) -> None:
-    """Replaces the op by the nodes of ``function``."""
-    tensors = [argument if isinstance(argument, fx.Node) else None for argument in node.args]
-
-    def computed(*given: Any) -> Any:
-        pairs = zip(given, tensors, node.args, strict=True)
-        return function(*(value if isinstance(tensor, fx.Node) else constant for value, tensor, constant in pairs))
-
-    with graph.inserting_before(node):
-        found = _inlined(graph, computed, tensors, node)
-    if node.target is NORM:
-        node.replace_all_uses_with(found[0])
-        graph.erase_node(node)
-    else:
-        _replace_parts(node, found)
-
-
-def _replace_parts(node: fx.Node, found: Sequence[fx.Node]) -> None:
-    for part in list(node.users):
+def _replace(node: fx.Node, found: Sequence[fx.Node]) -> None:
+    """Replaces an op by its results."""
+    for part in list(node.users) if node.target is NORM_BACKWARD else ():
         part.replace_all_uses_with(found[part.args[1]])  # type: ignore[index]
         part.graph.erase_node(part)
+    node.replace_all_uses_with(found[0])
     node.graph.erase_node(node)
 
 
-def _inlined(
-    graph: fx.Graph, function: Callable[..., Any], arguments: Sequence[fx.Node | None], like: fx.Node
-) -> list[fx.Node]:
-    """Inserts the nodes of ``function`` with these arguments, with the metadata of ``like``.
+def _inlined(graph: fx.Graph, function: Callable[..., Any], arguments: Sequence[Any], like: fx.Node) -> list[fx.Node]:
+    """Inserts the nodes of ``function`` with these nodes and constants, with the metadata of ``like``.
 
     Returns the nodes of its results.
     """
-    given = [node for node in arguments if node is not None]
+    given = [argument for argument in arguments if isinstance(argument, fx.Node)]
 
     def computed(*tensors: Tensor) -> Any:
         rest = iter(tensors)
-        result = function(*(None if node is None else next(rest) for node in arguments))
+        result = function(*(next(rest) if isinstance(argument, fx.Node) else argument for argument in arguments))
         return result if isinstance(result, tuple) else (result,)
 
     traced = make_fx(computed, decomposition_table=decompositions())(*(node.meta["val"] for node in given))

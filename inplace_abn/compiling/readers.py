@@ -32,15 +32,12 @@ class Readers:
             return False
         follower = tags.Follower()
         (seen,) = _seen(z)
-        started = False
-        for node, op, results in self._ops:
-            if started:
-                if follower.readings(op):
-                    return True
-                follower.follow(op, results)
-            elif node is z:
-                follower.add(seen.storage, z, sign)
-                started = True
+        follower.add(seen.storage, z, sign)
+        start = next(i for i, (node, *_) in enumerate(self._ops) if node is z)
+        for _, op, results in self._ops[start + 1 :]:
+            if follower.readings(op):
+                return True
+            follower.follow(op, results)
         return bool(follower.chosen.keys() & self._outputs)
 
 

@@ -6,12 +6,11 @@ patterns are made by decomposing our own activations in the same way.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from inplace_abn import _torch
@@ -29,14 +28,6 @@ _SPELLINGS = [
 ]
 
 
-class Activated(NamedTuple):
-    """A node that activates another one, and is the only use of the other one in the forward pass."""
-
-    result: fx.Node
-    activation: str
-    param: float
-
-
 def activation_key(activation: str, param: float) -> str:
     """The activation as one word, by which a norm names the activations that it trusts."""
     if is_relu(activation, param):
@@ -48,22 +39,19 @@ def activation_key(activation: str, param: float) -> str:
     return "identity" if activation == "none" else activation
 
 
-def activated(y: fx.Node) -> Activated | None:
-    """The activation of ``y``; None if there is none, or if anything else in the forward pass reads ``y``."""
+def activated(y: fx.Node) -> tuple[fx.Node, str, float] | None:
+    """The node that activates ``y``, with the activation and its parameter.
+
+    None if there is none, or if anything else in the forward pass reads ``y``.
+    """
     for activation, param in _SPELLINGS:
-        for pattern in _patterns(y, activation, param):
-            found = _match(y, pattern)
+        # As it is, and as inductor decomposes it.
+        for taken_apart in (False, True) if decompositions() is not None else (False,):
+            found = _match(y, _pattern(y.meta["val"].dtype, activation, param, taken_apart))
             if found is not None:
                 result, seen = found
-                return Activated(result, activation, seen if param == _PARAM else param)
+                return result, activation, seen if param == _PARAM else param
     return None
-
-
-def _patterns(y: fx.Node, activation: str, param: float) -> Iterator[fx.Graph]:
-    """The patterns of an activation: as it is, and as inductor decomposes it."""
-    value: Tensor = y.meta["val"]
-    for taken_apart in (False, True) if decompositions() is not None else (False,):
-        yield _pattern(value.dtype, activation, param, taken_apart)
 
 
 @cache
@@ -78,27 +66,21 @@ def _match(y: fx.Node, pattern: fx.Graph) -> tuple[fx.Node, float] | None:
     # The graph may have equal nodes, because the compiler has not merged them yet.
     alike: dict[fx.Node, set[fx.Node]] = {}
     params: set[float] = set()
-    output: fx.Node | None = None
-    for part in pattern.nodes:
-        if part.op == "placeholder":
-            alike[part] = {y}
-        elif part.op == "output":
-            output = part.args[0] if isinstance(part.args[0], fx.Node) else part.args[0][0]
-        else:
-            readers = {user for source in part.all_input_nodes for node in alike[source] for user in node.users}
-            alike[part] = {node for node in readers if _is_spelled(node, part, alike, params)}
-            if not alike[part]:
-                return None
-    assert output is not None
-    results = [node for node in alike[output] if not is_backward(node)]
+    source, *parts, output = pattern.nodes
+    alike[source] = {y}
+    for part in parts:
+        readers = {user for given in part.all_input_nodes for node in alike[given] for user in node.users}
+        alike[part] = {node for node in readers if _is_spelled(node, part, alike, params)}
+        if not alike[part]:
+            return None
+    (last,) = output.all_input_nodes
+    results = [node for node in alike.pop(last) if not is_backward(node)]
     if len(results) != 1 or len(params) > 1:
         return None
-    inner = {node for part, nodes in alike.items() if part is not output for node in nodes if not is_backward(node)}
-    for node in inner:
-        for user in node.users:
-            if user in inner or user is results[0] or (node is y and is_backward(user)):
-                continue
-            return None
+    inner = {node for nodes in alike.values() for node in nodes if not is_backward(node)}
+    known = inner | {*results}
+    if any(user not in known and not (node is y and is_backward(user)) for node in inner for user in node.users):
+        return None
     return results[0], next(iter(params), _PARAM)
 
 
@@ -111,20 +93,18 @@ def _is_spelled(node: fx.Node, part: fx.Node, alike: dict[fx.Node, set[fx.Node]]
     def same(value: Any, wanted: Any) -> bool:
         if isinstance(wanted, fx.Node):
             return isinstance(value, fx.Node) and value in alike[wanted]
-        if isinstance(wanted, float) and wanted == _PARAM:
+        if wanted == _PARAM:
             found.append(value)
             return isinstance(value, (int, float))
-        if isinstance(wanted, (int, float)):
-            return isinstance(value, (int, float)) and value == wanted
-        return type(value) is type(wanted) and bool(value == wanted)
+        return bool(value == wanted)
 
-    if not all(map(same, given(node), given(part))):
+    if not all(map(same, _given(node), _given(part))):
         return False
     params.update(found)
     return True
 
 
-def given(node: fx.Node) -> list[Any]:
+def _given(node: fx.Node) -> list[Any]:
     """The arguments of an op, with its defaults."""
     values = []
     for i, argument in enumerate(_torch.schema_of(node.target).arguments):  # type: ignore[union-attr]

@@ -30,10 +30,8 @@ class _Keeper(NamedTuple):
     """The kind of devices on which autocast makes it compute in float32."""
 
 
-_IN_PLACE = "inplace"
 _UNARY = _Keeper(("input",), ("input",))
 _PRODUCT = _Keeper(("input", "other"), ("input", "other"), factors=True)
-_MATRICES = _PRODUCT._replace(narrow=True)
 _MM = _Keeper(("input", "mat2"), ("input", "mat2"), factors=True, narrow=True)
 
 _KEEPERS: list[tuple[_Keeper, tuple[Any, ...]]] = [
@@ -43,15 +41,15 @@ _KEEPERS: list[tuple[_Keeper, tuple[Any, ...]]] = [
         (F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d),
     ),
     (_Keeper(("input", "weight"), ("input", "weight"), factors=True, narrow=True), (F.linear,)),
-    (_MATRICES, (torch.matmul, Tensor.matmul, Tensor.__matmul__)),
+    (_PRODUCT._replace(narrow=True), (torch.matmul, Tensor.matmul, Tensor.__matmul__)),
     (_MM, (torch.mm, Tensor.mm, torch.bmm, Tensor.bmm)),
     (_PRODUCT, (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.multiply, Tensor.multiply)),
     # The slope depends on the input.
     (_Keeper(("input", "weight"), ("input",), narrow=True), (F.prelu, Tensor.prelu)),
-    (_Keeper(("input", "min_val", "max_val", _IN_PLACE), ("input",)), (F.hardtanh,)),
-    (_Keeper(("input", _IN_PLACE), ("input",)), (F.relu6, F.hardsigmoid, F.selu)),
-    (_Keeper(("input", "alpha", _IN_PLACE), ("input",)), (F.celu,)),
-    (_Keeper(("input", "threshold", "value", _IN_PLACE), ("input",)), (F.threshold,)),
+    (_Keeper(("input", "min_val", "max_val", "inplace"), ("input",)), (F.hardtanh,)),
+    (_Keeper(("input", "inplace"), ("input",)), (F.relu6, F.hardsigmoid, F.selu)),
+    (_Keeper(("input", "alpha", "inplace"), ("input",)), (F.celu,)),
+    (_Keeper(("input", "threshold", "value", "inplace"), ("input",)), (F.threshold,)),
     (_UNARY, (F.logsigmoid, F.softsign, F.hardshrink, F.softshrink, F.glu)),
     (_UNARY._replace(wide="cuda"), (F.softplus,)),
     (_UNARY, (torch.abs, Tensor.abs, torch.square, Tensor.square, torch.sin, Tensor.sin, torch.cos, Tensor.cos)),
@@ -76,7 +74,7 @@ def kept(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Ite
     # Arguments beyond those with a name do not matter.
     count = len(keeper.names)
     values = by_name(keeper.names, args[:count], {k: v for k, v in kwargs.items() if k in (*keeper.names, "self")})
-    if values is None or values.get(_IN_PLACE):
+    if values is None or values.get("inplace"):
         return
     operands = [values.get(name) for name in keeper.kept]
     for i, t in enumerate(operands):

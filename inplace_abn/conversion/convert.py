@@ -92,7 +92,7 @@ def convert(
         hooks.hook(model)
     activations = sum(classes.is_activation(module) for module in chosen.values())
     norms = [module for module in modules.values() if not classes.is_activation(module)]
-    told = _told(norms, len(chosen) - activations, sum(classes.is_converted(m) for m in before if m in norms))
+    told = _told(norms, len(chosen) - activations, sum(module in norms for module in before))
     _logger.info("%s%s", told, f", and {activations} activations" if activations else "")
     return model
 
@@ -134,20 +134,19 @@ def revert(
             was built in place has a weight that cannot be set to its scale, because the weight is computed from other
             parameters. Nothing has been modified.
     """
-    converted = [(name, module) for name, module in model.named_modules() if classes.is_converted(module)]
-    originals = {module: _original_class(name, module) for name, module in converted}
+    originals: dict[Any, type[nn.Module]] = {}
     for name, module in model.named_modules():
-        if isinstance(module, _Built):
+        if classes.is_converted(module):
+            originals[module] = _original_class(name, module)
+        elif isinstance(module, _Built):
             _check_scale(name, module)
     for norm, original in originals.items():
         norm.release()
         norm.__class__ = original
     hooks.unhook(model)
     called.release(model)
-    replaced: dict[nn.Module, nn.Module] = {}
-    for module in list(model.modules()):
-        if isinstance(module, _Built):
-            replaced[module] = _standard(module, batch_norm, instance_norm)
+    built = [module for module in model.modules() if isinstance(module, _Built)]
+    replaced: dict[nn.Module, nn.Module] = {module: _standard(module, batch_norm, instance_norm) for module in built}
     for module in list(model.modules()):
         for name, child in module._modules.items():
             if child in replaced:
@@ -257,15 +256,12 @@ def load_public_state_dict(
         for key in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
             if prefix + key in state:
                 state[own + key] = state.pop(prefix + key)
-        if own + "weight" in state and (layers is None or given in layers) and not _scales_by_magnitude(module):
+        by_magnitude = isinstance(module, InPlaceABN) and not module.signed_weight
+        if own + "weight" in state and (layers is None or given in layers) and not by_magnitude:
             state[own + "weight"] = state[own + "weight"].abs() + module.eps
         if module.num_batches_tracked is not None and own + "running_mean" in state:
             state.setdefault(own + "num_batches_tracked", torch.tensor(0))
     return model.load_state_dict(state, strict)
-
-
-def _scales_by_magnitude(module: nn.Module) -> bool:
-    return isinstance(module, InPlaceABN) and not module.signed_weight
 
 
 def _is_part(model: nn.Module, name: str) -> bool:

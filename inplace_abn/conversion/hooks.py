@@ -79,20 +79,6 @@ def end_part(part: nn.Module, _: Any, output: Any) -> None:
     _end(part, output)
 
 
-def _hook_parts(model: nn.Module) -> None:
-    """Adds hooks to the parts of a model that contain layers, in case that the model itself is never called.
-
-    The outermost part that is called is watched, and needs no hooks within it.
-    """
-    layers = [name for name, _ in guard.layers_of(model)]
-    parts = {name[:i] for name in layers for i, character in enumerate(name) if character == "."}
-    for name in sorted(parts):
-        part = model.get_submodule(name)
-        if end_part not in part._forward_hooks.values():
-            part.register_forward_pre_hook(begin_part)
-            part.register_forward_hook(end_part, always_call=True)
-
-
 def finish(model: nn.Module, args: Any, result: Any) -> Any:
     """The hook after a converted model's forward pass. It leaves no `Pending` tensor in the result, and ends the watch.
 
@@ -110,11 +96,22 @@ def _end(model: nn.Module, output: Any) -> None:
 
 
 def hook(model: nn.Module) -> None:
-    """Adds the hooks around a converted model's forward pass, unless it has them."""
-    if finish not in model._forward_hooks.values():
-        model.register_forward_pre_hook(begin)
-        model.register_forward_hook(finish, always_call=True)
-    _hook_parts(model)
+    """Adds the hooks around a converted model's forward pass, unless it has them.
+
+    The parts of the model that contain layers get hooks too, in case that the model itself is never called. The
+    outermost part that is called is watched, and needs no hooks within it.
+    """
+    layers = [name for name, _ in guard.layers_of(model)]
+    parts = {name[:i] for name in layers for i, character in enumerate(name) if character == "."}
+    _add(model, begin, finish)
+    for name in sorted(parts):
+        _add(model.get_submodule(name), begin_part, end_part)
+
+
+def _add(module: nn.Module, before: Any, after: Any) -> None:
+    if after not in module._forward_hooks.values():
+        module.register_forward_pre_hook(before)
+        module.register_forward_hook(after, always_call=True)
 
 
 def unhook(model: nn.Module) -> None:

@@ -9,7 +9,6 @@ from inplace_abn.activations import IDENTITY
 from inplace_abn.autograd import nodes
 from inplace_abn.conversion import watch
 from inplace_abn.conversion.waiting import NormCall, PendingState, stand
-from inplace_abn.settings import Operands
 
 
 def made(state: PendingState, is_kept: bool, reader: str) -> Tensor | None:
@@ -30,8 +29,7 @@ def made(state: PendingState, is_kept: bool, reader: str) -> Tensor | None:
     if state.memory is not None:
         norm.record_consumer("kept")
         return attached(state, IDENTITY, None, follows=reader)
-    y = norm.native()
-    return y if state.residual is None else y + state.residual
+    return state.native()
 
 
 def record_plain(norm: NormCall, reader: str, why: str) -> None:
@@ -68,15 +66,17 @@ def attached(
     observer = norm.module.observer()
     writable = watch.is_writable(activation[0], in_place)
     saved = None if observer is None else observer.saved(memory, activation, writable)
-    operands = Operands(norm.operands.weight, norm.operands.bias, residual)
     of_residual = None if observer is None or residual is None else observer.of_residual(residual)
-    result = nodes.Result(memory, saved, of_residual)
+    result, operands = nodes.Result(memory, saved, of_residual), norm.operands._replace(residual=residual)
     z = functions.attached(norm.x, result, operands, norm.values, settings)
     if stand_in is not None:
         stand(z, (stand_in,))
     state.memory = None
     if observer is None:
-        norm.approve(activation, residual is not None)
+        # Nobody watched this call, so later calls may do the same.
+        past = norm.module._past
+        if past.plan is not None:
+            past.plan.approve(norm.look, activation, residual is not None, past.note)
     else:
         noted = watch.Result(norm.module, *activation, writable, is_residual, saved=saved, of_residual=of_residual)
         observer.note(noted, norm.x, z, residual)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from inplace_abn import _torch
 from inplace_abn.conversion.consumers import is_cast_for
-from inplace_abn.conversion.recognition import KNOWN, METADATA, Passing
+from inplace_abn.conversion.recognition import KNOWN, METADATA
 from inplace_abn.trial import tensors_in
 
 
@@ -36,8 +36,8 @@ class Narrowed(Tensor):
                 return func(*args, **kwargs)
         read = KNOWN.get(func)
         call = None if read is None else read(args, kwargs)
-        if isinstance(call, Passing) and type(call.input) is Narrowed:
-            return call.input
+        if type(call) is Narrowed:
+            return call
         if any(type(t) is Narrowed for t in args) and is_cast_for(func, args[0]):
             args = tuple(t._narrow if type(t) is Narrowed and _is_cast(t) else t for t in args)
         for t in tensors_in((args, kwargs)):

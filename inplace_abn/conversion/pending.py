@@ -37,10 +37,9 @@ from inplace_abn.conversion.recognition import (
     NO_GRADIENT,
     Activating,
     Adding,
-    Passing,
     is_writing,
 )
-from inplace_abn.conversion.waiting import NormCall, PendingState, follow, stand, wait
+from inplace_abn.conversion.waiting import NormCall, PendingState, stand, wait
 
 _logger = logging.getLogger("inplace_abn")
 
@@ -49,14 +48,11 @@ class Pending(Tensor):
     """A tensor without memory that stands for a norm's output."""
 
     _held: PendingState | None = None
-    _waiting: Any = None
-    """What the tensor stands for, in C++. Python takes it over once it does more with it than the next op."""
-    _plan: Plan
-    """The plan of the call that waits in C++."""
-    _module: Any
-    """The norm that made this call, as long as it waits in C++."""
-    _adds: bool = False
-    """Whether a residual was added to what waits in C++."""
+    _waiting: tuple[Any, Plan, Any, bool] | None = None
+    """What the tensor stands for, in C++, the plan and the norm of this call, and whether a residual was added.
+
+    Python takes it over once it does more with it than the next op.
+    """
     _plain: Tensor | None = None
     _shown: Tensor | None = None
     """The values that ops below autograd have seen."""
@@ -90,8 +86,8 @@ class Pending(Tensor):
 
     def _take_over(self) -> None:
         if self._waiting is not None:
-            waiting, module, self._waiting, self._module = self._waiting, self._module, None, None
-            self._held, self._node = self._plan.state(module, waiting, self)
+            (waiting, plan, module, _), self._waiting = self._waiting, None
+            self._held, self._node = plan.state(module, waiting, self)
 
     @classmethod
     def __torch_function__(
@@ -108,8 +104,8 @@ class Pending(Tensor):
                 result = _activated(call)
             elif isinstance(call, Adding):
                 result = _added(call)
-            elif isinstance(call, Passing) and type(call.input) is Pending:
-                result = call.input
+            elif type(call) is Pending:
+                result = call
             if result is not None:
                 return result
         if func in METADATA:
@@ -128,8 +124,7 @@ class Pending(Tensor):
 
         def made_plain(t: Pending) -> Tensor:
             if writes and (t._leads or _torch.in_custom_function()):
-                t._check_hooks()
-                t._check_names()
+                t._check_write()
             values = plain(t, any(t is other for other in keeps), getattr(func, "__name__", ""))
             given.append((t, values, values._version))
             return values
@@ -164,8 +159,7 @@ class Pending(Tensor):
             if type(value) is Pending
         ]
         for t in written:
-            t._check_hooks()
-            t._check_names()
+            t._check_write()
         args, kwargs = _replaced((args, kwargs or {}), values_of)
         watching = watch.current()
         result = func(*args, **kwargs) if watching is None else watching.run(func, args, kwargs)
@@ -193,6 +187,11 @@ class Pending(Tensor):
         with _torch.NoTorchFunction():
             return self.grad_fn is not self._node
 
+    def _settle(self, plain: Tensor) -> None:
+        """Makes this tensor stand for a plain one. It is decided what becomes of the norm."""
+        self._plain, self._state = plain, None
+        self._record_position()
+
     def _record_position(self) -> None:
         if self._plain is not None:
             self._version_of_plain = self._plain._version
@@ -211,11 +210,12 @@ class Pending(Tensor):
                 "leave the norm out of the conversion (filter_fn)"
             )
 
-    def _check_names(self) -> None:
-        """Raises RuntimeError before scripted or custom code writes to what has another name, too.
+    def _check_write(self) -> None:
+        """Raises RuntimeError before scripted or custom code writes to what has a hook, or another name, too.
 
         An activation in place returns another tensor than this one. With torch the two are one, which the code moves.
         """
+        self._check_hooks()
         if not self._is_named:
             return
         watching = watch.current()
@@ -236,7 +236,7 @@ class Pending(Tensor):
             self._check_hooks()
         with torch.inference_mode(False), torch.enable_grad(), _torch.NoTorchFunction():
             if values.requires_grad:
-                follow(values, self) if is_written else stand(values, (self,))
+                stand(values, self if is_written else (self,))
             else:
                 self.detach_()
         self._leads, self._shown = False, None
@@ -283,11 +283,9 @@ def planned(plan: Plan, module: Any, x: Tensor) -> Pending | None:
         return None
     t = _torch.stand_in_like(Pending, x)
     waiting = plan.call(module, x, t)
-    return None if waiting is None else _waiting(t, waiting, plan, module, False)
-
-
-def _waiting(t: Any, waiting: Any, plan: Plan, module: Any, adds: bool) -> Pending:
-    t._waiting, t._plan, t._module, t._adds, t._name = waiting, plan, module, adds, plan.name
+    if waiting is None:
+        return None
+    t._waiting, t._name = (waiting, plan, module, False), plan.name
     return t  # type: ignore[no-any-return]
 
 
@@ -296,23 +294,18 @@ def pending(
     memory: Tensor | None,
     residual: Tensor | None,
     applied: tuple[str, float],
+    t: Any = None,
     narrow: Tensor | None = None,
 ) -> Pending:
-    """A tensor that stands for the norm's output, which ``memory`` holds.
+    """A tensor, a new one or ``t``, that stands for the norm's output, which ``memory`` holds.
 
     Without memory, ``narrow`` is the activated output in 16 bits.
     """
-    like = norm.x if memory is None else memory
-    state = PendingState(norm, memory, residual, applied)
-    state.narrow = narrow
-    return _placed(_torch.stand_in_like(Pending, like), state)
-
-
-def _placed(t: Any, state: PendingState) -> Pending:
-    t._state, t._plain, t._shown = state, None, None
+    t = _torch.stand_in_like(Pending, norm.x if memory is None else memory) if t is None else t
+    t._state, t._plain, t._shown = PendingState(norm, memory, residual, applied, narrow), None, None
     t._leads = t._is_taken = t._is_hooked = t._is_named = False
-    t._name, t._stands_for_view = state.norm.name, state.norm.module.returns_view
-    wait(state.norm, state.residual, t)
+    t._name, t._stands_for_view = norm.name, norm.module.returns_view
+    wait(norm, residual, t)
     t._record_position()
     return t  # type: ignore[no-any-return]
 
@@ -320,11 +313,9 @@ def _placed(t: Any, state: PendingState) -> Pending:
 def plain(t: Any, is_kept: bool = False, reader: str = "") -> Tensor:
     """The plain tensor that a pending one stands for. It is made once.
 
+    ``reader`` is the function that asks for the tensor. ``is_kept`` says that it keeps the tensor for backward anyway.
     A custom function has a node that already leads to the pending tensor's node. So where one may have the tensor, the
     plain tensor comes after the pending one in the graph.
-
-    Args:
-        is_kept: whether ``reader``, the function that asks for the tensor, keeps it for backward anyway.
     """
     if type(t) is not Pending:
         return t  # type: ignore[no-any-return]
@@ -346,7 +337,9 @@ def plain(t: Any, is_kept: bool = False, reader: str = "") -> Tensor:
         if is_seen and state is not None:
             y = made(state, is_kept, reader)
             if y is not None:
-                return _settled(t, y)
+                stand(y, (t,))
+                t._settle(y)
+                return y
             # The pending tensor's node is the norm, and its memory is y.
             t._shown, t._state = state.expose(), None
         values = stand(t, (t._values(),))
@@ -365,13 +358,6 @@ def _asked(t: Any) -> Any:
         return t
     # A checkpoint asks for the device of what it saves next, with its version.
     return plain(t) if t._is_left_behind() and not _torch.in_custom_function() else t._plain
-
-
-def _settled(t: Pending, result: Tensor) -> Tensor:
-    stand(result, (t,))
-    t._plain, t._state = result, None
-    t._record_position()
-    return result
 
 
 def _asked_of_graph(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -406,70 +392,59 @@ def _asked_of_graph(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return func(*given, **kwargs)
 
 
-def _is_fusible(t: Any) -> bool:
-    return type(t) is Pending and _is_open(t) and t._state.is_fusible()  # type: ignore[union-attr]
+def _open(t: Any) -> PendingState | None:
+    """What the tensor stands for, if a node may be made for it."""
+    if type(t) is not Pending or not torch.is_grad_enabled() or t._has_moved() or _torch.is_watched():
+        return None
+    state = t._state
+    return state if state is not None and state.norm.is_unchanged() else None
 
 
-def _is_open(t: Pending) -> bool:
-    """Whether nobody has asked for the values yet, and a node may be made."""
-    return (
-        t._plain is None
-        and t._shown is None
-        and torch.is_grad_enabled()
-        and not t._has_moved()
-        and not _torch.is_watched()
-    )
+def _fusible(t: Any) -> PendingState | None:
+    """What the tensor stands for, if the norm and what follows can become one node."""
+    state = _open(t)
+    return state if state is not None and state.memory is not None and state.has_its_residual() else None
 
 
 def _activated_at_once(t: Any, call: Activating) -> Tensor | None:
     """The activation of what waits in C++; None if Python has to look at it."""
-    plan = t._plan
-    code = plan.saw(t._module, call.activation, call.param, t._adds)
+    waiting, plan, module, adds = t._waiting
+    code = plan.saw(module, call.activation, call.param, adds)
     if code is None:
         return None
     with _torch.NoTorchFunction():
-        z: Tensor | None = plan.node.activate(t._waiting, t, code, call.param, call.in_place)
-    if z is None:
-        return None
-    if call.in_place:
-        t._plain, t._waiting, t._module, t._is_named = z, None, None, True
-        t._record_position()
-    else:
-        t._is_taken = True
-    return z
+        return plan.node.activate(waiting, t, code, call.param, call.in_place)  # type: ignore[no-any-return]
 
 
 def _added_at_once(t: Any, residual: Tensor, in_place: bool) -> Pending | None:
     """The sum of what waits in C++ and a residual; None if Python has to look at them."""
-    plan, result = t._plan, t if in_place else _torch.stand_in_like(Pending, residual)
+    waiting, plan, module, _ = t._waiting
+    result = t if in_place else _torch.stand_in_like(Pending, residual)
     with _torch.NoTorchFunction():
-        waiting = plan.node.add(t._waiting, t, result, residual)
+        waiting = plan.node.add(waiting, t, result, residual)
     if waiting is None:
         return None
     t._is_taken = not in_place
-    return _waiting(result, waiting, plan, t._module, True)
+    result._waiting, result._name = (waiting, plan, module, True), plan.name
+    return result  # type: ignore[no-any-return]
 
 
 def _activated(call: Activating) -> Tensor | None:
     t = call.input
-    if type(t) is Pending and t._waiting is not None:
-        z = _activated_at_once(t, call)
-        if z is not None:
-            return z
-    if type(t) is Pending and t._held is not None and t._held.narrow is not None:
+    z = _activated_at_once(t, call) if type(t) is Pending and t._waiting is not None else None
+    if z is None and type(t) is Pending and t._held is not None and t._held.narrow is not None:
         return _activated_narrowly(t, call)
-    if not _is_fusible(t):
-        return None
-    state: PendingState = t._state
-    norm, activation = state.norm, (call.activation, call.param)
-    norm.record_consumer(*activation, state.residual is not None)
-    z = attached(state, activation, t if call.in_place else None, in_place=call.in_place)
+    state = _fusible(t) if z is None else None
+    if state is not None:
+        state.norm.record_consumer(call.activation, call.param, state.residual is not None)
+        z = attached(state, (call.activation, call.param), t if call.in_place else None, in_place=call.in_place)
+        if z is not None and call.in_place:
+            increment_version([t])
     if z is None:
         return None
     if call.in_place:
-        t._plain, t._state, t._is_named = z, None, True
-        t._record_position()
-        increment_version([t])
+        t._settle(z)
+        t._is_named = True
     else:
         t._is_taken = True
     return z
@@ -477,15 +452,12 @@ def _activated(call: Activating) -> Tensor | None:
 
 def _activated_narrowly(t: Pending, call: Activating) -> Tensor | None:
     """The activation of an output whose result is there in 16 bits; None if it is another activation, or in place."""
-    state = t._held
-    assert state is not None
-    if (call.activation, call.param) != state.applied or call.in_place or not _is_open(t):
+    state = _open(t)
+    if state is None or call.in_place or (call.activation, call.param) != state.applied:
         return None
-    z = attached_narrowly(state) if state.norm.is_unchanged() else None
-    if z is None:
-        return None
-    t._is_taken = True
-    return narrowed(z, state.norm.module._past)
+    z = attached_narrowly(state)
+    t._is_taken = z is not None
+    return None if z is None else narrowed(z, state.norm.module._past)
 
 
 def _added(call: Adding) -> Tensor | None:
@@ -497,32 +469,32 @@ def _added(call: Adding) -> Tensor | None:
         if result is not None:
             return result
     for t, other in ((call.first, call.second), (call.second, call.first)):
-        if t is other or not _is_fusible(t) or t._state.residual is not None:
+        state = _fusible(t)
+        if t is other or state is None or state.residual is not None:
             continue
         # The sum has the layout of its first operand.
         if t is not call.first and (call.in_place or (isinstance(other, Tensor) and other.stride() != t.stride())):
             return None
-        residual = _as_residual(other, t._state)
-        if residual is None:
-            return None
-        return _with_residual(t, residual, call.in_place)
+        residual = _as_residual(other, state)
+        return None if residual is None else _with_residual(t, state, residual, call.in_place)
     return None
 
 
 def _as_residual(other: Any, state: PendingState) -> Tensor | None:
     memory = state.memory
-    if not isinstance(other, Tensor) or memory is None:
+    assert memory is not None
+    if not isinstance(other, Tensor):
         return None
     if (other.shape, other.dtype, other.device) != (memory.shape, memory.dtype, memory.device):
         return None
     if type(other) is Pending:
-        if _is_fusible(other) and other._state is not None and other._state.residual is None:
+        before = _fusible(other)
+        if before is not None and before.residual is None:
             # Both nodes save the same tensor. It is the output of the other norm, and the residual of this one.
-            other._state.norm.record_consumer("residual")
-            y = attached(other._state, IDENTITY, other, follows="add", is_residual=True)
+            before.norm.record_consumer("residual")
+            y = attached(before, IDENTITY, other, follows="add", is_residual=True)
             if y is not None:
-                other._plain, other._state = y, None
-                other._record_position()
+                other._settle(y)
         other = plain(other)
     if type(other) is not Tensor or other.layout is not torch.strided or other.is_neg() or other.is_inference():
         return None
@@ -531,9 +503,7 @@ def _as_residual(other: Any, state: PendingState) -> Tensor | None:
     return other
 
 
-def _with_residual(t: Pending, residual: Tensor, in_place: bool) -> Tensor:
-    state = t._state
-    assert state is not None
+def _with_residual(t: Pending, state: PendingState, residual: Tensor, in_place: bool) -> Tensor:
     norm, memory = state.norm, state.take_back()
     with _torch.BelowAutograd():
         torch.ops.aten.add_.Tensor(memory, residual.detach())
@@ -541,6 +511,6 @@ def _with_residual(t: Pending, residual: Tensor, in_place: bool) -> Tensor:
     if not in_place:
         t._is_taken = True
         return pending(norm, memory, residual, IDENTITY)
-    _placed(t, PendingState(norm, memory, residual, IDENTITY))
+    pending(norm, memory, residual, IDENTITY, t)
     increment_version([t])
     return t

@@ -84,7 +84,7 @@ class Plan:
         values, operands = Values(weight_value, bias_value, var), Operands(weight, bias)
         norm = NormCall(module, x, operands, None, values, self.settings, self._look)
         source = inputs[0][0] if inputs and is_inner else None
-        norm.called_with(of_x, (of_x.requires_grad, source, output_nr), (of_weight, of_bias), None)
+        norm.called_with(of_x, (source, output_nr), (of_weight, of_bias), None)
         state = PendingState(norm, memory, residual, (name_of(code), param))
         state.made_of(version, of_residual)
         return state, node

@@ -6,7 +6,7 @@ It is an activation, an addition, nothing, a question about its metadata, or any
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -34,13 +34,8 @@ class Adding(NamedTuple):
     in_place: bool
 
 
-class Passing(NamedTuple):
-    """A call that returns what it is given."""
-
-    input: Any
-
-
-Reading = Callable[[tuple[Any, ...], Mapping[str, Any]], "Activating | Adding | Passing | None"]
+Reading = Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
+"""Reads a call: `Activating`, `Adding`, what it is given if it returns that, or None for any other call."""
 
 
 def by_name(names: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -94,28 +89,34 @@ def _adding(in_place: bool) -> Reading:
     return read
 
 
-def _dropping(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Passing | None:
+def _dropping(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Reads the calls of a dropout, which passes its input on if it drops nothing."""
     given = by_name(("input", "p", "training", "inplace"), args, kwargs)
     if given is None or (given.get("p", 0.5) != 0 and given.get("training", True)):
         return None
-    return Passing(given["input"])
+    return given["input"]
 
 
 _aten, _nn = torch.ops.aten, _torch.nn_functions
-_CURVED = sorted(
-    entry.op for entry in ACTIVATIONS.values() if entry.op not in ("", "relu", "leaky_relu", "elu", "gelu")
-)
-"""Ops that take only the tensor, and whose function has an argument ``inplace``."""
+_OPTIONS: dict[str, tuple[tuple[str, ...], float]] = {
+    "leaky_relu": (("negative_slope",), 0.01),
+    "elu": (("alpha", "scale", "input_scale"), 1.0),
+}
+"""What ops take besides the tensor, and the default of the first one of these arguments."""
 
 
-def _curved(op: str) -> Iterator[tuple[Reading, tuple[Any, ...]]]:
+def _spelled(op: str) -> Iterator[tuple[Reading, Sequence[Any]]]:
+    """The functions of an activation. One has an argument for "in place", and the others have two names."""
     name = activation_of_op(op)
     assert name is not None
-    yield _activating(name, "inplace"), (getattr(F, op),)
+    options, default = _OPTIONS.get(op, ((), 0.0))
+    yield _activating(name, *options[:1], "inplace", default=default), (getattr(F, op),)
     for in_place in (False, True):
-        functions = [getattr(namespace, op + "_" * in_place) for namespace in (_nn, _aten)]
-        yield _activating(name, in_place=in_place), (*functions, functions[1].default)
+        functions: list[Any] = [
+            getattr(namespace, op + "_" * in_place, None) for namespace in (torch, Tensor, _nn, _aten)
+        ]
+        reading = _activating(name, *options, default=default, in_place=in_place)
+        yield reading, [function for function in (*functions, functions[-1].default) if function is not None]
 
 
 def _gelu(in_place: bool) -> Reading:
@@ -127,28 +128,10 @@ def _gelu(in_place: bool) -> Reading:
     return read
 
 
-_SPELLINGS: list[tuple[Reading, tuple[Any, ...]]] = [
-    (_activating("relu", "inplace"), (F.relu,)),
-    (_activating("relu"), (torch.relu, Tensor.relu, _aten.relu, _aten.relu.default)),
-    (_activating("relu", in_place=True), (torch.relu_, Tensor.relu_, _aten.relu_, _aten.relu_.default)),
-    *(spelling for op in _CURVED for spelling in _curved(op)),
+_SPELLINGS: list[tuple[Reading, Sequence[Any]]] = [
+    *(spelling for op in {entry.op for entry in ACTIVATIONS.values()} - {"", "gelu"} for spelling in _spelled(op)),
     (_gelu(False), (F.gelu, _nn.gelu, _aten.gelu, _aten.gelu.default)),
     (_gelu(True), (_aten.gelu_, _aten.gelu_.default)),
-    (_activating("leaky_relu", "negative_slope", "inplace", default=0.01), (F.leaky_relu,)),
-    (
-        _activating("leaky_relu", "negative_slope", default=0.01),
-        (_nn.leaky_relu, _aten.leaky_relu, _aten.leaky_relu.default),
-    ),
-    (
-        _activating("leaky_relu", "negative_slope", default=0.01, in_place=True),
-        (F.leaky_relu_, _nn.leaky_relu_, _aten.leaky_relu_, _aten.leaky_relu_.default),
-    ),
-    (_activating("elu", "alpha", "inplace", default=1.0), (F.elu,)),
-    (_activating("elu", "alpha", "scale", "input_scale", default=1.0), (_nn.elu, _aten.elu, _aten.elu.default)),
-    (
-        _activating("elu", "alpha", "scale", "input_scale", default=1.0, in_place=True),
-        (F.elu_, _nn.elu_, _aten.elu_, _aten.elu_.default),
-    ),
     (_adding(False), (torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, _aten.add, _aten.add.Tensor)),
     (_adding(True), (Tensor.add_, Tensor.__iadd__, _aten.add_, _aten.add_.Tensor)),
     (_dropping, (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout)),
@@ -165,22 +148,8 @@ def is_writing(function: Any, kwargs: Mapping[str, Any]) -> bool:
     return in_place or name in _WRITING or kwargs.get("out") is not None or kwargs.get("inplace") is True
 
 
-_OPERATORS = (
-    "add",
-    "sub",
-    "mul",
-    "truediv",
-    "floordiv",
-    "mod",
-    "pow",
-    "matmul",
-    "and",
-    "or",
-    "xor",
-    "lshift",
-    "rshift",
-)
-_WRITING = frozenset(["__setitem__", "__set__", *(f"__i{name}__" for name in _OPERATORS)])
+_OPERATORS = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift"
+_WRITING = frozenset(["__setitem__", "__set__", *(f"__i{name}__" for name in _OPERATORS.split())])
 
 _ATTRIBUTES = (
     *("shape", "dtype", "device", "layout", "ndim", "requires_grad", "itemsize", "nbytes"),

@@ -92,38 +92,34 @@ class Report:
         width = max(width, 60)
         groups: dict[tuple[str, ...], list[Layer]] = {}
         for layer in self.layers:
-            key = (table.shape_of(layer.name), layer.follows, _verdict(layer), table.numberless(layer.why))
+            verdict = "in place" if layer.in_place else "as torch"
+            key = (table.shape_of(layer.name), layer.follows, verdict, table.numberless(layer.why))
             groups.setdefault(key, []).append(layer)
-        rows = [("name", "layers", "saves", "it is", "what follows")]
-        for layers in groups.values():
-            first = layers[0]
+        rows, reasons = [("name", "layers", "saves", "it is", "what follows")], []
+        wrapper = textwrap.TextWrapper(width, "    ", "      ", break_on_hyphens=False)
+        for (_, follows, verdict, _), layers in groups.items():
             names = table.joined([layer.name for layer in layers])
-            rows.append((names, str(len(layers)), _saved(layers), _verdict(first), first.follows or "-"))
+            rows.append((names, str(len(layers)), _saved(layers), verdict, follows or "-"))
+            why = table.joined([layer.why for layer in layers])
+            reasons.append(why and "\n" + wrapper.fill(why))
         rows.append(("total", str(len(self.layers)), _saved(self.layers), "", ""))
         header, *body, total, rule = table.lay_out(rows, (1, 2), width)
-        for i, layers in enumerate(groups.values()):
-            if layers[0].why:
-                why = table.joined([layer.why for layer in layers])
-                body[i] += "\n" + textwrap.fill(
-                    why, width, initial_indent="    ", subsequent_indent="      ", break_on_hyphens=False
-                )
-        told = [textwrap.fill(line, width, break_on_hyphens=False) for line in self._totals()]
+        body = [row + why for row, why in zip(body, reasons, strict=True)]
+        lines = [*self._found(), *self.left_out()]
+        told = [textwrap.fill(line, width, break_on_hyphens=False) for line in lines]
         return "\n".join([header, rule, *body, rule, total, "", *told] if self.layers else told)
 
-    def _totals(self) -> list[str]:
-        return [*self._found(), *self.left_out()]
-
     def _found(self) -> list[str]:
-        lines = ["the model has no norms or activations that can be converted"]
-        if self.layers:
-            counts = []
-            for is_norm, what in ((True, "norms"), (False, "activations without a norm")):
-                layers = [layer for layer in self.layers if layer.is_norm == is_norm]
-                if layers:
-                    counts.append(f"{sum(layer.in_place for layer in layers)} of {len(layers)} {what}")
-            lines = [f"{' and '.join(counts)} are in place"]
-            if any(layer.bytes_saved is not None for layer in self.layers):
-                lines[0] += f" and save {readable(self.bytes_saved)} per training step"
+        if not self.layers:
+            return ["the model has no norms or activations that can be converted"]
+        counts = []
+        for is_norm, what in ((True, "norms"), (False, "activations without a norm")):
+            verdicts = [layer.in_place for layer in self.layers if layer.is_norm == is_norm]
+            if verdicts:
+                counts.append(f"{sum(verdicts)} of {len(verdicts)} {what}")
+        lines = [f"{' and '.join(counts)} are in place"]
+        if any(layer.bytes_saved is not None for layer in self.layers):
+            lines[0] += f" and save {readable(self.bytes_saved)} per training step"
         if any(layer.why == NEAR_ZERO for layer in self.layers):
             lines.append(
                 f"{NEAR_ZERO}: many models begin with weights of zero (zero_init_last), which a trained model has not; "
@@ -138,10 +134,6 @@ class Report:
             found = ", ".join(f"{count} {kind}" for kind, count in self.unsupported.items())
             lines.append(f"not supported: {found}")
         return lines
-
-
-def _verdict(layer: Layer) -> str:
-    return "in place" if layer.in_place else "as torch"
 
 
 def _saved(layers: Sequence[Layer]) -> str:
@@ -170,17 +162,15 @@ def report(model: nn.Module) -> Report:
     for name, module in model.named_modules():
         found = module.__dict__.get(guard.CARRIED, module)
         if isinstance(found, Converted):
-            note, is_norm = found.note(), isinstance(found, InPlaceNorm)
-            saved = found.bytes_saved if note.in_place else None
+            note, saved = found.note(), found.bytes_saved
             kind = type(module) if found is not module else classes.original_class(type(module))
             if note not in (OF_NORM, NOT_CALLED):
-                layers.append(Layer(name, kind.__name__, note.follows, note.in_place, note.why, saved, is_norm))
-        elif not classes.is_norm(module):
-            continue
+                saved = saved if note.in_place else None
+                layers.append(Layer(name, kind.__name__, *note, saved, isinstance(found, InPlaceNorm)))
         elif isinstance(module, classes.KINDS):
             why = classes.unfit_reason(module) or "it was not converted"
             layers.append(Layer(name, type(module).__name__, "", False, why, None))
-        else:
+        elif classes.is_norm(module):
             unsupported[type(module).__name__] += 1
     return Report(tuple(layers), dict(unsupported), built)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import zip_longest
 
 _NUMBER = re.compile(r"\d+")
 _GAP = "  "
@@ -47,30 +48,25 @@ def broken(text: str, width: int) -> list[str]:
 def lay_out(rows: Sequence[Sequence[str]], right: Sequence[int], width: int) -> list[str]:
     """Each row as lines below one another, and a rule. No line is longer than ``width``.
 
-    Args:
-        rows: of equally many cells; the first is the header.
-        right: the columns whose cells are aligned to the right.
-        width: of a line. The first cell of a row is broken into lines if there is not enough room for the others. The
-            last column is left out if there is no room for it.
+    The first cell of a row is broken into lines if there is not enough room for the others. The last column is left out
+    if there is no room for it. The columns ``right`` are aligned to the right.
     """
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     others = sum(widths[1:-1]) + len(_GAP) * (len(widths) - 2)
     widths[0] = max(min(widths[0], width - others), 8)
     shown = len(widths) - (widths[0] + others + len(_GAP) + widths[-1] > width)
-    return ["\n".join(_lines(row[:shown], right, widths)) for row in rows] + [
+    return ["\n".join(aligned(row[:shown], right, widths)) for row in rows] + [
         _GAP.join("-" * w for w in widths[:shown])
     ]
 
 
-def _lines(row: Sequence[str], right: Sequence[int], widths: Sequence[int]) -> list[str]:
-    cells = [broken(cell, width) for cell, width in zip(row, widths, strict=False)]
-    height = max(map(len, cells))
-    padded = [cell + [""] * (height - len(cell)) for cell in cells]
+def aligned(row: Sequence[str], right: Sequence[int], widths: Sequence[int]) -> list[str]:
+    """A row of a table as lines. Cells of more than one line are broken."""
+    columns = zip_longest(*map(broken, row, widths), fillvalue="")
+    sides = [">" if i in right else "<" for i in range(len(row))]
     return [
-        _GAP.join(
-            part.rjust(widths[i]) if i in right else part.ljust(widths[i]) for i, part in enumerate(line)
-        ).rstrip()
-        for line in zip(*padded, strict=True)
+        _GAP.join(f"{part:{side}{width}}" for part, side, width in zip(line, sides, widths, strict=False)).rstrip()
+        for line in columns
     ]
 
 

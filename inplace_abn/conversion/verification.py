@@ -149,12 +149,6 @@ def verify(
     return replace(result, sensitivity={name: _largest(m.errors[name] for m in moved) for name in result.errors})
 
 
-def _activations(model: nn.Module) -> set[str]:
-    """The activations that the model's in-place modules have applied."""
-    fixed = {m.activation for m in model.modules() if isinstance(m, ActivatedNorm)}
-    return fixed.union(*(layer.activations() for _, layer in guard.layers_of(model) if isinstance(layer, Converted)))
-
-
 def _largest(errors: Iterable[float]) -> float:
     """The largest error. NaN is larger than any number."""
     return max(errors, key=_order, default=0.0)
@@ -177,15 +171,11 @@ def _compared(actual: _Run, expected: _Run, tolerance: float) -> Verification:
         tolerance,
         _error_of_all(actual.others, expected.others),
         shape_differences=tuple(
-            f"{what}: {_in_words(shapes)} in the original, {_in_words(actual.shapes[what])} in the other model"
+            f"{what}: {shapes} in the original, {actual.shapes[what]} in the other model"
             for what, shapes in expected.shapes.items()
             if shapes != actual.shapes[what]
         ),
     )
-
-
-def _in_words(shapes: Sequence[tuple[int, ...]]) -> str:
-    return f"{len(shapes)} of shape {', '.join(map(str, shapes))}" if shapes else "none"
 
 
 def _deviation(buffers: dict[str, Tensor], name: str) -> float:
@@ -211,8 +201,9 @@ class _Run:
     """Outputs of the training step that take no part in the loss."""
     evaluated: list[Tensor]
     activations: set[str]
-    shapes: dict[str, list[tuple[int, ...]]]
-    """The shapes of outputs, by what they are."""
+    """The activations that in-place modules have applied."""
+    shapes: dict[str, str]
+    """The shapes of outputs in words, by what they are."""
 
 
 def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int = 0) -> _Run:
@@ -229,16 +220,13 @@ def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], seed: 
             t = t * (1 + signs * torch.finfo(t.dtype).eps)
         return t
 
-    def moved(result: Any) -> Any:
-        return tree_map_only(Tensor, double, result)
-
     if seed:
         # The input of a norm was rounded before. Where large terms cancel in the norm, that rounding is larger than the
         # result itself.
         for module in model.modules():
             if isinstance(module, classes.KINDS):
-                module.register_forward_pre_hook(lambda _, args: moved(args))
-                module.register_forward_hook(lambda _, __, result: moved(result))
+                module.register_forward_pre_hook(lambda _, args: tree_map_only(Tensor, double, args))
+                module.register_forward_hook(lambda _, __, result: tree_map_only(Tensor, double, result))
         with torch.no_grad():
             for own in (*model.parameters(), *model.buffers()):
                 if own.is_floating_point():
@@ -267,14 +255,20 @@ def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], seed: 
         loss.backward()
         gradients = {name: p.grad for name, p in model.named_parameters()}
         gradients |= {f"input {i}": t.grad for i, t in enumerate(inputs) if t.requires_grad}
-        activations = _activations(model)
+        activations = {m.activation for m in model.modules() if isinstance(m, ActivatedNorm)}
+        activations.update(
+            *(layer.activations() for _, layer in guard.layers_of(model) if isinstance(layer, Converted))
+        )
         buffers = {name: b.detach().clone() for name, b in model.named_buffers() if b.is_floating_point()}
         model.eval()
         with torch.no_grad():
             given, named = tree_map_only(Tensor, lambda t: double(t.detach()), (args, kwargs))
             evaluated = list(tensors_in(model(*given, **named)))
     kinds = {"outputs with a gradient": outputs, "outputs without gradient": others, "outputs in evaluation": evaluated}
-    shapes = {what: [tuple(t.shape) for t in tensors] for what, tensors in kinds.items()}
+    shapes = {
+        what: f"{len(tensors)} of shape {', '.join(str(tuple(t.shape)) for t in tensors)}" if tensors else "none"
+        for what, tensors in kinds.items()
+    }
     return _Run(loss.detach(), gradients, buffers, others, evaluated, activations, shapes)
 
 

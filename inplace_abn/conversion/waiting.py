@@ -6,7 +6,7 @@ This is a norm's call, the memory that holds its result, and the graph nodes tha
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,13 +30,12 @@ NEAR_ZERO = "a weight is within eps of zero"
 """Why a norm is not in place."""
 
 
-class Seen(NamedTuple):
-    """A tensor at the time of a call. Whoever writes to it, or frees its memory, changes this."""
+Seen = tuple[int, int, bool]
+"""A tensor at the time of a call: its version, its address, and whether it requires grad.
 
-    version: int = 0
-    address: int = 0
-    """Zero for subclasses, which need not have memory of their own."""
-    requires_grad: bool = False
+Whoever writes to it, or frees its memory, changes this. The address is zero for subclasses, which need not have memory
+of their own.
+"""
 
 
 class NormCall:
@@ -56,15 +55,13 @@ class NormCall:
         # Only parameters are kept. The statistics of the call are the mean and the variance among the values.
         self.operands = Operands(operands.weight, operands.bias)
         self.mean, self.values, self.settings = mean, values, settings
-        edge = (x.requires_grad, x.grad_fn, x.output_nr)
-        hooks = _torch.top_saved_tensors_hooks(True)
-        self.called_with(seen(x), edge, (seen(operands.weight), seen(operands.bias)), hooks)
+        self.called_with(seen(x), (x.grad_fn, x.output_nr), self._present(), _torch.top_saved_tensors_hooks(True))
         self.trusted = True
 
-    def called_with(self, x: Seen, edge: tuple[bool, Any, int], parameters: tuple[Seen, Seen], hooks: Any) -> None:
+    def called_with(self, x: Seen, edge: tuple[Any, int], parameters: tuple[Seen, Seen], hooks: Any) -> None:
         """Notes what the tensors were like when the norm was called, x's place in the graph, and the saved-tensor
         hooks."""
-        self._content, self._edge, self._versions, self._hooks = x[:2], edge, parameters, hooks
+        self._x, self._edge, self._parameters, self._hooks = x, edge, parameters, hooks
 
     @property
     def name(self) -> str:
@@ -75,18 +72,17 @@ class NormCall:
 
         Checkpoints are saved-tensor hooks that count what is saved. One may have begun or ended in between.
         """
-        if self._present() != self._versions or _torch.top_saved_tensors_hooks(True) != self._hooks:
+        if self._present() != self._parameters or _torch.top_saved_tensors_hooks(True) != self._hooks:
             return False
-        x = self.x
-        requires_grad, node, number = self._edge
-        return x.requires_grad == requires_grad and x.grad_fn is node and x.output_nr == number
+        x, (node, number) = self.x, self._edge
+        return x.requires_grad == self._x[2] and x.grad_fn is node and x.output_nr == number
 
     def why_gone(self) -> str:
         """Why y cannot be computed again, in words; empty if it can."""
-        if seen(self.x)[:2] != self._content:
+        if seen(self.x)[:2] != self._x[:2]:
             return "the norm's input was modified since"
         # Sharded parameters are freed after the forward pass of their unit.
-        if any(now[:2] != then[:2] for now, then in zip(self._present(), self._versions, strict=True)):
+        if any(now[:2] != then[:2] for now, then in zip(self._present(), self._parameters, strict=True)):
             return "the norm's parameters were modified or freed since"
         return ""
 
@@ -108,29 +104,19 @@ class NormCall:
         not with what follows, this call is torch's. Its measurement, or one in the next generation, then decides for
         later calls.
         """
-        look, consumer = self.look, (*activation, residual is not None)
-        observation = look.observation
+        consumer, observation = (*activation, residual is not None), self.look.observation
         if observation is not None:
-            self.look = look._replace(observation=None)
-            self.look = look = guard.learn(self.module, look, observation.figures(*activation, residual), consumer)
-        self.trusted = look.trusted
-        if self.trusted and not look.decision.knows(consumer):
-            if observation is None:
-                guard.note_unmeasured(look)
-            return False
-        return self.trusted
+            self.look = self.look._replace(observation=None)
+            self.look = guard.learn(self.module, self.look, observation.figures(*activation, residual), consumer)
+        self.trusted = self.look.trusted
+        is_known = self.look.decision.knows(consumer)
+        if self.trusted and not is_known and observation is None:
+            guard.note_unmeasured(self.look)
+        return self.trusted and is_known
 
     def note(self, follows: str, why: str = "") -> None:
         """Stores on the module what it did: it was in place unless there is a reason why not."""
-        past = self.module._past
-        if past.note != (follows, not why, why):
-            past.note = Note(follows, not why, why)
-
-    def approve(self, activation: tuple[str, float], adds: bool) -> None:
-        """Lets later calls do with what follows as this one, which nobody watched."""
-        past = self.module._past
-        if past.plan is not None:
-            past.plan.approve(self.look, activation, adds, past.note)
+        self.module._past.note = Note(follows, not why, why)
 
     def record_consumer(self, *what: Any) -> None:
         """Remembers what followed."""
@@ -161,15 +147,15 @@ def native(
 
 def seen(t: Tensor | None) -> Seen:
     """What the tensor is like now."""
-    return _NOTHING if t is None else Seen(t._version, t.data_ptr() if type(t) in _STORED else 0, t.requires_grad)
+    return _NOTHING if t is None else (t._version, t.data_ptr() if type(t) in _STORED else 0, t.requires_grad)
 
 
 def seen_as(t: Tensor | None, version: int, address: int, requires_grad: int) -> Seen:
     """What the node in C++ saw of the tensor."""
-    return _NOTHING if t is None else Seen(version, address if type(t) in _STORED else 0, bool(requires_grad))
+    return _NOTHING if t is None else (version, address if type(t) in _STORED else 0, bool(requires_grad))
 
 
-_NOTHING = Seen()
+_NOTHING: Seen = (0, 0, False)
 _STORED = (Tensor, torch.nn.Parameter)
 
 
@@ -177,11 +163,16 @@ class PendingState:
     """What a pending tensor stands for: memory, and what was done with that memory."""
 
     def __init__(
-        self, norm: NormCall, memory: Tensor | None, residual: Tensor | None, applied: tuple[str, float]
+        self,
+        norm: NormCall,
+        memory: Tensor | None,
+        residual: Tensor | None,
+        applied: tuple[str, float],
+        narrow: Tensor | None = None,
     ) -> None:
         self.norm, self.memory = norm, memory
         self.residual = residual
-        self.narrow: Tensor | None = None
+        self.narrow = narrow
         """The activated output in 16 bits, if autocast computes in float32 and there is no memory."""
         self.applied = applied
         """The activation whose result memory holds. It was applied in expectation, and nobody has asked for it yet."""
@@ -193,9 +184,6 @@ class PendingState:
 
     def has_its_residual(self) -> bool:
         return self.residual is None or seen(self.residual) == self._residual
-
-    def is_fusible(self) -> bool:
-        return self.memory is not None and self.has_its_residual() and self.norm.is_unchanged()
 
     def take_back(self) -> Tensor:
         """The memory, with the norm's output and the residual, without an activation.
@@ -228,30 +216,38 @@ class PendingState:
             self.applied = activation
         return memory
 
+    def native(self) -> Tensor:
+        """The norm's output and the residual, as torch computes them from x."""
+        y = self.norm.native()
+        if not self.has_its_residual():
+            raise RuntimeError(_GONE.format(name=self.norm.name, why="what was added to it was modified since"))
+        return y if self.residual is None else y + self.residual
+
     def expose(self) -> Tensor:
         """The values, for code that bypasses ``__torch_function__``. That code may modify them."""
         # Below autograd the values are no view, whatever torch's norm returns. Views must not become outputs of nodes.
         with torch.inference_mode(False), torch.no_grad(), _torch.BelowAutograd():
-            if self.memory is not None:
-                values = self.take_back()
-            else:
-                values = self.norm.native()
-                if not self.has_its_residual():
-                    raise RuntimeError(_GONE.format(name=self.norm.name, why="what was added to it was modified since"))
-                if self.residual is not None:
-                    values = values + self.residual
+            values = self.native() if self.memory is None else self.take_back()
         self.memory = None
         return values
 
 
 def _gradients(
-    g: Tensor, tensors: Sequence[Tensor | None], call: tuple[Any, ...], needed: Sequence[bool]
+    g: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias_dtype: torch.dtype | None,
+    call: tuple[Any, ...],
+    needed: Sequence[bool],
 ) -> list[Tensor | None]:
-    """The gradients of torch's norm with respect to those of x, weight and bias that need one."""
+    """The gradients of torch's norm with respect to those of x, weight and bias that need one.
+
+    The bias's value does not matter, so torch's norm does not save it either.
+    """
     create_graph, inputs = torch.is_grad_enabled(), []
     with torch.enable_grad():
-        given = list(tensors)
-        for i, t in enumerate(tensors):
+        given = [x, weight, None if bias_dtype is None else x.new_zeros(x.shape[1], dtype=bias_dtype)]
+        for i, t in enumerate(given):
             if t is not None and needed[i]:
                 # Hooks on a tensor itself run when its gradient is complete, and must not run here.
                 given[i] = t.view_as(t) if create_graph and t.requires_grad else t.detach().requires_grad_()
@@ -259,11 +255,6 @@ def _gradients(
         y = native(*given, *call)  # type: ignore[arg-type]
         found = iter(torch.autograd.grad(y, inputs, g, create_graph=create_graph) if inputs else ())  # type: ignore[arg-type]
     return [next(found) if need else None for need in needed[:3]]
-
-
-def _bias(dtype: torch.dtype | None, x: Tensor) -> Tensor | None:
-    """A bias of the dtype. Its value does not matter, so torch's norm does not save it either."""
-    return None if dtype is None else x.new_zeros(x.shape[1], dtype=dtype)
 
 
 class WaitingFunction(torch.autograd.Function):
@@ -296,8 +287,9 @@ class WaitingFunction(torch.autograd.Function):
         if g is None:
             return (None,) * 6
         needed: tuple[bool, ...] = ctx.needs_input_grad
-        tensors = (*ctx.saved_tensors, _bias(ctx.bias_dtype, ctx.saved_tensors[0]))
-        return *_gradients(g, tensors, ctx.call, needed), g if needed[3] else None, None, None
+        x, weight = ctx.saved_tensors
+        found = _gradients(g, x, weight, ctx.bias_dtype, ctx.call, needed)
+        return *found, g if needed[3] else None, None, None
 
 
 _library = torch.library.Library("inplace_abn", "FRAGMENT")
@@ -311,7 +303,7 @@ def _waiting_backward(*args: Any) -> list[Tensor]:
     """The gradients that are needed, for the node in C++."""
     g, x, weight, bias_dtype, mean, var, needed, eps, training, shared = args
     settings = Settings(*IDENTITY, eps, True, training, None, shared)
-    found = _gradients(g, (x, weight, _bias(bias_dtype, x)), (mean, var, settings), needed)
+    found = _gradients(g, x, weight, bias_dtype, (mean, var, settings), needed)
     return [t for t in found if t is not None]
 
 
@@ -319,34 +311,20 @@ _library.impl("waiting_backward", _waiting_backward, "CompositeImplicitAutograd"
 
 
 class StandsForFunction(torch.autograd.Function):
-    """Places one tensor after another one in the graph. The two have the same values."""
+    """Places one tensor after another one in the graph. The two have the same values.
 
-    @staticmethod
-    def forward(before: Tensor, after: Sequence[Tensor]) -> Tensor:
-        return after[0]
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        return g, None
-
-
-class FollowsFunction(torch.autograd.Function):
-    """Places a tensor after another one in the graph, as if it had been written to in place.
-
-    So torch moves what belongs to the tensor and not to its place, such as ``retain_grad``.
+    A tensor that is given itself, and not in a tuple, is placed as if it had been written to in place. So torch moves
+    what belongs to the tensor and not to its place, such as ``retain_grad``.
     """
 
     @staticmethod
-    def forward(before: Tensor, after: Tensor) -> Tensor:
-        return after
+    def forward(before: Tensor, after: Tensor | tuple[Tensor]) -> Tensor:
+        return after[0] if type(after) is tuple else after  # type: ignore[return-value]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.mark_dirty(inputs[1])
+        if type(inputs[1]) is not tuple:
+            ctx.mark_dirty(inputs[1])
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
@@ -356,7 +334,6 @@ class FollowsFunction(torch.autograd.Function):
 # As in autograd/nodes.py, this is ``apply`` without the binding of default arguments.
 _wait = super(torch.autograd.Function, WaitingFunction).apply
 stand = super(torch.autograd.Function, StandsForFunction).apply
-follow = super(torch.autograd.Function, FollowsFunction).apply
 
 
 def wait(norm: NormCall, residual: Tensor | None, t: Tensor) -> None:

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from inplace_abn.memory.plot import check_plot, save_plot
 from inplace_abn.memory.report import memory_report
 
-_DESCRIPTION = "Memory of a training step, measured by the allocator's own events, before and after conversion."
-
 
 def parse_shape(text: str) -> tuple[int, ...]:
     """``"8x3x512x512"`` as numbers.
@@ -54,8 +52,7 @@ def load_model(text: str, kwargs: Mapping[str, Any] | None = None) -> nn.Module:
     try:
         model = found(**(kwargs or {}))
     except Exception as error:
-        given = f"({', '.join(f'{key}={value!r}' for key, value in (kwargs or {}).items())})"
-        raise ValueError(f"{text}{given} failed: {type(error).__name__}: {error}") from error
+        raise ValueError(f"{_call(text, kwargs or {})} failed: {type(error).__name__}: {error}") from error
     if not isinstance(model, nn.Module):
         raise ValueError(f"expected {text} to give a torch.nn.Module, got {type(model).__name__}")
     return model
@@ -73,6 +70,10 @@ def _named(text: str) -> Any:
     return found
 
 
+def _call(name: str, kwargs: Mapping[str, Any]) -> str:
+    return f"{name}({', '.join(f'{key}={value!r}' for key, value in kwargs.items())})"
+
+
 def _keywords(text: str) -> dict[str, Any]:
     try:
         found = json.loads(text)
@@ -84,7 +85,8 @@ def _keywords(text: str) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m inplace_abn.memory", description=_DESCRIPTION)
+    described = "Memory of a training step, measured by the allocator's own events, before and after conversion."
+    parser = argparse.ArgumentParser(prog="python -m inplace_abn.memory", description=described)
     parser.add_argument(
         "model", metavar="MODULE:FACTORY", help="what makes the model, such as torchvision.models:vgg11_bn"
     )
@@ -134,8 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print()
     print(report)
     if args.png:
-        given = ", ".join(f"{key}={value!r}" for key, value in args.kwargs.items())
-        save_plot(report, args.png, f"{args.model}({given}), {shapes}")
+        save_plot(report, args.png, f"{_call(args.model, args.kwargs)}, {shapes}")
         print(f"\nThe timeline is in {args.png}")
     if report.norms is not None:
         print("", "The same in code:", "", *code(args, model), sep="\n")
@@ -152,9 +153,9 @@ def _own_error(model: nn.Module, example: Sequence[Tensor]) -> Exception | None:
 
 def code(args: argparse.Namespace, model: nn.Module) -> list[str]:
     """Two lines of Python that make the model and convert it as the command did."""
-    module, _, name = args.model.partition(":")
-    arguments = ", ".join(f"{key}={value!r}" for key, value in args.kwargs.items())
-    made = args.model.replace(":", ".") if _named(args.model) is model else f"{module}.{name}({arguments})"
+    module, made = args.model.split(":")[0], args.model.replace(":", ".")
+    if _named(args.model) is not model:
+        made = _call(made, args.kwargs)
     moved = "" if args.device == "cpu" else f".to({args.device!r})"
     return [
         f"import {', '.join(dict.fromkeys((module, 'inplace_abn')))}",

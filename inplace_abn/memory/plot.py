@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from inplace_abn.conversion.table import readable
-
-if TYPE_CHECKING:
-    from inplace_abn.memory.report import MemoryReport
-    from inplace_abn.memory.step import Usage
+from inplace_abn.memory.report import MemoryReport
+from inplace_abn.memory.step import Usage
 
 NATIVE, CONVERTED = (0.84, 0.37, 0.0), (0.0, 0.45, 0.70)
 """Colours that can be distinguished without seeing red and green."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import nn
 
 from inplace_abn.conversion.convert import convert
 from inplace_abn.conversion.report import Report, report
-from inplace_abn.conversion.table import readable
+from inplace_abn.conversion.table import aligned, readable
 from inplace_abn.memory.step import Usage, measure
 from inplace_abn.trial import randomness_restored, trainable
 
@@ -33,12 +32,7 @@ class MemoryReport:
             rows.append(("converted", readable(self.after.held), readable(self.after.peak)))
             rows.append(("saved", _less(self.after.held, self.before.held), _less(self.after.peak, self.before.peak)))
         widths = [max(len(row[i]) for row in rows) for i in range(3)]
-        lines = [
-            "  ".join(
-                [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-            )
-            for row in rows
-        ]
+        lines = [line for row in rows for line in aligned(row, (1, 2), widths)]
         if self.norms is not None and not self.norms.layers:
             lines += self.norms.left_out()
         return "\n".join(lines)
@@ -67,44 +61,29 @@ def memory_report(
         RuntimeError: the model cannot be copied.
         ImportError: ``progress`` is True, but tqdm is not installed.
     """
-    with _bar(progress) as bar, randomness_restored(model):
+    with _bar() if progress else nullcontext() as bar, randomness_restored(model):
+
+        def tick() -> None:
+            # A converted model may make more calls than the total. The bar does not show these.
+            if bar is not None and (bar.total is None or bar.n < bar.total):
+                bar.update()
+
         # The model may write to what it is given.
-        before = measure(trainable(model), *copy.deepcopy(args), tick=bar.tick, **copy.deepcopy(kwargs))
+        before = measure(trainable(model), *copy.deepcopy(args), tick=tick, **copy.deepcopy(kwargs))
         if not converted:
             return MemoryReport(before)
-        bar.expect(2 * bar.count)
+        if bar is not None:
+            bar.total = 2 * bar.n
+            bar.refresh()
         other = convert(trainable(model))
-        after = measure(other, *copy.deepcopy(args), tick=bar.tick, **copy.deepcopy(kwargs))
+        after = measure(other, *copy.deepcopy(args), tick=tick, **copy.deepcopy(kwargs))
         return MemoryReport(before, after, report(other))
 
 
-class _Progress:
-    """Counts calls of submodules, and shows the count as a bar. The total is known after the first measurement."""
-
-    def __init__(self, shown: Any = None) -> None:
-        self.count = 0
-        self._shown = shown
-
-    def tick(self) -> None:
-        self.count += 1
-        # A converted model may make more calls than the total. The bar does not show these.
-        if self._shown is not None and (self._shown.total is None or self._shown.n < self._shown.total):
-            self._shown.update()
-
-    def expect(self, total: int) -> None:
-        if self._shown is not None:
-            self._shown.total = total
-            self._shown.refresh()
-
-
-@contextmanager
-def _bar(shown: bool) -> Iterator[_Progress]:
-    if not shown:
-        yield _Progress()
-        return
+def _bar() -> Any:
+    """A bar of the calls of submodules. The total is known after the first measurement."""
     try:
         from tqdm import tqdm  # type: ignore[import-untyped]
     except ImportError as error:
         raise ImportError("inplace_abn.memory: a progress bar needs tqdm: pip install 'inplace-abn[demo]'") from error
-    with tqdm(unit="call", desc="training steps", leave=False) as bar:
-        yield _Progress(bar)
+    return tqdm(unit="call", desc="training steps", leave=False)

@@ -83,8 +83,7 @@ def measure(model: nn.Module, /, *args: Any, tick: Callable[[], None] | None = N
                 module.training = flag
     timeline, backward_start = _timeline(profile, "cuda" if cuda else "cpu")
     if not cuda:
-        before_backward = [size for time, size in timeline if time <= backward_start]
-        held = before_backward[-1] if before_backward else 0
+        held = next((size for time, size in reversed(timeline) if time <= backward_start), 0)
         peak = max((size for _, size in timeline), default=0)
     return Usage(held, peak, tuple(timeline), backward_start)
 
@@ -92,11 +91,10 @@ def measure(model: nn.Module, /, *args: Any, tick: Callable[[], None] | None = N
 def _timeline(profile: Any, device: str) -> tuple[list[tuple[float, int]], float]:
     """Bytes over time, and when backward starts, in milliseconds since the first event."""
     events = profile.profiler.kineto_results.events()
-    wanted = torch.device(device).type
     changes = sorted(
         (event.start_ns(), event.nbytes())
         for event in events
-        if event.name() == "[memory]" and str(event.device_type()).split(".")[-1].lower() == wanted
+        if event.name() == "[memory]" and str(event.device_type()).split(".")[-1].lower() == device
     )
     marks = {event.name(): event.start_ns() for event in events if event.name() in (_BACKWARD, _END)}
     start = changes[0][0] if changes else 0
@@ -116,7 +114,7 @@ def _ticking(model: nn.Module, tick: Callable[[], None] | None) -> Iterator[None
         if tick is not None:
             tick()
 
-    leaves = _leaves(model) if tick is not None else []
+    leaves = [module for module in model.modules() if not any(True for _ in module.children())]
     handles = [module.register_forward_hook(ticked) for module in leaves]
     try:
         yield
@@ -137,7 +135,3 @@ def _quiet() -> Iterator[None]:
             del os.environ["KINETO_LOG_LEVEL"]
         else:
             os.environ["KINETO_LOG_LEVEL"] = before
-
-
-def _leaves(model: nn.Module) -> list[nn.Module]:
-    return [module for module in model.modules() if not any(True for _ in module.children())]
