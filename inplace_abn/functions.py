@@ -311,9 +311,10 @@ def attached(x: Tensor, result: nodes.Result, operands: Operands, values: Values
         result: z, which has no graph.
         values: what `forward.written` returned.
     """
-    if _node is not None and settings.group is None and result.saved is None and result.residual is None:
+    is_simple = result.saved is None and result.residual is None and values.verbatim is None
+    if _node is not None and settings.group is None and is_simple:
         options = (settings.training, *settings.arithmetic(), settings.shared, settings.name)
-        found: Tensor | None = _node.attached(x, result.z, *operands.of_graph(), *values, *options)
+        found: Tensor | None = _node.attached(x, result.z, *operands.of_graph(), *values[:3], *options)
         if found is not None:
             return found
     return nodes.attached(x, result, operands, values, settings, _input_edge(x, settings))

@@ -12,6 +12,8 @@ over all values of batch and space.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -26,6 +28,12 @@ def per_channel(t: Tensor, like: Tensor) -> Tensor:
 def repeated(t: Tensor | None, samples: int) -> Tensor | None:
     """A vector of shape (channel,) for each sample; of shape (samples * channel,)."""
     return None if t is None else t.repeat(samples)
+
+
+@cache
+def indices(channels: tuple[int, ...], device: torch.device) -> Tensor:
+    """The channels as a tensor, which is copied to the device once."""
+    return torch.tensor(channels, device=device)
 
 
 def of_group(t: Tensor, shared: int) -> Tensor:

@@ -53,6 +53,8 @@ class Settings(NamedTuple):
     """
     name: str = ""
     """The layer's, for messages; empty if it is not known."""
+    verbatim: tuple[int, ...] = ()
+    """Channels whose xhat is saved for backward, because z does not determine it. Samples have their own statistics."""
 
     @property
     def per_instance(self) -> bool:

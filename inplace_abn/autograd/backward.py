@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from inplace_abn import _torch, distributed, reference
 from inplace_abn.activations import activation_backward
 from inplace_abn.kernels import ops
-from inplace_abn.reference import channel_mean, channel_sum, gamma, of_group, per_channel, repeated
+from inplace_abn.reference import channel_mean, channel_sum, gamma, indices, of_group, per_channel, repeated
 from inplace_abn.settings import Operands, Settings
 
 
@@ -27,6 +27,8 @@ class Saved(NamedTuple):
     bias: Tensor | None
     residual: Tensor | None
     var: Tensor
+    verbatim: Tensor | None = None
+    """xhat of the channels of `Settings.verbatim`, of shape (batch, their number, \\*) and z's dtype."""
 
 
 class Values(NamedTuple):
@@ -35,9 +37,10 @@ class Values(NamedTuple):
     weight: Tensor | None
     bias: Tensor | None
     var: Tensor
+    verbatim: Tensor | None = None
 
     def saved(self, z: Tensor, residual: Tensor | None) -> Saved:
-        return Saved(z, self.weight, self.bias, residual, self.var)
+        return Saved(z, self.weight, self.bias, residual, self.var, self.verbatim)
 
 
 def by_value(weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -70,6 +73,8 @@ def values_per_channel(x: Tensor) -> int:
 
 def gradients(need: Needed, saved: Saved, dz: Tensor, own_z: bool, own_dz: bool, settings: Settings) -> Gradients:
     """The gradients that are needed. ``own_z`` and ``own_dz`` say whether backward may overwrite z and dz."""
+    if saved.verbatim is not None:
+        return _with_verbatim(need, saved, dz, settings)
     compute = _local if settings.group is None else _synchronised
     return compute(need, saved, dz, own_z, own_dz, settings)
 
@@ -80,7 +85,7 @@ def _local(need: Needed, saved: Saved, dz: Tensor, own_z: bool, own_dz: bool, se
     The residual's gradient is written over dz or z, and dx over the other one, as far as these may be overwritten. If
     both may be overwritten, the op may write xhat over z, so that z is inverted once.
     """
-    z, weight, bias, residual, var = saved
+    z, weight, bias, residual, var, _ = saved
     reusable = [t for t, own in ((z, own_z), (dz, own_dz)) if own]
 
     def activation_sized(needed: bool) -> Tensor | None:
@@ -119,7 +124,7 @@ def _synchronised(need: Needed, saved: Saved, dz: Tensor, own_z: bool, own_dz: b
     xhat is written over z, and dy over dz, if backward owns them. dx is written over xhat if dy is the residual's
     gradient, otherwise over dy.
     """
-    z, weight, bias, residual, var = saved
+    z, weight, bias, residual, var, _ = saved
     xhat = z if own_z else torch.empty_like(z)
     dy = dz if own_dz else torch.empty_like(z)
     given = z, dz, weight, bias, residual, *settings.arithmetic()
@@ -138,6 +143,50 @@ def _synchronised(need: Needed, saved: Saved, dz: Tensor, own_z: bool, own_dz: b
         dx = xhat if need.residual else dy
         ops.run(ops.backward_out, [dx], xhat, dy, var, weight, settings.eps, settings.signed_weight, *means, dx=dx)
     return dx, dweight, dbias, dy if need.residual else None
+
+
+def _folded(t: Tensor, settings: Settings) -> Tensor:
+    """The channels of all samples as channels of one sample, if samples have their own statistics."""
+    return t.reshape(1, t.shape[0] * t.shape[1], *t.shape[2:]) if settings.per_instance else t
+
+
+def _reduced(saved: Saved, dz: Tensor, settings: Settings) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """xhat, dy, and the sums of dy and of xhat * dy, in new memory. Samples are folded."""
+    samples = len(saved.z) if settings.per_instance else 1
+    z, dz = _folded(saved.z, settings), _folded(dz, settings)
+    residual = None if saved.residual is None else _folded(saved.residual, settings)
+    # The samples of dense memory have their places in it.
+    xhat, dy = (torch.empty_like(z, memory_format=torch.contiguous_format) for _ in range(2))
+    given = z, dz, repeated(saved.weight, samples), repeated(saved.bias, samples), residual, *settings.arithmetic()
+    sum_dy, sum_xhat_dy = ops.run(ops.backward_reduce_out, [xhat, dy], *given, xhat=xhat, dy=dy)
+    if saved.verbatim is not None:
+        channels, values = indices(settings.verbatim, z.device), saved.verbatim
+        xhat.view(saved.z.shape)[:, channels] = values
+        products = values.to(sum_dy.dtype) * dy.view(saved.z.shape)[:, channels].to(sum_dy.dtype)
+        sum_xhat_dy.view(samples, -1)[:, channels] = products.flatten(2).sum(dim=2)
+    return xhat, dy, sum_dy, sum_xhat_dy
+
+
+def _with_verbatim(need: Needed, saved: Saved, dz: Tensor, settings: Settings) -> Gradients:
+    """The gradients where xhat of some channels was saved. What other channels have is recovered from z."""
+    weight, bias, var, shape = saved.weight, saved.bias, saved.var, saved.z.shape
+    xhat, dy, sum_dy, sum_xhat_dy = _reduced(saved, dz, settings)
+    dx = dweight = dbias = None
+    if weight is not None and need.weight:
+        dweight = _summed(sum_xhat_dy, weight, saved.z)
+    if bias is not None and need.bias:
+        dbias = _summed(sum_dy, bias, saved.z)
+    if need.x:
+        repeated_weight, count = repeated(weight, shape[0]), math.prod(shape[2:])
+        scale = torch.ones_like(var)
+        if repeated_weight is not None:
+            scale = gamma(repeated_weight.to(var.dtype), settings.eps, settings.signed_weight)
+        means = (_shared(sums / count, scale, settings.shared) for sums in (sum_dy, sum_xhat_dy))
+        memory = xhat if need.residual else dy
+        given = xhat, dy, var, repeated_weight, settings.eps, settings.signed_weight, *means
+        ops.run(ops.backward_out, [memory], *given, dx=memory)
+        dx = memory.view(shape)
+    return dx, dweight, dbias, dy.view(shape) if need.residual else None
 
 
 class _WithEdge(torch.autograd.Function):
@@ -194,14 +243,8 @@ def differentiable(saved: Saved, dz: Tensor, edges: Edges, settings: Settings) -
 
     Samples with their own statistics are treated as further channels.
     """
-    shape = saved.z.shape
-
-    def folded(t: Tensor) -> Tensor:
-        return t.reshape(1, shape[0] * shape[1], *shape[2:]) if settings.per_instance else t
-
-    z, weight, bias, residual, var = saved
-    residual = placed(residual, edges.residual)
-    z, dz, residual = folded(z), folded(dz), None if residual is None else folded(residual)
+    z, weight, bias, residual, var, _ = saved
+    shape, residual = z.shape, placed(residual, edges.residual)
     if settings.group is not None:
         raise RuntimeError(
             "inplace_abn: create_graph=True is not supported by synchronised statistics; "
@@ -209,16 +252,15 @@ def differentiable(saved: Saved, dz: Tensor, edges: Edges, settings: Settings) -
         )
     samples = shape[0] if settings.per_instance else 1
     with torch.no_grad():
-        xhat, dy = torch.empty_like(z), torch.empty_like(z)
-        given = z, dz, repeated(weight, samples), repeated(bias, samples), residual, *settings.arithmetic()
-        ops.run(ops.backward_reduce_out, [xhat, dy], *given, xhat=xhat, dy=dy)
+        xhat, *_ = _reduced(saved, dz, settings)
         x = xhat * per_channel(torch.sqrt(var + settings.eps), xhat).to(xhat.dtype)
     if edges.x is not None:
-        x = folded(_WithEdge.apply(edges.x, x.view(shape)))
+        x = _folded(_WithEdge.apply(edges.x, x.view(shape)), settings)
     weight, bias = placed(weight, edges.weight), placed(bias, edges.bias)
     frozen = None if settings.training else (torch.zeros_like(var), var)
+    residual = None if residual is None else _folded(residual, settings)
     operands = Operands(repeated(weight, samples), repeated(bias, samples), residual)
-    dx, dweight, dbias, dresidual = _formulas(x, dz, operands, settings, frozen)
+    dx, dweight, dbias, dresidual = _formulas(x, _folded(dz, settings), operands, settings, frozen)
     return (
         dx.reshape(shape),
         None if weight is None else dweight.view(samples, -1).sum(dim=0),

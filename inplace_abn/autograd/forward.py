@@ -36,7 +36,7 @@ def written(
     if settings.training and settings.group is None:
         op = ops.local_forward_out if kept else ops.local_forward
         given = weight, bias, residual, *running, *operands.momentum_arguments(), *settings.arithmetic()
-        _, var = ops.run(op, present(z, *running), x, *given, invertible, settings.shared, **kept)
+        mean, var = ops.run(op, present(z, *running), x, *given, invertible, settings.shared, **kept)
     else:
         op = ops.forward_out if kept else ops.forward
         mean, var = statistics or cast("tuple[Tensor, Tensor]", running)
@@ -45,7 +45,15 @@ def written(
             # A later training step may change the running variance before this backward reads it.
             var = var.clone()
     weight, bias = operands.weight, operands.bias
-    return Values(*(by_value(weight, bias) if invertible else (weight, bias)), var)
+    verbatim = _verbatim(x, mean, var, settings) if settings.verbatim else None
+    return Values(*(by_value(weight, bias) if invertible else (weight, bias)), var, verbatim)
+
+
+def _verbatim(x: Tensor, mean: Tensor, var: Tensor, settings: Settings) -> Tensor:
+    """xhat of the channels whose xhat is saved. x must not have been overwritten."""
+    channels, shape = reference.indices(settings.verbatim, x.device), (len(x), -1, *(1,) * (x.dim() - 2))
+    mean, var = (t.view(len(x), -1)[:, channels].view(shape) for t in (mean, var))
+    return ((x[:, channels] - mean) * torch.rsqrt(var + settings.eps)).to(x.dtype)
 
 
 def present(*tensors: Tensor | None) -> list[Tensor]:

@@ -130,7 +130,7 @@ class _Call:
         weight, bias, residual = operands.of_graph()
         z, self.saved, of_residual = result
         self.residual = residual if of_residual is None else of_residual
-        self.settings, self.written = settings, None if z is x else z
+        self.settings, self.written, self.verbatim = settings, None if z is x else z, values.verbatim
         # Parameters that stand for themselves are saved with their places in the graph.
         self.copies = None if values.weight is weight and values.bias is bias else values[:2]
         pairs = (weight, values.weight), (bias, values.bias), (residual, self.residual)
@@ -168,7 +168,8 @@ class InPlaceABNFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.is_alias = call.saved is not None
         parameters = call.copies or (weight, bias)
-        ctx.save_for_backward(output if call.saved is None else call.saved, *parameters, call.residual, var)
+        z = output if call.saved is None else call.saved
+        ctx.save_for_backward(z, *parameters, call.residual, var, call.verbatim)
 
     @staticmethod
     def backward(ctx: Any, dz: Tensor | None) -> tuple[Tensor | None, ...]:

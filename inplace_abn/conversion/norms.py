@@ -99,7 +99,7 @@ class InPlaceNorm(Converted):
             return None
         module._check_input_dim(x)
         functions.calibrate()
-        observation = measuring.observe(self, x) if look.due else None
+        observation = measuring.observe(self, x, decision.verbatim) if look.due else None
         if (look.decisive or not decision.trusted) and self._weight_would_be_clamped():
             past.note = Note(why=NEAR_ZERO)
             if observation is not None:
@@ -114,7 +114,8 @@ class InPlaceNorm(Converted):
         training = measuring.uses_own_statistics(module)
         group = self._participating() if training else None
         name = self.__dict__["_guard_name"]
-        settings = Settings(*IDENTITY, module.eps, True, training, group, self.shared if training else 0, name)
+        what = (*IDENTITY, module.eps, True, training, group, self.shared if training else 0)
+        settings = Settings(*what, name, decision.verbatim)
         of_module, samples = operands, x.shape[0]
         if settings.per_instance:
             operands = of_samples(of_module, samples)
@@ -223,6 +224,7 @@ class InPlaceGroupNorms(InPlaceNorm):
     """The part that all converted GroupNorms have in common."""
 
     per_instance = True
+    saves_verbatim = True
     returns_view = False
     momentum = None
     track_running_stats = False
@@ -274,9 +276,10 @@ class InPlaceGroupNorms(InPlaceNorm):
         functions.calibrate()
         wide, x = x.float(), self._laid_out(x).detach()
         if look.due:
-            look = look._replace(observation=measuring.observe(self, x))
+            look = look._replace(observation=measuring.observe(self, x, look.decision.verbatim))
         operands = _operands(module)
-        settings = Settings(*IDENTITY, module.eps, True, True, None, self.shared, self.__dict__["_guard_name"])
+        what = (*IDENTITY, module.eps, True, True, None, self.shared, self.__dict__["_guard_name"])
+        settings = Settings(*what, look.decision.verbatim)
         z = torch.empty_like(x)
         values = forward.written(x, z, of_samples(operands, len(x)), settings.activating(activation), True)
         norm = NormCall(self, self._laid_out(wide), operands, None, values, settings, look)

@@ -33,6 +33,8 @@ class Guarded:
     _guard: State | None = None
     per_instance: bool = False
     """Whether each sample of the input has its own statistics."""
+    saves_verbatim: bool = False
+    """Whether calls can save xhat of some channels."""
     _revision: int = 0
     """A number that changes when code that was compiled for the module is no longer valid."""
 
@@ -335,6 +337,8 @@ def _judge(module: Any, mode: Mode, found: list[Figures]) -> None:
         now, told = figures.trusted(before, threshold), described(figures, threshold)
         if not now:
             break
+    if not now and module.saves_verbatim:
+        _choose_verbatim(module, mode)
     # A mode that was renewed is trusted, although other things were said of it.
     was_told = not mode.why
     if now == before == was_told:
@@ -355,6 +359,30 @@ def _judge(module: Any, mode: Mode, found: list[Figures]) -> None:
         _logger.info("%s: its input is recoverable again (%s); it runs in place in %s", name(module), told, kind)
     else:
         _logger.log(logging.WARNING if module.on_untrusted == "warn" else logging.INFO, "%s", text)
+
+
+_LARGEST_RATIO = {torch.bfloat16: 8.0, torch.float16: 8.0, torch.float32: 64.0, torch.float64: 4096.0}
+"""The largest |beta| / |gamma| + 1 of a channel whose xhat is recovered, if xhat of others is saved."""
+_VERBATIM_SHARE = 4
+"""At most one channel in so many is saved."""
+
+
+def _choose_verbatim(module: Any, mode: Mode) -> None:
+    """Makes a layer that is not trusted save xhat of some channels, if these may be why.
+
+    In the next generation the layer is measured as a new one. The weights are read, so the host waits for the device.
+    This happens only while the layer is not trusted, and only when it was measured.
+    """
+    weight, bias = module.weight, module.bias
+    if weight is None:
+        return
+    size = weight.detach().abs().double()
+    offset = torch.zeros_like(size) if bias is None else bias.detach().abs().double()
+    found = tuple((~(size + offset <= _LARGEST_RATIO[mode.dtype] * size)).nonzero().flatten().tolist())
+    if found != mode.decisions[-1].verbatim and 0 < len(found) * _VERBATIM_SHARE <= len(size):
+        mode.change(verbatim=found)
+        mode.unmeasured_since = mode.generation
+        generations.note_change()
 
 
 def layers_of(model: nn.Module) -> Iterator[tuple[str, Any]]:

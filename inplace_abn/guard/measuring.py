@@ -103,13 +103,17 @@ class Observation(NamedTuple):
             if settings.per_instance:
                 samples = self.mean.numel() // self.channels
                 weight, bias = (reference.repeated(t, samples) for t in (weight, bias))
+                settings = settings._replace(
+                    verbatim=tuple(i * self.channels + c for i in range(samples) for c in settings.verbatim)
+                )
             errors = recovery.measured(self.x, self.mean, self.var, weight, bias, added, settings)
             # The worst sample of each channel counts.
             errors = Errors(errors.x, errors.weight.view(-1, self.channels).amax(dim=0))
             return packed(errors, self.weight, settings)
 
 
-def observe(module: Any, x: Tensor) -> Observation:
+def observe(module: Any, x: Tensor, verbatim: tuple[int, ...] = ()) -> Observation:
+    """What a measurement needs of a call that saves xhat of the channels ``verbatim``."""
     running_mean, running_var = _running(module)
     training = uses_own_statistics(module)
     with torch.no_grad():
@@ -120,5 +124,5 @@ def observe(module: Any, x: Tensor) -> Observation:
             else (cast(Tensor, running_mean), cast(Tensor, running_var))
         )
         sample = recovery.sample(x, shared > 0)
-    settings = Settings(*IDENTITY, module.eps, module.signed_weight, training, None, shared)
+    settings = Settings(*IDENTITY, module.eps, module.signed_weight, training, None, shared, verbatim=verbatim)
     return Observation(sample, x.shape[1], mean, var, module.weight, module.bias, settings)

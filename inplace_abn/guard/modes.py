@@ -37,6 +37,8 @@ class Decision(NamedTuple):
     """What is expected to follow a converted norm; None if that is not known."""
     known: frozenset[Any] | None = frozenset()
     """What follows a converted norm, and was measured; None if nothing needs to be."""
+    verbatim: tuple[int, ...] = ()
+    """The channels whose xhat is saved for backward, because z does not determine it."""
 
     @property
     def expects_nothing(self) -> bool:
@@ -120,7 +122,8 @@ class Mode:
     def begin(self, generation: int, measures: bool, guarded: bool) -> None:
         """Decides about a generation, by what the layer has seen before."""
         self.generation = generation
-        trusted = self.decisions[-1].trusted or self.measured_at < 0
+        # A layer that was not trusted and is to be measured again does something else than before.
+        trusted = self.decisions[-1].trusted or self.measured_at < 0 or self.unmeasured_since is not None
         known = frozenset(self.measured_consumers) if guarded else None
         self.change(trusted=trusted, measures=measures, known=known, expected=self._expectation())
 

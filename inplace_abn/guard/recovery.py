@@ -81,7 +81,7 @@ def measured(
         weight: (channel,) or None.
         bias: (channel,) or None.
         residual: of x's shape and dtype, or None.
-        settings: of the layer.
+        settings: of the layer. Its channels ``verbatim`` are those of x, and have nothing to recover.
 
     Raises:
         ValueError: a wrong shape.
@@ -102,6 +102,11 @@ def measured(
     slope, torch_slope = _slope(entry, torch.stack([y, y.to(x.dtype).double()]), settings.activation_param).unbind()
     ops.run(ops.forward, [x], x, mean, var, weight, bias, residual, *settings.arithmetic(), True)
     recovered_xhat, recovered = _recovered(x, weight, bias, residual, settings)
+    if settings.verbatim:
+        channels = reference.indices(settings.verbatim, x.device)
+        recovered_xhat[:, channels] = xhat[:, channels].to(x.dtype).double()
+        # dx is then a multiple of xhat, and not of y.
+        affine = affine.index_fill(1, channels, 0.0)
     # Where the slope jumps, the rounding of y decides on which side it lies, in torch as well. The nearer slope counts.
     slope = torch.where((recovered - torch_slope).abs() < (recovered - slope).abs(), torch_slope, slope)
 
