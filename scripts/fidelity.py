@@ -21,7 +21,7 @@ from inplace_abn.activations import TYPICAL, activate, find
 from inplace_abn.guard import recovery
 from inplace_abn.guard.figures import THRESHOLDS
 from inplace_abn.kernels import ops
-from inplace_abn.settings import Settings
+from inplace_abn.settings import Operands, Settings
 
 ACTIVATIONS = dict(TYPICAL)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -147,7 +147,8 @@ def measured(layer: Layer) -> Pair:
     """The errors that the guard measures."""
     mean, var = ops.statistics(layer.x)
     residual = None if layer.residual is None else recovery.sample(layer.residual)
-    errors = recovery.measured(recovery.sample(layer.x), mean, var, *layer.parameters, residual, layer.settings())
+    operands = Operands(*layer.parameters, residual)
+    errors = recovery.measured(recovery.sample(layer.x), mean, var, operands, layer.settings())
     return Pair(errors.x.item(), errors.weight.max().item())
 
 

@@ -1,8 +1,4 @@
-"""Generations: the steps that all optimizers of the process have taken.
-
-What a layer does is constant within a generation, so that micro-batches agree. A checkpoint's recomputation belongs to
-the generation of its forward pass, whatever optimizer stepped in between.
-"""
+"""Generations: the steps that all optimizers of the process have taken. `inplace_abn.guard` says what they decide."""
 
 from __future__ import annotations
 

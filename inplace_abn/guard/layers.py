@@ -118,7 +118,7 @@ def look(module: Any, x: Tensor, residual: Tensor | None, empty: bool = False) -
     if mode is not None:
         return Look(mode.decisions[-1], mode)
     state: State | None = module._guard
-    mode = None if state is None else state.modes.get(x.dtype)
+    mode = mode_of(module, x.dtype)
     at, interval = generations.now(), module.guard_interval
     if generations.is_paused():
         return Look(Decision(known=None) if mode is None else mode.at(at))

@@ -13,7 +13,7 @@ from inplace_abn.guard import recovery
 from inplace_abn.guard.figures import THRESHOLDS, packed
 from inplace_abn.guard.recovery import Errors
 from inplace_abn.kernels import ops
-from inplace_abn.settings import Settings
+from inplace_abn.settings import Operands, Settings
 
 _KINDS = (Tensor, nn.Parameter)
 
@@ -103,10 +103,9 @@ class Observation(NamedTuple):
             if settings.per_instance:
                 samples = self.mean.numel() // self.channels
                 weight, bias = (reference.repeated(t, samples) for t in (weight, bias))
-                settings = settings._replace(
-                    verbatim=tuple(i * self.channels + c for i in range(samples) for c in settings.verbatim)
-                )
-            errors = recovery.measured(self.x, self.mean, self.var, weight, bias, added, settings)
+                channels = tuple(i * self.channels + c for i in range(samples) for c in settings.verbatim)
+                settings = settings._replace(verbatim=channels)
+            errors = recovery.measured(self.x, self.mean, self.var, Operands(weight, bias, added), settings)
             # The worst sample of each channel counts.
             errors = Errors(errors.x, errors.weight.view(-1, self.channels).amax(dim=0))
             return packed(errors, self.weight, settings)

@@ -26,7 +26,7 @@ from torch import Tensor
 from inplace_abn import reference
 from inplace_abn.activations import Activation, in_effect
 from inplace_abn.kernels import ops
-from inplace_abn.settings import Settings
+from inplace_abn.settings import Operands, Settings
 
 _SAMPLE = 1 << 17
 """About the number of values that `sample` takes of a larger batch."""
@@ -61,32 +61,14 @@ def sample(t: Tensor, per_instance: bool = False) -> Tensor:
     return found.t().unsqueeze(0).clone(memory_format=torch.contiguous_format)
 
 
-def measured(
-    x: Tensor,
-    mean: Tensor,
-    var: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    settings: Settings,
-) -> Errors:
-    """The errors of recovering xhat on these values.
+def measured(x: Tensor, mean: Tensor, var: Tensor, operands: Operands, settings: Settings) -> Errors:
+    """The errors of recovering xhat on these values, which are overwritten.
 
-    The figures are on x's device, and the host does not wait for them.
-
-    Args:
-        x: inputs of shape (batch, channel, \\*), dtype float64, float32, bfloat16 or float16. Overwritten.
-        mean: (channel,), the mean that x's batch is normalised with; float32, or float64 for a float64 x.
-        var: like mean.
-        weight: (channel,) or None.
-        bias: (channel,) or None.
-        residual: of x's shape and dtype, or None.
-        settings: of the layer. Its channels ``verbatim`` are those of x, and have nothing to recover.
-
-    Raises:
-        ValueError: a wrong shape.
-        TypeError: a dtype that is not supported or does not combine with x's.
+    The figures are on x's device, and the host does not wait for them. ``mean`` and ``var`` are those that x's batch is
+    normalised with. Channels of ``settings.verbatim`` are those of x, and have nothing to recover. Shapes, dtypes and
+    errors are those of the ops.
     """
+    weight, bias, residual = operands.of_graph()
     entry = in_effect(settings.activation, settings.activation_param)
     inv_std = torch.rsqrt(var.double() + settings.eps)
     gamma = torch.ones_like(inv_std)
@@ -101,7 +83,7 @@ def measured(
         y = y + residual
     slope, torch_slope = _slope(entry, torch.stack([y, y.to(x.dtype).double()]), settings.activation_param).unbind()
     ops.run(ops.forward, [x], x, mean, var, weight, bias, residual, *settings.arithmetic(), True)
-    recovered_xhat, recovered = _recovered(x, weight, bias, residual, settings)
+    recovered_xhat, recovered = _recovered(x, operands, settings)
     if settings.verbatim:
         channels = reference.indices(settings.verbatim, x.device)
         recovered_xhat[:, channels] = xhat[:, channels].to(x.dtype).double()
@@ -158,9 +140,7 @@ def _slope(entry: Activation, y: Tensor, param: float) -> Tensor:
     return slope if entry.dead is None else torch.where(entry.dead(y), 0.0, slope)
 
 
-def _recovered(
-    z: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, settings: Settings
-) -> tuple[Tensor, Tensor]:
+def _recovered(z: Tensor, operands: Operands, settings: Settings) -> tuple[Tensor, Tensor]:
     """xhat and the slope as backward has them before it rounds to z's dtype; float64 of z's shape.
 
     Each value is passed as a channel of its own. Then the op's sums, which are at least float32, are the slope and its
@@ -170,6 +150,7 @@ def _recovered(
     def of_each(t: Tensor | None) -> Tensor | None:
         return None if t is None else reference.per_channel(t.detach(), z).expand_as(z).reshape(-1)
 
+    weight, bias, residual = operands.of_graph()
     values = z.reshape(1, -1)
     xhat, dy = torch.empty_like(values), torch.ones_like(values)
     added = None if residual is None else residual.reshape(1, -1)

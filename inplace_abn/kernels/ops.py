@@ -44,14 +44,12 @@ from inplace_abn.kernels import fakes
 _BUILD_SOURCE = "pip install --no-build-isolation -e ."
 
 _FOLDER = Path(__file__).parents[1]
-_NEVER_BUILT = (
-    f"inplace_abn's compiled modules do not exist in {_FOLDER}: this source tree was never built. "
-    f"Build it: `{_BUILD_SOURCE}`"
-)
-
 _kernels = _FOLDER / "_kernels.so"
 if not _kernels.exists():
-    raise ImportError(_NEVER_BUILT)
+    raise ImportError(
+        f"inplace_abn's compiled modules do not exist in {_FOLDER}: this source tree was never built. "
+        f"Build it: `{_BUILD_SOURCE}`"
+    )
 try:
     torch.ops.load_library(str(_kernels))
 except OSError as error:

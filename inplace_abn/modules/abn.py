@@ -320,14 +320,10 @@ class InPlaceABNSync(InPlaceABN):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """``act(norm(x) + residual)`` with all ranks' statistics in training, written over x if it may be."""
-        group = self._participating()
+        training = self.training or self._buffers.get("running_mean") is None
+        group = distributed.participating_group(self.group) if training else None
         if group is None or isinstance(x, fx.Proxy):
             return super().forward(x, residual)
         frozen = is_compiling()
         watch = guard.Frozen(guard.may_run_in_place(self, x, residual)) if frozen else guard.Watch(self, x, residual)
         return self._call(functions.run, x, residual, self.overwrite_input, watch, group=group)
-
-    def _participating(self) -> ProcessGroup | None:
-        """The group to synchronise statistics with; None where they are local, after a warning if nothing is."""
-        training = self.training or self._buffers.get("running_mean") is None
-        return distributed.participating_group(self.group) if training else None
