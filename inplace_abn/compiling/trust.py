@@ -121,12 +121,9 @@ def _review(*_: Any) -> None:
         is_written = interval > 0 and guard.renew_if_written(module)
         if interval == 0 or (not is_written and guard.generations.current % interval):
             continue
-        now = {
-            dtype: _found(module, dtype, before)
-            for (revision, dtype), before in answers.items()
-            if revision == module._revision
-        }
-        if any(now[dtype] != answers[module._revision, dtype] for dtype in now):
+        before = {dtype: found for (revision, dtype), found in answers.items() if revision == module._revision}
+        now = {dtype: _found(module, dtype, found) for dtype, found in before.items()}
+        if now != before:
             if is_written:
                 _logger.warning(_LATE, guard.name(module))
             guard.renew(module)

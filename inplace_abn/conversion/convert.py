@@ -26,7 +26,7 @@ from inplace_abn.modules.instance_norm import InPlaceInstanceNorm
 
 _logger = logging.getLogger("inplace_abn")
 
-_Built = InPlaceABN | InPlaceInstanceNorm | InPlaceGroupNorm
+Built = InPlaceABN | InPlaceInstanceNorm | InPlaceGroupNorm
 """Classes of modules that were built in place, not converted."""
 
 
@@ -138,14 +138,14 @@ def revert(
     for name, module in model.named_modules():
         if classes.is_converted(module):
             originals[module] = _original_class(name, module)
-        elif isinstance(module, _Built):
+        elif isinstance(module, Built):
             _check_scale(name, module)
     for norm, original in originals.items():
         norm.release()
         norm.__class__ = original
     hooks.unhook(model)
     called.release(model)
-    built = [module for module in model.modules() if isinstance(module, _Built)]
+    built = [module for module in model.modules() if isinstance(module, Built)]
     replaced: dict[nn.Module, nn.Module] = {module: _standard(module, batch_norm, instance_norm) for module in built}
     for module in list(model.modules()):
         for name, child in module._modules.items():
@@ -174,7 +174,7 @@ def _original_class(name: str, module: nn.Module) -> type[nn.Module]:
     )
 
 
-def _check_scale(name: str, module: _Built) -> None:
+def _check_scale(name: str, module: Built) -> None:
     """Raises ValueError for a parametrized module, and for a weight that a hook computes and that is not the scale."""
     if parametrize.is_parametrized(module):
         raise ValueError(
@@ -191,9 +191,8 @@ def _check_scale(name: str, module: _Built) -> None:
         )
 
 
-def _standard(module: _Built, batch_norm: type[nn.Module], instance_norm: type[nn.Module]) -> nn.Module:
+def _standard(module: Built, batch_norm: type[nn.Module], instance_norm: type[nn.Module]) -> nn.Module:
     activation = find(module.activation).module
-    param = module.activation_param
     if "weight" in module._parameters and module.weight is not None:
         with torch.no_grad():
             module.weight.copy_(reference.gamma(module.weight, module.eps, module.signed_weight))
@@ -213,7 +212,7 @@ def _standard(module: _Built, batch_norm: type[nn.Module], instance_norm: type[n
         return norm
     both = NormActivation()
     both.add_module("norm", norm)
-    both.add_module("activation", activation(param))
+    both.add_module("activation", activation(module.activation_param))
     return both.train(module.training)
 
 
@@ -242,7 +241,7 @@ def load_public_state_dict(
         for name, module in model.named_modules()
         if isinstance(module, (nn.modules.batchnorm._BatchNorm, InPlaceABN))
     }
-    outer = {name.removesuffix(".norm") if _is_part(model, name) else name: name for name in norms}
+    outer = {name.rpartition("norm")[0].removesuffix(".") if _is_part(model, name) else name: name for name in norms}
     unknown = sorted(set(layers or ()) - outer.keys())
     if unknown:
         raise ValueError(f"inplace_abn.load_public_state_dict: the model has no norms {unknown}")

@@ -16,14 +16,11 @@ from inplace_abn import guard
 from inplace_abn.conversion import classes, table
 from inplace_abn.conversion.activations import OF_NORM
 from inplace_abn.conversion.called import NOT_CALLED
-from inplace_abn.conversion.convert import convert
+from inplace_abn.conversion.convert import Built, convert
 from inplace_abn.conversion.converted import Converted
 from inplace_abn.conversion.norms import InPlaceNorm
 from inplace_abn.conversion.table import readable
 from inplace_abn.conversion.waiting import NEAR_ZERO
-from inplace_abn.modules.abn import InPlaceABN
-from inplace_abn.modules.group_norm import InPlaceGroupNorm
-from inplace_abn.modules.instance_norm import InPlaceInstanceNorm
 from inplace_abn.trial import loss, randomness_restored, trainable
 
 
@@ -158,7 +155,7 @@ def report(model: nn.Module) -> Report:
         raise TypeError(f"inplace_abn.report: expected model to be a torch.nn.Module, got {type(model).__name__}")
     layers: list[Layer] = []
     unsupported: Counter[str] = Counter()
-    built = sum(isinstance(module, (InPlaceABN, InPlaceInstanceNorm, InPlaceGroupNorm)) for module in model.modules())
+    built = sum(isinstance(module, Built) for module in model.modules())
     for name, module in model.named_modules():
         found = module.__dict__.get(guard.CARRIED, module)
         if isinstance(found, Converted):

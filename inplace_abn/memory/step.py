@@ -115,7 +115,7 @@ def _ticking(model: nn.Module, tick: Callable[[], None] | None) -> Iterator[None
             tick()
 
     leaves = [module for module in model.modules() if not any(True for _ in module.children())]
-    handles = [module.register_forward_hook(ticked) for module in leaves]
+    handles = [module.register_forward_hook(ticked) for module in leaves] if tick is not None else []
     try:
         yield
     finally:
