@@ -112,8 +112,8 @@ def update(
 ) -> None:
     """Updates the running statistics, if there are any, by those of ``count`` values per channel."""
     if running_mean is not None and running_var is not None:
-        running_mean.lerp_(mean.to(running_mean), momentum)
-        running_var.lerp_((var * count / (count - 1)).to(running_var), momentum)
+        for running, batch in ((running_mean, mean), (running_var, var * count / (count - 1))):
+            running.lerp_(batch.to(running), momentum.to(running) if isinstance(momentum, Tensor) else momentum)
 
 
 def forward(

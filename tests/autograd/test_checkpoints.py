@@ -59,3 +59,15 @@ def test_a_public_checkpoint_may_have_standard_layers_too():
     with pytest.raises(RuntimeError, match="Unexpected key"):
         load_public_state_dict(model, public_checkpoint() | {"more": torch.zeros(1)})
     assert load_public_state_dict(model, public_checkpoint() | {"more": torch.zeros(1)}, strict=False).unexpected_keys
+
+
+def test_a_checkpoint_of_one_module_loads_into_that_module_reverted():
+    """A model that is one norm had its keys not found."""
+    module = InPlaceABN(4)
+    state = module.state_dict()
+    state["weight"] = torch.tensor([-1.0, 0.5, 2.0, 1.0])
+    reverted = revert(module)
+    result = load_public_state_dict(reverted, state)
+    assert not result.missing_keys
+    assert not result.unexpected_keys
+    assert torch.equal(reverted.norm.weight, state["weight"].abs() + module.eps)

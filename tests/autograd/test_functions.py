@@ -24,7 +24,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from torch.autograd import gradcheck
 
-from inplace_abn import inplace_abn
+from inplace_abn import inplace_abn, reference
 
 
 def run(x, dz, weight, bias, running_mean, running_var, **settings):
@@ -241,3 +241,16 @@ def test_the_call_is_deterministic(device):
     first, second = run(*copy.deepcopy(tensors)), run(*tensors)
     for name, value in first.items():
         assert torch.equal(value, second[name]), name
+
+
+def test_the_formulas_take_a_momentum_of_one_value_on_the_device():
+    """It had to have no dimension, or the dtype of the running statistics."""
+    found = []
+    for momentum in (0.25, torch.tensor([0.25], dtype=torch.float64)):
+        running_mean, running_var = torch.zeros(3), torch.ones(3)
+        x = torch.arange(24.0).view(2, 3, 4)
+        reference.forward(x, None, None, running_mean, running_var, momentum=momentum)
+        found.append((running_mean, running_var))
+    for numbers, tensors in zip(*found, strict=True):
+        assert torch.equal(numbers, tensors)
+        assert numbers.count_nonzero() == 3
