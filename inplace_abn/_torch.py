@@ -84,6 +84,17 @@ def checkpoint_of(hooks: tuple[Any, Any]) -> Any:
     return None
 
 
+def recompute_in(checkpoint: Any, context: Callable[[], AbstractContextManager[Any]]) -> None:
+    """Makes the recomputation of a checkpoint that `checkpoint_of` returned run in a context."""
+    recompute = checkpoint.recompute_fn
+
+    def recompute_in_context(*args: Any) -> None:
+        with context():
+            recompute(*args)
+
+    checkpoint.recompute_fn = recompute_in_context
+
+
 # The active dispatch modes, the innermost last.
 dispatch_modes: Callable[[], list[Any]] = torch.utils._python_dispatch._get_current_dispatch_mode_stack
 
@@ -173,6 +184,19 @@ def storage_use_count(t: Tensor) -> int:
     storage = t.untyped_storage()
     count: int = torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]
     return count + getrefcount(storage)
+
+
+def in_compiled_function() -> bool:
+    """Whether a function on the stack was compiled, and runs as it is written now. Its wrapper knows the context."""
+    module: Any = sys.modules.get("torch._dynamo.eval_frame")
+    frame = None if module is None else sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_filename == module.__file__ and isinstance(
+            frame.f_locals.get("self"), module.OptimizeContext
+        ):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def is_exporting() -> bool:

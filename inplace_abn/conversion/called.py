@@ -21,8 +21,6 @@ from inplace_abn.conversion.converted import Note
 from inplace_abn.conversion.offered import offer
 from inplace_abn.conversion.recognition import Activating
 
-NOT_CALLED = Note()
-"""What is said of a module whose output was never activated."""
 _WITHOUT_GRADIENTS = "it was called without gradients only"
 
 
@@ -36,7 +34,7 @@ class CalledActivation(ActivationAlone):
     @property
     def is_called(self) -> bool:
         """Whether an activation was ever called with the module's output."""
-        return self._past.note != NOT_CALLED
+        return self._past.note != Note()
 
     def activated(self, call: Activating, native: Callable[[], Tensor]) -> Tensor:
         """The result of the call. ``native`` computes it as torch does."""

@@ -13,6 +13,7 @@ from inplace_abn import _torch, guard
 from inplace_abn.conversion import called, watch
 from inplace_abn.conversion.offered import Offered, settled
 from inplace_abn.conversion.pending import Pending, plain
+from inplace_abn.trial import tensors_in
 
 
 class _Root:
@@ -44,6 +45,7 @@ def begin(model: nn.Module, args: Any) -> None:
     """
     if torch.compiler.is_compiling():
         return
+    watch.end_what_was_interrupted()
     root = _roots.get(model)
     if (root is not None and not root.is_due(model)) or watch.current() is not None:
         return
@@ -93,6 +95,9 @@ def finish(model: nn.Module, args: Any, result: Any) -> Any:
 def _end(model: nn.Module, output: Any) -> None:
     if watch.end(model, output):
         called.listen_less(model)
+        # A part's output may go where only plain tensors work, as in compiled code.
+        for t in tensors_in(output):
+            settled(t)
 
 
 def hook(model: nn.Module) -> None:

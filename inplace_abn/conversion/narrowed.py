@@ -31,7 +31,7 @@ class Narrowed(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in METADATA:
+        if torch.compiler.is_compiling() or func in METADATA:
             with _torch.NoTorchFunction():
                 return func(*args, **kwargs)
         read = KNOWN.get(func)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from inplace_abn import _torch
+from inplace_abn.conversion import watch
 from inplace_abn.conversion.recognition import IN_GRAPH, KNOWN, METADATA, Activating, Adding
 from inplace_abn.trial import tensors_in
 
@@ -29,10 +31,15 @@ class Offered(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in METADATA or func in IN_GRAPH or func in _torch.HOOKS:
+        if torch.compiler.is_compiling() or func in METADATA or func in IN_GRAPH or func in _torch.HOOKS:
             with _torch.NoTorchFunction():
                 return func(*args, **kwargs)
         layers = {id(t): _taken(t) for t in tensors_in((args, kwargs)) if type(t) is Offered}
+        if watch.current() is not None and _torch.in_compiled_function():
+            # Compilers know plain tensors only.
+            for layer in filter(None, layers.values()):
+                watch.give_up(layer, "compiled code reads its input")
+            return func(*args, **kwargs)
         read = KNOWN.get(func)
         call = None if read is None else read(args, kwargs)
         if isinstance(call, Activating) and not call.in_place:

@@ -15,7 +15,7 @@ from torch import nn
 from inplace_abn import guard
 from inplace_abn.conversion import classes, table
 from inplace_abn.conversion.activations import OF_NORM
-from inplace_abn.conversion.called import NOT_CALLED
+from inplace_abn.conversion.called import CalledActivation
 from inplace_abn.conversion.convert import Built, convert
 from inplace_abn.conversion.converted import Converted
 from inplace_abn.conversion.norms import InPlaceNorm
@@ -159,10 +159,10 @@ def report(model: nn.Module) -> Report:
     for name, module in model.named_modules():
         found = module.__dict__.get(guard.CARRIED, module)
         if isinstance(found, Converted):
-            note, saved = found.note(), found.bytes_saved
+            note = found.note()
             kind = type(module) if found is not module else classes.original_class(type(module))
-            if note not in (OF_NORM, NOT_CALLED):
-                saved = saved if note.in_place else None
+            saved = found.bytes_saved if note.in_place else None
+            if note != OF_NORM and not (isinstance(found, CalledActivation) and not found.is_called):
                 layers.append(Layer(name, kind.__name__, *note, saved, isinstance(found, InPlaceNorm)))
         elif isinstance(module, classes.KINDS):
             why = classes.unfit_reason(module) or "it was not converted"

@@ -14,8 +14,9 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -135,6 +136,7 @@ class Watch(_torch.OwnMode):
         """The first op that reads a result, and whether all that read it cast it to 16 bits, by the storage of z."""
         self._natively: dict[int, Any] = {}
         """The storages of outputs of norms that did as torch does, in a forward pass that backward will repeat."""
+        self._checkpoints: weakref.WeakSet[Any] = weakref.WeakSet()
         # A reference to a storage keeps its address from being used again.
         self._references: dict[int, StorageWeakRef] = {}
 
@@ -176,9 +178,18 @@ class Watch(_torch.OwnMode):
         if func is torch.ops.aten.equal.default and isinstance(args[0], int):
             # TorchScript compares numbers by this op when it optimises a traced module under a mode.
             return args[0] == args[1]
+        hooks = _torch.top_saved_tensors_hooks(True)
+        if hooks is not None:
+            self._note_checkpoint(_torch.checkpoint_of(hooks))
         # Pending tensors must not take the ops below autograd for what a model calls.
         with _torch.NoTorchFunction():
             return self.run(func, args, kwargs or {})
+
+    def _note_checkpoint(self, checkpoint: Any) -> None:
+        """Makes a checkpoint's recomputation do what its forward pass does: compiled code runs as it is written."""
+        if checkpoint is not None and checkpoint not in self._checkpoints:
+            self._checkpoints.add(checkpoint)
+            _torch.recompute_in(checkpoint, _compiler.paused)
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an op, and sees what it reads and writes."""
@@ -193,7 +204,7 @@ class Watch(_torch.OwnMode):
         )
         readings = {} if is_view else self._readings(func.namespace, op)
         for layer, reading in readings.items():
-            _give_up(layer, f"its zeros are tiny numbers in training, and {reading}")
+            give_up(layer, f"its zeros are tiny numbers in training, and {reading}")
         if not is_view:
             self._note_readers(op)
         if readings or op.name in _READ_AGAIN:
@@ -252,7 +263,7 @@ class Watch(_torch.OwnMode):
         Where torch does not allow the write either, backward raises its error.
         """
         if result.is_writable:
-            _give_up(result.layer, f"{op} writes to its output, which backward needs")
+            give_up(result.layer, f"{op} writes to its output, which backward needs")
             if result.saved is not None:
                 result.saved.data = result.saved.data.clone()
         if result.z is not None and tags.sign_of(result.activation, result.param):
@@ -261,7 +272,7 @@ class Watch(_torch.OwnMode):
     @staticmethod
     def _before_write_to_residuals(results: list[Result], op: str) -> None:
         for result in results:
-            _give_up(result.layer, f"{op} writes to what was added to its output, which backward needs")
+            give_up(result.layer, f"{op} writes to what was added to its output, which backward needs")
             if result.of_residual is not None:
                 result.of_residual.data = result.of_residual.data.clone()
 
@@ -281,7 +292,7 @@ class Watch(_torch.OwnMode):
         for t in tensors_in(output):
             chosen = self._follower.chosen.get(tags.storage_of(t)) if _is_ordinary(t) else None
             for layer in chosen[1] if chosen is not None else ():
-                _give_up(layer, f"its zeros are tiny numbers in training, and {chosen[0].name} chooses by them")  # type: ignore[index]
+                give_up(layer, f"its zeros are tiny numbers in training, and {chosen[0].name} chooses by them")  # type: ignore[index]
         for r in self._measured:
             if r.layer._past.is_widened and not r.is_alone and r.residual is None:
                 _, are_cast = self._readers.get(_output_of(r), ("", False))
@@ -298,7 +309,7 @@ class Watch(_torch.OwnMode):
 
     def _make_torchs(self, layer: Any, reader: str) -> None:
         """Gives up a layer that saves nothing. What follows the forward pass may write to its results."""
-        _give_up(layer, f"it saves nothing: {reader} does not keep its output, or something else keeps its input")
+        give_up(layer, f"it saves nothing: {reader} does not keep its output, or something else keeps its input")
         for key, result in [*self._results.items()]:
             if result.layer is layer:
                 del self._results[key]
@@ -381,7 +392,7 @@ def _untag(result: Result) -> None:
     z.copy_(untagged(z, result.activation, result.param))
 
 
-def _give_up(layer: Any, why: str) -> None:
+def give_up(layer: Any, why: str) -> None:
     """Makes the layer torch's from the next generation on."""
     if guard.give_up(layer, why):
         _logger.info(
@@ -389,26 +400,62 @@ def _give_up(layer: Any, why: str) -> None:
         )
 
 
-def _compiler_off() -> AbstractContextManager[None]:
-    """A context in which compiled code runs as it is written, so that the watch sees it.
+class _Compiler:
+    """Makes compiled code of all threads run as it is written while any thread watches, so that the watch sees it.
 
     Compilers do nothing under a dispatch mode, which is an error where a full graph is asked for.
     """
-    if "torch._dynamo" not in sys.modules:
-        return nullcontext()
-    try:
-        stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
-        return stance
-    except RuntimeError:  # this is code between two compiled graphs, whose compiler is at work
-        return nullcontext()
+
+    def __init__(self) -> None:
+        self._lock, self._watches, self._stance = threading.Lock(), 0, ExitStack()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        self.pause()
+        try:
+            yield
+        finally:
+            self.go_on()
+
+    def pause(self) -> None:
+        with self._lock:
+            self._watches += 1
+            if self._watches == 1 and "torch._dynamo" in sys.modules:
+                # Between two compiled graphs the compiler is at work, and cannot be paused.
+                with suppress(RuntimeError):
+                    self._stance.enter_context(torch.compiler.set_stance("force_eager"))
+
+    def go_on(self) -> None:
+        with self._lock:
+            self._watches -= 1
+            if self._watches == 0:
+                self._stance.close()
+
+
+_compiler = _Compiler()
 
 
 def start(model: nn.Module) -> None:
     """Makes the calling thread watch a model's forward pass."""
     _local.watch, _local.root = Watch(), weakref.ref(model)
-    _local.compiler = _compiler_off()
-    _local.compiler.__enter__()
+    _local.frame = next(_frames_of_callers())
+    _compiler.pause()
     _local.watch.__enter__()
+
+
+def _frames_of_callers() -> Iterator[FrameType]:
+    """The frames that led here, without those of this package."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if not frame.f_globals.get("__name__", "").startswith("inplace_abn."):
+            yield frame
+        frame = frame.f_back
+
+
+def end_what_was_interrupted() -> None:
+    """Ends a watch whose forward pass is no longer on the stack. torch calls no hooks after a KeyboardInterrupt."""
+    if current() is not None and all(frame is not _local.frame for frame in _frames_of_callers()):
+        _stop()
 
 
 def end(model: nn.Module, output: Any) -> bool:
@@ -416,10 +463,14 @@ def end(model: nn.Module, output: Any) -> bool:
     watch = current()
     if watch is None or _local.root() is not model:
         return False
-    _local.watch = None
-    _local.compiler.__exit__(None, None, None)
+    _stop()
+    watch.finish(output)
+    return True
+
+
+def _stop() -> None:
+    watch, _local.watch, _local.frame = _local.watch, None, None
+    _compiler.go_on()
     modes = _torch.dispatch_modes()
     if modes and modes[-1] is watch:
         watch.__exit__(None, None, None)
-    watch.finish(output)
-    return True

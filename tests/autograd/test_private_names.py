@@ -6,6 +6,7 @@ Names that are for tracers and compilers are in ``tests/compiling/test_private_n
 
 import ast
 import functools
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -224,6 +225,39 @@ def test_hooks_of_checkpoints_are_told():
         look(x)
     assert found[0] is found[1] is not None
     assert found[2:] == [None, None]
+
+
+def test_recomputations_run_in_a_context():
+    found = []
+
+    @contextmanager
+    def context():
+        found.append("begins")
+        yield
+        found.append("ends")
+
+    def look(x):
+        hooks = _torch.top_saved_tensors_hooks(True)
+        if not found:
+            _torch.recompute_in(_torch.checkpoint_of(hooks), context)
+        found.append("computed")
+        return x.sin()
+
+    checkpoint(look, torch.ones(2, requires_grad=True), use_reentrant=False, early_stop=False).sum().backward()
+    assert found == ["computed", "begins", "computed", "ends"]
+
+
+def test_compiled_functions_are_seen_on_the_stack():
+    found = []
+
+    def look(x):
+        found.append(_torch.in_compiled_function())
+        return x
+
+    with torch.compiler.set_stance("force_eager"):
+        for function in (look, torch.compile(look, backend="eager"), torch.compiler.disable(look)):
+            function(torch.ones(2))
+    assert found == [False, True, False]
 
 
 def test_unsafe_split_gives_a_place_in_the_graph_that_overwriting_leaves_alone():

@@ -375,8 +375,23 @@ def test_evaluation_and_frozen_modules_offer_nothing():
 
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_a_compiled_function_behind_a_module_in_eager_mode_works(fullgraph):
-    compiled = torch.compile(lambda h: F.gelu(h) * 2, backend="eager", fullgraph=fullgraph)
-    check_training(Called(lambda m, x: m.fc2(compiled(m.fc1(x)))), tokens(), tolerance=1e-7)
+    for function in (F.gelu, lambda h: F.gelu(h) * 2, lambda h: h * 2):
+        compiled = torch.compile(function, backend="eager", fullgraph=fullgraph)
+        net = Called(lambda m, x, f=compiled: m.fc2(f(m.fc1(x))))
+        assert not offers(check_training(net, tokens(), tolerance=1e-7))
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_module_whose_output_compiled_code_reads_is_left_alone(fullgraph):
+    """The first reader of its output is an activation in one call, and compiled code in the next one."""
+    compiled = torch.compile(lambda h: torch.tanh(h) * 2, backend="aot_eager", fullgraph=fullgraph)
+
+    def run(m, x):
+        return m.fc2(F.gelu(m.fc1(x))) + m.fc2(compiled(m.fc1(-x)))
+
+    trained = check_training(Called(run), tokens(), tolerance=1e-7)
+    assert not offers(trained)
+    assert layer_of(trained).why == "compiled code reads its input"
 
 
 def test_a_compiled_model_trains_as_torchs():

@@ -384,3 +384,77 @@ def test_compiled_functions_run_in_watched_steps(fullgraph):
     torch._dynamo.utils.counters.clear()
     compiled(torch.randn([2] * (5 + fullgraph)))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+class CompiledBlocks(nn.Module):
+    """Blocks that are compiled, each of which is checkpointed in eager code."""
+
+    def __init__(self):
+        super().__init__()
+        blocks = [nn.Sequential(conv(3, 3), nn.BatchNorm2d(3), nn.ReLU(), conv(3, 3), nn.GELU()) for _ in range(2)]
+        self.blocks = nn.ModuleList(blocks)
+        for block in self.blocks:
+            block.compile(backend="aot_eager")
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+def test_the_recomputation_of_a_compiled_block_does_what_its_watched_forward_pass_did():
+    """The forward pass ran as it is written, and the recomputation was compiled, which was torch's CheckpointError."""
+    check_training(CompiledBlocks(), torch.randn(2, 3, 8, 8))
+
+
+def test_a_watch_whose_forward_pass_was_interrupted_ends_with_the_next_call():
+    """torch calls no hooks after a KeyboardInterrupt. The watch went on for all that came afterwards."""
+
+    class Interrupted(nn.Module):
+        def __init__(self, interrupts):
+            super().__init__()
+            self.conv, self.norm, self.interrupts = conv(3, 4), nn.BatchNorm2d(4), interrupts
+
+        def forward(self, x):
+            if self.interrupts:
+                raise KeyboardInterrupt
+            return self.conv(x)
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(Interrupted(True))(images())
+    assert watch.current() is not None
+    convert(Interrupted(False))(images())
+    assert watch.current() is None
+    assert _torch.count_dispatch_modes() == 0
+
+
+def test_compilers_go_on_after_threads_have_watched_at_the_same_time():
+    """The thread that ended last restored what the other one had set, for good."""
+    both = threading.Barrier(2, timeout=30)
+    first_ended = threading.Event()
+
+    class Net(nn.Module):
+        def __init__(self, is_first):
+            super().__init__()
+            self.conv, self.norm, self.is_first = conv(3, 4), nn.BatchNorm2d(4), is_first
+
+        def forward(self, x):
+            both.wait()
+            if not self.is_first:
+                assert first_ended.wait(30)
+            return self.norm(self.conv(x))
+
+    def run(is_first):
+        convert(Net(is_first))(images())
+        if is_first:
+            first_ended.set()
+
+    compiled = torch.compile(lambda t: t.sin(), backend="eager")
+    threads = [threading.Thread(target=run, args=(is_first,)) for is_first in (True, False)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    torch._dynamo.utils.counters.clear()
+    compiled(torch.randn(3))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
