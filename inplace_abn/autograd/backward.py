@@ -163,7 +163,7 @@ def _reduced(saved: Saved, dz: Tensor, settings: Settings) -> tuple[Tensor, Tens
         channels, values = indices(settings.verbatim, z.device), saved.verbatim
         xhat.view(saved.z.shape)[:, channels] = values
         products = values.to(sum_dy.dtype) * dy.view(saved.z.shape)[:, channels].to(sum_dy.dtype)
-        sum_xhat_dy.view(samples, -1)[:, channels] = products.flatten(2).sum(dim=2)
+        sum_xhat_dy.view(samples, -1)[:, channels] = products.reshape(samples, len(channels), -1).sum(dim=2)
     return xhat, dy, sum_dy, sum_xhat_dy
 
 

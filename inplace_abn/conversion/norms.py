@@ -100,7 +100,8 @@ class InPlaceNorm(Converted):
         module._check_input_dim(x)
         functions.calibrate()
         observation = measuring.observe(self, x, decision.verbatim) if look.due else None
-        if (look.decisive or not decision.trusted) and self._weight_would_be_clamped():
+        is_clamped = (look.decisive or not decision.trusted) and self._weight_would_be_clamped()
+        if guard.of_forward_pass(f"clamped {id(self)}", is_clamped):
             past.note = Note(why=NEAR_ZERO)
             if observation is not None:
                 guard.take(self, observation.figures(*IDENTITY, None), look)

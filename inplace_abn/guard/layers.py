@@ -363,6 +363,8 @@ def _judge(module: Any, mode: Mode, found: list[Figures]) -> None:
 
 _LARGEST_RATIO = {torch.bfloat16: 8.0, torch.float16: 8.0, torch.float32: 64.0, torch.float64: 4096.0}
 """The largest |beta| / |gamma| + 1 of a channel whose xhat is recovered, if xhat of others is saved."""
+_LARGEST_IN_FLOAT16 = 8.0
+"""The largest |beta| + |gamma| of such a channel in float16, where tags are a share of y instead of zero."""
 _VERBATIM_SHARE = 4
 """At most one channel in so many is saved."""
 
@@ -378,7 +380,10 @@ def _choose_verbatim(module: Any, mode: Mode) -> None:
         return
     size = weight.detach().abs().double()
     offset = torch.zeros_like(size) if bias is None else bias.detach().abs().double()
-    found = tuple((~(size + offset <= _LARGEST_RATIO[mode.dtype] * size)).nonzero().flatten().tolist())
+    is_found = ~(size + offset <= _LARGEST_RATIO[mode.dtype] * size)
+    found = tuple(is_found.nonzero().flatten().tolist())
+    if mode.dtype == torch.float16 and bool((is_found & (offset + size > _LARGEST_IN_FLOAT16)).any()):
+        return
     if found != mode.decisions[-1].verbatim and 0 < len(found) * _VERBATIM_SHARE <= len(size):
         mode.change(verbatim=found)
         mode.unmeasured_since = mode.generation

@@ -202,6 +202,8 @@ class Mode:
         figures = [(figures, None) for figures, _ in self.figures]
         last = self.decisions[-1]._replace(since=-1)
         changed = {"generation": -1, "settled_at": -1, "decisions": [last], "figures": figures}
+        # What is to be measured again in the next generation is so in the copy's first one.
+        changed["unmeasured_since"] = None if self.unmeasured_since is None else -1
         return None, {name: getattr(self, name) for name in self.__slots__} | changed
 
 

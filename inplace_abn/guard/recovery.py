@@ -96,7 +96,9 @@ def measured(x: Tensor, mean: Tensor, var: Tensor, operands: Operands, settings:
     xhat, affine, slope, recovered_xhat, recovered = (
         t.transpose(0, 1).flatten(1) for t in (xhat, affine, slope, recovered_xhat, recovered)
     )
-    dz = torch.stack([xhat, slope * xhat])
+    # A loss has dz follow z. Where channels share statistics, the signs of their weights matter, too.
+    following = [xhat] if settings.shared < 2 else [xhat, xhat * gamma.sign().unsqueeze(-1)]
+    dz = torch.stack([t for each in following for t in (each, slope * each)])
 
     # dx is the sum of dy, a multiple of y and a constant. It rounds once more, in the precision of the arithmetic.
     unit = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps / 2

@@ -62,12 +62,13 @@ def step(model, *given):
 def settled(model, *given):
     """A converted copy, after the steps in which it was measured, and chose what to save."""
     converted = convert(copy.deepcopy(model))
-    for _ in range(3):
+    for _ in range(4):
         step(converted, *given)
     return converted
 
 
 def verbatim(model):
+    """The channels that a model's norm saves."""
     (mode,) = model.norm._guard.modes.values()
     return mode.decisions[-1].verbatim
 
@@ -162,3 +163,54 @@ def test_checkpoints_copies_and_pickles_work():
         assert verbatim(other)
         for native, own in errors(model, other, x):
             assert own <= max(6 * native, 2e-5)
+
+
+def test_a_copy_of_a_layer_that_is_yet_to_be_measured_again_measures_first():
+    """Its first call was in place without a measurement, and a weight of zero had scaled by eps."""
+    model, x = Net().double(), images(torch.float64)
+    with torch.no_grad():
+        model.norm.weight[5], model.norm.bias[5] = 0.0, 1.0
+    converted = convert(copy.deepcopy(model))
+    converted(x * 1).sum().backward()
+    for other in (copy.deepcopy(converted), pickle.loads(pickle.dumps(converted))):
+        assert torch.allclose(other(x * 1), model(x * 1), rtol=0, atol=1e-12)
+
+
+def test_in_float16_a_channel_whose_tags_would_show_is_not_saved():
+    """Tags are a share of y there. A bias of -9600 gave 0.29 instead of zero."""
+    model, x = Net(nn.ReLU()).half(), images(torch.float16)
+    with torch.no_grad():
+        model.norm.weight.fill_(1.0)
+        model.norm.bias.zero_()[7] = -9600.0
+    converted = settled(model, x)
+    with torch.no_grad():
+        expected = model.act(model.norm(x))
+    y = converted.norm(x * 1)
+    assert (converted.act(y).detach() - expected).abs().max() < 1e-2
+    assert verbatim(converted) == ()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(32, CHANNELS), (8, CHANNELS, 9)], ids=str)
+def test_inputs_of_fewer_dimensions_work(shape, dtype):
+    torch.manual_seed(0)
+    norm = ill(nn.GroupNorm(GROUPS, CHANNELS, eps=1e-6))
+    last = nn.Linear(CHANNELS, 4) if len(shape) == 2 else nn.Conv1d(CHANNELS, 4, 1)
+    model, x = nn.Sequential(norm, nn.ReLU(), last).to(dtype), (torch.randn(shape) * 1.7 + 0.4).to(dtype)
+    converted = settled(model, x)
+    assert report(converted).layers[0].in_place
+    for native, own in errors(model, converted, x):
+        assert own <= max(6 * native, 2e-5)
+
+
+def test_the_guard_considers_weights_of_both_signs_in_a_group():
+    """They cancelled in the group's mean, and dx of a loss that follows z was 180 times as wrong as torch's."""
+    torch.manual_seed(0)
+    norm = nn.GroupNorm(1, 16, eps=1e-6)
+    with torch.no_grad():
+        norm.weight.fill_(2.0)[::2] = -2.0
+        norm.bias.zero_()[13] = 2e4
+    model, x = nn.Sequential(norm, nn.LeakyReLU(0.1), nn.Conv2d(16, 4, 1)), torch.randn(3, 16, 12, 12)
+    converted = settled(model, x)
+    for native, own in errors(model, converted, x)[:1]:
+        assert own <= 20 * native
