@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from inplace_abn import guard
+from inplace_abn import _torch, guard
 from inplace_abn.activations import is_relu
 from inplace_abn.conversion import watch
 from inplace_abn.conversion.activations import ActivationAlone, qualified
@@ -78,7 +78,10 @@ def carried(model: nn.Module) -> Iterator[tuple[str, nn.Module, CalledActivation
 
 def _offer_output(module: nn.Module, _: Any, output: Any) -> None:
     layer = module.__dict__.get(guard.CARRIED)
-    if layer is None or type(output) is not Tensor or torch.compiler.is_compiling():
+    if layer is None or type(output) is not Tensor or torch.compiler.is_compiling() or _torch.is_watched():
+        return
+    given_up = guard.given_up(layer)
+    if given_up is not None and given_up[0] < guard.now() and watch.current() is None:
         return
     if output.requires_grad or watch.current() is not None:
         layer.training = module.training
@@ -93,9 +96,13 @@ def listen(model: nn.Module) -> None:
 
 
 def listen_less(model: nn.Module) -> None:
-    """Makes only those modules go on whose output was activated in a way that saves memory."""
+    """Makes only those modules go on whose output was activated in a way that saves memory.
+
+    A module that was given up in this generation goes on, because recomputations do what their forward pass did.
+    """
     for _, module, layer in carried(model):
-        if not layer.is_called or guard.given_up(layer) is not None:
+        given_up = guard.given_up(layer)
+        if not layer.is_called or (given_up is not None and given_up[0] != guard.generations.current):
             _stop(module)
 
 

@@ -11,7 +11,8 @@ from torch import Tensor, fx, nn
 
 from inplace_abn import _torch, guard
 from inplace_abn.conversion import called, watch
-from inplace_abn.conversion.offered import Offered, settled
+from inplace_abn.conversion.narrowed import wide
+from inplace_abn.conversion.offered import settled
 from inplace_abn.conversion.pending import Pending, plain
 from inplace_abn.trial import tensors_in
 
@@ -87,7 +88,9 @@ def finish(model: nn.Module, args: Any, result: Any) -> Any:
     It is called after an exception, too, with None for the result.
     """
     if type(result) is not Tensor:
-        result = torch.utils._pytree.tree_map_only((Pending, Offered), lambda t: plain(settled(t)), result)
+        for t in tensors_in(result):
+            wide(settled(t))
+        result = torch.utils._pytree.tree_map_only(Pending, plain, result)
     _end(model, result)
     return result
 

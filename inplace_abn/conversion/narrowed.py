@@ -15,7 +15,8 @@ from torch import Tensor
 
 from inplace_abn import _torch
 from inplace_abn.conversion.consumers import is_cast_for
-from inplace_abn.conversion.recognition import KNOWN, METADATA
+from inplace_abn.conversion.recognition import IN_GRAPH, KNOWN, METADATA
+from inplace_abn.conversion.waiting import stand
 from inplace_abn.trial import tensors_in
 
 
@@ -23,6 +24,7 @@ class Narrowed(Tensor):
     """A tensor in float32 that has the values of another one of 16 bits, from which it was made."""
 
     _narrow: Tensor
+    """The other tensor. It comes after this one in the graph, as autocast's copy does, so hooks see all gradients."""
     _past: Any
     """What the norm did in its last calls (`conversion.converted.Past`)."""
 
@@ -31,7 +33,7 @@ class Narrowed(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling() or func in METADATA:
+        if torch.compiler.is_compiling() or func in METADATA or func in IN_GRAPH or func in _torch.HOOKS:
             with _torch.NoTorchFunction():
                 return func(*args, **kwargs)
         read = KNOWN.get(func)
@@ -50,10 +52,11 @@ def _is_cast(t: Narrowed) -> bool:
 
 
 def narrowed(z: Tensor, past: Any) -> Tensor:
-    """The tensor for a result z of 16 bits. Autograd sees that it is made from z."""
+    """The tensor for a result z of 16 bits."""
     t: Any = z.float()
+    narrow = stand(t, (z.detach(),))
     t.__class__ = Narrowed
-    t._narrow, t._past = z, past
+    t._narrow, t._past = narrow, past
     return t  # type: ignore[no-any-return]
 
 

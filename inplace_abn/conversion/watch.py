@@ -290,6 +290,9 @@ class Watch(_torch.OwnMode):
     def finish(self, output: Any) -> None:
         """Gives up layers whose tags decided about an output, and tells all what they saved."""
         for t in tensors_in(output):
+            key = tags.storage_of(t) if _is_ordinary(t) else -1
+            if key in self._readers:
+                self._readers[key] = self._readers[key][0], False
             chosen = self._follower.chosen.get(tags.storage_of(t)) if _is_ordinary(t) else None
             for layer in chosen[1] if chosen is not None else ():
                 give_up(layer, f"its zeros are tiny numbers in training, and {chosen[0].name} chooses by them")  # type: ignore[index]

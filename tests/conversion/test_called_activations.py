@@ -400,3 +400,25 @@ def test_a_compiled_model_trains_as_torchs():
     for m in (model, converted):
         m(x).square().sum().backward()
     assert torch.allclose(converted.fc1.weight.grad, model.fc1.weight.grad, rtol=1e-5, atol=1e-6)
+
+
+def written_in_a_checkpoint(m, x):
+    z = F.silu(m.fc1(x))
+    z *= 2
+    return m.fc2(z)
+
+
+@pytest.mark.parametrize("run", [written_in_a_checkpoint, compared, dropped])
+def test_a_checkpoint_recomputes_what_was_given_up_as_it_was(run):
+    """The module's output was not offered any more in the recomputation of the same step: CheckpointError."""
+
+    def checkpointed(m, x):
+        return checkpoint(lambda t: run(m, t), x, use_reentrant=False)
+
+    check_training(Called(checkpointed), tokens(), tolerance=1e-7)
+
+
+def test_a_trained_model_can_be_traced():
+    model, x = stepped(convert(Called(mlp))), tokens()
+    traced = torch.jit.trace(model, x)
+    assert torch.allclose(traced(x), model(x), atol=1e-6)

@@ -136,10 +136,20 @@ def written_to(m, x):
     return m.last(z)
 
 
-def returned(m, x):
+def read_by_a_late_hook(m, x):
     z = m.act(m.norm(m.first(x)))
-    m.last(z)
-    return z
+    result = m.last(z)
+    z.register_hook(lambda g: g * 2)
+    return result
+
+
+def returned(m, x):
+    return m.act(m.norm(m.first(x)))
+
+
+def returned_too(m, x):
+    z = m.act(m.norm(m.first(x)))
+    return m.last(z) + z.mean() if m.run is None else torch.cat([m.last(z), z])
 
 
 def summed_before(m, x):
@@ -169,7 +179,15 @@ def autocast_left(m, x):
         return F.conv2d(m.act(y), m.last.weight, m.last.bias)
 
 
-READERS = [read_in_float32, read_by_a_hook, returned, summed_before, without_activation]
+READERS = [
+    read_in_float32,
+    read_by_a_hook,
+    read_by_a_late_hook,
+    returned,
+    returned_too,
+    summed_before,
+    without_activation,
+]
 READERS += [another_activation, activated_in_place, norm_read_twice, autocast_left]
 # A first write between two watched steps is an error.
 CASES = [(written_to, True), *((run, from_the_beginning) for run in READERS for from_the_beginning in (True, False))]
@@ -245,3 +263,50 @@ def test_ill_conditioned_layers_do_as_torch_does():
         stepped(converted, x), stepped(model, x)
         for a, b in zip(gradients(converted), gradients(model), strict=True):
             _close(a, b, "gradients")
+
+
+def test_a_gradient_of_the_result_may_be_asked_for_late():
+    """The convolution took another tensor, and the result's gradient was None."""
+
+    def run(m, x):
+        m.z = m.act(m.norm(m.first(x)))
+        return m.last(m.z)
+
+    torch.manual_seed(0)
+    model, x = spread(Block(run)), images()
+    converted = converted_and_watched(model, x)
+    for _ in range(2):
+        found = []
+        for m in (converted, model):
+            result = m(x)
+            m.z.retain_grad()
+            result.float().square().sum().backward()
+            found.append(m.z.grad)
+        guard.generations.advance()
+        assert found[0].dtype == torch.float32
+        _close(*found, "gradient of the result")
+
+
+class ReturnsBoth(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block = Block(lambda m, x: m.act(m.norm(m.first(x))))
+
+    def forward(self, x):
+        z = self.block(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.block.last(z), {"features": z}
+
+
+def test_a_result_that_the_model_returns_is_exact_in_float32():
+    """It had the values of 16 bits after watched steps."""
+    torch.manual_seed(0)
+    model, x = ReturnsBoth(), images()
+    spread(model)
+    converted = convert(copy.deepcopy(model))
+    for _ in range(3):
+        z, exact = converted(x)[1]["features"], model(x)[1]["features"]
+        assert type(z) is torch.Tensor
+        assert (z - exact).abs().max() <= 1e-5
+        converted(x)[0].float().sum().backward()
+        guard.generations.advance()
