@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from random_programs import SHAPE, drawn, reduced
+from random_programs import CONVOLUTIONS, SHAPE, drawn, reduced
 from training import differences, trained
 
 from inplace_abn import convert, revert, verify
@@ -54,11 +54,20 @@ def fault(program):
 
 @pytest.mark.parametrize("share", range(SHARES))
 def test_a_converted_program_trains_as_the_original(share):
-    seeds = range(share, SEEDS, SHARES)
-    faults = {seed: fault(drawn(seed)) for seed in seeds}
+    check(range(share, SEEDS, SHARES), None)
+
+
+@pytest.mark.parametrize("share", range(4))
+def test_a_converted_program_of_convolutions_trains_as_the_original(share):
+    """Functions activate what convolutions return."""
+    check(range(1000 + 30 * share, 1030 + 30 * share), CONVOLUTIONS)
+
+
+def check(seeds, norms_of):
+    faults = {seed: fault(drawn(seed, norms_of)) for seed in seeds}
     for seed, found in faults.items():
         if found:
-            program = reduced(drawn(seed), lambda other: bool(fault(other)))
+            program = reduced(drawn(seed, norms_of), lambda other: bool(fault(other)))
             pytest.fail(f"the program of seed {seed}: {found}\n\n{program}\n\n{fault(program)}")
     assert sum(found is not None for found in faults.values()) >= len(seeds) // 3
 

@@ -191,12 +191,15 @@ class Program(nn.Module):
         return "\n".join([*self.setup, "", *self.body, f"return {', '.join(self.returned)}"])
 
 
-def drawn(seed):
-    """The random program of this seed."""
+CONVOLUTIONS = ["nn.Conv2d(8, 8, 1)", "nn.Conv2d(8, 8, 3, padding=1)"]
+
+
+def drawn(seed, norms_of=None):
+    """The random program of this seed. ``norms_of`` are other modules to draw from, where a program has norms."""
     choose = random.Random(seed)
     norms, convs = [f"n{i}" for i in range(4)], [f"c{i}" for i in range(3)]
     setup = [f"{c} = nn.Conv2d(8, 8, 3, padding=1, bias={choose.random() < 0.5})" for c in convs]
-    setup += [f"{n} = spread({choose.choice(NORMS)})" for n in norms]
+    setup += [f"{n} = spread({choose.choice(norms_of or NORMS)})" for n in norms]
     setup += ["narrow, deep = spread(nn.BatchNorm1d(8)), spread(nn.InstanceNorm3d(8, affine=True))"]
     setup += ["slope = nn.PReLU(8)"]
     setup += [f"shared = nn.{choose.choice(['ReLU(inplace=True)', 'SiLU()', 'LeakyReLU(0.1)', 'Hardswish(True)'])}"]
