@@ -15,7 +15,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -26,6 +25,7 @@ from torch.utils._pytree import tree_map_only
 
 from inplace_abn import _torch, guard, tags
 from inplace_abn.activations import activate, activation_of_op, find
+from inplace_abn.conversion import compiler
 from inplace_abn.kernels import ops
 from inplace_abn.trial import tensors_in
 
@@ -189,7 +189,7 @@ class Watch(_torch.OwnMode):
         """Makes a checkpoint's recomputation do what its forward pass does: compiled code runs as it is written."""
         if checkpoint is not None and checkpoint not in self._checkpoints:
             self._checkpoints.add(checkpoint)
-            _torch.recompute_in(checkpoint, _compiler.paused)
+            _torch.recompute_in(checkpoint, compiler.paused)
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an op, and sees what it reads and writes."""
@@ -403,46 +403,11 @@ def give_up(layer: Any, why: str) -> None:
         )
 
 
-class _Compiler:
-    """Makes compiled code of all threads run as it is written while any thread watches, so that the watch sees it.
-
-    Compilers do nothing under a dispatch mode, which is an error where a full graph is asked for.
-    """
-
-    def __init__(self) -> None:
-        self._lock, self._watches, self._stance = threading.Lock(), 0, ExitStack()
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        self.pause()
-        try:
-            yield
-        finally:
-            self.go_on()
-
-    def pause(self) -> None:
-        with self._lock:
-            self._watches += 1
-            if self._watches == 1 and "torch._dynamo" in sys.modules:
-                # Between two compiled graphs the compiler is at work, and cannot be paused.
-                with suppress(RuntimeError):
-                    self._stance.enter_context(torch.compiler.set_stance("force_eager"))
-
-    def go_on(self) -> None:
-        with self._lock:
-            self._watches -= 1
-            if self._watches == 0:
-                self._stance.close()
-
-
-_compiler = _Compiler()
-
-
 def start(model: nn.Module) -> None:
     """Makes the calling thread watch a model's forward pass."""
     _local.watch, _local.root = Watch(), weakref.ref(model)
     _local.frame = next(_frames_of_callers())
-    _compiler.pause()
+    compiler.pause()
     _local.watch.__enter__()
 
 
@@ -473,7 +438,7 @@ def end(model: nn.Module, output: Any) -> bool:
 
 def _stop() -> None:
     watch, _local.watch, _local.frame = _local.watch, None, None
-    _compiler.go_on()
+    compiler.go_on()
     modes = _torch.dispatch_modes()
     if modes and modes[-1] is watch:
         watch.__exit__(None, None, None)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from inplace_abn import _torch
-from inplace_abn.guard import generations, measuring
+from inplace_abn.guard import generations, measuring, verbatim
 from inplace_abn.guard.figures import THRESHOLDS, Figures, Threshold, are_known, described, no_figures, worst
 from inplace_abn.guard.modes import Decision, Mode, State
 
@@ -338,7 +338,12 @@ def _judge(module: Any, mode: Mode, found: list[Figures]) -> None:
         if not now:
             break
     if not now and module.saves_verbatim:
-        _choose_verbatim(module, mode)
+        chosen = verbatim.chosen(module.weight, module.bias, mode.dtype)
+        if chosen and chosen != mode.decisions[-1].verbatim:
+            # In the next generation the layer is measured as a new one.
+            mode.change(verbatim=chosen)
+            mode.unmeasured_since = mode.generation
+            generations.note_change()
     # A mode that was renewed is trusted, although other things were said of it.
     was_told = not mode.why
     if now == before == was_told:
@@ -359,35 +364,6 @@ def _judge(module: Any, mode: Mode, found: list[Figures]) -> None:
         _logger.info("%s: its input is recoverable again (%s); it runs in place in %s", name(module), told, kind)
     else:
         _logger.log(logging.WARNING if module.on_untrusted == "warn" else logging.INFO, "%s", text)
-
-
-_LARGEST_RATIO = {torch.bfloat16: 8.0, torch.float16: 8.0, torch.float32: 64.0, torch.float64: 4096.0}
-"""The largest |beta| / |gamma| + 1 of a channel whose xhat is recovered, if xhat of others is saved."""
-_LARGEST_IN_FLOAT16 = 8.0
-"""The largest |beta| + |gamma| of such a channel in float16, where tags are a share of y instead of zero."""
-_VERBATIM_SHARE = 4
-"""At most one channel in so many is saved."""
-
-
-def _choose_verbatim(module: Any, mode: Mode) -> None:
-    """Makes a layer that is not trusted save xhat of some channels, if these may be why.
-
-    In the next generation the layer is measured as a new one. The weights are read, so the host waits for the device.
-    This happens only while the layer is not trusted, and only when it was measured.
-    """
-    weight, bias = module.weight, module.bias
-    if weight is None:
-        return
-    size = weight.detach().abs().double()
-    offset = torch.zeros_like(size) if bias is None else bias.detach().abs().double()
-    is_found = ~(size + offset <= _LARGEST_RATIO[mode.dtype] * size)
-    found = tuple(is_found.nonzero().flatten().tolist())
-    if mode.dtype == torch.float16 and bool((is_found & (offset + size > _LARGEST_IN_FLOAT16)).any()):
-        return
-    if found != mode.decisions[-1].verbatim and 0 < len(found) * _VERBATIM_SHARE <= len(size):
-        mode.change(verbatim=found)
-        mode.unmeasured_since = mode.generation
-        generations.note_change()
 
 
 def layers_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
