@@ -15,7 +15,7 @@ from torch import Tensor
 
 from inplace_abn import _torch
 from inplace_abn.conversion.consumers import is_cast_for
-from inplace_abn.conversion.recognition import IN_GRAPH, KNOWN, METADATA
+from inplace_abn.conversion.recognition import KNOWN, QUESTIONS
 from inplace_abn.conversion.waiting import stand
 from inplace_abn.trial import tensors_in
 
@@ -33,7 +33,7 @@ class Narrowed(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling() or func in METADATA or func in IN_GRAPH or func in _torch.HOOKS:
+        if torch.compiler.is_compiling() or func in QUESTIONS:
             with _torch.NoTorchFunction():
                 return func(*args, **kwargs)
         read = KNOWN.get(func)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from inplace_abn import _torch
 from inplace_abn.conversion import watch
-from inplace_abn.conversion.recognition import IN_GRAPH, KNOWN, METADATA, Activating, Adding
+from inplace_abn.conversion.recognition import KNOWN, QUESTIONS, Activating, Adding
 from inplace_abn.trial import tensors_in
 
 
@@ -31,7 +31,7 @@ class Offered(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling() or func in METADATA or func in IN_GRAPH or func in _torch.HOOKS:
+        if torch.compiler.is_compiling() or func in QUESTIONS:
             with _torch.NoTorchFunction():
                 return func(*args, **kwargs)
         layers = {id(t): _taken(t) for t in tensors_in((args, kwargs)) if type(t) is Offered}

@@ -180,5 +180,8 @@ IN_GRAPH: frozenset[Any] = frozenset(
 )
 """Functions that ask for gradients of the first argument, or of the second one of ``torch.autograd.grad``."""
 
+QUESTIONS: frozenset[Any] = METADATA | IN_GRAPH | frozenset(_torch.HOOKS)
+"""Functions that a tensor answers itself, whatever becomes of it."""
+
 NO_GRADIENT: frozenset[Any] = frozenset([_GRAD.__get__, _RETAINS_GRAD.__get__])
 """Those of `IN_GRAPH` that have an answer for a tensor without a place in the graph: its gradient is not retained."""

@@ -26,11 +26,22 @@ def inplace_group_norm(
     """z = act(weight * (x - mean) / sqrt(var + eps) + bias + residual) of each group, written over ``x``.
 
     Args:
+        x: activations of shape (batch, channel, \\*), dtype float64, float32, bfloat16 or float16, in any strides
+            without internal overlap. Overwritten with the result, unless ``overwrite_input`` is False.
         num_groups: into how many groups of neighbouring channels each sample is divided. It divides the channels.
-        weight: the scale itself, with a magnitude of at least ``eps``.
+        weight: (channel,) or None; the scale, with a magnitude of at least ``eps``. float32 or x's dtype.
+        bias: (channel,) or None. float32 or x's dtype.
+        eps: added to the variance; also the smallest magnitude of the scale. Positive.
+        activation, activation_param, residual, overwrite_input: as for `inplace_abn.inplace_abn`.
 
-    The other arguments, the result and the errors are those of `inplace_abn.inplace_abn`. It is an error if a group of
-    a sample has only one value.
+    Returns:
+        ``x``, which now holds the result. If it is not overwritten, a new tensor of x's shape, dtype and memory format.
+
+    Raises:
+        ValueError: a wrong value or shape, only one value per group, or an ``x`` that autograd forbids to overwrite.
+            Nothing has been modified.
+        TypeError: a dtype that is not supported or does not combine with x's.
+        RuntimeError: the op that made ``x`` needs it for its own backward.
     """
     shared = _shared(x, num_groups)
     settings = Settings(activation, activation_param, eps, True, True, None, shared)
@@ -53,12 +64,26 @@ class InPlaceGroupNorm(guard.Guarded, ActivatedNorm):
     is added before the activation. Mathematics, defaults and state dicts are those of `torch.nn.GroupNorm`: the scale
     is the weight itself, and evaluation does what training does.
 
+    While its input cannot be recovered exactly enough from its output, the layer keeps the input, as torch does, and
+    returns a new tensor. `inplace_abn.set_guard` controls how this is measured.
+
     Args:
         num_groups: into how many groups of neighbouring channels each sample is divided.
         num_channels: number of channels, a multiple of ``num_groups``.
+        eps: added to the variance. Positive.
+        affine: whether there are a ``weight`` (initially 1) and a ``bias`` (initially 0). Either may be set to None.
+        activation: "identity" (or "none"), "leaky_relu", "elu", "relu", "silu", "hardswish",
+            "gelu", "gelu_tanh", "mish".
+        activation_param: slope of leaky_relu (>= 0; zero means relu), alpha of elu (> 0).
+        overwrite_input: whether the result takes the memory of the input. If not, the input is unchanged, and not saved
+            for backward.
+        guard_interval: optimizer steps between two measurements of how exactly the input can be recovered; 0 for none.
+        device, dtype: of the parameters.
 
-    The other arguments, and what the guard does, are those of `InPlaceABN`. The errors of a call are those of
-    `inplace_group_norm`.
+    Raises:
+        ValueError: an argument is out of range.
+
+    The errors of a call are those of `inplace_group_norm`.
     """
 
     signed_weight = True

@@ -37,13 +37,25 @@ def inplace_instance_norm(
     """z = act(weight * (x - mean) / sqrt(var + eps) + bias + residual) of each sample, written over ``x``.
 
     Args:
-        x: activations of shape (batch, channel, space, \\*). Each sample has statistics of its own.
-        weight: the scale itself, with a magnitude of at least ``eps``.
-        running_mean, running_var: updated in training with the means over the batch, used otherwise.
-        momentum: share of the new statistics in the running ones. A number.
+        x: activations of shape (batch, channel, space, \\*), dtype float64, float32, bfloat16 or float16, in any
+            strides without internal overlap. Overwritten with the result, unless ``overwrite_input`` is False.
+        weight: (channel,) or None; the scale, with a magnitude of at least ``eps``. float32 or x's dtype.
+        bias: (channel,) or None. float32 or x's dtype.
+        running_mean: (channel,) or None; updated in training with the mean over the batch, used otherwise.
+        running_var: (channel,) or None; updated in training (with the unbiased variance), used otherwise.
+        training: normalise with the statistics of ``x``; otherwise with the running ones, if there are any.
+        momentum: share of the new statistics in the running ones.
+        eps: added to the variance; also the smallest magnitude of the scale. Positive.
+        activation, activation_param, residual, overwrite_input: as for `inplace_abn.inplace_abn`.
 
-    The other arguments, the result and the errors are those of `inplace_abn.inplace_abn`. In training it is an error if
-    a channel of a sample has only one value.
+    Returns:
+        ``x``, which now holds the result. If it is not overwritten, a new tensor of x's shape, dtype and memory format.
+
+    Raises:
+        ValueError: a wrong value or shape, only one value per channel and sample in training, or an ``x`` that autograd
+            forbids to overwrite. Nothing has been modified.
+        TypeError: a dtype that is not supported or does not combine with x's.
+        RuntimeError: the op that made ``x`` needs it for its own backward.
     """
     training = training or running_mean is None
     settings = Settings(activation, activation_param, eps, True, training, None, int(training))
@@ -108,14 +120,29 @@ class InPlaceInstanceNorm(guard.Guarded, ActivatedNorm):
     itself, running statistics are means over the batch, and batches are not counted. Unlike in torch, the input must
     have a batch dimension.
 
+    While its input cannot be recovered exactly enough from its output, the layer keeps the input, as torch does, and
+    returns a new tensor. `inplace_abn.set_guard` controls how this is measured.
+
     Args:
+        num_features: number of channels.
+        eps: added to the variance. Positive.
         momentum: share of a batch's statistics in the running ones; None means 0.
+        affine: whether there are a ``weight`` (initially 1) and a ``bias`` (initially 0). Either may be set to None.
         track_running_stats: whether there are ``running_mean`` and ``running_var``, which evaluation uses. Otherwise,
             or if it is set to False later, evaluation uses each sample's own statistics.
+        activation: "identity" (or "none"), "leaky_relu", "elu", "relu", "silu", "hardswish",
+            "gelu", "gelu_tanh", "mish".
+        activation_param: slope of leaky_relu (>= 0; zero means relu), alpha of elu (> 0).
+        overwrite_input: whether the result takes the memory of the input. If not, the input is unchanged, and not saved
+            for backward.
+        guard_interval: optimizer steps between two measurements of how exactly the input can be recovered; 0 for none.
+        device, dtype: of parameters and running statistics.
 
-    The other arguments, and what the guard does, are those of `InPlaceABN`. The errors of a call are those of
-    `inplace_instance_norm`. Without parameters and running statistics any number of channels is accepted. If it is not
-    ``num_features``, a warning is given, as by torch.
+    Raises:
+        ValueError: an argument is out of range.
+
+    The errors of a call are those of `inplace_instance_norm`. Without parameters and running statistics any number of
+    channels is accepted. If it is not ``num_features``, a warning is given, as by torch.
     """
 
     signed_weight = True

@@ -326,7 +326,7 @@ def test_under_autocast_it_does_what_torch_does(dtype):
 
 
 def test_it_holds_one_tensor_less_in_the_first_step_already():
-    model = Called(lambda m, x: m.fc2(F.gelu(m.fc1(x)))).requires_grad_()
+    model = Called(mlp)
     x = torch.randn(64, 50, 8)
     size = 64 * 50 * 16 * 4
     native, converted = measure(model, x).held, measure(convert(copy.deepcopy(model)), x).held
@@ -357,13 +357,13 @@ def test_copies_pickles_and_reverted_models_work():
     assert all(guard.CARRIED not in module.__dict__ and not module._forward_hooks for module in reverted.modules())
 
 
-def test_an_interval_of_zero_takes_it_on_trust():
+def test_with_an_interval_of_zero_nothing_is_found():
     """Without measurements no pass is watched, so nobody finds out what follows a module."""
     model = set_guard(convert(Called(mlp)), interval=0)
     assert not report(stepped(model)).layers
 
 
-def test_evaluation_and_frozen_modules_offer_nothing():
+def test_without_gradients_nothing_is_offered():
     model = stepped(convert(Called(mlp)))
     model.fc1.register_forward_hook(lambda _, __, output: kinds.append(type(output)))
     for context, expected in ((torch.no_grad(), torch.Tensor), (torch.enable_grad(), Offered)):

@@ -93,7 +93,9 @@ def test_gradients_are_as_exact_as_torchs(dtype, act, memory_format):
     assert report(converted).layers[0].in_place
     # In float64 there are digits enough.
     assert verbatim(converted) == (() if dtype == torch.float64 else tuple(range(0, CHANNELS, CHANNELS // 4)))
-    least = {torch.float64: 1e-9, torch.float32: 2e-5}.get(dtype, 0.0)
+    # Next to a minimum a rounding of z moves y by more than a rounding. In float64 torch is compared with itself.
+    has_minimum = isinstance(act, (nn.SiLU, nn.GELU))
+    least = {torch.float64: 1e-9, torch.float32: 2e-5 if has_minimum else 0.0}.get(dtype, 0.0)
     for native, own in errors(model, converted, x):
         assert own <= max(6 * native, least)
 
@@ -107,8 +109,8 @@ def test_a_residual_has_its_gradient():
         assert own <= max(6 * native, 2e-5)
 
 
-def test_without_it_the_input_is_kept_in_the_first_step():
-    """dx would be 30 times as large as torch's otherwise."""
+def test_in_the_first_step_the_input_is_kept():
+    """The layer is measured in its first step, and chooses what to save for the next one."""
     model, x = Net().bfloat16(), images(torch.bfloat16)
     converted = convert(copy.deepcopy(model))
     step(converted, x)
@@ -204,7 +206,7 @@ def test_inputs_of_fewer_dimensions_work(shape, dtype):
 
 
 def test_the_guard_considers_weights_of_both_signs_in_a_group():
-    """They cancelled in the group's mean, and dx of a loss that follows z was 180 times as wrong as torch's."""
+    """They cancelled in the group's mean, and dx of a loss that follows z was 80 times as wrong as torch's."""
     torch.manual_seed(0)
     norm = nn.GroupNorm(1, 16, eps=1e-6)
     with torch.no_grad():
