@@ -12,7 +12,8 @@
 #                         torch_venv.sh), with --cuda that of build/cuda-venv (see cuda_venv.sh)
 #   NODES                 the releases of torch to make nodes for, by default "2.11.0 2.12.1 2.13.0 2.14.1 2.15.0". Each
 #                         that is not this Python's is downloaded (550 MB) for its headers, which stay in
-#                         build/torch-headers
+#                         build/torch-headers. One of the default that cannot be had is left out, and one that is
+#                         asked for is an error
 #   TORCH_CUDA_ARCH_LIST  by default 8.0 9.0 10.0 12.0+PTX
 #   MAX_JOBS              by default the number of processors
 set -euo pipefail
@@ -69,7 +70,11 @@ for release in ${NODES:-2.11.0 2.12.1 2.13.0 2.14.1 2.15.0}; do
   if [ ! -d "$folder" ]; then
     say "fetching the headers of torch $release"
     rm -rf "$folder.part"
-    "$PYTHON" -m pip download --quiet --no-deps --dest "$folder.part" "torch==$release"
+    if ! "$PYTHON" -m pip download --quiet --no-deps --dest "$folder.part" "torch==$release"; then
+      [ -z "${NODES:-}" ] || exit 1
+      say "torch $release cannot be had here, so the wheel has no node for it: nodes are made in Python there"
+      continue
+    fi
     "$PYTHON" - "$folder.part" <<'PYTHON'
 import sys
 import zipfile
