@@ -57,6 +57,20 @@ def test_the_tests_share_all_processors_unless_arguments_say_otherwise(arguments
     assert result.stdout.splitlines()[-1] == " ".join(["python -m pytest -n auto --dist worksteal", *arguments])
 
 
+@pytest.mark.parametrize("nodes", [{}, {"NODES": "2.99.0"}])
+def test_a_torch_that_cannot_be_had_has_no_node_unless_it_was_asked_for(nodes, clone):
+    """The wheel could not be built where an index lacks one of the releases."""
+    write_program(
+        clone / "bin", "some-python", 'case "$*" in *download*) exit 1;; *setup.py*) exit 7;; esac; echo 2.13.0'
+    )
+    write_program(clone / "build/wheel-tools/bin", "pip", "true")
+    result = run(clone, "scripts/build_wheel.sh", PYTHON="some-python", **nodes)
+    left_out = [line for line in result.stdout.splitlines() if "so the wheel has no node for it" in line]
+    assert len(left_out) == (0 if nodes else 4)
+    assert ("compiling the kernels and 1 nodes" in result.stdout) == (not nodes)
+    assert result.returncode == 1
+
+
 BUILD = """
 echo "running build_ext"
 echo "inplace_abn: building for CPU"
