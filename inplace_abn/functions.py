@@ -311,7 +311,7 @@ def attached(x: Tensor, result: nodes.Result, operands: Operands, values: Values
         result: z, which has no graph.
         values: what `forward.written` returned.
     """
-    is_simple = result.saved is None and result.residual is None and values.verbatim is None
+    is_simple = result.saved is None and result.residual is None and values.verbatim is None and not settings.rows
     if _node is not None and settings.group is None and is_simple:
         options = (settings.training, *settings.arithmetic(), settings.shared, settings.name)
         found: Tensor | None = _node.attached(x, result.z, *operands.of_graph(), *values[:3], *options)

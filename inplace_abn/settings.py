@@ -55,6 +55,8 @@ class Settings(NamedTuple):
     """The layer's, for messages; empty if it is not known."""
     verbatim: tuple[int, ...] = ()
     """Channels whose xhat is saved for backward, because z does not determine it. Samples have their own statistics."""
+    rows: str = ""
+    """The norm of rows: "layer" or "rms" (`autograd.rows`); empty for norms over batch and space."""
 
     @property
     def per_instance(self) -> bool:

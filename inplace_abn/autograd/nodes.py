@@ -13,7 +13,7 @@ from torch import Tensor
 
 from inplace_abn import _torch
 from inplace_abn.activations import bits, name_of
-from inplace_abn.autograd import backward, ownership
+from inplace_abn.autograd import backward, ownership, rows
 from inplace_abn.autograd.backward import Edges, Needed, Saved, Values, edge_of_value
 from inplace_abn.settings import Operands, Settings
 
@@ -181,10 +181,10 @@ class InPlaceABNFunction(torch.autograd.Function):
                 "conversion (filter_fn)"
             )
         settings: Settings = ctx.settings
-        need = Needed(*ctx.needs_input_grad[:4])
+        maths, need = rows if settings.rows else backward, Needed(*ctx.needs_input_grad[:4])
         # Compiled code is functional. The compiler reuses memory, so nothing is reused here.
         if torch.compiler.is_compiling():
-            return *backward.gradients(need, Saved(*ctx.saved_tensors), dz, False, False, settings), *(None,) * 3
+            return *maths.gradients(need, Saved(*ctx.saved_tensors), dz, False, False, settings), *(None,) * 3
         # Only the engine passes gradients that nobody else holds. Other callers hold theirs, and may call again. If x
         # is a view, the engine runs the CopySlices node of its base, and that node calls this one.
         node = _torch.current_node()
@@ -192,14 +192,14 @@ class InPlaceABNFunction(torch.autograd.Function):
         own_dz = by_engine and ownership.owns_gradient(dz, sys.getrefcount(dz))
         saved = _unpacked(ctx)
         if torch.is_grad_enabled():
-            return *backward.differentiable(saved, dz, ctx.edges, settings), *(None,) * 3
+            return *maths.differentiable(saved, dz, ctx.edges, settings), *(None,) * 3
         z = saved.z
         own_dz = own_dz and z.stride() == dz.stride()
         # Counts of holders are those of an output. They do not tell who else holds an alias.
         own_z = by_engine and not ctx.is_alias and not _is_hooked(ctx) and ownership.owns_output(z)
         # The tensor z is part of the graph. A gradient that takes its memory must be another tensor.
         saved = saved._replace(z=z.detach())
-        return *backward.gradients(need, saved, dz, own_z, own_dz, settings), *(None,) * 3
+        return *maths.gradients(need, saved, dz, own_z, own_dz, settings), *(None,) * 3
 
 
 # This is `torch.autograd.Function.apply` without its binding of default arguments, which takes longer than the rest of

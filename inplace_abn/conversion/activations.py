@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from inplace_abn import _torch, functions, guard
+from inplace_abn import functions
 from inplace_abn.activations import activation_of_op, find
 from inplace_abn.autograd import nodes
 from inplace_abn.autograd.backward import Values
-from inplace_abn.conversion import watch
-from inplace_abn.conversion.converted import Converted, Note, Past, has_standard_strides, may_have_node
+from inplace_abn.conversion.alone import Alone
+from inplace_abn.conversion.converted import Note, has_standard_strides, may_have_node
 from inplace_abn.conversion.offered import settled
 from inplace_abn.conversion.pending import Pending
 from inplace_abn.guard.figures import THRESHOLDS
@@ -37,14 +37,11 @@ OF_NORM = Note("", False, "it is part of the norm before it")
 """What an activation did that was fused with a norm."""
 
 
-class ActivationAlone(Converted):
+class ActivationAlone(Alone):
     """What an activation without a norm does. It may be a module, or a function that is called (`conversion.called`).
 
-    The watch gives an activation up that saves nothing, because what follows does not keep its result, or because
-    something else keeps its input. In place (``inplace=True``), without a graph, for compilers, and under tracers,
-    transforms and dispatch modes it does what torch does.
-
-    It keeps its result for the first time in a step that is watched, because what follows may read or write to it.
+    In place (``inplace=True``), without a graph, for compilers, and under tracers, transforms and dispatch modes it
+    does what torch does.
     """
 
     def recoverable(self, x: Tensor, activation: tuple[str, float] | None, follows: str = "") -> Tensor | None:
@@ -59,7 +56,6 @@ class ActivationAlone(Converted):
             self._past.note = Note(why=_NOT_APPLIED if activation is None else _UNSUITABLE)
             return None
         if not self._is_known():
-            self._past.note = Note(why="it is watched first")
             return None
         functions.calibrate()
         # Planes of all samples, one after the other, are the fastest to walk.
@@ -72,34 +68,8 @@ class ActivationAlone(Converted):
         var = torch.ones_like(mean)
         call = (x.detach().view(shape), mean, var, None, None, None, *settings.arithmetic(), True)
         ops.run(ops.forward_out, [written], *call, z=written)
-        observer = self.observer()
-        saved = None if observer is None else observer.saved(z, activation, True)
-        z = functions.attached(x, nodes.Result(z, saved), Operands(None, None), Values(None, None, var), settings)
-        if observer is not None:
-            observer.note(watch.Result(self, *activation, True, is_alone=True, saved=saved), x, z, None)
-        self._past.note = Note(follows, in_place=True, why="")
-        return z
-
-    def _is_known(self) -> bool:
-        """Whether what follows was watched before, or is now. If not, the next generation is watched."""
-        past: Past = self._past
-        if past.was_watched or not self.guard_interval:
-            past.is_known = True
-        elif not past.is_known:
-            guard.generations.note_change()
-        # A checkpoint's recomputation does what its forward pass did.
-        return guard.of_forward_pass(f"known {id(self)}", past.is_known)
-
-    def noted(self, x: Tensor, z: Tensor, activation: tuple[str, float] | None) -> Tensor:
-        """z as torch computes it. A pass without gradients is watched, too: backward may repeat it with gradients."""
-        layer: Any = self
-        if torch.compiler.is_compiling() or torch.is_grad_enabled() or not layer.training or _torch.in_backward():
-            return z
-        watching = watch.current()
-        self._past.was_watched = watching is not None
-        if watching is not None and activation is not None:
-            watching.note_native_activation(self, activation, x, z)
-        return z
+        values = Values(None, None, var)
+        return self._attached(x, nodes.Result(z), Operands(None, None), values, settings, follows)
 
 
 class InPlaceActivation(ActivationAlone):

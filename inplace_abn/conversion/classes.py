@@ -13,6 +13,7 @@ from inplace_abn.conversion import watch
 from inplace_abn.conversion.activations import READERS, InPlaceActivation, applied, qualified
 from inplace_abn.conversion.called import is_maker
 from inplace_abn.conversion.converted import Converted
+from inplace_abn.conversion.layer_norms import ConvertedLayerNorm, length
 from inplace_abn.conversion.norms import InPlaceGroupNorms, InPlaceInstanceNorms, InPlaceNorm
 from inplace_abn.conversion.offered import settled
 from inplace_abn.conversion.pending import plain
@@ -52,6 +53,14 @@ class ConvertedGroupNorm(InPlaceGroupNorms, nn.GroupNorm):
     """A `torch.nn.GroupNorm` that was converted."""
 
 
+class InPlaceLayerNorm(ConvertedLayerNorm, nn.LayerNorm):
+    """A `torch.nn.LayerNorm` that was converted."""
+
+
+class InPlaceRMSNorm(ConvertedLayerNorm, nn.RMSNorm):
+    """A `torch.nn.RMSNorm` that was converted."""
+
+
 class InPlaceGELU(InPlaceActivation, nn.GELU):
     """A `torch.nn.GELU` that was converted."""
 
@@ -85,6 +94,8 @@ _CLASSES: dict[type[nn.Module], type[nn.Module]] = {
     nn.InstanceNorm2d: InPlaceInstanceNorm2d,
     nn.InstanceNorm3d: InPlaceInstanceNorm3d,
     nn.GroupNorm: ConvertedGroupNorm,
+    nn.LayerNorm: InPlaceLayerNorm,
+    nn.RMSNorm: InPlaceRMSNorm,
     nn.GELU: InPlaceGELU,
     nn.SiLU: InPlaceSiLU,
     nn.Mish: InPlaceMish,
@@ -115,6 +126,7 @@ def converted_class(module: nn.Module) -> type[nn.Module] | None:
     if isinstance(module, Converted):
         return None
     of_package = has_own_activation(module) or qualified(kind) in READERS or qualified(kind) in _GROUP_NORMS
+    of_package = of_package or is_norm_of_rows(module)
     return _made(kind) if of_package else _CLASSES.get(kind)
 
 
@@ -130,21 +142,31 @@ def is_fit_maker(module: nn.Module) -> bool:
 
 def is_norm(module: nn.Module) -> bool:
     """Whether the module is a norm, of a supported kind or by its name."""
-    named = "norm" in type(module).__name__.lower() and not any(True for _ in module.children())
-    return named or isinstance(module, KINDS)
+    return _is_named_norm(module) or isinstance(module, KINDS)
+
+
+def _is_named_norm(module: nn.Module) -> bool:
+    return "norm" in type(module).__name__.lower() and not any(True for _ in module.children())
+
+
+def is_norm_of_rows(module: nn.Module) -> bool:
+    """Whether the module may be a layer norm or an RMS norm, or was. Its first call tells what it is."""
+    if isinstance(module, (ConvertedLayerNorm, nn.LayerNorm, nn.RMSNorm)):
+        return length(module) > 0
+    return _is_named_norm(module) and not isinstance(module, KINDS) and length(module) > 0
 
 
 def unfit_reason(module: nn.Module) -> str:
     """Why a norm or an activation is not converted; empty if it is."""
     if isinstance(module, Converted):
         return "it is converted already"
-    if not (isinstance(module, KINDS) or is_activation(module)):
+    if not (isinstance(module, KINDS) or is_activation(module) or is_norm_of_rows(module)):
         return f"{type(module).__name__} is not supported"
     if converted_class(module) is None:
         return f"{type(module).__name__} is a subclass whose forward pass is unknown"
     if "forward" in vars(module):
         return "it has a forward pass of its own"
-    if is_activation(module):
+    if is_activation(module) or is_norm_of_rows(module):
         return ""
     try:
         check_hyperparameters(module.eps, getattr(module, "momentum", None))  # type: ignore[arg-type]
@@ -177,7 +199,7 @@ def _made(base: type[nn.Module]) -> type[nn.Module]:
         return _made_again, (base,), self.__getstate__()
 
     members: dict[str, Any] = {"__reduce_ex__": reduce, "__module__": __name__, "__doc__": f"A converted {base}."}
-    part: type = InPlaceActivation
+    part: type = InPlaceActivation if qualified(base) in READERS else ConvertedLayerNorm
     if issubclass(base, KINDS):
         part = InPlaceGroupNorms if issubclass(base, nn.GroupNorm) else InPlaceNorm
         if qualified(base) not in _GROUP_NORMS:

@@ -99,8 +99,8 @@ def convert(
 
 def _told(found: list[nn.Module], converted: int, before: int) -> str:
     """What norms were found, in one line."""
-    supported = [module for module in found if isinstance(module, classes.KINDS)]
-    others = Counter(type(module).__name__ for module in found if not isinstance(module, classes.KINDS))
+    supported = [module for module in found if isinstance(module, classes.KINDS) or classes.is_norm_of_rows(module)]
+    others = Counter(type(module).__name__ for module in found if module not in supported)
     text = f"converted {converted} of {len(supported) - before} norms" if supported else "no norms to convert"
     if before:
         text = f"{text}, {before} are converted already" if converted else f"{before} norms are converted already"

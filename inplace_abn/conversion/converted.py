@@ -30,6 +30,7 @@ class Past:
         "follows_norm",
         "is_known",
         "is_widened",
+        "kinds",
         "narrow",
         "note",
         "plan",
@@ -52,6 +53,8 @@ class Past:
         """Whether autocast made a norm compute in float32."""
         self.narrow: tuple[int, tuple[str, float]] | None = None
         """The generation in which it was found, and the activation, if all readers of the result take it in 16 bits."""
+        self.kinds: dict[Any, Any] = {}
+        """How a norm of rows computes, by what it is called with (`conversion.layer_norms`)."""
         self.bytes_saved: int | None = None
         """What the module saved in the last step in which that was measured."""
 
@@ -88,6 +91,16 @@ class Converted(guard.Guarded):
         if found is None:
             return False
         return not self._past.was_watched or found[0] < guard.now() or found[0] > guard.generations.current
+
+    def narrow_activation(self) -> tuple[str, float] | None:
+        """What the result is activated by, if all that follows takes it in 16 bits; None in calls that are watched.
+
+        A recomputation does what its forward pass did.
+        """
+        found, activation = self._past.narrow or (guard.generations.current, None)
+        is_later = found < guard.now() or found > guard.generations.current
+        is_narrow = is_later and not self._past.was_watched and watch.current() is None
+        return activation if guard.of_forward_pass(f"narrow {id(self)}", is_narrow) else None
 
     def note(self) -> Note:
         """What the module did in its last call in training, or does from the next step on if the watch gave it up."""

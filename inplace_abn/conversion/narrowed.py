@@ -1,9 +1,9 @@
 """Results in float32 that autocast casts to 16 bits for what follows.
 
-On some devices autocast computes a group norm, and an activation after it, in float32. A convolution or a linear layer
-that follows gets a copy in 16 bits, and keeps it. So where nothing else reads the result, the kernels write it in 16
-bits at once, and the node of the norm keeps that tensor. What a model gets is the same in float32, as a tensor whose
-readers are seen. A convolution gets the tensor of 16 bits instead. Anything else gets float32.
+Under autocast norms mostly compute in float32. A convolution or a linear layer that follows gets a copy in 16 bits, and
+keeps it. So where nothing else reads the result, the node of the norm keeps the tensor of 16 bits. What a model gets is
+the same in float32, as a tensor whose readers are seen. A convolution gets the tensor of 16 bits instead. Anything else
+gets float32.
 """
 
 from __future__ import annotations
@@ -51,10 +51,9 @@ def _is_cast(t: Narrowed) -> bool:
     return torch.get_autocast_dtype(t._narrow.device.type) == t._narrow.dtype
 
 
-def narrowed(z: Tensor, past: Any) -> Tensor:
-    """The tensor for a result z of 16 bits."""
-    t: Any = z.float()
-    narrow = stand(t, (z.detach(),))
+def narrowed(t: Any, narrow: Tensor, past: Any) -> Tensor:
+    """Makes ``t``, a result in float32, one whose readers are seen. ``narrow`` has its values in 16 bits."""
+    narrow = stand(t, (narrow.detach(),))
     t.__class__ = Narrowed
     t._narrow, t._past = narrow, past
     return t  # type: ignore[no-any-return]

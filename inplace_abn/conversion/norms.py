@@ -261,13 +261,9 @@ class InPlaceGroupNorms(InPlaceNorm):
         None for calls that are watched, and wherever the norm does something else.
         """
         module: Any = self
-        past, narrow = self._past, self._past.narrow
         self._note_watch()
-        assert narrow is not None
-        found, activation = narrow
-        is_later = found < guard.now() or found > guard.generations.current
-        is_narrow = is_later and not past.was_watched and watch.current() is None
-        if not guard.of_forward_pass(f"narrow {id(self)}", is_narrow) or not _is_widened(x):
+        activation, past = self.narrow_activation(), self._past
+        if activation is None or not _is_widened(x):
             return None
         if self._is_given_up() or module.eps != past.eps or not _may_wait(self, x):
             return None

@@ -457,7 +457,7 @@ def _activated_narrowly(t: Pending, call: Activating) -> Tensor | None:
         return None
     z = attached_narrowly(state)
     t._is_taken = z is not None
-    return None if z is None else narrowed(z, state.norm.module._past)
+    return None if z is None else narrowed(z.float(), z, state.norm.module._past)
 
 
 def _added(call: Adding) -> Tensor | None:

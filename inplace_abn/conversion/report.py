@@ -18,6 +18,7 @@ from inplace_abn.conversion.activations import OF_NORM
 from inplace_abn.conversion.called import CalledActivation
 from inplace_abn.conversion.convert import Built, convert
 from inplace_abn.conversion.converted import Converted
+from inplace_abn.conversion.layer_norms import ConvertedLayerNorm
 from inplace_abn.conversion.norms import InPlaceNorm
 from inplace_abn.conversion.table import readable
 from inplace_abn.conversion.waiting import NEAR_ZERO
@@ -163,8 +164,8 @@ def report(model: nn.Module) -> Report:
             kind = type(module) if found is not module else classes.original_class(type(module))
             saved = found.bytes_saved if note.in_place else None
             if note != OF_NORM and not (isinstance(found, CalledActivation) and not found.is_called):
-                layers.append(Layer(name, kind.__name__, *note, saved, isinstance(found, InPlaceNorm)))
-        elif isinstance(module, classes.KINDS):
+                layers.append(Layer(name, kind.__name__, *note, saved, isinstance(found, (InPlaceNorm, ConvertedLayerNorm))))
+        elif isinstance(module, classes.KINDS) or classes.is_norm_of_rows(module):
             why = classes.unfit_reason(module) or "it was not converted"
             layers.append(Layer(name, type(module).__name__, "", False, why, None))
         elif classes.is_norm(module):

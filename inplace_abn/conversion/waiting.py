@@ -109,10 +109,9 @@ class NormCall:
             self.look = self.look._replace(observation=None)
             self.look = guard.learn(self.module, self.look, observation.figures(*activation, residual), consumer)
         self.trusted = self.look.trusted
-        is_known = self.look.decision.knows(consumer)
-        if self.trusted and not is_known and observation is None:
-            guard.note_unmeasured(self.look)
-        return self.trusted and is_known
+        if observation is not None:
+            return self.trusted and self.look.decision.knows(consumer)
+        return guard.knows(self.look, consumer)
 
     def note(self, follows: str, why: str = "") -> None:
         """Stores on the module what it did: it was in place unless there is a reason why not."""

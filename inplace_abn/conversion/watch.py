@@ -60,7 +60,7 @@ class Result(NamedTuple):
     is_residual: bool = False
     """Whether z is kept because another norm's node adds it."""
     is_alone: bool = False
-    """Whether the layer is an activation without a norm."""
+    """Whether the layer is an activation without a norm, or a norm of rows (`conversion.alone`)."""
     z: Tensor | None = None
     """None if z has no tags, and what is held is not measured."""
     saved: Tensor | None = None
@@ -69,6 +69,11 @@ class Result(NamedTuple):
     residual: Tensor | None = None
     of_residual: Tensor | None = None
     """The alias by which backward knows the residual."""
+
+    @property
+    def is_norm(self) -> bool:
+        """Whether nothing was activated."""
+        return self.activation == "identity"
 
 
 class Observer(NamedTuple):
@@ -296,17 +301,20 @@ class Watch(_torch.OwnMode):
             chosen = self._follower.chosen.get(tags.storage_of(t)) if _is_ordinary(t) else None
             for layer in chosen[1] if chosen is not None else ():
                 give_up(layer, f"its zeros are tiny numbers in training, and {chosen[0].name} chooses by them")  # type: ignore[index]
+        are_cast: dict[Any, bool] = {}
         for r in self._measured:
-            if r.layer._past.is_widened and not r.is_alone and r.residual is None:
-                _, are_cast = self._readers.get(_output_of(r), ("", False))
-                r.layer._past.narrow = (guard.generations.current, (r.activation, r.param)) if are_cast else None
+            if r.layer._past.is_widened and r.residual is None:
+                is_cast = self._readers.get(_output_of(r), ("", False))[1]
+                are_cast[r.layer] = is_cast and are_cast.get(r.layer, True)
+                found = (guard.generations.current, (r.activation, r.param))
+                r.layer._past.narrow = found if are_cast[r.layer] else None
         sizes, of_inputs = self._sizes()
         for layer, size in sizes.items():
             layer._past.bytes_saved = size
         for layer in {r.layer for r in self._measured if r.is_alone}:
             # Layers that share an input free it together.
             results = [r for r in self._measured if r.layer is layer]
-            if sum(of_inputs[key] for key in {_input_of(r) for r in results}) <= 0:
+            if not are_cast.get(layer, False) and sum(of_inputs[key] for key in {_input_of(r) for r in results}) <= 0:
                 reader, _ = self._readers.get(_output_of(results[0]), ("what follows", False))
                 self._make_torchs(layer, reader)
 
@@ -326,21 +334,25 @@ class Watch(_torch.OwnMode):
         of_inputs: dict[int, int] = {}
         inputs = {_input_of(r) for r in self._measured}
         counted: set[int] = set()
+        # A norm that is given up frees its output.
+        unkept = {_output_of(r) for r in self._measured if r.is_alone and r.is_norm and _is_unused(r.z)}
         for r in self._measured:
             assert r.z is not None
             assert r.input is not None
             key = _input_of(r)
             # Inputs, results and residuals have the same size. torch's activation would keep its input instead of z.
-            keeps_input = r.is_writable and r.activation != "identity"
+            keeps_input = r.is_writable and not r.is_norm
             tensors = int(keeps_input and not r.is_alone)
-            if r.input.expired() and key not in counted:
+            if (r.input.expired() or key in unkept) and key not in counted:
                 tensors += 1
                 counted.add(key)
-            for t in (r.z if keeps_input or r.is_residual else None, r.residual):
+            # A copy of 16 bits is what follows keeps.
+            is_own = r.is_alone and r.layer._past.narrow is None
+            for t in (r.z if keeps_input or r.is_residual or is_own else None, r.residual):
                 # A tensor that only norms keep costs memory, unless torch would keep it as a norm's input.
                 if t is None or id(t) in counted or tags.storage_of(t) in inputs:
                     continue
-                if _torch.use_count(t) == _UNUSED:
+                if _is_unused(t):
                     tensors -= 1
                     counted.add(id(t))
             sizes[r.layer] = sizes.get(r.layer, 0) + tensors * r.z.nbytes
@@ -356,6 +368,10 @@ _READ_AGAIN = frozenset({"max", "min", "median", "nanmedian", "amax", "amin", "a
 
 _UNUSED = _torch.use_count(torch.empty(0))
 """The references from C++ to a tensor that nothing but Python holds."""
+
+
+def _is_unused(t: Tensor | None) -> bool:
+    return t is not None and _torch.use_count(t) == _UNUSED
 
 
 def _input_of(result: Result) -> int:

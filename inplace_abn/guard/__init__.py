@@ -41,13 +41,13 @@ from inplace_abn.guard.layers import expect as expect
 from inplace_abn.guard.layers import forget as forget
 from inplace_abn.guard.layers import give_up as give_up
 from inplace_abn.guard.layers import given_up as given_up
+from inplace_abn.guard.layers import knows as knows
 from inplace_abn.guard.layers import layers_of as layers_of
 from inplace_abn.guard.layers import learn as learn
 from inplace_abn.guard.layers import look as look
 from inplace_abn.guard.layers import may_run_in_place as may_run_in_place
 from inplace_abn.guard.layers import mode_of as mode_of
 from inplace_abn.guard.layers import name as name
-from inplace_abn.guard.layers import note_unmeasured as note_unmeasured
 from inplace_abn.guard.layers import notice_writes as notice_writes
 from inplace_abn.guard.layers import renew as renew
 from inplace_abn.guard.layers import renew_if_written as renew_if_written

@@ -43,6 +43,11 @@ class Guarded:
         """How many neighbouring channels of a sample share statistics; 0 if statistics are of the batch."""
         return int(self.per_instance)
 
+    def scale_and_offset(self) -> tuple[Tensor | None, Tensor | None]:
+        """The scale and the offset that the output has, from which xhat is recovered."""
+        module: Any = self
+        return module.weight, module.bias
+
     @property
     def _trusted(self) -> bool:
         """Whether the module is trusted with all dtypes that it was called with."""
@@ -141,7 +146,7 @@ def look(module: Any, x: Tensor, residual: Tensor | None, empty: bool = False) -
     if not measuring.is_measurable(module, x, residual, empty):
         return Look(decision, mode)
     first = mode.is_new(at)
-    tensors = (x, module.weight, module.bias, residual)
+    tensors = (x, *module.scale_and_offset(), residual)
     recovers = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     if first and not recovers:
         return Look(decision._replace(trusted=_scales(module)), mode)
@@ -218,11 +223,13 @@ def learn(module: Any, looked: Look, figures: Tensor, consumer: tuple[str, float
     return looked._replace(observation=None, decision=mode.decisions[-1])
 
 
-def note_unmeasured(looked: Look) -> None:
-    """Remembers that something followed a converted norm that was never measured."""
-    if looked.mode is not None:
+def knows(looked: Look, consumer: tuple[str, float, bool]) -> bool:
+    """Whether a layer that is trusted was measured with what follows. If not, it is measured in the next generation."""
+    is_known = looked.decision.knows(consumer)
+    if looked.trusted and not is_known and looked.mode is not None:
         looked.mode.unmeasured_since = looked.mode.generation
         generations.note_change()
+    return looked.trusted and is_known
 
 
 def expect(module: Any, activation: tuple[str, float]) -> None:
@@ -338,7 +345,7 @@ def _judge(module: Any, mode: Mode, found: list[Figures]) -> None:
         if not now:
             break
     if not now and module.saves_verbatim:
-        chosen = verbatim.chosen(module.weight, module.bias, mode.dtype)
+        chosen = verbatim.chosen(*module.scale_and_offset(), mode.dtype)
         if chosen and chosen != mode.decisions[-1].verbatim:
             # In the next generation the layer is measured as a new one.
             mode.change(verbatim=chosen)

@@ -64,7 +64,7 @@ def is_suitable(module: Any, x: Tensor, residual: Tensor | None, empty: bool) ->
         or residual.is_neg()
     ):
         return False
-    for t in (module.weight, module.bias, *buffers):
+    for t in (*module.scale_and_offset(), *buffers):
         if t is not None and (t.dim() != 1 or t.size(0) != channels or t.device != device):
             return False
         # float64 combines with no other dtype.

@@ -28,7 +28,7 @@ from inplace_abn.activations import Activation, in_effect
 from inplace_abn.kernels import ops
 from inplace_abn.settings import Operands, Settings
 
-_SAMPLE = 1 << 17
+SAMPLE = 1 << 17
 """About the number of values that `sample` takes of a larger batch."""
 
 
@@ -50,9 +50,9 @@ def sample(t: Tensor, per_instance: bool = False) -> Tensor:
     values = t.detach().flatten(2) if t.dim() > 2 else t.detach().unsqueeze(2)
     batch, channels, size = values.shape
     if per_instance:
-        step = max(1, size // max(1, _SAMPLE // max(1, batch * channels)))
+        step = max(1, size // max(1, SAMPLE // max(1, batch * channels)))
         return values[:, :, ::step].reshape(1, batch * channels, -1).clone(memory_format=torch.contiguous_format)
-    step = max(1, batch * size // max(1, _SAMPLE // max(1, channels)))
+    step = max(1, batch * size // max(1, SAMPLE // max(1, channels)))
     # With a common divisor the values could all lie in one column of the images, or at one place of all images.
     while math.gcd(step, size) > 1:
         step += 1

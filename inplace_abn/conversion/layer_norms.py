@@ -1,0 +1,228 @@
+"""Norms of rows: layer norms and RMS norms, which keep their output for backward, and not their input.
+
+In a transformer's block the input is the residual stream, which nothing else keeps, and a linear layer keeps the output
+anyway. Backward recovers the normalised values from the output (`inplace_abn.autograd.rows`).
+
+Every package has norm classes of its own. What a class computes is found out by calling it with other weights and some
+rows that tell the formulas apart. Calls on real rows are checked when the guard measures.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+
+from inplace_abn import functions, guard
+from inplace_abn.activations import IDENTITY
+from inplace_abn.autograd import nodes, rows
+from inplace_abn.autograd.backward import Values, by_value
+from inplace_abn.conversion.alone import Alone
+from inplace_abn.conversion.converted import Note, may_have_node
+from inplace_abn.conversion.narrowed import narrowed, wide
+from inplace_abn.conversion.offered import settled
+from inplace_abn.conversion.pending import plain
+from inplace_abn.guard.figures import THRESHOLDS
+from inplace_abn.guard.rows import figures
+from inplace_abn.modules.abn import as_leaf
+from inplace_abn.settings import Operands, Settings
+
+_CONSUMER = (*IDENTITY, False)
+_UNSUITABLE = "its input, its parameters or the mode of the call are not supported"
+_UNKNOWN = "its forward pass is not that of a layer norm or an RMS norm"
+
+
+class Kind(NamedTuple):
+    """How a norm computes."""
+
+    rows: str
+    """`autograd.rows.LAYER` or `autograd.rows.RMS`."""
+    axis: int
+    """The dimension that is normalised: the last one, or that of channels."""
+    offset: float
+    """What is added to the weight: some classes keep the scale less 1."""
+    eps: float
+    is_torch: bool
+    """Whether the result has the bits of ``torch.native_layer_norm``."""
+
+
+class ConvertedLayerNorm(Alone):
+    """The part that all converted layer norms and RMS norms have in common.
+
+    The result has the bits that the module computes. Without a graph, for compilers, under tracers, transforms and
+    dispatch modes, and while the guard does not trust the norm, it does what it did before conversion.
+    """
+
+    per_instance = True
+    saves_verbatim = True
+    signed_weight = False
+    track_running_stats = False
+
+    @property
+    def num_features(self) -> int:
+        """The length of a row."""
+        return length(self)
+
+    @property
+    def shared(self) -> int:
+        return self.num_features
+
+    def scale_and_offset(self) -> tuple[Tensor | None, Tensor | None]:
+        weight, bias = parameters(self)
+        kind: Kind | None = next(filter(None, self._past.kinds.values()), None)
+        offset = 0.0 if kind is None else kind.offset
+        return weight if weight is None or not offset else weight.detach() + offset, bias
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if len(args) != 1 or kwargs:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        if isinstance(args[0], fx.Proxy):
+            return as_leaf(self, args[0])
+        x, y = wide(plain(settled(args[0]))), None
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            y = self._kept(x)
+        return self.noted(x, super().forward(x), IDENTITY) if y is None else y  # type: ignore[misc]
+
+    def activations(self) -> set[str]:
+        return set()
+
+    def _kept(self, x: Tensor) -> Tensor | None:
+        """The result, whose node keeps it; None where the norm does what it did before conversion."""
+        self._note_watch()
+        if self._is_given_up():
+            return None
+        if not self._is_suitable(x):
+            self._past.note = Note(why=_UNSUITABLE)
+            return None
+        if not self._is_known():
+            return None
+        kind = self._kind(x)
+        if kind is None:
+            self._past.note = Note(why=_UNKNOWN)
+            return None
+        functions.calibrate()
+        device = x.device.type
+        is_narrow = self.narrow_activation() is not None and torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device) if is_narrow else x.dtype
+        mode = guard.settled(self, dtype)
+        look = guard.look(self, _like(x, kind, dtype), None) if mode is None else guard.Look(mode.decisions[-1], mode)
+        if not look.due and not (look.trusted and guard.knows(look, _CONSUMER)):
+            self._past.note = Note(why=self.why_untrusted or "it is measured first")
+            return None
+        return self._attempted(x, kind, look, dtype)
+
+    def _attempted(self, x: Tensor, kind: Kind, look: guard.Look, dtype: torch.dtype) -> Tensor | None:
+        """The result, unless the guard does not trust what it measures. It is kept in ``dtype``."""
+        weight, bias = parameters(self)
+        eps, name = kind.eps, self.__dict__["_guard_name"]
+        settings = Settings(*IDENTITY, eps, False, True, None, 0, name, look.decision.verbatim, kind.rows)
+        moved = _moved(x, kind.axis, -1)
+        data = moved.detach()
+        with torch.no_grad():
+            if kind.is_torch:
+                y, _, rstd = torch.native_layer_norm(data, data.shape[-1:], weight, bias, eps)
+            else:
+                y = _moved(super().forward(x.detach()), kind.axis, -1).detach()  # type: ignore[misc]
+                rstd = rows.inverse_std(data, kind.rows, eps)
+            kept = y.to(dtype)
+            scale, offset = by_value(weight if weight is None or not kind.offset else weight + kind.offset, bias)
+            columns = settings.verbatim
+            values = rows.standardised(data, rstd, kind.rows, columns).to(dtype) if columns else None
+        of_call = Values(scale, offset, rstd.flatten(), values)
+        if look.due:
+            look = guard.learn(self, look, figures(data, of_call.saved(kept, None), settings), _CONSUMER)
+            if not look.trusted:
+                self._past.note = Note(why=self.why_untrusted)
+                return None
+        is_cast = kept is not y
+        result = nodes.Result(y, kept if is_cast else None)
+        z = _moved(self._attached(moved, result, Operands(weight, bias), of_call, settings), -1, kind.axis)
+        device = x.device.type
+        self._past.is_widened = torch.is_autocast_enabled(device) and y.dtype != torch.get_autocast_dtype(device)
+        return narrowed(z, _moved(kept, -1, kind.axis), self._past) if is_cast else z
+
+    def _is_suitable(self, x: Tensor) -> bool:
+        """Whether a graph of plain tensors is recorded, and nobody watches the ops."""
+        tensors = [t for t in (x, *parameters(self)) if t is not None]
+        if not may_have_node(x) or not any(t.requires_grad for t in tensors) or x.layout is not torch.strided:
+            return False
+        if x.dtype not in THRESHOLDS or x.dim() < 2 or x.numel() == 0 or x.is_neg() or x.device.type == "meta":
+            return False
+        if any(type(t) not in (Tensor, nn.Parameter) or t.is_inference() or t.device != x.device for t in tensors):
+            return False
+        return all(t.dtype == x.dtype or (t.dtype == torch.float32 and x.dtype != torch.float64) for t in tensors)
+
+    def _kind(self, x: Tensor) -> Kind | None:
+        """How the norm computes an input like x."""
+        device, kinds = x.device.type, self._past.kinds
+        state = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+        axes = tuple(axis for axis in (-1, 1) if x.shape[axis] == self.num_features and (axis < 0 or x.dim() > 2))
+        eps = getattr(self, "eps", getattr(self, "variance_epsilon", None))
+        key = x.dtype, x.dim(), axes, state, eps
+        if key not in kinds:
+            # torch's default depends on the dtype.
+            values = {torch.finfo(rows.wide(x.dtype)).eps, torch.finfo(x.dtype).eps} if eps is None else {float(eps)}
+            found = [kind for axis in axes for value in values for kind in self._kinds(x, axis, value)]
+            kinds[key] = found[0] if len(found) == 1 else None
+        return kinds[key]  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def _kinds(self, x: Tensor, axis: int, eps: float) -> Iterator[Kind]:
+        """What the module may compute along an axis of an input like x. It is tried on a copy with other weights."""
+        other, count = copy.copy(self), self.num_features
+        line = torch.arange(count, device=x.device, dtype=torch.float64)
+        other.__dict__["_parameters"] = {
+            name: None if t is None else nn.Parameter((torch.cos(3 * line + i) + 2 - i).to(t.dtype))
+            for i, (name, t) in enumerate(self._parameters.items())  # type: ignore[attr-defined]
+        }
+        weight, bias = parameters(other)
+        # The rows have means and sizes that tell layer norms from RMS norms, and where eps is added.
+        values = torch.sin(line * torch.arange(1, 9, 1, device=x.device).unsqueeze(1))
+        mean, size = (torch.linspace(*ends, 8, device=x.device).unsqueeze(1) for ends in ((-3, 3), (1, 5)))
+        size = torch.where(torch.arange(8, device=x.device).unsqueeze(1) % 3 == 0, eps**0.5, size)
+        probe = ((values + mean) * size).to(x.dtype)
+        shape = [8, *(1,) * (x.dim() - 2)]
+        shape.insert(len(shape) if axis < 0 else axis, count)
+        try:
+            result = super(ConvertedLayerNorm, other).forward(probe.view(shape))  # type: ignore[misc]
+        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
+            return
+        if type(result) is not Tensor or list(result.shape) != shape or not result.is_floating_point():
+            return
+        result = result.view(8, count)
+        unit = max(torch.finfo(result.dtype).eps, torch.finfo(x.dtype).eps)
+        for kind, offset in itertools.product((rows.LAYER, rows.RMS), (0.0, 1.0) if weight is not None else (0.0,)):
+            given = (None if weight is None else weight.double() + offset), None if bias is None else bias.double()
+            expected = rows.normalised(probe.double(), *given, kind, eps)
+            if torch.allclose(result.double(), expected, min(32 * unit, 2.0**-4), min(32 * unit, 2.0**-4)):
+                is_layer = kind == rows.LAYER and not offset
+                given = probe, (count,), weight, bias, eps
+                yield Kind(kind, axis, offset, eps, is_layer and torch.equal(torch.native_layer_norm(*given)[0], result))
+
+
+def parameters(module: Any) -> tuple[Tensor | None, Tensor | None]:
+    """The weight and the bias, which a norm of rows need not have."""
+    return getattr(module, "weight", None), getattr(module, "bias", None)
+
+
+def length(module: Any) -> int:
+    """The length of the rows that a module normalises; 0 if it does not normalise rows as far as can be seen."""
+    weight, bias = parameters(module)
+    if any(True for _ in module.buffers()) or any(t is not None and t.dim() != 1 for t in (weight, bias)):
+        return 0
+    shape = getattr(module, "normalized_shape", ())
+    return weight.numel() if weight is not None else shape[0] if isinstance(shape, tuple) and len(shape) == 1 else 0
+
+
+def _moved(t: Tensor, source: int, destination: int) -> Tensor:
+    return t if source == destination else t.movedim(source, destination)
+
+
+def _like(x: Tensor, kind: Kind, dtype: torch.dtype) -> Tensor:
+    """A matrix of x's rows, as far as the guard looks at it before it measures."""
+    size = x.numel() // x.shape[kind.axis], x.shape[kind.axis]
+    return torch.empty_strided(size, (0, 0), dtype=dtype, device=x.device, requires_grad=x.requires_grad)
