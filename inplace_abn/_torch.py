@@ -113,6 +113,9 @@ _SelectiveCheckpointModes = (
 _backward_hooks: Any = Tensor._backward_hooks
 HOOKS = (_backward_hooks.__get__, _backward_hooks.__set__)
 
+# Whether there are hooks of all modules. They may replace the output of any module.
+has_global_hooks = torch.nn.modules.module._has_any_global_hook
+
 # A context in which calls bypass the ``__torch_function__`` of tensor subclasses.
 NoTorchFunction = torch._C.DisableTorchFunctionSubclass
 

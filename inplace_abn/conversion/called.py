@@ -14,14 +14,17 @@ import torch
 from torch import Tensor, nn
 
 from inplace_abn import _torch, guard
-from inplace_abn.activations import is_relu
+from inplace_abn.activations import IDENTITY, is_relu
+from inplace_abn.autograd import scale
 from inplace_abn.conversion import watch
 from inplace_abn.conversion.activations import ActivationAlone, qualified
-from inplace_abn.conversion.converted import Note
+from inplace_abn.conversion.converted import Note, may_have_node
 from inplace_abn.conversion.offered import offer
 from inplace_abn.conversion.recognition import Activating
+from inplace_abn.conversion.scaled import Origin, of_output
 
 _WITHOUT_GRADIENTS = "it was called without gradients only"
+_SCALED = Note("mul by a vector", in_place=True, why="")
 
 
 class CalledActivation(ActivationAlone):
@@ -46,8 +49,35 @@ class CalledActivation(ActivationAlone):
         z = self.recoverable(call.input, activation, call.activation) if torch.is_grad_enabled() else None
         return self.noted(call.input, native(), activation) if z is None else z
 
+    def scaled(self, t: Tensor, origin: Origin, factor: Any, product: Callable[[], Tensor]) -> Tensor | None:
+        """The product of ``t``, a linear layer's output, and a vector; None if it has to be torch's."""
+        gamma = origin.vector(factor)
+        if gamma is None or not may_have_node(origin.linear.h):
+            return None
+        if not self.is_called:
+            self._past.note = Note(_SCALED.follows, why=_WITHOUT_GRADIENTS)
+        if not torch.is_grad_enabled():
+            return None
+        self._note_watch()
+        if self._is_given_up():
+            return None
+        last = [origin.dims.index(i) for i in range(len(origin.dims))]
+        with torch.no_grad():
+            z = product().permute(last).detach()
+        u = t if origin.u is None else origin.u
+        z = scale.scaled(u, gamma, z, origin.linear, origin.exchange)
+        observer = self.observer()
+        if observer is not None:
+            observer.note(watch.Result(self, *IDENTITY, is_writable=False, is_alone=True), u, z, None)
+        self._past.note = _SCALED
+        return z if last == sorted(last) else z.permute(origin.dims)
+
+    def is_scaled(self) -> bool:
+        """Whether the module's output was multiplied by a vector. A recomputation does what its forward pass did."""
+        return guard.of_forward_pass(f"scaled {id(self)}", self._past.note == _SCALED)
+
     def activations(self) -> set[str]:
-        return {self._past.note.follows} if self._past.note.in_place else set()
+        return {self._past.note.follows} if self._past.note.in_place and self._past.note != _SCALED else set()
 
 
 def _gains(activation: str, param: float) -> bool:
@@ -76,16 +106,21 @@ def carried(model: nn.Module) -> Iterator[tuple[str, nn.Module, CalledActivation
             yield name, module, layer
 
 
-def _offer_output(module: nn.Module, _: Any, output: Any) -> None:
+def _offer_output(module: nn.Module, args: tuple[Any, ...], output: Any) -> Tensor | None:
     layer = module.__dict__.get(guard.CARRIED)
     if layer is None or type(output) is not Tensor or torch.compiler.is_compiling() or _torch.is_watched():
-        return
+        return None
     given_up = guard.given_up(layer)
     if given_up is not None and given_up[0] < guard.now() and watch.current() is None:
-        return
+        return None
     if output.requires_grad or watch.current() is not None:
         layer.training = module.training
-        offer(output, layer)
+        exchange = scale.Exchange() if output.requires_grad and layer.is_scaled() else None
+        origin = of_output(module, args, output, exchange)
+        if origin is not None and exchange is not None:
+            output = scale.linear(origin.linear, output, exchange)
+        offer(output, layer, origin)
+    return output  # type: ignore[no-any-return]
 
 
 def listen(model: nn.Module) -> None:

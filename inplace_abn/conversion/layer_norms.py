@@ -201,7 +201,9 @@ class ConvertedLayerNorm(Alone):
             if torch.allclose(result.double(), expected, min(32 * unit, 2.0**-4), min(32 * unit, 2.0**-4)):
                 is_layer = kind == rows.LAYER and not offset
                 given = probe, (count,), weight, bias, eps
-                yield Kind(kind, axis, offset, eps, is_layer and torch.equal(torch.native_layer_norm(*given)[0], result))
+                yield Kind(
+                    kind, axis, offset, eps, is_layer and torch.equal(torch.native_layer_norm(*given)[0], result)
+                )
 
 
 def parameters(module: Any) -> tuple[Tensor | None, Tensor | None]:

@@ -164,7 +164,9 @@ def report(model: nn.Module) -> Report:
             kind = type(module) if found is not module else classes.original_class(type(module))
             saved = found.bytes_saved if note.in_place else None
             if note != OF_NORM and not (isinstance(found, CalledActivation) and not found.is_called):
-                layers.append(Layer(name, kind.__name__, *note, saved, isinstance(found, (InPlaceNorm, ConvertedLayerNorm))))
+                layers.append(
+                    Layer(name, kind.__name__, *note, saved, isinstance(found, (InPlaceNorm, ConvertedLayerNorm)))
+                )
         elif isinstance(module, classes.KINDS) or classes.is_norm_of_rows(module):
             why = classes.unfit_reason(module) or "it was not converted"
             layers.append(Layer(name, type(module).__name__, "", False, why, None))

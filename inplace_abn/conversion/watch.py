@@ -335,7 +335,9 @@ class Watch(_torch.OwnMode):
         inputs = {_input_of(r) for r in self._measured}
         counted: set[int] = set()
         # A norm that is given up frees its output.
-        unkept = {_output_of(r) for r in self._measured if r.is_alone and r.is_norm and _is_unused(r.z)}
+        unkept = {
+            _output_of(r) for r in self._measured if r.is_alone and r.is_norm and r.is_writable and _is_unused(r.z)
+        }
         for r in self._measured:
             assert r.z is not None
             assert r.input is not None
@@ -347,7 +349,7 @@ class Watch(_torch.OwnMode):
                 tensors += 1
                 counted.add(key)
             # A copy of 16 bits is what follows keeps.
-            is_own = r.is_alone and r.layer._past.narrow is None
+            is_own = r.is_alone and r.is_writable and r.layer._past.narrow is None
             for t in (r.z if keeps_input or r.is_residual or is_own else None, r.residual):
                 # A tensor that only norms keep costs memory, unless torch would keep it as a norm's input.
                 if t is None or id(t) in counted or tags.storage_of(t) in inputs:
