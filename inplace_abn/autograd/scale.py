@@ -103,9 +103,11 @@ class ScaleFunction(torch.autograd.Function):
 
 def linear(given: Linear, u: Tensor, exchange: Exchange) -> Tensor:
     """u, the output of a linear layer, with a node that `scaled` works together with."""
-    return LinearFunction.apply(*given, (u.detach(),), exchange)
+    result: Tensor = LinearFunction.apply(*given, (u.detach(),), exchange)
+    return result
 
 
 def scaled(u: Tensor, gamma: Tensor, z: Tensor, given: Linear, exchange: Exchange | None) -> Tensor:
     """z = u * gamma, with a node that does not keep u, the output of a linear layer."""
-    return ScaleFunction.apply(u, gamma, (z,), given, exchange)
+    result: Tensor = ScaleFunction.apply(u, gamma, (z,), given, exchange)
+    return result

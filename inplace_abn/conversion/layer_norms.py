@@ -25,7 +25,7 @@ from inplace_abn.conversion.alone import Alone
 from inplace_abn.conversion.converted import Note, may_have_node
 from inplace_abn.conversion.narrowed import narrowed, wide
 from inplace_abn.conversion.offered import settled
-from inplace_abn.conversion.pending import plain
+from inplace_abn.conversion.pending import Pending
 from inplace_abn.guard.figures import THRESHOLDS
 from inplace_abn.guard.rows import figures
 from inplace_abn.modules.abn import as_leaf
@@ -81,8 +81,11 @@ class ConvertedLayerNorm(Alone):
         if len(args) != 1 or kwargs:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         if isinstance(args[0], fx.Proxy):
-            return as_leaf(self, args[0])
-        x, y = wide(plain(settled(args[0]))), None
+            return as_leaf(self, args[0])  # type: ignore[arg-type]
+        if type(args[0]) is Pending:
+            # The norm before it keeps its output, if this one keeps it as well.
+            return super().forward(*args)  # type: ignore[misc]
+        x, y = wide(settled(args[0])), None
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             y = self._kept(x)
         return self.noted(x, super().forward(x), IDENTITY) if y is None else y  # type: ignore[misc]
@@ -196,14 +199,12 @@ class ConvertedLayerNorm(Alone):
         result = result.view(8, count)
         unit = max(torch.finfo(result.dtype).eps, torch.finfo(x.dtype).eps)
         for kind, offset in itertools.product((rows.LAYER, rows.RMS), (0.0, 1.0) if weight is not None else (0.0,)):
-            given = (None if weight is None else weight.double() + offset), None if bias is None else bias.double()
-            expected = rows.normalised(probe.double(), *given, kind, eps)
-            if torch.allclose(result.double(), expected, min(32 * unit, 2.0**-4), min(32 * unit, 2.0**-4)):
-                is_layer = kind == rows.LAYER and not offset
-                given = probe, (count,), weight, bias, eps
-                yield Kind(
-                    kind, axis, offset, eps, is_layer and torch.equal(torch.native_layer_norm(*given)[0], result)
-                )
+            scale = None if weight is None else weight.double() + offset
+            y = rows.normalised(probe.double(), scale, None if bias is None else bias.double(), kind, eps)
+            if torch.allclose(result.double(), y, *(min(32 * unit, 2.0**-4),) * 2):
+                torchs, *_ = torch.native_layer_norm(probe, (count,), weight, bias, eps)
+                is_torch = kind == rows.LAYER and not offset and torch.equal(torchs, result)
+                yield Kind(kind, axis, offset, eps, is_torch)
 
 
 def parameters(module: Any) -> tuple[Tensor | None, Tensor | None]:

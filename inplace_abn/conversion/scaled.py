@@ -44,7 +44,7 @@ class Origin(NamedTuple):
         is_vector = 1 < count == factor.numel() and -place <= factor.dim() <= len(self.dims)
         if not is_vector or factor.shape[place] != count or _versions(self.linear) != self.versions:
             return None
-        return factor.reshape(-1)
+        return factor.reshape(-1)  # type: ignore[no-any-return]
 
 
 def of_output(module: Any, args: tuple[Any, ...], u: Tensor, exchange: Exchange | None) -> Origin | None:

@@ -70,11 +70,6 @@ class Result(NamedTuple):
     of_residual: Tensor | None = None
     """The alias by which backward knows the residual."""
 
-    @property
-    def is_norm(self) -> bool:
-        """Whether nothing was activated."""
-        return self.activation == "identity"
-
 
 class Observer(NamedTuple):
     """What is special about calls in a watched step."""
@@ -334,18 +329,14 @@ class Watch(_torch.OwnMode):
         of_inputs: dict[int, int] = {}
         inputs = {_input_of(r) for r in self._measured}
         counted: set[int] = set()
-        # A norm that is given up frees its output.
-        unkept = {
-            _output_of(r) for r in self._measured if r.is_alone and r.is_norm and r.is_writable and _is_unused(r.z)
-        }
         for r in self._measured:
             assert r.z is not None
             assert r.input is not None
             key = _input_of(r)
             # Inputs, results and residuals have the same size. torch's activation would keep its input instead of z.
-            keeps_input = r.is_writable and not r.is_norm
+            keeps_input = r.is_writable and r.activation != "identity"
             tensors = int(keeps_input and not r.is_alone)
-            if (r.input.expired() or key in unkept) and key not in counted:
+            if r.input.expired() and key not in counted:
                 tensors += 1
                 counted.add(key)
             # A copy of 16 bits is what follows keeps.
@@ -354,7 +345,7 @@ class Watch(_torch.OwnMode):
                 # A tensor that only norms keep costs memory, unless torch would keep it as a norm's input.
                 if t is None or id(t) in counted or tags.storage_of(t) in inputs:
                     continue
-                if _is_unused(t):
+                if _torch.use_count(t) == _UNUSED:
                     tensors -= 1
                     counted.add(id(t))
             sizes[r.layer] = sizes.get(r.layer, 0) + tensors * r.z.nbytes
@@ -370,10 +361,6 @@ _READ_AGAIN = frozenset({"max", "min", "median", "nanmedian", "amax", "amin", "a
 
 _UNUSED = _torch.use_count(torch.empty(0))
 """The references from C++ to a tensor that nothing but Python holds."""
-
-
-def _is_unused(t: Tensor | None) -> bool:
-    return t is not None and _torch.use_count(t) == _UNUSED
 
 
 def _input_of(result: Result) -> int:

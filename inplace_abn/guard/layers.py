@@ -44,7 +44,7 @@ class Guarded:
         return int(self.per_instance)
 
     def scale_and_offset(self) -> tuple[Tensor | None, Tensor | None]:
-        """The scale and the offset that the output has, from which xhat is recovered."""
+        """What xhat is multiplied by, and what is added, before the activation."""
         module: Any = self
         return module.weight, module.bias
 
@@ -345,7 +345,8 @@ def _judge(module: Any, mode: Mode, found: list[Figures]) -> None:
         if not now:
             break
     if not now and module.saves_verbatim:
-        chosen = verbatim.chosen(*module.scale_and_offset(), mode.dtype)
+        weight, bias = module.scale_and_offset()
+        chosen = verbatim.chosen(weight, bias, mode.dtype)
         if chosen and chosen != mode.decisions[-1].verbatim:
             # In the next generation the layer is measured as a new one.
             mode.change(verbatim=chosen)

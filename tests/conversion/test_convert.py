@@ -225,13 +225,13 @@ def test_a_filter_chooses_and_one_line_tells(logged):
     assert chosen == [f"layer1.{i}.bn{j}" for i in (0, 1) for j in (1, 2)]
     convert(model)
     convert(model)
-    convert(nn.Sequential(nn.BatchNorm2d(3), nn.GroupNorm(1, 3), nn.LayerNorm(3), nn.LayerNorm(4)))
+    convert(nn.Sequential(nn.BatchNorm2d(3), nn.LayerNorm(3), nn.LocalResponseNorm(2), nn.LocalResponseNorm(2)))
     convert(nn.Sequential(nn.ReLU()))
     assert [record.getMessage() for record in records] == [
         "converted 4 of 10 norms",
         "converted 6 of 6 norms, 4 are converted already",
         "10 norms are converted already",
-        "converted 2 of 2 norms; not supported: 2 LayerNorm",
+        "converted 2 of 2 norms; not supported: 2 LocalResponseNorm",
         "no norms to convert",
     ]
 

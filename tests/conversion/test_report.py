@@ -87,15 +87,17 @@ def test_a_layer_that_is_not_in_place_tells_why_in_words(norm, why):
 
 
 def test_norms_that_were_left_out_and_norms_of_other_kinds_are_told():
-    """A ViT's report was an empty table, which did not say that its norms are not supported."""
-    model = nn.Sequential(conv(3, 4), nn.BatchNorm2d(4), nn.GroupNorm(2, 4), nn.LayerNorm(8), nn.LayerNorm(8))
+    """A report of norms of other kinds was an empty table, which did not say that they are not supported."""
+    others = nn.LocalResponseNorm(2), nn.LocalResponseNorm(2)
+    model = nn.Sequential(conv(3, 4), nn.BatchNorm2d(4), nn.GroupNorm(2, 4), nn.LayerNorm(8), *others)
     found = report(convert(model, filter_fn=lambda *_: False))
     assert [(layer.name, layer.kind, layer.why) for layer in found.layers] == [
         ("1", "BatchNorm2d", "it was not converted"),
         ("2", "GroupNorm", "it was not converted"),
+        ("3", "LayerNorm", "it was not converted"),
     ]
-    assert found.unsupported == {"LayerNorm": 2}
-    assert "not supported: 2 LayerNorm" in str(found)
+    assert found.unsupported == {"LocalResponseNorm": 2}
+    assert "not supported: 2 LocalResponseNorm" in str(found)
 
 
 def test_a_report_is_of_the_last_call_and_reads_only():
@@ -231,9 +233,9 @@ def test_bytes_end_in_one_column_and_add_up():
 def test_a_model_without_norms_says_so():
     """The report of a model without norms was an empty table, and "0 of 0"."""
     assert str(made()) == "the model has no norms or activations that can be converted"
-    assert "not supported: 1 LayerNorm" in str(report(nn.LayerNorm(2)))
-    net = nn.Sequential(conv(3, 4), nn.LayerNorm(8))
-    assert str(memory_report(net, images())).endswith("\nnot supported: 1 LayerNorm")
+    assert "not supported: 1 LocalResponseNorm" in str(report(nn.LocalResponseNorm(2)))
+    net = nn.Sequential(conv(3, 4), nn.LocalResponseNorm(2))
+    assert str(memory_report(net, images())).endswith("\nnot supported: 1 LocalResponseNorm")
 
 
 def test_what_is_told_once_is_told_with_the_norms_name(logged):
