@@ -58,7 +58,7 @@ class ConvertedLayerNorm(Alone):
     """
 
     per_instance = True
-    saves_verbatim = True
+    verbatim_above = 6.0
     signed_weight = False
     track_running_stats = False
 

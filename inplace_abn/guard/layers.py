@@ -33,8 +33,8 @@ class Guarded:
     _guard: State | None = None
     per_instance: bool = False
     """Whether each sample of the input has its own statistics."""
-    saves_verbatim: bool = False
-    """Whether calls can save xhat of some channels."""
+    verbatim_above: float | None = None
+    """The error of dx, in unit roundoffs, above which calls save xhat of some channels; None if they cannot."""
     _revision: int = 0
     """A number that changes when code that was compiled for the module is no longer valid."""
 
@@ -344,7 +344,7 @@ def _judge(module: Any, mode: Mode, found: list[Figures]) -> None:
         now, told = figures.trusted(before, threshold), described(figures, threshold)
         if not now:
             break
-    if not now and module.saves_verbatim:
+    if module.verbatim_above is not None and (not now or _is_rough(found, mode.dtype, module.verbatim_above)):
         weight, bias = module.scale_and_offset()
         chosen = verbatim.chosen(weight, bias, mode.dtype)
         if chosen and chosen != mode.decisions[-1].verbatim:
@@ -372,6 +372,10 @@ def _judge(module: Any, mode: Mode, found: list[Figures]) -> None:
         _logger.info("%s: its input is recoverable again (%s); it runs in place in %s", name(module), told, kind)
     else:
         _logger.log(logging.WARNING if module.on_untrusted == "warn" else logging.INFO, "%s", text)
+
+
+def _is_rough(found: list[Figures], dtype: torch.dtype, limit: float) -> bool:
+    return any(figures.x > limit * torch.finfo(dtype).eps / 2 for figures in found)
 
 
 def layers_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
