@@ -150,25 +150,31 @@ class ConvertedLayerNorm(Alone):
 
     def _is_suitable(self, x: Tensor) -> bool:
         """Whether a graph of plain tensors is recorded, and nobody watches the ops."""
-        tensors = [t for t in (x, *parameters(self)) if t is not None]
-        if not may_have_node(x) or not any(t.requires_grad for t in tensors) or x.layout is not torch.strided:
+        dtype, device, requires_grad = x.dtype, x.device, x.requires_grad
+        if not may_have_node(x) or dtype not in THRESHOLDS or x.layout is not torch.strided or x.is_inference():
             return False
-        if x.dtype not in THRESHOLDS or x.dim() < 2 or x.numel() == 0 or x.is_neg() or x.device.type == "meta":
+        if x.dim() < 2 or x.numel() == 0 or x.is_neg() or device.type == "meta":
             return False
-        if any(type(t) not in (Tensor, nn.Parameter) or t.is_inference() or t.device != x.device for t in tensors):
-            return False
-        return all(t.dtype == x.dtype or (t.dtype == torch.float32 and x.dtype != torch.float64) for t in tensors)
+        for t in parameters(self):
+            if t is None:
+                continue
+            if type(t) not in (Tensor, nn.Parameter) or t.device != device or t.is_inference():
+                return False
+            if t.dtype is not dtype and (t.dtype is not torch.float32 or dtype is torch.float64):
+                return False
+            requires_grad |= t.requires_grad
+        return requires_grad
 
     def _kind(self, x: Tensor) -> Kind | None:
         """How the norm computes an input like x."""
-        device, kinds = x.device.type, self._past.kinds
+        device, kinds, of_module = x.device.type, self._past.kinds, vars(self)
         state = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-        axes = tuple(axis for axis in (-1, 1) if x.shape[axis] == self.num_features and (axis < 0 or x.dim() > 2))
-        eps = getattr(self, "eps", getattr(self, "variance_epsilon", None))
-        key = x.dtype, x.dim(), axes, state, eps
+        eps = of_module.get("eps", of_module.get("variance_epsilon"))
+        key = x.dtype, x.dim(), x.shape[1], x.shape[-1], state, eps
         if key not in kinds:
             # torch's default depends on the dtype.
             values = {torch.finfo(rows.wide(x.dtype)).eps, torch.finfo(x.dtype).eps} if eps is None else {float(eps)}
+            axes = [axis for axis in (-1, 1) if x.shape[axis] == self.num_features and (axis < 0 or x.dim() > 2)]
             found = [kind for axis in axes for value in values for kind in self._kinds(x, axis, value)]
             kinds[key] = found[0] if len(found) == 1 else None
         return kinds[key]  # type: ignore[no-any-return]
@@ -209,7 +215,10 @@ class ConvertedLayerNorm(Alone):
 
 def parameters(module: Any) -> tuple[Tensor | None, Tensor | None]:
     """The weight and the bias, which a norm of rows need not have."""
-    return getattr(module, "weight", None), getattr(module, "bias", None)
+    given = module._parameters
+    # torch.nn.utils.parametrize turns parameters into properties.
+    weight = given["weight"] if "weight" in given else getattr(module, "weight", None)
+    return weight, given["bias"] if "bias" in given else getattr(module, "bias", None)
 
 
 def length(module: Any) -> int:
