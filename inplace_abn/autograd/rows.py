@@ -81,8 +81,9 @@ def gradients(need: Needed, saved: Saved, dy: Tensor, own_z: bool, own_dz: bool,
     xhat, given = recovered(saved, settings, dtype), dy.to(dtype)
     weight = None if weight is None else weight.to(dtype)
     if settings.rows == LAYER:
-        # With these statistics the normalised input is the input.
-        mean, one = torch.zeros_like(rstd), torch.ones_like(rstd)
+        # With these statistics the normalised input is the input. torch's kernel for the CPU has them in 16 bits, too.
+        one = torch.ones_like(rstd, dtype=dtype if dy.is_cpu else wide(dtype))
+        mean = torch.zeros_like(one)
         shape, mask = dy.shape[-1:], [need.x, need.weight and weight is not None, need.bias and bias is not None]
         bias = None if bias is None else bias.to(dtype)
         backward = torch.ops.aten.native_layer_norm_backward

@@ -197,12 +197,15 @@ class ConvertedLayerNorm(Alone):
         shape = [8, *(1,) * (x.dim() - 2)]
         shape.insert(len(shape) if axis < 0 else axis, count)
         try:
-            result = super(ConvertedLayerNorm, other).forward(probe.view(shape))  # type: ignore[misc]
+            # A module that has a memory gives two results.
+            results = [super(ConvertedLayerNorm, other).forward(probe.view(shape)) for _ in range(2)]  # type: ignore[misc]
         except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
             return
-        if type(result) is not Tensor or list(result.shape) != shape or not result.is_floating_point():
+        if any(type(t) is not Tensor or list(t.shape) != shape or not t.is_floating_point() for t in results):
             return
-        result = result.view(8, count)
+        result = results[0].reshape(8, count)
+        if not torch.equal(*results):
+            return
         unit = max(torch.finfo(result.dtype).eps, torch.finfo(x.dtype).eps)
         for kind, offset in itertools.product((rows.LAYER, rows.RMS), (0.0, 1.0) if weight is not None else (0.0,)):
             scale = None if weight is None else weight.double() + offset

@@ -1,0 +1,102 @@
+"""Layer norms and RMS norms as other packages write them, and near misses, which compute something else."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Weighted(nn.Module):
+    """A norm's parameters, spread so that the gradients of all of them matter."""
+
+    has_bias = False
+
+    def __init__(self, size, eps=1e-6):
+        super().__init__()
+        self.weight = nn.Parameter(1 + 0.3 * torch.randn(size))
+        if self.has_bias:
+            self.bias = nn.Parameter(0.5 * torch.randn(size))
+        self.eps = eps
+
+
+class RMSNormOfLlama(nn.Module):
+    """As transformers writes it: computed in float32, and another name for eps."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.weight, self.variance_epsilon = nn.Parameter(1 + 0.3 * torch.randn(size)), 1e-6
+
+    def forward(self, hidden_states):
+        dtype = hidden_states.dtype
+        wide = hidden_states.to(torch.promote_types(dtype, torch.float32))
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * wide.to(dtype)
+
+
+class RMSNormOfGemma(Weighted):
+    """The scale is one more than the weight."""
+
+    def forward(self, x):
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (wide * (1.0 + self.weight.to(wide.dtype))).type_as(x)
+
+
+class LayerNorm2d(nn.LayerNorm):
+    """As timm writes it: over the channels of an image."""
+
+    def forward(self, x):
+        x = x.permute(0, 2, 3, 1)
+        x = F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+        return x.permute(0, 3, 1, 2)
+
+
+class ChannelsFirstNorm(Weighted):
+    """As ConvNeXt's authors write it: by hand."""
+
+    has_bias = True
+
+    def forward(self, x):
+        mean = x.mean(1, keepdim=True)
+        var = (x - mean).pow(2).mean(1, keepdim=True)
+        x = (x - mean) / torch.sqrt(var + self.eps)
+        return self.weight[:, None, None] * x + self.bias[:, None, None]
+
+
+class NormWithEpsOutside(Weighted):
+    def forward(self, x):
+        return x / (x.square().mean(-1, keepdim=True).sqrt() + self.eps) * self.weight
+
+
+class NormOfUnbiasedVariance(Weighted):
+    def forward(self, x):
+        return (x - x.mean(-1, keepdim=True)) / torch.sqrt(x.var(-1, keepdim=True) + self.eps) * self.weight
+
+
+class L2Norm(Weighted):
+    def forward(self, x):
+        return F.normalize(x, dim=-1) * self.weight
+
+
+class HalvedNorm(Weighted):
+    def forward(self, x):
+        return 0.5 * F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+
+
+class ScaledNorm(Weighted):
+    """The size of the weight decides."""
+
+    def forward(self, x):
+        return F.rms_norm(x, x.shape[-1:], self.weight / self.weight.norm(), self.eps)
+
+
+class NormWithMemory(Weighted):
+    """It computes something else in each call."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return F.rms_norm(x, x.shape[-1:], self.weight, self.eps) * self.calls
+
+
+NEAR_MISSES = [NormWithEpsOutside, NormOfUnbiasedVariance, L2Norm, HalvedNorm, ScaledNorm, NormWithMemory]
