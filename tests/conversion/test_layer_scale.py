@@ -1,0 +1,343 @@
+"""A linear layer whose output is multiplied by a vector, as in LayerScale, does not keep its output."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from training import check_training
+
+from inplace_abn import convert, guard, report, revert
+from inplace_abn.autograd.scale import Exchange, Linear, linear, scaled
+from inplace_abn.memory import measure
+
+SIZE = 12
+
+
+class Net(nn.Module):
+    """Linear layers and vectors. ``run(net, x)`` is the forward pass."""
+
+    def __init__(self, run):
+        super().__init__()
+        self.fc1, self.fc2, self.last = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
+        self.gamma, self.other = (nn.Parameter(torch.linspace(0.1, 1, SIZE)) for _ in range(2))
+        self.drop, self.run = nn.Dropout(0.0), run
+
+    def forward(self, x):
+        return self.run(self, x)
+
+
+def tokens():
+    return torch.randn(2, 7, SIZE)
+
+
+def last_step(model, x=None):
+    model(tokens() if x is None else x).square().sum().backward()
+    guard.generations.advance()
+    return model
+
+
+def scales(model):
+    """The names of the layers whose output is scaled without being kept."""
+    return [layer.name for layer in report(model).layers if layer.follows == "mul by a vector" and layer.in_place]
+
+
+def times(m, x):
+    return x + m.fc1(x) * m.gamma
+
+
+def gamma_first(m, x):
+    return x + m.gamma * m.fc1(x)
+
+
+def method(m, x):
+    return x + m.fc1(x).mul(m.gamma)
+
+
+def after_dropout(m, x):
+    return x + m.drop(m.fc1(x)) * m.gamma
+
+
+def of_three_dimensions(m, x):
+    return x + m.fc1(x) * m.gamma.view(1, 1, -1)
+
+
+def permuted(m, x):
+    return x + (m.fc1(x).permute(2, 0, 1) * m.gamma.reshape(-1, 1, 1)).permute(1, 2, 0)
+
+
+def permuted_twice(m, x):
+    return x + (m.fc1(x).permute(2, 0, 1).permute((1, 0, 2)) * m.gamma[:, None]).permute(0, 2, 1)
+
+
+def twice(m, x):
+    x = x + m.fc1(x) * m.gamma
+    return x + m.fc2(m.last(x)) * m.other
+
+
+def one_layer_twice(m, x):
+    x = x + m.fc1(x) * m.gamma
+    return x + m.fc1(x) * m.other
+
+
+def one_vector_twice(m, x):
+    x = x + m.fc1(x) * m.gamma
+    return x + m.fc2(x) * m.gamma
+
+
+@pytest.mark.parametrize(
+    ("run", "names"),
+    [
+        *((run, ["fc1"]) for run in (times, gamma_first, method, after_dropout, of_three_dimensions)),
+        *((run, ["fc1"]) for run in (permuted, permuted_twice, one_layer_twice)),
+        *((run, ["fc1", "fc2"]) for run in (twice, one_vector_twice)),
+    ],
+)
+def test_it_trains_as_torchs_and_saves_the_output(run, names):
+    trained = check_training(Net(run), tokens())
+    assert scales(trained) == names
+    layer = next(layer for layer in report(trained).layers if layer.name == "fc1")
+    assert layer.bytes_saved == (2 if run is one_layer_twice else 1) * 2 * 7 * SIZE * 8
+
+
+def test_what_is_held_is_less_by_the_output():
+    x = torch.randn(64, 7, SIZE)
+    model = Net(times)
+    native = measure(model, x).held
+    converted = convert(model)
+    for _ in range(3):
+        last_step(converted, x)
+    assert native - measure(converted, x).held > 0.95 * x.nbytes
+
+
+def also_used(m, x):
+    u = m.fc1(x)
+    return u * m.gamma + m.last(u)
+
+
+def used_before(m, x):
+    u = m.fc1(x)
+    y = u.exp()
+    return u * m.gamma + y
+
+
+def squared(m, x):
+    u = m.fc1(x) * m.fc1(x)
+    return u * m.gamma
+
+
+def two_products(m, x):
+    u = m.fc1(x)
+    return u * m.gamma + u * m.other
+
+
+def hooked(u):
+    # The forward pass of a reentrant checkpoint has no gradients.
+    if u.requires_grad:
+        u.register_hook(lambda g: 3 * g)
+
+
+def hooked_before(m, x):
+    u = m.fc1(x)
+    hooked(u)
+    return u * m.gamma
+
+
+def hooked_after(m, x):
+    u = m.fc1(x)
+    z = u * m.gamma
+    hooked(u)
+    return z
+
+
+def gradient_of_output(m, x):
+    u = m.fc1(x)
+    z = (u * m.gamma).square().sum()
+    return torch.autograd.grad(z, u, create_graph=True)[0]
+
+
+def scalar(m, x):
+    return m.fc1(x) * m.gamma[:1]
+
+
+def along_tokens(m, x):
+    return m.fc1(x) * m.gamma[:7].unsqueeze(1)
+
+
+def constant(m, x):
+    return m.fc1(x) * m.gamma.detach()
+
+
+def a_sum(m, x):
+    return (m.fc1(x) + x) * m.gamma
+
+
+def computed(m, x):
+    return m.fc1(x) * (m.gamma * m.other).exp()
+
+
+def chosen(m, x):
+    return x + m.fc1(x) * m.gamma[torch.arange(SIZE).flip(0)]
+
+
+def transposed(m, x):
+    return (m.fc1(x).transpose(1, 2) * m.gamma[:, None]).transpose(1, 2)
+
+
+def of_a_square(m, x):
+    x = x[:1, :1].expand(SIZE, SIZE, SIZE) + 0
+    return (m.fc1(x) * m.gamma[:, None]).sum(0) + (m.fc1(x) * m.gamma[:, None, None]).sum(1)
+
+
+def with_a_bias_of_its_own(m, x):
+    m.fc1.bias = None if m.fc1.bias is None else m.fc1.bias
+    return F.linear(x, m.fc1.weight, None) * m.gamma + m.fc1(x) * m.other
+
+
+PROGRAMS = [also_used, used_before, squared, two_products, hooked_before, hooked_after]
+PROGRAMS += [gradient_of_output, scalar, along_tokens, constant, a_sum, computed, chosen, transposed, of_a_square]
+PROGRAMS += [with_a_bias_of_its_own, *(times, permuted, twice, one_layer_twice)]
+
+
+@pytest.mark.parametrize("run", PROGRAMS)
+def test_whatever_is_done_with_the_output_it_trains_as_torchs(run):
+    check_training(Net(run), tokens())
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("run", [p for p in PROGRAMS if p is not gradient_of_output])
+def test_under_checkpoints_it_trains_as_torchs(run, reentrant):
+    check_training(Net(lambda m, x: checkpoint(lambda t: run(m, t), x * 1, use_reentrant=reentrant)), tokens())
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_gradients_and_their_gradients_are_right(bias):
+    def function(h, weight, bias, gamma, is_exchanged=True):
+        exchange = Exchange()
+        given = Linear(h, weight, bias)
+        u = linear(given, F.linear(*given).detach(), exchange)
+        return scaled(u, gamma, (u.detach() * gamma.detach()), given, exchange if is_exchanged else None)
+
+    shapes = [(2, 3, 4), (5, 4), (5,), (5,)]
+    given = [torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in shapes]
+    if not bias:
+        given[2] = None
+    assert torch.autograd.gradcheck(function, given)
+    assert torch.autograd.gradgradcheck(function, given)
+    assert torch.autograd.gradcheck(lambda *args: function(*args, is_exchanged=False), given)
+
+
+def test_the_product_for_the_weight_is_exchanged_only_if_it_is_that_of_the_whole_gradient():
+    exchange = Exchange()
+    du, dweight = torch.ones(2), torch.ones(3)
+    exchange.give(du, dweight)
+    assert exchange.take(du) is dweight
+    assert exchange.take(du) is None
+    exchange.give(du, dweight)
+    assert exchange.take(du.clone()) is None
+    exchange.give(du, dweight)
+    du.mul_(2)
+    assert exchange.take(du) is None
+
+
+@pytest.mark.parametrize("part", ["gamma", "fc1.weight", "fc1.bias", "x"])
+def test_each_gradient_may_be_asked_for_alone_and_again(part):
+    native = Net(times).double()
+    converted = last_step(last_step(convert(copy.deepcopy(native)), tokens().double()), tokens().double())
+    x = tokens().double().requires_grad_()
+    found = []
+    for model in (native, converted):
+        z = model(x).square().sum()
+        of = x if part == "x" else model.get_parameter(part)
+        found.append([torch.autograd.grad(z, of, retain_graph=True)[0] for _ in range(2)])
+        found[-1] += torch.autograd.grad(z, [p for p in model.parameters() if p is not model.other], allow_unused=True)
+    for torchs, own in zip(*found, strict=True):
+        assert (torchs is None) == (own is None)
+        if own is not None:
+            torch.testing.assert_close(own, torchs)
+
+
+def doubled(module, _, output):
+    return output * 2
+
+
+@pytest.mark.parametrize("hook", ["forward", "backward", "global"])
+def test_hooks_of_the_layer_and_of_all_modules_see_what_they_see_with_torch(hook):
+    seen, found = [], []
+    native = Net(times).double()
+    converted = last_step(convert(copy.deepcopy(native)), tokens().double())
+    x = tokens().double()
+    for model in (native, converted):
+        model.zero_grad()
+        if hook == "forward":
+            handle = model.fc1.register_forward_hook(doubled)
+        elif hook == "backward":
+            handle = model.fc1.register_full_backward_hook(lambda m, i, o: seen.append((i[0], o[0])))
+        else:
+            handle = nn.modules.module.register_module_forward_hook(
+                lambda m, i, o: o * 2 if type(m) is nn.Linear else None
+            )
+        x_ = x.clone().requires_grad_()
+        model(x_).square().sum().backward()
+        found.append([x_.grad, *(p.grad for p in model.parameters() if p.grad is not None)])
+        handle.remove()
+    for torchs, own in zip(*found, strict=True):
+        torch.testing.assert_close(own, torchs)
+    if seen:
+        for torchs, own in zip(*seen, strict=True):
+            torch.testing.assert_close(own, torchs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_its_gradients_are_as_exact_as_torchs(dtype):
+    """The gradient follows the input. Errors count beside those of torch, relative to float64."""
+    torch.manual_seed(0)
+    native = Net(times).to(dtype)
+    x = (torch.randn(16, 32, SIZE) + 0.5).to(dtype)
+    converted = convert(copy.deepcopy(native))
+    for _ in range(2):
+        converted(x).float().sum().backward()
+        guard.generations.advance()
+    found = []
+    for model in (native, converted, copy.deepcopy(native).double()):
+        model.zero_grad()
+        given = x.to(model.gamma.dtype, copy=True).requires_grad_()
+        z = model(given)
+        z.backward((x + 1).to(z.dtype))
+        found.append((z, given.grad, *(p.grad for p in model.parameters() if p.grad is not None)))
+    assert scales(converted) == ["fc1"]
+    assert torch.equal(found[0][0], found[1][0])
+    for torchs, own, right in zip(*found, strict=True):
+        errors = [float((t.double() - right).norm() / right.norm()) for t in (torchs, own)]
+        assert errors[1] <= 6 * errors[0], errors
+
+
+def test_under_autocast_it_trains_as_torchs():
+    def run(m, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return x + m.fc2(F.gelu(m.fc1(x))) * m.gamma
+
+    torch.manual_seed(0)
+    native = Net(run)
+    converted = convert(copy.deepcopy(native))
+    x = torch.randn(8, 16, SIZE)
+    for _ in range(3):
+        for model in (native, converted):
+            model.zero_grad()
+            model(x).float().square().sum().backward()
+        guard.generations.advance()
+    assert scales(converted) == ["fc2"]
+    for p, q in zip(native.parameters(), converted.parameters(), strict=True):
+        if p.grad is not None:
+            assert (p.grad - q.grad).norm() <= 0.02 * p.grad.norm()
+
+
+def test_reverted_it_is_as_before():
+    model = last_step(last_step(convert(Net(times))))
+    assert model.fc1._forward_hooks
+    revert(model)
+    assert not model.fc1._forward_hooks
+    assert "_follows" not in vars(model.fc1)
+    last_step(model)
