@@ -182,6 +182,27 @@ struct InverseArgs {
   ActivationArgs activation;
 };
 
+// dx of a norm that normalises each row of a matrix, from its output y = weight * xhat + bias, or from xhat:
+//   g = dy * weight        dx = rstd * (g - mean(g) - xhat * mean(g * xhat)), without mean(g) unless `centred`
+template <typename scalar_t>
+struct RowsBackwardArgs {
+  using opmath_t = opmath_type<scalar_t>;
+  int64_t rows, columns;
+  const scalar_t *y, *dy;
+  const opmath_t* rstd;
+  ChannelVector<scalar_t> weight, bias;
+  bool centred, is_xhat;
+  scalar_t* dx;
+
+  INPLACE_ABN_INLINE opmath_t gamma(int64_t c) const { return weight ? weight.load(c) : opmath_t(1); }
+  INPLACE_ABN_INLINE opmath_t beta(int64_t c) const { return bias && !is_xhat ? bias.load(c) : opmath_t(0); }
+  // Where the weight is zero, xhat does not matter.
+  INPLACE_ABN_INLINE opmath_t inverse_gamma(int64_t c) const {
+    const opmath_t g = is_xhat ? opmath_t(1) : gamma(c);
+    return g == 0 ? opmath_t(0) : 1 / g;
+  }
+};
+
 // --- Parts of a call's tensors ---------------------------------------------------------------------------------------
 
 template <typename T>
@@ -297,6 +318,8 @@ LocalBackwardArgs<scalar_t> of_instance(const LocalBackwardArgs<scalar_t>& args,
   void share_sums(const ShareArgs<scalar_t>& args);               \
   template <typename scalar_t>                                    \
   void inverse(const InverseArgs<scalar_t>& args);                \
+  template <typename scalar_t>                                    \
+  void rows_backward(const RowsBackwardArgs<scalar_t>& args);     \
   }
 
 INPLACE_ABN_DECLARE_KERNELS(cpu)

@@ -14,10 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from inplace_abn.activations import find
 from inplace_abn.autograd.backward import Edges, Gradients, Needed, Saved, placed
+from inplace_abn.kernels import ops
 from inplace_abn.reference import indices
 from inplace_abn.settings import Settings
 
+_EPS = 1e-30
+"""Below any weight that matters, so that the scale is the weight itself."""
 LAYER, RMS = "layer", "rms"
 """The values of `Settings.rows`."""
 
@@ -74,36 +78,27 @@ def recovered(saved: Saved, settings: Settings, dtype: torch.dtype) -> Tensor:
 
 
 def gradients(need: Needed, saved: Saved, dy: Tensor, own_z: bool, own_dz: bool, settings: Settings) -> Gradients:
-    """The gradients that are needed. Nothing is overwritten: what follows the norm keeps y as well."""
-    weight, bias, rstd = saved.weight, saved.bias, saved.var.view(*dy.shape[:-1], 1)
-    is_mixed = weight is not None and weight.dtype != dy.dtype
-    dtype = wide(dy.dtype) if settings.rows == RMS or is_mixed else dy.dtype
-    xhat, given = recovered(saved, settings, dtype), dy.to(dtype)
-    weight = None if weight is None else weight.to(dtype)
-    if settings.rows == LAYER:
-        # With these statistics the normalised input is the input. torch's kernel for the CPU has them in 16 bits, too.
-        one = torch.ones_like(rstd, dtype=dtype if dy.is_cpu else wide(dtype))
-        mean = torch.zeros_like(one)
-        shape, mask = dy.shape[-1:], [need.x, need.weight and weight is not None, need.bias and bias is not None]
-        bias = None if bias is None else bias.to(dtype)
-        backward = torch.ops.aten.native_layer_norm_backward
-        dx, dweight, dbias = backward(given, xhat, shape, mean, one, weight, bias, mask)
-    else:
-        products = given * xhat
-        dbias = given.flatten(0, -2).sum(dim=0) if need.bias and bias is not None else None
-        dweight = products.flatten(0, -2).sum(dim=0) if need.weight and weight is not None else None
-        dx = None
-        if need.x:
-            total = products.sum(dim=-1) if weight is None else torch.mv(products.flatten(0, -2), weight)
-            mean = total.div_(dy.shape[-1]).view(rstd.shape)
-            dx = (given.clone() if weight is None else given * weight).addcmul_(xhat, mean, value=-1)
-    if dx is not None:
-        dx = dx.mul_(rstd).to(dy.dtype)
-    return dx, _like(dweight, saved.weight), _like(dbias, saved.bias), None
-
-
-def _like(gradient: Tensor | None, t: Tensor | None) -> Tensor | None:
-    return None if gradient is None or t is None else gradient.to(t.dtype)
+    """The gradients that are needed. dx is written over dy if backward owns it."""
+    weight, bias, rows, shape = saved.weight, saved.bias, saved.var.to(wide(dy.dtype)), dy.shape
+    if weight is not None and weight.dtype not in (dy.dtype, wide(dy.dtype)):
+        weight = weight.to(wide(dy.dtype))
+    is_xhat = saved.verbatim is not None
+    y = recovered(saved, settings, dy.dtype) if is_xhat else saved.z.to(dy.dtype)
+    y, dy = y.flatten(0, -2).contiguous(), dy.flatten(0, -2).contiguous()
+    dweight = torch.empty_like(saved.weight) if need.weight and saved.weight is not None else None
+    dbias = torch.empty_like(bias) if need.bias and bias is not None else None
+    sums = [t for t in (dweight, dbias) if t is not None]
+    if sums:
+        one = rows.new_ones(y.shape[1])
+        affine = (one, None) if is_xhat or weight is None else (weight, bias)
+        given = y, dy, one, *affine, None, _EPS, True, find("identity").code, 0.0, False
+        ops.run(ops.local_backward, sums, *given, dweight=dweight, dbias=dbias)
+    dx = None
+    if need.x:
+        dx = dy if own_dz else torch.empty_like(dy)
+        ops.run(ops.rows_backward, [dx], y, dy, rows, weight, bias, settings.rows == LAYER, is_xhat, dx=dx)
+        dx = dx.view(shape)
+    return dx, dweight, dbias, None
 
 
 def differentiable(saved: Saved, dy: Tensor, edges: Edges, settings: Settings) -> Gradients:

@@ -28,6 +28,7 @@ from inplace_abn.conversion.offered import settled
 from inplace_abn.conversion.pending import Pending
 from inplace_abn.guard.figures import THRESHOLDS
 from inplace_abn.guard.rows import figures
+from inplace_abn.kernels import ops
 from inplace_abn.modules.abn import as_leaf
 from inplace_abn.settings import Operands, Settings
 
@@ -153,7 +154,7 @@ class ConvertedLayerNorm(Alone):
         dtype, device, requires_grad = x.dtype, x.device, x.requires_grad
         if not may_have_node(x) or dtype not in THRESHOLDS or x.layout is not torch.strided or x.is_inference():
             return False
-        if x.dim() < 2 or x.numel() == 0 or x.is_neg() or device.type == "meta":
+        if x.dim() < 2 or x.numel() == 0 or x.is_neg() or not ops.run_on(device):
             return False
         for t in parameters(self):
             if t is None:

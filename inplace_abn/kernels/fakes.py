@@ -63,6 +63,10 @@ def _vector(name: str, t: Tensor, x: Tensor, size: int) -> None:
     _check(name, t, x, (size,), _stats_dtype(x.dtype), x.dtype)
 
 
+def _of_rows(name: str, t: Tensor, x: Tensor, _: int) -> None:
+    _check(name, t, x, x.shape[:1], _stats_dtype(x.dtype))
+
+
 def _momentum(_: str, t: Tensor, x: Tensor, __: int) -> None:
     _check_dtype("momentum", t, torch.float64)
     _check_device("momentum", t, x)
@@ -77,7 +81,7 @@ def _statistic(x: Tensor, size: int) -> Tensor:
 
 
 FIRST: dict[str, Callable[[str, Tensor, Tensor | None], Tensor]] = {
-    **dict.fromkeys(("x", "y_act", "xhat", "z"), _activations),
+    **dict.fromkeys(("x", "y_act", "xhat", "z", "y"), _activations),
     "gathered": _gathered,
 }
 """What an op's first argument must be, by its name. Returns the x that others are compared with."""
@@ -86,8 +90,9 @@ OTHERS: dict[str, Callable[[str, Any, Tensor, int], None]] = {
     **dict.fromkeys(("mean", "var", "weight", "bias", "running_mean", "running_var"), _vector),
     **dict.fromkeys(("mean_dy", "mean_xhat_dy", "dweight", "dbias"), _vector),
     "momentum_tensor": _momentum,
+    "rstd": _of_rows,
     **dict.fromkeys(("momentum", "eps", "signed_weight", "activation", "activation_param"), _number),
-    **dict.fromkeys(("invertible", "training", "shared"), _number),
+    **dict.fromkeys(("invertible", "training", "shared", "centred", "is_xhat"), _number),
 }
 """What another argument must be, by its name. ``size`` is that of vectors."""
 RESULTS: dict[str, Callable[[Tensor, int], Tensor]] = {

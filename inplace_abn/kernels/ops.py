@@ -14,6 +14,9 @@
 ``local_backward``  ``backward_reduce`` and ``backward`` in one; writes each of dx, dweight, dbias and the residual's
                     gradient (which is dy) for which the caller gives a buffer; with the optional buffer ``xhat``,
                     which may be y_act itself, a costly activation is inverted once instead of twice
+``rows_backward``   writes dx of a norm that normalises each row of a contiguous matrix, from the norm's output y, or
+                    from xhat: dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) with g = dy * weight, without mean(g)
+                    unless ``centred``; ``dx`` may be y or dy
 ``inverse``         y with act(y) = z, in the dtype of statistics
 ==================  ==========================================================================================
 
@@ -62,6 +65,12 @@ except OSError as error:
 with_cuda: bool = _torch.has_kernel("inplace_abn::forward", "CUDA")
 """Whether the kernels were built for CUDA, too."""
 
+
+def run_on(device: torch.device) -> bool:
+    """Whether there are kernels for the device."""
+    return device.type == "cpu" or (with_cuda and device.type == "cuda")
+
+
 statistics = torch.ops.inplace_abn.statistics.default
 combine = torch.ops.inplace_abn.combine.default
 forward = torch.ops.inplace_abn.forward.default
@@ -73,6 +82,7 @@ backward_reduce_out = torch.ops.inplace_abn.backward_reduce.out
 backward = torch.ops.inplace_abn.backward.default
 backward_out = torch.ops.inplace_abn.backward.out
 local_backward = torch.ops.inplace_abn.local_backward.default
+rows_backward = torch.ops.inplace_abn.rows_backward.default
 inverse = torch.ops.inplace_abn.inverse.default
 check = torch.ops.inplace_abn.check.default
 

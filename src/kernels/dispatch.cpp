@@ -417,6 +417,44 @@ void local_backward(const Tensor& y_act, const Tensor& dy_act, const Tensor& var
   operands.finish();
 }
 
+void rows_backward(const Tensor& y, const Tensor& dy, const Tensor& rstd, const OptTensor& weight,
+                   const OptTensor& bias, bool centred, bool is_xhat, const Tensor& dx) {
+  constexpr auto op = "inplace_abn::rows_backward";
+  check_activations(op, "y", y);
+  check_like(op, "dy", dy, y);
+  check_output(op, is_same(dx, dy) ? "dy" : "dx", dx, y, {&y, &dy});
+  for (const auto& [name, t] : {std::pair{"y", &y}, std::pair{"dy", &dy}, std::pair{"dx", &dx}}) {
+    const bool is_matrix = t->dim() == 2 && t->stride(1) == 1 && t->stride(0) == t->size(1);
+    INPLACE_ABN_CHECK(is_matrix || t->numel() == 0, op, ": expected ", name, " to be a contiguous matrix, got strides ",
+                      text(t->strides()));
+  }
+  INPLACE_ABN_CHECK(rstd.dim() == 1 && rstd.size(0) == y.size(0), op, ": expected rstd of shape (", y.size(0),
+                    ",), got ", text(rstd.sizes()));
+  INPLACE_ABN_CHECK(same_device(rstd, y), op, ": expected rstd on ", text(y.device()), ", got ", text(rstd.device()));
+  INPLACE_ABN_CHECK(rstd.scalar_type() == stats_type(y.scalar_type()), op, ": expected rstd of dtype ",
+                    stats_type(y.scalar_type()), ", got ", rstd.scalar_type());
+  check_channels(op, "weight", weight, y);
+  check_channels(op, "bias", bias, y);
+  if (y.numel() == 0) return;
+
+  const Scope scope(y);
+  Operands operands(y);
+  const Tensor dense_rstd = torch::stable::contiguous(rstd);
+  dispatch_types(y.scalar_type(), [&]<typename scalar_t>() {
+    const RowsBackwardArgs<scalar_t> args{y.size(0),
+                                          y.size(1),
+                                          static_cast<const scalar_t*>(y.const_data_ptr()),
+                                          static_cast<const scalar_t*>(dy.const_data_ptr()),
+                                          static_cast<const opmath_type<scalar_t>*>(dense_rstd.const_data_ptr()),
+                                          operands.channels<scalar_t>(weight),
+                                          operands.channels<scalar_t>(bias),
+                                          centred,
+                                          is_xhat,
+                                          static_cast<scalar_t*>(dx.mutable_data_ptr())};
+    CALL_BACKEND(y, rows_backward, args);
+  });
+}
+
 Tensor inverse(const Tensor& z, int64_t activation, double activation_param) {
   constexpr auto op = "inplace_abn::inverse";
   check_activations(op, "z", z);
@@ -449,6 +487,7 @@ void register_ops(torch::stable::detail::StableLibrary& m) {
   m.impl("backward", TORCH_BOX(&backward));
   m.impl("backward.out", TORCH_BOX(&backward_out));
   m.impl("local_backward", TORCH_BOX(&local_backward));
+  m.impl("rows_backward", TORCH_BOX(&rows_backward));
   m.impl("inverse", TORCH_BOX(&inverse));
 }
 

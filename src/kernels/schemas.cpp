@@ -44,5 +44,8 @@ STABLE_TORCH_LIBRARY(inplace_abn, m) {
       "float eps, bool signed_weight, int activation, float activation_param, bool training, int shared=0, "
       "*, Tensor(a!)? dx=None, Tensor(b!)? dweight=None, Tensor(c!)? dbias=None, Tensor(d!)? dresidual=None, "
       "Tensor(e!)? xhat=None) -> ()");
+  m.def(
+      "rows_backward(Tensor y, Tensor dy, Tensor rstd, Tensor? weight, Tensor? bias, bool centred, bool is_xhat, "
+      "*, Tensor(a!) dx) -> ()");
   m.def("inverse(Tensor z, int activation, float activation_param) -> Tensor y");
 }

@@ -8,18 +8,6 @@ namespace {
 
 constexpr int group_threads = 64;
 
-// The sum of all threads' totals, in all threads. `memory` is shared, and may be used again after the next barrier.
-__device__ Totals sum_of_block(const Totals& own, Totals* memory) {
-  const int thread = static_cast<int>(threadIdx.x);
-  memory[thread] = own;
-  for (int half = group_threads / 2; half > 0; half /= 2) {
-    __syncthreads();
-    if (thread < half) memory[thread].add(memory[thread + half]);
-  }
-  __syncthreads();
-  return memory[0];
-}
-
 template <typename scalar_t>
 __global__ void __launch_bounds__(group_threads)
     merge_kernel(const int64_t first_block, const StatisticsArgs<scalar_t> args) {
@@ -33,7 +21,7 @@ __global__ void __launch_bounds__(group_threads)
     own.add({shift, static_cast<double>(args.var[c]) + shift * shift});
   }
   // All threads have read the statistics once the sum is known.
-  const Moments group = moments(sum_of_block(own, memory), pivot, static_cast<double>(shared));
+  const Moments group = moments(sum_of_block<group_threads>(own, memory), pivot, static_cast<double>(shared));
   for (int64_t c = first + threadIdx.x; c < first + shared; c += group_threads) {
     args.mean[c] = static_cast<opmath_t>(group.mean);
     args.var[c] = static_cast<opmath_t>(group.var);
@@ -55,7 +43,7 @@ __global__ void __launch_bounds__(group_threads)
     if (args.dweight) args.dweight.store(c, sum_xhat_dy * static_cast<double>(args.affine.dgamma(c)));
     if (args.dbias) args.dbias.store(c, sum_dy);
   }
-  const Totals sums = sum_of_block(own, memory);
+  const Totals sums = sum_of_block<group_threads>(own, memory);
   for (int64_t c = first + threadIdx.x; c < first + shared; c += group_threads) {
     const double size = static_cast<double>(args.affine.gamma(c)) * count;
     args.sum_dy[c] = static_cast<opmath_t>(sums.first / size);

@@ -22,6 +22,19 @@ struct Totals {
   }
 };
 
+// The sum of all threads' totals, in all threads. `memory` is shared, and may be used again after the next barrier.
+template <int threads>
+__device__ Totals sum_of_block(const Totals& own, Totals* memory) {
+  const int thread = static_cast<int>(threadIdx.x);
+  memory[thread] = own;
+  for (int half = threads / 2; half > 0; half /= 2) {
+    __syncthreads();
+    if (thread < half) memory[thread].add(memory[thread + half]);
+  }
+  __syncthreads();
+  return memory[0];
+}
+
 // A thread's sums for mean and variance: of x - pivot, and of its square. The pivot is a mean of some of the thread's
 // own values, so that the variance keeps its digits however far the mean is from zero.
 template <typename opmath_t>
