@@ -49,6 +49,7 @@ EMULATED = {
     "test_functions",
     "test_infinities",
     "test_instance_norm",
+    "test_norms_of_rows",
     "test_ops",
     "test_residual",
     "test_schemas",

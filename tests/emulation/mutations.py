@@ -219,16 +219,16 @@ MUTATIONS: dict[str, tuple[str, str, str]] = {
     ),
     # Channels that share statistics
     "no barrier before a group's sum": (
-        "groups.cu",
+        "reduction.cuh",
         "    __syncthreads();\n    if (thread < half)",
         "    if (thread < half)",
     ),
     "threads read a group's sum too early": (
-        "groups.cu",
+        "reduction.cuh",
         "  __syncthreads();\n  return memory[0];",
         "  return memory[0];",
     ),
-    "half of the threads are summed": ("groups.cu", "int half = group_threads / 2;", "int half = group_threads / 4;"),
+    "half of the threads are summed": ("reduction.cuh", "int half = threads / 2;", "int half = threads / 4;"),
     "a channel past the group's last is merged": ("groups.cu", "c < first + shared;", "c <= first + shared;"),
     "the first channels of a group are merged": (
         "groups.cu",
@@ -241,6 +241,16 @@ MUTATIONS: dict[str, tuple[str, str, str]] = {
         "own.add({gamma * sum_dy, gamma * sum_xhat_dy});",
         "own.add({sum_dy, sum_xhat_dy});",
     ),
+    # Norms of rows
+    "a column past the row's last is summed or written": (
+        "rows_backward.cu",
+        "c < args.columns; c += row_threads",
+        "c <= args.columns; c += row_threads",
+    ),
+    "each row is the first": ("rows_backward.cu", "row = first_block + blockIdx.x;", "row = first_block;"),
+    "dx of RMS norms is centred": ("rows_backward.cu", "args.centred ? sums.first / count : 0.0", "sums.first / count"),
+    "the sums of a row are not means": ("rows_backward.cu", "(sums.second / count)", "(sums.second)"),
+    "a row is not scaled": ("rows_backward.cu", "args.rstd[row] * (g", "(g"),
     # What is computed
     "sums are not moved to the channel's pivot": (
         "reduction.cuh",

@@ -222,6 +222,23 @@ def run_per_instance(case, run_ops, tensors, reuse):
     return results | outputs
 
 
+def run_of_rows(case, run_ops, tensors, reuse):
+    """Calls the op that treats each row of a matrix by itself."""
+    x, dz, _, weight, bias, *_ = (copy(t) for t in tensors)
+    rows = case.choose.choice([1, len(x), x.numel() // x.shape[1]])
+    y, dy = (t.reshape(rows, -1).contiguous() for t in (x, dz))
+    wide = stats_dtype(case.dtype)
+    times = y.shape[1] // case.shape[1] + 1
+    weight, bias = (None if t is None else t.repeat(times)[: y.shape[1]] for t in (weight, bias))
+    if weight is not None:
+        weight[0] = 0.0
+    rstd = (torch.arange(rows) % 5 + 0.5).to(wide)
+    dx = case.choose.choice([y, dy]) if reuse else torch.full_like(y, torch.nan)
+    options = case.training, case.choose.random() < 0.3
+    run_ops["rows_backward"](y, dy, rstd, weight, bias, *options, dx=dx)
+    return {"z": dx.flatten()}
+
+
 def inputs(case):
     wide = stats_dtype(case.dtype)
     weight, bias, mean, var = parameters(case.shape[1], case.dtype if case.narrow else wide, affine=case.affine)
@@ -272,3 +289,10 @@ def test_random_calls_per_instance_agree_with_the_cpu(chunk, emulator, pytestcon
     cases = CASES // 10 * pytestconfig.getoption("fuzz")
     for seed in range(chunk * cases, (chunk + 1) * cases):
         check(Case(seed), emulator, seed % 2 == 0, run_per_instance)
+
+
+@pytest.mark.parametrize("chunk", range(5))
+def test_random_calls_on_rows_agree_with_the_cpu(chunk, emulator, pytestconfig):
+    cases = CASES // 10 * pytestconfig.getoption("fuzz")
+    for seed in range(chunk * cases, (chunk + 1) * cases):
+        check(Case(seed), emulator, seed % 2 == 0, run_of_rows)

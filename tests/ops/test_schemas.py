@@ -52,6 +52,18 @@ def op_samples(dtype, device):
             (z, dz, var, weight, bias, None, *tail, False),
             {"dx": torch.empty_like(z)},
         ),
+        "rows_backward": (
+            (
+                x[..., 0, 0].contiguous(),
+                dz[..., 0, 0].contiguous(),
+                torch.ones_like(var[:3]),
+                weight,
+                bias,
+                True,
+                False,
+            ),
+            {"dx": torch.empty_like(x[..., 0, 0].contiguous())},
+        ),
         **per_instance_samples(x, dz, weight, tail),
     }
 

@@ -10,7 +10,7 @@ constexpr int row_threads = 128;
 
 template <typename scalar_t>
 __global__ void __launch_bounds__(row_threads)
-    rows_kernel(const int64_t first_block, const RowsBackwardArgs<scalar_t> args) {
+    row_gradient_kernel(const int64_t first_block, const RowsBackwardArgs<scalar_t> args) {
   using opmath_t = opmath_type<scalar_t>;
   __shared__ Totals memory[row_threads];
   const int64_t row = first_block + blockIdx.x;
@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(row_threads)
 
 template <typename scalar_t>
 void rows_backward(const RowsBackwardArgs<scalar_t>& args) {
-  launch(rows_kernel<scalar_t>, args.rows, row_threads, args);
+  launch(row_gradient_kernel<scalar_t>, args.rows, row_threads, args);
 }
 
 #define INSTANTIATE(scalar_t) template void rows_backward(const RowsBackwardArgs<scalar_t>&);

@@ -169,6 +169,20 @@ void inverse(const InverseArgs<scalar_t>& args) {
   cuda::inverse(args);
 }
 
+template <typename scalar_t>
+void rows_backward(const RowsBackwardArgs<scalar_t>& args) {
+  Call call(Extent{Order::rows, args.rows, args.columns, 1});
+  const auto area = [&](const char* name, auto* data, unsigned uses) {
+    call.view(name, View{data, args.columns, 1}, uses);
+  };
+  area("y", args.y, use_read);
+  area("dy", args.dy, use_read);
+  area("dx", args.dx, use_write);
+  call.vector("rstd", args.rstd, args.rows, use_read);
+  call.channels("weight", args.weight, use_read).channels("bias", args.bias, use_read);
+  cuda::rows_backward(args);
+}
+
 #define INSTANTIATE(scalar_t)                                         \
   template void statistics(const StatisticsArgs<scalar_t>&);          \
   template void combine(const CombineArgs<scalar_t>&);                \
@@ -179,7 +193,8 @@ void inverse(const InverseArgs<scalar_t>& args) {
   template void local_backward(const LocalBackwardArgs<scalar_t>&);   \
   template void group_statistics(const StatisticsArgs<scalar_t>&);    \
   template void share_sums(const ShareArgs<scalar_t>&);               \
-  template void inverse(const InverseArgs<scalar_t>&);
+  template void inverse(const InverseArgs<scalar_t>&);                \
+  template void rows_backward(const RowsBackwardArgs<scalar_t>&);
 INPLACE_ABN_FOR_ALL_TYPES(INSTANTIATE)
 
 }  // namespace cpu
