@@ -35,10 +35,12 @@ import inplace_abn
 from inplace_abn.memory import memory_report
 
 
-def network(name: str) -> nn.Module:
+def network(name: str, size: int) -> nn.Module:
     import timm
 
-    model: nn.Module = timm.create_model(name, pretrained=False, num_classes=10)
+    # A transformer is made for one size of images, which it cuts into patches. Convolutional nets take any size.
+    options = {"img_size": size, "patch_size": 4} if "vit" in name else {}
+    model: nn.Module = timm.create_model(name, pretrained=False, num_classes=10, **options)
     return model
 
 
@@ -84,7 +86,7 @@ def draw(curves: dict[str, list[list[float]]], path: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--model", default="resnet10t", help="any of timm's with BatchNorms")
+    parser.add_argument("--model", default="resnet10t", help="any of timm's")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--batch", type=int, default=32)
@@ -95,11 +97,11 @@ def main() -> None:
     curves: dict[str, list[list[float]]] = {"native": [], "converted": []}
     for seed in range(args.seeds):
         torch.manual_seed(seed)
-        native = network(args.model)
+        native = network(args.model, args.size)
         converted = inplace_abn.convert(copy.deepcopy(native))
         if seed == 0:
             report = memory_report(native, images[: args.batch])
-            print(f"{args.model}: {len(report.norms.in_place)} of {len(report.norms.layers)} norms in place")
+            print(f"{args.model}: {len(report.norms.in_place)} of {len(report.norms.layers)} layers in place")
             for name, usage in (("native", report.before), ("converted", report.after)):
                 print(f"{name}: {usage.held / 2**20:.1f} MiB held, {usage.peak / 2**20:.1f} MiB at the peak of a step")
         for name, model in (("native", native), ("converted", converted)):

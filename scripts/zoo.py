@@ -50,6 +50,9 @@ README_INPUTS = {
     "smp DeepLabV3Plus": (8, 3, 256, 256),
     "nnU-Net PlainConvUNet 3d": (2, 1, 64, 64, 64),
     "HF UperNet": (8, 3, 256, 256),
+    "timm vit_small_patch16_224": (8, 3, 224, 224),
+    "timm convnext_tiny": (8, 3, 224, 224),
+    "HF SegFormer": (2, 3, 512, 512),
 }
 """Shapes, by names of the zoo, for which activations take more memory than parameters."""
 
@@ -60,7 +63,7 @@ PAGE = """# Public models
 
 - **gradients**: whether `inplace_abn.verify` finds all gradients, outputs and running statistics of a training step in
   float64 equal to the original's, and the largest relative difference of a gradient.
-- **in place**: how many of the norms (BatchNorms, InstanceNorms or GroupNorms), and of the activations without a norm,
+- **in place**: how many of the norms (batch, instance, group, layer or RMS norms), and of the activations without a norm,
   are in place after `convert(model)`.
 - **held**: what the forward pass of the original holds for backward, in float32 on the CPU, with an input of the shape
   that stands beside the name. **converted** is the share of that which is held after `convert(model)`.
@@ -98,9 +101,9 @@ class Entry(NamedTuple):
         return trained(self.make(package))
 
 
-def timm(name: str, side: int = 64) -> Entry:
+def timm(name: str, side: int = 64, **options: Any) -> Entry:
     """An entry for a model of square images with this many pixels in a row."""
-    return Entry("timm", "timm", lambda package: package.create_model(name), (3, side, side))
+    return Entry("timm", "timm", lambda package: package.create_model(name, **options), (3, side, side))
 
 
 def torchvision(name: str) -> Entry:
@@ -208,14 +211,16 @@ TIMM = (
     *("densenet121", "efficientnet_b0", "hgnetv2_b0"),
 )
 TIMM_224 = (
-    *("vit_small_patch16_224", "swin_tiny_patch4_window7_224", "convnext_tiny", "mixer_s16_224"),
-    "resnetv2_50x1_bit",
+    *("vit_small_patch16_224", "deit3_small_patch16_224", "swin_tiny_patch4_window7_224", "convnext_tiny"),
+    *("convnextv2_tiny", "mixer_s16_224", "resnetv2_50x1_bit"),
 )
 """Models without batch norm. Some of them take images of this size only."""
 NNUNET: dict[str, tuple[Any, ...]] = {"2d, BatchNorm": (2, "BatchNorm"), "2d": (2,), "3d": (3,)}
 ZOO = {
     **{f"timm {name}": timm(name) for name in TIMM},
     **{f"timm {name}": timm(name, 224) for name in TIMM_224},
+    "timm vit_small_patch14_dinov2": timm("vit_small_patch14_dinov2", 112, img_size=112),
+    "timm eva02_small_patch14_224": timm("eva02_small_patch14_224", 112, img_size=112),
     **{f"torchvision {name}": torchvision(name) for name in ("resnet50", "densenet121", "mobilenet_v3_large")},
     **{f"smp {name}": smp(name) for name in ("Unet", "Linknet", "DeepLabV3Plus")},
     "ultralytics yolo11n": ultralytics("yolo11n"),
@@ -239,6 +244,12 @@ ZOO = {
         deep_supervision=True,
         deep_supr_num=2,
         res_block=True,
+    ),
+    "MONAI SwinUNETR": Entry(
+        "monai.networks.nets",
+        "monai",
+        lambda package: package.SwinUNETR(in_channels=1, out_channels=2, feature_size=12),
+        (1, 32, 32, 32),
     ),
     "MONAI BasicUNet, instance norm": monai("BasicUNet", features=(8, 8, 16, 32, 64, 8)),
     "MONAI UNet, instance norm, PReLU": monai("UNet", channels=(8, 16, 32), strides=(2, 2), num_res_units=2),
@@ -266,6 +277,19 @@ ZOO = {
         auxiliary_channels=32,
         num_labels=5,
     ),
+    "HF UperNet, ConvNeXt": hugging_face(
+        "UperNetForSemanticSegmentation",
+        backbone_config={
+            "model_type": "convnext",
+            "hidden_sizes": [32, 64, 128, 256],
+            "depths": [2, 2, 4, 2],
+            "out_features": ["stage1", "stage2", "stage3", "stage4"],
+        },
+        hidden_size=64,
+        use_auxiliary_head=False,
+        num_labels=5,
+    ),
+    "HF SegFormer": hugging_face("SegformerForSemanticSegmentation", num_labels=20),
     "HF MobileViT": hugging_face("MobileViTForImageClassification", image_size=64),
     "diffusers UNet2DModel": unet(attention=False),
     "diffusers UNet2DModel, attention": unet(attention=True),

@@ -37,7 +37,7 @@ class NormActivation(nn.Sequential):
 def convert(
     model: nn.Module, *, sync: bool = False, filter_fn: Callable[[nn.Module, str], bool] | None = None
 ) -> nn.Module:
-    """Makes the BatchNorms, InstanceNorms, GroupNorms and activations of ``model`` work in place.
+    """Makes the norms and activations of ``model`` work in place.
 
     A module becomes a subclass of its class (`conversion.classes`), with the same parameters, buffers and keys of the
     state dict. So optimizers that were made before remain valid, and checkpoints load both ways. Nothing else changes,
@@ -49,7 +49,9 @@ def convert(
     An activation without a norm before it (GELU, SiLU, Mish, Hardswish, ELU and LeakyReLU, which do not write to their
     input) keeps its result for backward instead of its input, if what follows keeps that result anyway. It may be a
     module, or a function that is called with the output of a linear layer or a convolution (``F.gelu(self.fc1(x))``),
-    or with a sum of that output. Such functions are found in training steps.
+    or with a sum of that output. Such functions are found in training steps. The same holds for a layer norm or an RMS
+    norm of any package, whose class is tried in its first step, and for a linear layer whose output is multiplied by a
+    vector, as in LayerScale: it does not keep its output.
 
     Args:
         model: is modified. Copy it before (``copy.deepcopy``) to keep the original.
