@@ -63,8 +63,8 @@ PAGE = """# Public models
 
 - **gradients**: whether `inplace_abn.verify` finds all gradients, outputs and running statistics of a training step in
   float64 equal to the original's, and the largest relative difference of a gradient.
-- **in place**: how many of the norms (batch, instance, group, layer or RMS norms), and of the activations without a norm,
-  are in place after `convert(model)`.
+- **in place**: how many of the norms (batch, instance, group, layer or RMS norms), and of the activations without a
+  norm, are in place after `convert(model)`.
 - **held**: what the forward pass of the original holds for backward, in float32 on the CPU, with an input of the shape
   that stands beside the name. **converted** is the share of that which is held after `convert(model)`.
 - **step**: what a training step of the converted model takes, in the original's time; {threads}, beside whatever else

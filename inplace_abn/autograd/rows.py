@@ -60,7 +60,7 @@ def normalised(x: Tensor, weight: Tensor | None, bias: Tensor | None, rows: str,
 
 
 def recovered(saved: Saved, settings: Settings, dtype: torch.dtype) -> Tensor:
-    """xhat from y. Where the weight is zero, and xhat was not saved, it is zero, which is right for dx."""
+    """xhat from y. Where the weight is zero, and xhat was not saved, it is zero, which the guard does not trust."""
     y, weight, bias = saved.z, saved.weight, saved.bias
     xhat = torch.empty(y.shape, dtype=dtype, device=y.device)
     if weight is None:

@@ -11,7 +11,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from inplace_abn.autograd.backward import input_edge, placed
 
 
 class Linear(NamedTuple):
@@ -33,10 +36,16 @@ class Exchange:
         self.du, self.version, self.dweight = du, du._version, dweight
 
     def take(self, du: Tensor) -> Tensor | None:
-        """dW, if all of du came from the product."""
-        is_same = self.du is du and self.version == du._version
-        dweight, self.du, self.dweight = self.dweight if is_same else None, None, None
-        return dweight
+        """dW, if all of du came from the product. Nobody else gets the memory of the du that is held here."""
+        given, self.du = self.du, None
+        dweight, self.dweight = self.dweight, None
+        if given is None or given.data_ptr() != du.data_ptr() or self.version != du._version:
+            return None
+        return dweight if (given.shape, given.stride()) == (du.shape, du.stride()) else None
+
+
+def _rows(t: Tensor) -> Tensor:
+    return t.reshape(-1, t.shape[-1])
 
 
 class LinearFunction(torch.autograd.Function):
@@ -62,43 +71,61 @@ class LinearFunction(torch.autograd.Function):
         dh = du @ weight.to(du.dtype) if need[0] else None
         dweight = None
         if need[1]:
-            dweight = du.flatten(0, -2).t() @ h.flatten(0, -2) if exchanged is None else exchanged
-            dweight = dweight.to(weight.dtype)
-        return dh, dweight, du.flatten(0, -2).sum(dim=0).to(ctx.bias_dtype) if need[2] else None, None, None
+            dweight = (_rows(du).t() @ _rows(h) if exchanged is None else exchanged).to(weight.dtype)
+        return dh, dweight, _rows(du).sum(dim=0).to(ctx.bias_dtype) if need[2] else None, None, None
+
+
+class Product(NamedTuple):
+    """What the node of z = t * gamma knows besides t and gamma. t is u, or a permutation of it."""
+
+    linear: Linear
+    back: tuple[int, ...]
+    """The permutation that makes u of t."""
+    exchange: Exchange | None
+    edge: Tensor
+    """A tensor without memory that has t's place in the graph."""
 
 
 class ScaleFunction(torch.autograd.Function):
-    """The node of z, which is computed already. u is its place in the graph only."""
+    """The node of z, which is computed already. t is its place in the graph only."""
 
     @staticmethod
-    def forward(u: Tensor, gamma: Tensor, z: tuple[Tensor], linear: Linear, exchange: Exchange | None) -> Tensor:
+    def forward(t: Tensor, gamma: Tensor, z: tuple[Tensor], product: Product) -> Tensor:
         return z[0]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        u, gamma, _, linear, ctx.exchange = inputs
-        ctx.dtype = u.dtype
-        ctx.save_for_backward(gamma, *linear)
+        t, gamma, _, product = inputs
+        h, weight, bias = product.linear
+        # Autograd notices writes to h and W, as it does for the linear layer. Nobody else keeps the bias.
+        values = None if bias is None else bias.detach().clone()
+        ctx.save_for_backward(gamma, h.detach(), weight.detach(), values)
+        ctx.back, ctx.exchange, ctx.edge, ctx.dtype = product.back, product.exchange, product.edge, t.dtype
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, dz: Tensor | None) -> tuple[Tensor | None, ...]:
         if dz is None:
-            return (None,) * 5
+            return (None,) * 4
         gamma, h, weight, bias = ctx.saved_tensors
-        du = (dz * gamma).to(ctx.dtype) if ctx.needs_input_grad[0] else None
+        need, back, wide = ctx.needs_input_grad, ctx.back, torch.promote_types(ctx.dtype, torch.float32)
+        forth = [back.index(i) for i in range(len(back))]
+        # Here all tensors are laid out as u.
+        dz = dz.permute(back)
+        du = (dz * gamma).to(ctx.dtype) if need[0] else None
         dgamma = None
-        if ctx.needs_input_grad[1]:
-            wide = torch.promote_types(ctx.dtype, torch.float32)
-            dz = dz.flatten(0, -2)
-            product = dz.to(ctx.dtype).t() @ h.flatten(0, -2)
+        if need[1] and torch.is_grad_enabled():
+            values = F.linear(h, weight.to(ctx.dtype), None if bias is None else bias.to(ctx.dtype)).permute(forth)
+            t: Any = placed(values, ctx.edge)
+            dgamma = _rows(dz * t.permute(back)).sum(dim=0)
+        elif need[1]:
+            product = _rows(dz).to(ctx.dtype).t() @ _rows(h)
             dgamma = (product.to(wide) * weight).sum(dim=1)
             if bias is not None:
-                dgamma = dgamma + bias * dz.sum(dim=0, dtype=wide)
-            dgamma = dgamma.to(gamma.dtype)
-            if du is not None and ctx.exchange is not None and not torch.is_grad_enabled():
+                dgamma = dgamma + bias * _rows(dz).sum(dim=0, dtype=wide)
+            if du is not None and ctx.exchange is not None:
                 ctx.exchange.give(du, product * gamma.unsqueeze(1).to(wide))
-        return du, dgamma, None, None, None
+        return None if du is None else du.permute(forth), None if dgamma is None else dgamma.to(gamma.dtype), None, None
 
 
 def linear(given: Linear, u: Tensor, exchange: Exchange) -> Tensor:
@@ -107,7 +134,17 @@ def linear(given: Linear, u: Tensor, exchange: Exchange) -> Tensor:
     return result
 
 
-def scaled(u: Tensor, gamma: Tensor, z: Tensor, given: Linear, exchange: Exchange | None) -> Tensor:
-    """z = u * gamma, with a node that does not keep u, the output of a linear layer."""
-    result: Tensor = ScaleFunction.apply(u, gamma, (z,), given, exchange)
+def scaled(
+    t: Tensor, gamma: Tensor, z: Tensor, given: Linear, back: tuple[int, ...], exchange: Exchange | None
+) -> Tensor:
+    """z, with a node that does not keep t.
+
+    Args:
+        t: u, or a permutation of it.
+        gamma: the vector.
+        z: the product, without a place in the graph.
+        back: the permutation that makes u of t.
+        exchange: that of the linear layer; None if it has torch's node.
+    """
+    result: Tensor = ScaleFunction.apply(t, gamma, (z,), Product(given, back, exchange, input_edge(t)))
     return result

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from inplace_abn import functions
+from inplace_abn import functions, guard
 from inplace_abn.activations import activation_of_op, find
 from inplace_abn.autograd import nodes
 from inplace_abn.autograd.backward import Values
@@ -50,7 +50,8 @@ class ActivationAlone(Alone):
         ``follows`` is what the report says of it.
         """
         self._note_watch()
-        if self._past.follows_norm or self._is_given_up():
+        follows_norm = guard.of_forward_pass(f"follows {id(self)}", self._past.follows_norm)
+        if follows_norm or self._is_given_up():
             return None
         if activation is None or not _is_suitable(x, activation):
             self._past.note = Note(why=_NOT_APPLIED if activation is None else _UNSUITABLE)

@@ -51,8 +51,8 @@ class CalledActivation(ActivationAlone):
 
     def scaled(self, t: Tensor, origin: Origin, factor: Any, product: Callable[[], Tensor]) -> Tensor | None:
         """The product of ``t``, a linear layer's output, and a vector; None if it has to be torch's."""
-        gamma = origin.vector(factor)
-        if gamma is None or not may_have_node(origin.linear.h):
+        gamma = origin.vector(t, factor)
+        if gamma is None or not may_have_node(t):
             return None
         if not self.is_called:
             self._past.note = Note(_SCALED.follows, why=_WITHOUT_GRADIENTS)
@@ -61,16 +61,14 @@ class CalledActivation(ActivationAlone):
         self._note_watch()
         if self._is_given_up():
             return None
-        last = [origin.dims.index(i) for i in range(len(origin.dims))]
         with torch.no_grad():
-            z = product().permute(last).detach()
-        u = t if origin.u is None else origin.u
-        z = scale.scaled(u, gamma, z, origin.linear, origin.exchange)
+            z = product().detach()
+        z = scale.scaled(t, gamma, z, origin.linear, origin.back, origin.exchange)
         observer = self.observer()
         if observer is not None:
-            observer.note(watch.Result(self, *IDENTITY, is_writable=False, is_alone=True), u, z, None)
+            observer.note(watch.Result(self, *IDENTITY, is_writable=False, is_alone=True), t, z, None)
         self._past.note = _SCALED
-        return z if last == sorted(last) else z.permute(origin.dims)
+        return z
 
     def is_scaled(self) -> bool:
         """Whether the module's output was multiplied by a vector. A recomputation does what its forward pass did."""
@@ -111,7 +109,9 @@ def _offer_output(module: nn.Module, args: tuple[Any, ...], output: Any) -> Tens
     if layer is None or type(output) is not Tensor or torch.compiler.is_compiling() or _torch.is_watched():
         return None
     given_up = guard.given_up(layer)
-    if given_up is not None and given_up[0] < guard.now() and watch.current() is None:
+    if given_up is not None and given_up[0] < guard.now():
+        return None
+    if not guard.happened_in_forward_pass(f"offered {id(layer)}"):
         return None
     if output.requires_grad or watch.current() is not None:
         layer.training = module.training

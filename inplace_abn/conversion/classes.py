@@ -13,7 +13,8 @@ from inplace_abn.conversion import watch
 from inplace_abn.conversion.activations import READERS, InPlaceActivation, applied, qualified
 from inplace_abn.conversion.called import is_maker
 from inplace_abn.conversion.converted import Converted
-from inplace_abn.conversion.layer_norms import ConvertedLayerNorm, length
+from inplace_abn.conversion.formulas import does_nothing_else, length
+from inplace_abn.conversion.layer_norms import ConvertedLayerNorm
 from inplace_abn.conversion.norms import InPlaceGroupNorms, InPlaceInstanceNorms, InPlaceNorm
 from inplace_abn.conversion.offered import settled
 from inplace_abn.conversion.pending import plain
@@ -111,6 +112,11 @@ KINDS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm,
 """The base classes of all norms that are looked at."""
 
 
+_NAMES_OF_ROWS = {
+    name for base in ConvertedLayerNorm.__mro__[:-1] for name in vars(base) if not name.startswith("__")
+} - set(dir(nn.Module))
+
+
 def has_own_activation(module: nn.Module) -> bool:
     """Whether the module is timm's BatchNormAct2d or GroupNormAct. This does not import timm."""
     return (
@@ -151,9 +157,16 @@ def _is_named_norm(module: nn.Module) -> bool:
 
 def is_norm_of_rows(module: nn.Module) -> bool:
     """Whether the module may be a layer norm or an RMS norm, or was. Its first call tells what it is."""
-    if isinstance(module, (ConvertedLayerNorm, nn.LayerNorm, nn.RMSNorm)):
-        return length(module) > 0
-    return _is_named_norm(module) and not isinstance(module, KINDS) and length(module) > 0
+    kind = type(module)
+    if isinstance(module, ConvertedLayerNorm):
+        return True
+    if isinstance(module, KINDS) or not (_is_named_norm(module) or isinstance(module, (nn.LayerNorm, nn.RMSNorm))):
+        return False
+    # Names of the module's own must not be in the way of those that it gets.
+    names = vars(module).keys() | {
+        name for base in kind.__mro__ if not issubclass(nn.Module, base) for name in vars(base)
+    }
+    return length(module) > 0 and does_nothing_else(kind) and not names & _NAMES_OF_ROWS
 
 
 def unfit_reason(module: nn.Module) -> str:

@@ -3,16 +3,13 @@
 In a transformer's block the input is the residual stream, which nothing else keeps, and a linear layer keeps the output
 anyway. Backward recovers the normalised values from the output (`inplace_abn.autograd.rows`).
 
-Every package has norm classes of its own. What a class computes is found out by calling it with other weights and some
-rows that tell the formulas apart. Calls on real rows are checked when the guard measures.
+What a class computes is found out in its first call (`conversion.formulas`). Calls on real rows are checked when the
+guard measures.
 """
 
 from __future__ import annotations
 
-import copy
-import itertools
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -23,6 +20,7 @@ from inplace_abn.autograd import nodes, rows
 from inplace_abn.autograd.backward import Values, by_value
 from inplace_abn.conversion.alone import Alone
 from inplace_abn.conversion.converted import Note, may_have_node
+from inplace_abn.conversion.formulas import Kind, key_of, kind_of, length, parameters
 from inplace_abn.conversion.narrowed import narrowed, wide
 from inplace_abn.conversion.offered import settled
 from inplace_abn.conversion.pending import Pending
@@ -35,20 +33,6 @@ from inplace_abn.settings import Operands, Settings
 _CONSUMER = (*IDENTITY, False)
 _UNSUITABLE = "its input, its parameters or the mode of the call are not supported"
 _UNKNOWN = "its forward pass is not that of a layer norm or an RMS norm"
-
-
-class Kind(NamedTuple):
-    """How a norm computes."""
-
-    rows: str
-    """`autograd.rows.LAYER` or `autograd.rows.RMS`."""
-    axis: int
-    """The dimension that is normalised: the last one, or that of channels."""
-    offset: float
-    """What is added to the weight: some classes keep the scale less 1."""
-    eps: float
-    is_torch: bool
-    """Whether the result has the bits of ``torch.native_layer_norm``."""
 
 
 class ConvertedLayerNorm(Alone):
@@ -154,7 +138,7 @@ class ConvertedLayerNorm(Alone):
         dtype, device, requires_grad = x.dtype, x.device, x.requires_grad
         if not may_have_node(x) or dtype not in THRESHOLDS or x.layout is not torch.strided or x.is_inference():
             return False
-        if x.dim() < 2 or x.numel() == 0 or x.is_neg() or not ops.run_on(device):
+        if vars(self)["_modules"] or x.dim() < 2 or x.numel() == 0 or x.is_neg() or not ops.run_on(device):
             return False
         for t in parameters(self):
             if t is None:
@@ -168,70 +152,16 @@ class ConvertedLayerNorm(Alone):
 
     def _kind(self, x: Tensor) -> Kind | None:
         """How the norm computes an input like x."""
-        device, kinds, of_module = x.device.type, self._past.kinds, vars(self)
-        state = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-        eps = of_module.get("eps", of_module.get("variance_epsilon"))
-        key = x.dtype, x.dim(), x.shape[1], x.shape[-1], state, eps
+        kinds, key = self._past.kinds, key_of(self, x)
         if key not in kinds:
-            # torch's default depends on the dtype.
-            values = {torch.finfo(rows.wide(x.dtype)).eps, torch.finfo(x.dtype).eps} if eps is None else {float(eps)}
-            axes = [axis for axis in (-1, 1) if x.shape[axis] == self.num_features and (axis < 0 or x.dim() > 2)]
-            found = [kind for axis in axes for value in values for kind in self._kinds(x, axis, value)]
-            kinds[key] = found[0] if len(found) == 1 else None
+            kinds[key] = kind_of(self, _original(self), x)
         return kinds[key]  # type: ignore[no-any-return]
 
-    @torch.no_grad()
-    def _kinds(self, x: Tensor, axis: int, eps: float) -> Iterator[Kind]:
-        """What the module may compute along an axis of an input like x. It is tried on a copy with other weights."""
-        other, count = copy.copy(self), self.num_features
-        line = torch.arange(count, device=x.device, dtype=torch.float64)
-        other.__dict__["_parameters"] = {
-            name: None if t is None else nn.Parameter((torch.cos(3 * line + i) + 2 - i).to(t.dtype))
-            for i, (name, t) in enumerate(self._parameters.items())  # type: ignore[attr-defined]
-        }
-        weight, bias = parameters(other)
-        # The rows have means and sizes that tell layer norms from RMS norms, and where eps is added.
-        values = torch.sin(line * torch.arange(1, 9, 1, device=x.device).unsqueeze(1))
-        mean, size = (torch.linspace(*ends, 8, device=x.device).unsqueeze(1) for ends in ((-3, 3), (1, 5)))
-        size = torch.where(torch.arange(8, device=x.device).unsqueeze(1) % 3 == 0, eps**0.5, size)
-        probe = ((values + mean) * size).to(x.dtype)
-        shape = [8, *(1,) * (x.dim() - 2)]
-        shape.insert(len(shape) if axis < 0 else axis, count)
-        try:
-            # A module that has a memory gives two results.
-            results = [super(ConvertedLayerNorm, other).forward(probe.view(shape)) for _ in range(2)]  # type: ignore[misc]
-        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
-            return
-        if any(type(t) is not Tensor or list(t.shape) != shape or not t.is_floating_point() for t in results):
-            return
-        result = results[0].reshape(8, count)
-        if not torch.equal(*results):
-            return
-        unit = max(torch.finfo(result.dtype).eps, torch.finfo(x.dtype).eps)
-        for kind, offset in itertools.product((rows.LAYER, rows.RMS), (0.0, 1.0) if weight is not None else (0.0,)):
-            scale = None if weight is None else weight.double() + offset
-            y = rows.normalised(probe.double(), scale, None if bias is None else bias.double(), kind, eps)
-            if torch.allclose(result.double(), y, *(min(32 * unit, 2.0**-4),) * 2):
-                torchs, *_ = torch.native_layer_norm(probe, (count,), weight, bias, eps)
-                is_torch = kind == rows.LAYER and not offset and torch.equal(torchs, result)
-                yield Kind(kind, axis, offset, eps, is_torch)
 
-
-def parameters(module: Any) -> tuple[Tensor | None, Tensor | None]:
-    """The weight and the bias, which a norm of rows need not have."""
-    given = module._parameters
-    # torch.nn.utils.parametrize turns parameters into properties.
-    weight = given["weight"] if "weight" in given else getattr(module, "weight", None)
-    return weight, given["bias"] if "bias" in given else getattr(module, "bias", None)
-
-
-def length(module: Any) -> int:
-    """The length of the rows that a module normalises; 0 if it does not normalise rows as far as can be seen."""
-    weight, bias = parameters(module)
-    if any(True for _ in module.buffers()) or any(t is not None and t.dim() != 1 for t in (weight, bias)):
-        return 0
-    shape = getattr(module, "normalized_shape", ())
-    return weight.numel() if weight is not None else shape[0] if isinstance(shape, tuple) and len(shape) == 1 else 0
+def _original(module: Any) -> type:
+    """The class before conversion, in which methods are looked up after those of this package."""
+    order = type(module).__mro__
+    return order[order.index(guard.Guarded) + 1]
 
 
 def _moved(t: Tensor, source: int, destination: int) -> Tensor:

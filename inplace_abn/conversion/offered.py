@@ -6,7 +6,7 @@ until the first function is called with it. Whatever that is, the tensor is a pl
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,16 +18,20 @@ from inplace_abn.conversion.scaled import PERMUTING, PRODUCTS, Origin
 from inplace_abn.trial import tensors_in
 
 
-class Offered(Tensor):
-    """A tensor whose first reader is seen."""
+class Offer(NamedTuple):
+    """What belongs to a tensor that waits."""
 
-    _layer: Any
+    layer: Any
     """What an activation is told (`conversion.called.CalledActivation`)."""
-    _origin: Origin | None
+    origin: Origin | None
     """How the tensor came about, if it is the output of a linear layer."""
-    _hooks: Any
+    hooks: Any
     """The saved-tensor hooks at the time when the tensor was made. A checkpoint that begins later has a plain tensor in
     its recomputation."""
+
+
+class Offered(Tensor):
+    """A tensor whose first reader is seen."""
 
     @classmethod
     def __torch_function__(
@@ -42,48 +46,47 @@ class Offered(Tensor):
         if type(call) is Offered:
             # A dropout that drops nothing returns what it is given.
             return call
-        origins = {id(t): t._origin for t in tensors_in((args, kwargs)) if type(t) is Offered}
-        layers = {id(t): _taken(t) for t in tensors_in((args, kwargs)) if type(t) is Offered}
+        waiting = {id(t): _taken(t) for t in tensors_in((args, kwargs)) if type(t) is Offered}
+        offers = {key: found for key, found in waiting.items() if found is not None}
         if watch.current() is not None and _torch.in_compiled_function():
             # Compilers know plain tensors only.
-            for layer in filter(None, layers.values()):
-                watch.give_up(layer, "compiled code reads its input")
+            for found in offers.values():
+                watch.give_up(found.layer, "compiled code reads its input")
             return func(*args, **kwargs)
-        if isinstance(call, Activating) and not call.in_place:
-            layer = layers.get(id(call.input))
-            if layer is not None:
-                return layer.activated(call, lambda: func(*args, **kwargs))
+        if isinstance(call, Activating) and not call.in_place and id(call.input) in offers:
+            return offers[id(call.input)].layer.activated(call, lambda: func(*args, **kwargs))
         if func in PRODUCTS and len(args) == 2 and not kwargs:
             for t, factor in (args, args[::-1]):
-                origin, layer = origins.get(id(t)), layers.get(id(t))
-                z = None if origin is None or layer is None else layer.scaled(t, origin, factor, lambda: func(*args))
-                if z is not None:
-                    return z
+                waited = offers.get(id(t))
+                if waited is not None and waited.origin is not None:
+                    z = waited.layer.scaled(t, waited.origin, factor, lambda: func(*args))
+                    if z is not None:
+                        return z
         result = func(*args, **kwargs)
-        if func in PERMUTING and not kwargs and layers.get(id(args[0])) is not None:
-            origin = origins[id(args[0])]
+        if func in PERMUTING and not kwargs and id(args[0]) in offers:
+            layer, origin, _ = offers[id(args[0])]
             if origin is not None:
-                offer(result, layers[id(args[0])], origin.permuted(args[0], args[1:]))
-        if isinstance(call, Adding) and not call.in_place:
-            layer = next((layer for layer in layers.values() if layer is not None), None)
-            if layer is not None:
-                offer(result, layer)
+                offer(result, layer, origin.permuted(args[1:]))
+        if isinstance(call, Adding) and not call.in_place and offers:
+            offer(result, next(iter(offers.values())).layer)
         return result
 
 
 def offer(t: Any, layer: Any, origin: Origin | None = None) -> None:
     """Makes a plain tensor one whose first reader is seen."""
     if type(t) is Tensor:
+        t._offer = Offer(layer, origin, _torch.top_saved_tensors_hooks(True))  # type: ignore[attr-defined]
         t.__class__ = Offered
-        t._layer, t._origin, t._hooks = layer, origin, _torch.top_saved_tensors_hooks(True)  # type: ignore[attr-defined]
 
 
-def _taken(t: Any) -> Any:
-    """Makes the tensor a plain one. Returns its layer; None if saved-tensor hooks are others than they were."""
-    layer, hooks = t._layer, t._hooks
+def _taken(t: Any) -> Offer | None:
+    """Makes the tensor a plain one. Returns what belonged to it.
+
+    None if saved-tensor hooks are others than they were, or if another thread has taken it.
+    """
+    found: Offer | None = vars(t).pop("_offer", None)
     t.__class__ = Tensor
-    del t._layer, t._origin, t._hooks
-    return layer if hooks == _torch.top_saved_tensors_hooks(True) else None
+    return found if found is not None and found.hooks == _torch.top_saved_tensors_hooks(True) else None
 
 
 def settled(t: Any) -> Any:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from inplace_abn import _torch
 from inplace_abn.autograd.scale import Exchange, Linear
+from inplace_abn.conversion.converted import may_have_node
 
 PRODUCTS: frozenset[Any] = frozenset(
     [torch.mul, torch.multiply, Tensor.mul, Tensor.multiply, Tensor.__mul__, Tensor.__rmul__]
@@ -17,50 +18,65 @@ PERMUTING: frozenset[Any] = frozenset([torch.permute, Tensor.permute])
 
 
 class Origin(NamedTuple):
-    """What is known of a linear layer's output u, or of a permutation of it."""
+    """What is known of a linear layer's output, or of a permutation of it."""
 
     linear: Linear
     versions: tuple[int, ...]
+    """Those of what the output was computed from, and of the output."""
     exchange: Exchange | None
-    """None if u has torch's node."""
-    u: Tensor | None
-    """None if the tensor itself is u."""
+    """None if the linear layer has torch's node."""
     dims: tuple[int, ...]
-    """The dimensions of u, in their present order."""
+    """The output's dimensions, in their present order."""
 
-    def permuted(self, t: Tensor, dims: Any) -> Origin:
-        """What is known of ``t.permute(*dims)``."""
+    def permuted(self, dims: Any) -> Origin:
+        """What is known of a permutation."""
         dims = dims[0] if len(dims) == 1 else dims
-        return self._replace(u=t if self.u is None else self.u, dims=tuple(self.dims[dim] for dim in dims))
+        return self._replace(dims=tuple(self.dims[dim] for dim in dims))
 
-    def vector(self, factor: Any) -> Tensor | None:
-        """The factor as a vector that belongs to the outputs of the layer.
+    @property
+    def back(self) -> tuple[int, ...]:
+        """The permutation that makes the output."""
+        return tuple(self.dims.index(i) for i in range(len(self.dims)))
 
-        None if it is something else, needs no gradient, or if what u was computed from is not the same any more.
+    def vector(self, t: Tensor, factor: Any) -> Tensor | None:
+        """The factor of ``t`` as a vector that belongs to the outputs of the layer.
+
+        None if it is something else, needs no gradient, or if a tensor is not the same any more.
         """
-        if type(factor) not in (Tensor, nn.Parameter) or not factor.requires_grad:
+        if type(factor) not in (Tensor, nn.Parameter) or not (factor.requires_grad and t.requires_grad):
+            return None
+        # Where a loss is scaled for float16, a gradient in float32 may be too large for float16.
+        if not factor.is_floating_point() or (t.dtype == torch.float16 != factor.dtype):
             return None
         count, place = self.linear.weight.shape[0], self.dims.index(len(self.dims) - 1) - len(self.dims)
         is_vector = 1 < count == factor.numel() and -place <= factor.dim() <= len(self.dims)
-        if not is_vector or factor.shape[place] != count or _versions(self.linear) != self.versions:
+        if not is_vector or factor.shape[place] != count or _versions(self.linear, t) != self.versions:
             return None
         return factor.reshape(-1)  # type: ignore[no-any-return]
 
 
 def of_output(module: Any, args: tuple[Any, ...], u: Tensor, exchange: Exchange | None) -> Origin | None:
-    """What is known of a module's output; None if it is not certain that it is that of a linear layer."""
-    if type(module).forward is not nn.Linear.forward or "forward" in vars(module) or len(args) != 1:
+    """What is known of a module's output; None if it is not certain that it is that of a linear layer.
+
+    Only what torch keeps for the linear layer may be kept for the product.
+    """
+    kind = type(module)
+    if kind.forward is not nn.Linear.forward or "forward" in vars(module) or len(args) != 1:
         return None
-    # Other hooks may have replaced the output.
-    if len(module._forward_hooks) != 1 or _torch.has_global_hooks():
+    # Hooks may replace the output, and see what the node of the linear layer returns.
+    if len(module._forward_hooks) != 1 or module._backward_hooks or _torch.has_global_hooks():
         return None
     h, weight, bias = args[0], module._parameters.get("weight"), module._parameters.get("bias")
-    is_plain = type(h) is Tensor and h.dtype == u.dtype and type(weight) is nn.Parameter and h.dim() > 1
-    if not is_plain or h.shape[:-1] != u.shape[:-1] or (bias is None) != (module.bias is None):
+    if type(h) is not Tensor or not may_have_node(u) or module.weight is not weight or module.bias is not bias:
+        return None
+    is_plain = h.layout is torch.strided and not h.is_nested and h.dim() > 1 and u.is_floating_point()
+    if not is_plain or type(weight) is not nn.Parameter or h.dtype != u.dtype or h.is_inference():
+        return None
+    if h.shape[:-1] != u.shape[:-1] or not (h.requires_grad and weight.requires_grad and u.requires_grad):
         return None
     linear = Linear(h, weight, bias)
-    return Origin(linear, _versions(linear), exchange, None, tuple(range(u.dim())))
+    return Origin(linear, _versions(linear, u), exchange, tuple(range(u.dim())))
 
 
-def _versions(linear: Linear) -> tuple[int, ...]:
-    return tuple(-1 if t is None or t.is_inference() else t._version for t in linear)
+def _versions(linear: Linear, t: Tensor) -> tuple[int, ...]:
+    return tuple(0 if each is None else each._version for each in (*linear, t))

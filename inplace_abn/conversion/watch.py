@@ -14,6 +14,7 @@ import logging
 import sys
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from types import FrameType
 from typing import Any, NamedTuple
@@ -134,6 +135,8 @@ class Watch(_torch.OwnMode):
         self._measured: list[Result] = []
         self._readers: dict[int, tuple[str, bool]] = {}
         """The first op that reads a result, and whether all that read it cast it to 16 bits, by the storage of z."""
+        self._views: Counter[int] = Counter()
+        """How many views of a tensor the model returned. They hold it, and keep nothing for backward."""
         self._natively: dict[int, Any] = {}
         """The storages of outputs of norms that did as torch does, in a forward pass that backward will repeat."""
         self._checkpoints: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -231,6 +234,8 @@ class Watch(_torch.OwnMode):
         """Notes what reads results, and whether that only casts them to 16 bits."""
         for key in {t.storage for t in op.tensors} & self._results.keys():
             is_cast = op.name == "_to_copy" and op.values.get("dtype") in (torch.bfloat16, torch.float16)
+            # Compilers know plain tensors only.
+            is_cast = is_cast and not _torch.in_compiled_function()
             reader, are_cast = self._readers.get(key, (op.name, True))
             self._readers[key] = reader, are_cast and is_cast
 
@@ -293,6 +298,7 @@ class Watch(_torch.OwnMode):
             key = tags.storage_of(t) if _is_ordinary(t) else -1
             if key in self._readers:
                 self._readers[key] = self._readers[key][0], False
+            self._views[id(_torch.base_of(t))] += 1
             chosen = self._follower.chosen.get(tags.storage_of(t)) if _is_ordinary(t) else None
             for layer in chosen[1] if chosen is not None else ():
                 give_up(layer, f"its zeros are tiny numbers in training, and {chosen[0].name} chooses by them")  # type: ignore[index]
@@ -345,7 +351,7 @@ class Watch(_torch.OwnMode):
                 # A tensor that only norms keep costs memory, unless torch would keep it as a norm's input.
                 if t is None or id(t) in counted or tags.storage_of(t) in inputs:
                     continue
-                if _torch.use_count(t) == _UNUSED:
+                if _torch.use_count(t) - self._views[id(t)] == _UNUSED:
                     tensors -= 1
                     counted.add(id(t))
             sizes[r.layer] = sizes.get(r.layer, 0) + tensors * r.z.nbytes

@@ -63,6 +63,16 @@ def of_forward_pass(name: str, value: _T) -> _T:
     return found
 
 
+def happened_in_forward_pass(name: str) -> bool:
+    """Whether this, which happens now, has happened in the forward pass, if a checkpoint computes it again."""
+    hooks = _torch.top_saved_tensors_hooks(True)
+    checkpoint = None if hooks is None else _torch.checkpoint_of(hooks)
+    if checkpoint is None:
+        return True
+    noted = _of_checkpoints.setdefault(checkpoint, {})
+    return bool(noted.setdefault(name, not _torch.in_backward()))
+
+
 def now() -> int:
     """The generation of a call."""
     return of_forward_pass("generation", current)

@@ -207,9 +207,12 @@ def take(module: Any, figures: Tensor, looked: Look) -> bool:
     mode.keep(figures, waited=looked.decisive)
     if looked.decisive:
         found = mode.take()
-        _judge(module, mode, found)
+        _judge(module, mode, found, at_once=True)
         if found[0].unknown:
             mode.measured_at = -1
+        else:
+            # Other calls of the generation are judged together with this one.
+            mode.figures.append((figures, None))
     return mode.decisions[-1].trusted
 
 
@@ -335,8 +338,8 @@ def _scales(module: Any) -> bool:
     return state.scales
 
 
-def _judge(module: Any, mode: Mode, found: list[Figures]) -> None:
-    """Sets the mode by the figures of a generation."""
+def _judge(module: Any, mode: Mode, found: list[Figures], at_once: bool = False) -> None:
+    """Sets the mode by the figures of a generation; ``at_once`` if it has begun."""
     before, given = mode.decisions[-1].trusted, module.guard_threshold
     threshold = THRESHOLDS[mode.dtype] if given is None else Threshold(given, given)
     now, told = before, ""
@@ -344,7 +347,9 @@ def _judge(module: Any, mode: Mode, found: list[Figures]) -> None:
         now, told = figures.trusted(before, threshold), described(figures, threshold)
         if not now:
             break
-    if module.verbatim_above is not None and (not now or _is_rough(found, mode.dtype, module.verbatim_above)):
+    if module.verbatim_above is not None and (
+        not now or (not at_once and _is_rough(found, mode.dtype, module.verbatim_above))
+    ):
         weight, bias = module.scale_and_offset()
         chosen = verbatim.chosen(weight, bias, mode.dtype)
         if chosen and chosen != mode.decisions[-1].verbatim:

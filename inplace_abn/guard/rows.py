@@ -16,6 +16,7 @@ from inplace_abn.autograd import rows
 from inplace_abn.autograd.backward import Saved
 from inplace_abn.guard.figures import packed
 from inplace_abn.guard.recovery import SAMPLE, Errors
+from inplace_abn.reference import indices
 from inplace_abn.settings import Settings
 
 
@@ -44,10 +45,15 @@ def figures(x: Tensor, saved: Saved, settings: Settings) -> Tensor:
     shares = torch.stack([rstd.square(), torch.ones_like(rstd)]).unsqueeze(1)
     errors, sizes = ((t.square() * shares).sum(dim=(-1, -2)) for t in (error, gradients))
     of_dx = torch.sqrt(torch.where(errors == 0, 0.0, errors / sizes).max())
-    of_weight = (recovered - xhat).square().mean(dim=0).sqrt()
-    found = torch.stack([of_dx, of_weight.max()]).isnan().any()
-    unknown = found & ~x.isfinite().all()
-    of_dx = torch.where(found, torch.where(unknown, math.nan, math.inf), of_dx)
+    # Where eps is most of the variance, xhat is small as a whole.
+    of_weight = ((recovered - xhat).square().mean(dim=0) / xhat.square().mean()).nan_to_num(0.0, math.inf).sqrt()
+    # A weight of zero says nothing of xhat, whatever xhat is in these rows.
+    is_lost = gamma.abs() < torch.finfo(saved.z.dtype).tiny
+    if settings.verbatim:
+        is_lost[indices(settings.verbatim, x.device)] = False
+    of_weight = torch.where(is_lost, math.inf, of_weight)
+    is_unknown = ~x.isfinite().all()
+    of_dx = torch.where(is_unknown, math.nan, of_dx.nan_to_num(math.inf, math.inf))
     return packed(Errors(of_dx, of_weight), saved.weight, settings)
 
 

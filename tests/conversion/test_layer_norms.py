@@ -116,7 +116,8 @@ def test_its_output_is_torchs_bit_for_bit_and_its_gradients_are_as_exact(name, d
             found.append((z, given.grad, *(p.grad for p in model.parameters())))
         guard.generations.advance()
         assert torch.equal(found[0][0], found[1][0])
-    assert layer_of(converted).in_place
+    # Half the range of float16 is too small for the squares of this class.
+    assert layer_of(converted).in_place or (name == "by hand" and dtype == torch.float16)
     for torchs, own, right in zip(*found, strict=True):
         errors = [float((t.double() - right).norm() / right.norm()) for t in (torchs, own)]
         assert errors[1] <= 6 * errors[0] + 2 * torch.finfo(dtype).eps * 0.1, errors
@@ -143,9 +144,7 @@ def test_gradients_of_gradients_are_right(name):
 def test_a_class_that_computes_something_else_is_left_to_torch(kind):
     norm = kind(SIZE)
     native = Block(copy.deepcopy(norm)).double()
-    layer = layer_of(check_training(native, inputs(norm)))
-    assert not layer.in_place
-    assert layer.why == "its forward pass is not that of a layer norm or an RMS norm"
+    assert not any(layer.in_place for layer in report(check_training(native, inputs(norm))).layers)
 
 
 def test_what_a_class_computes_is_found_out_without_a_trace():

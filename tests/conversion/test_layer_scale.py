@@ -30,7 +30,7 @@ class Net(nn.Module):
 
 
 def tokens():
-    return torch.randn(2, 7, SIZE)
+    return torch.randn(2, 7, SIZE, requires_grad=True)
 
 
 def last_step(model, x=None):
@@ -104,7 +104,7 @@ def test_it_trains_as_torchs_and_saves_the_output(run, names):
 
 def test_what_is_held_is_less_by_the_output():
     x = torch.randn(64, 7, SIZE)
-    model = Net(times)
+    model = Net(lambda m, x: times(m, m.last(x)))
     native = measure(model, x).held
     converted = convert(model)
     for _ in range(3):
@@ -218,7 +218,9 @@ def test_gradients_and_their_gradients_are_right(bias):
         exchange = Exchange()
         given = Linear(h, weight, bias)
         u = linear(given, F.linear(*given).detach(), exchange)
-        return scaled(u, gamma, (u.detach() * gamma.detach()), given, exchange if is_exchanged else None)
+        return scaled(
+            u, gamma, u.detach() * gamma.detach(), given, tuple(range(u.dim())), exchange if is_exchanged else None
+        )
 
     shapes = [(2, 3, 4), (5, 4), (5,), (5,)]
     given = [torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in shapes]
@@ -246,7 +248,7 @@ def test_the_product_for_the_weight_is_exchanged_only_if_it_is_that_of_the_whole
 def test_each_gradient_may_be_asked_for_alone_and_again(part):
     native = Net(times).double()
     converted = last_step(last_step(convert(copy.deepcopy(native)), tokens().double()), tokens().double())
-    x = tokens().double().requires_grad_()
+    x = tokens().detach().double().requires_grad_()
     found = []
     for model in (native, converted):
         z = model(x).square().sum()
@@ -268,7 +270,7 @@ def test_hooks_of_the_layer_and_of_all_modules_see_what_they_see_with_torch(hook
     seen, found = [], []
     native = Net(times).double()
     converted = last_step(convert(copy.deepcopy(native)), tokens().double())
-    x = tokens().double()
+    x = tokens().detach().double()
     for model in (native, converted):
         model.zero_grad()
         if hook == "forward":
@@ -298,7 +300,7 @@ def test_its_gradients_are_as_exact_as_torchs(dtype):
     x = (torch.randn(16, 32, SIZE) + 0.5).to(dtype)
     converted = convert(copy.deepcopy(native))
     for _ in range(2):
-        converted(x).float().sum().backward()
+        converted(x.clone().requires_grad_()).float().sum().backward()
         guard.generations.advance()
     found = []
     for model in (native, converted, copy.deepcopy(native).double()):

@@ -1,0 +1,210 @@
+"""Finds out whether a class computes a layer norm or an RMS norm, and of what.
+
+Every package has norm classes of its own. A class is tried with other weights on some rows that tell formulas apart,
+forward and backward. That says nothing about other calls, and a trial may have effects, so only classes are tried whose
+code does nothing else as far as can be read, or that come from packages that are known.
+"""
+
+from __future__ import annotations
+
+import dis
+import itertools
+import types
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from inplace_abn.autograd import rows
+
+_PACKAGES = ("torch", "timm", "transformers", "diffusers", "torchvision", "monai")
+"""The packages whose norms are tried without a look at their code."""
+_ATTRIBUTES = ("eps", "variance_epsilon", "normalized_shape", "data_format")
+"""The attributes of a module, besides its parameters, by which it may compute."""
+_NAMES = frozenset(
+    [
+        *(*_ATTRIBUTES, "weight", "bias", "forward", "super", "torch", "nn", "functional", "F"),
+        *("mean", "var", "pow", "square", "sqrt", "rsqrt", "add", "sub", "mul", "div", "layer_norm", "rms_norm"),
+        *(
+            "float",
+            "double",
+            "to",
+            "type_as",
+            "dtype",
+            "float32",
+            "promote_types",
+            "shape",
+            "size",
+            "dim",
+            "ndim",
+            "numel",
+        ),
+        *("permute", "transpose", "movedim", "contiguous", "view", "reshape", "unsqueeze"),
+    ]
+)
+"""What code may refer to, besides methods of its class whose code is like that, too."""
+_WRITING = ("STORE_ATTR", "STORE_GLOBAL", "STORE_SUBSCR", "DELETE", "IMPORT", "INPLACE", "YIELD", "RAISE")
+_GLOBALS = (torch, nn, F, super)
+
+
+class Kind(NamedTuple):
+    """How a norm computes."""
+
+    rows: str
+    """`autograd.rows.LAYER` or `autograd.rows.RMS`."""
+    axis: int
+    """The dimension that is normalised: the last one, or that of channels."""
+    offset: float
+    """What is added to the weight: some classes keep the scale less 1."""
+    eps: float
+    is_torch: bool
+    """Whether the result has the bits and the strides of ``torch.native_layer_norm``."""
+
+
+def parameters(module: Any) -> tuple[Tensor | None, Tensor | None]:
+    """The weight and the bias, which a norm of rows need not have."""
+    given = module._parameters
+    return given.get("weight"), given.get("bias")
+
+
+def length(module: Any) -> int:
+    """The length of the rows that a module normalises; 0 if it does not normalise rows as far as can be seen."""
+    if module._buffers or module._modules or not module._parameters.keys() <= {"weight", "bias"}:
+        return 0
+    weight, bias = parameters(module)
+    if any(t is not None and (nn.parameter.is_lazy(t) or t.dim() != 1) for t in (weight, bias)):
+        return 0
+    shape = vars(module).get("normalized_shape")
+    if weight is not None or not isinstance(shape, tuple) or len(shape) != 1 or not isinstance(shape[0], int):
+        return 0 if weight is None else weight.numel()
+    return shape[0]
+
+
+def does_nothing_else(kind: type) -> bool:
+    """Whether the forward pass of a class may be tried."""
+    for base in kind.__mro__:
+        forward = vars(base).get("forward")
+        if forward is not None and base.__module__.split(".")[0] in _PACKAGES:
+            return True
+        if forward is not None and not _is_plain(forward, kind, set()):
+            return False
+    return False
+
+
+def _is_plain(function: Any, kind: type, seen: set[Any]) -> bool:
+    """Whether the code of a function, and of the methods that it calls, only computes from its arguments."""
+    function = getattr(function, "__func__", function)
+    if function in seen:
+        return True
+    if not isinstance(function, types.FunctionType) or set(function.__code__.co_freevars) - {"__class__"}:
+        return False
+    seen.add(function)
+    for step in dis.get_instructions(function):
+        is_augmented = step.opname == "BINARY_OP" and step.argrepr.endswith("=")
+        if is_augmented or step.opname.startswith(_WRITING) or isinstance(step.argval, types.CodeType):
+            return False
+    for name in function.__code__.co_names:
+        found = function.__globals__.get(name, super if name == "super" else None)
+        method = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
+        if name in _NAMES:
+            if name in ("torch", "nn", "F", "super") and not any(found is each for each in _GLOBALS):
+                return False
+        elif not isinstance(method, (types.FunctionType, staticmethod)) or not _is_plain(method, kind, seen):
+            return False
+    return True
+
+
+def key_of(module: Any, x: Tensor) -> tuple[Any, ...]:
+    """What a module's way of computing may depend on, as far as its code may be tried."""
+    device, given = x.device.type, vars(module)
+    state = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+    weight = module._parameters.get("weight")
+    of_module = (None if weight is None else weight.dtype, *(given.get(name) for name in _ATTRIBUTES))
+    return x.dtype, x.dim(), x.shape[1], x.shape[-1], state, *of_module
+
+
+def kind_of(module: Any, original: type, x: Tensor) -> Kind | None:
+    """How a module of the class ``original``, or of a subclass, computes an input like x; None if that is unknown."""
+    size, given = length(module), vars(module)
+    eps = given.get("eps", given.get("variance_epsilon"))
+    if size == 0 or not isinstance(eps, (int, float, type(None))):
+        return None
+    # torch's default depends on the dtype.
+    values = {torch.finfo(rows.wide(x.dtype)).eps, torch.finfo(x.dtype).eps} if eps is None else {float(eps)}
+    axes = [axis for axis in (-1, 1) if x.shape[axis] == size and (axis < 0 or x.dim() > 2)]
+    found = [kind for axis in axes for value in values for kind in _kinds(module, original, x, axis, value)]
+    return found[0] if len(found) == 1 else None
+
+
+def _kinds(module: Any, original: Any, x: Tensor, axis: int, eps: float) -> Iterator[Kind]:
+    """What the module may compute along an axis. It is tried on a copy with other weights."""
+    size, dtype, device = length(module), x.dtype, x.device
+    line = torch.arange(size, device=device, dtype=torch.float64)
+    other = object.__new__(type(module))
+    other.__dict__.update(vars(module))
+    other.__dict__["_parameters"] = {
+        name: None if t is None else nn.Parameter((torch.cos(3 * line + i) + 2 - i).to(t.dtype))
+        for i, (name, t) in enumerate(module._parameters.items())
+    }
+    weight, bias = parameters(other)
+    # The rows have means and sizes that tell layer norms from RMS norms, and where eps is added.
+    middle = [2] * (x.dim() - 2)
+    number = torch.arange(4 * 2 ** len(middle), device=device, dtype=torch.float64).unsqueeze(1)
+    scale = torch.where(number % 3 == 0, eps**0.5, 1 + number / 2)
+    probe = ((torch.sin(line * (number + 1)) + torch.cos(2 * number) * 3) * scale).to(dtype)
+    placed = probe.view(4, *middle, size).movedim(-1, axis).contiguous().requires_grad_()
+    with ExitStack() as contexts:
+        contexts.enter_context(torch.enable_grad())
+        # Hooks that are set see nothing of this.
+        contexts.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t))
+        try:
+            results = [original.forward(other, placed) for _ in range(2)]
+        except Exception:
+            # Whatever it is, the module does not compute a norm of such an input.
+            return
+        y, again = results
+        if type(y) is not Tensor or y.shape != placed.shape or not y.is_floating_point() or not torch.equal(y, again):
+            return
+        unit = max(torch.finfo(y.dtype).eps, torch.finfo(dtype).eps)
+        # The gradient is far from what a norm takes out of it.
+        dy = torch.cos(torch.arange(y.numel(), device=device, dtype=torch.float64)).view(y.shape)
+        inputs = [t for t in (placed, weight, bias) if t is not None]
+        if not y.requires_grad:
+            return
+        found = torch.autograd.grad(y, inputs, dy.to(y.dtype), allow_unused=True)
+        for kind, offset in itertools.product((rows.LAYER, rows.RMS), (0.0, 1.0) if weight is not None else (0.0,)):
+            leaves = [t.detach().double().requires_grad_() for t in inputs]
+            x_, w, b = leaves[0], *(None if t is None else leaves[i] for i, t in _numbered(weight, bias))
+            expected = rows.normalised(x_.movedim(axis, -1), w if w is None else w + offset, b, kind, eps)
+            expected = expected.movedim(-1, axis)
+            gradients = torch.autograd.grad(expected, leaves, dy)
+            if _are_near(y, expected, min(32 * unit, 2.0**-6)) and all(
+                _are_near(t, gradient, min(128 * unit, 2.0**-4)) for t, gradient in zip(found, gradients, strict=True)
+            ):
+                is_torch = kind == rows.LAYER and not offset and _is_torchs(y, placed, weight, bias, axis, eps)
+                yield Kind(kind, axis, offset, eps, is_torch)
+
+
+def _numbered(weight: Tensor | None, bias: Tensor | None) -> list[tuple[int, Tensor | None]]:
+    """Weight and bias, with their places among the tensors that are there, after x."""
+    return [(1, weight), (1 if weight is None else 2, bias)]
+
+
+def _are_near(t: Tensor | None, expected: Tensor, allowed: float) -> bool:
+    if t is None:
+        return False
+    error = (t.double() - expected).norm() / expected.norm()
+    return bool(error <= allowed)
+
+
+def _is_torchs(y: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, axis: int, eps: float) -> bool:
+    moved = x.detach().movedim(axis, -1)
+    try:
+        torchs, *_ = torch.native_layer_norm(moved, moved.shape[-1:], weight, bias, eps)
+    except RuntimeError:
+        return False
+    torchs = torchs.movedim(-1, axis)
+    return torchs.dtype == y.dtype and torchs.stride() == y.stride() and torch.equal(torchs, y)
