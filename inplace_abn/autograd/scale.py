@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from inplace_abn import _torch
 from inplace_abn.autograd.backward import input_edge, placed
 
 
@@ -39,7 +40,7 @@ class Exchange:
         """dW, if all of du came from the product. Nobody else gets the memory of the du that is held here."""
         given, self.du = self.du, None
         dweight, self.dweight = self.dweight, None
-        if given is None or given.data_ptr() != du.data_ptr() or self.version != du._version:
+        if given is None or _torch.is_batched(du) or given.data_ptr() != du.data_ptr() or self.version != du._version:
             return None
         return dweight if (given.shape, given.stride()) == (du.shape, du.stride()) else None
 
