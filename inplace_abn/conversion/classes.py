@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -132,8 +133,11 @@ def converted_class(module: nn.Module) -> type[nn.Module] | None:
     if isinstance(module, Converted):
         return None
     of_package = has_own_activation(module) or qualified(kind) in READERS or qualified(kind) in _GROUP_NORMS
-    of_package = of_package or is_norm_of_rows(module)
-    return _made(kind) if of_package else _CLASSES.get(kind)
+    if of_package or is_norm_of_rows(module):
+        # A class may refuse to have subclasses.
+        with suppress(TypeError):
+            return _made(kind)
+    return _CLASSES.get(kind)
 
 
 def is_activation(module: nn.Module) -> bool:

@@ -7,8 +7,19 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from layer_norms import NEAR_MISSES, ChannelsFirstNorm, LayerNorm2d, RMSNormOfGemma, RMSNormOfLlama
+from layer_norms import (
+    DOING_MORE,
+    NEAR_MISSES,
+    ChannelsFirstNorm,
+    ContiguousNorm2d,
+    LayerNorm2d,
+    NormOfTokens,
+    RMSNormOfGemma,
+    RMSNormOfLlama,
+    Weighted,
+)
 from torch import nn
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 from training import check_training
 
@@ -147,12 +158,87 @@ def test_a_class_that_computes_something_else_is_left_to_torch(kind):
     assert not any(layer.in_place for layer in report(check_training(native, inputs(norm))).layers)
 
 
+@pytest.mark.parametrize("kind", DOING_MORE)
+def test_a_class_whose_code_does_more_is_not_tried(kind):
+    norm = kind(SIZE)
+    converted = check_training(Block(norm), inputs(norm))
+    assert type(converted.norm) is kind
+    assert report(converted).unsupported == {kind.__name__: 1}
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_a_norm_over_several_dimensions_is_no_norm_of_rows(tokens):
+    assert not layer_of(check_training(Block(NormOfTokens(SIZE)), torch.randn(2, tokens, SIZE))).in_place
+
+
+def test_a_norm_that_ends_in_a_copy_returns_the_same_strides():
+    model = Block(ContiguousNorm2d(SIZE), lambda m, x: m.last(m.norm(m.last(x))).view(2, -1))
+    assert layer_of(check_training(model, inputs(model.norm))).in_place
+
+
+class Odd(nn.Module):
+    """Modules whose names are those of norms."""
+
+    def __init__(self, **attributes):
+        super().__init__()
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def forward(self, x):
+        return x
+
+
+class NormThatRefusesSubclasses(Weighted):
+    def __init_subclass__(cls, *, key):
+        super().__init_subclass__()
+
+    def forward(self, x):
+        return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        type("OddNorm", (Odd,), {})(weight=0.5),
+        type("OddNorm", (Odd,), {})(weight=[1, 2], bias=True),
+        type("OddNorm", (Odd,), {})(weight=nn.UninitializedParameter()),
+        type("OddNorm", (Odd,), {})(weight=nn.Parameter(torch.ones(SIZE)), eps="small"),
+        type("OddNorm", (Odd,), {})(normalized_shape=("a",)),
+        NormThatRefusesSubclasses(SIZE),
+    ],
+)
+def test_modules_with_odd_attributes_are_left_as_they_are(norm):
+    kind = type(norm)
+    model = convert(nn.Sequential(nn.Linear(4, SIZE), norm, nn.Linear(SIZE, 4)))
+    model(torch.randn(3, 4)).sum().backward()
+    assert isinstance(model[1], kind)
+
+
+def test_a_parametrized_norm_is_torchs():
+    class Doubled(nn.Module):
+        def forward(self, weight):
+            return 2 * weight
+
+    native = Block(NORMS["layer norm"]()).double()
+    converted = convert(copy.deepcopy(native))
+    found = []
+    for model in (native, converted):
+        parametrize.register_parametrization(model.norm, "weight", Doubled())
+        model(inputs(native.norm, torch.float64).fill_(0.3).cumsum(-1)).square().sum().backward()
+        found.append(model.norm.parametrizations.weight.original.grad)
+    torch.testing.assert_close(*found)
+
+
 def test_what_a_class_computes_is_found_out_without_a_trace():
-    model = convert(Block(NEAR_MISSES[-1](SIZE)))
-    weight = model.norm.weight.clone()
-    stepped(model)
-    assert model.norm.calls == 1
+    model = convert(Block(RMSNormOfLlama(SIZE)))
+    weight, attributes, state = model.norm.weight.clone(), {*vars(model.norm)}, torch.get_rng_state()
+    x = inputs(model.norm)
+    torch.set_rng_state(state)
+    stepped(model, x)
+    assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(model.norm.weight, weight)
+    assert model.norm.weight.grad is not None
+    assert {*vars(model.norm)} == attributes | {"_guard"}
 
 
 def test_a_class_that_takes_more_arguments_is_torchs_when_it_is_given_more():
@@ -260,6 +346,60 @@ def test_a_write_to_its_output_is_named(run):
     layer = layer_of(check_training(Block(NORMS["layer norm"](), run), torch.randn(2, 15, SIZE)))
     assert not layer.in_place
     assert "writes to its output" in layer.why
+
+
+def some_values_masked(m, x):
+    mask = torch.ones(SIZE, dtype=x.dtype)
+    mask[2] = 0
+    return m.last(m.norm(x * mask)) + m.last(m.norm(x))
+
+
+def a_view_is_returned(m, x):
+    return m.norm(m.last(x))[:, 0]
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm(SIZE), nn.RMSNorm(SIZE, eps=1e-6)], ids=["layer norm", "rms norm"])
+@pytest.mark.parametrize("weight", [0.0, 1e-310])
+def test_a_weight_of_zero_is_right_whatever_the_first_call_has_in_its_place(norm, weight):
+    for run in (some_values_masked, None):
+        model = Block(copy.deepcopy(norm), run)
+        with torch.no_grad():
+            model.norm.double().weight[2] = weight
+        check_training(model, torch.randn(2, 15, SIZE))
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 1e-9), (torch.bfloat16, 1e-5)])
+def test_where_eps_is_most_of_the_variance_gradients_of_the_weight_are_right(dtype, size):
+    torch.manual_seed(0)
+    model = Wide(4).to(dtype)
+    nn.init.ones_(model.norm.weight)
+    converted, x = convert(copy.deepcopy(model)), (torch.randn(200, 128) * size).to(dtype)
+    for _ in range(3):
+        stepped(converted, x)
+    for torchs, own in zip(*errors(model, converted, x), strict=True):
+        assert own <= 6 * torchs
+
+
+def test_a_returned_view_may_be_written_to_in_the_first_step():
+    native = Block(NORMS["layer norm"](), a_view_is_returned).double()
+    converted = convert(copy.deepcopy(native))
+    x = inputs(native.norm, torch.float64)
+    for _ in range(3):
+        for model in (native, converted):
+            model.zero_grad()
+            y = model(x)
+            y *= 2
+            y.square().sum().backward()
+        torch.testing.assert_close(converted.norm.weight.grad, native.norm.weight.grad)
+        guard.generations.advance()
+
+
+def test_values_that_are_to_be_saved_are_so_from_the_next_step_on():
+    """A checkpoint's recomputation saves what its forward pass saved."""
+    model = Block(NORMS["layer norm"](), lambda m, x: checkpoint(lambda t: m.last(m.norm(t)), x, use_reentrant=False))
+    with torch.no_grad():
+        model.norm.weight[0], model.norm.bias[0] = 1e-6, 0.5
+    check_training(model, torch.randn(2, 15, SIZE))
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

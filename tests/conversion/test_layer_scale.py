@@ -191,6 +191,77 @@ def of_a_square(m, x):
     return (m.fc1(x) * m.gamma[:, None]).sum(0) + (m.fc1(x) * m.gamma[:, None, None]).sum(1)
 
 
+def permuted_without_gradients(m, x):
+    u = m.fc1(x)
+    with torch.no_grad():
+        p = u.permute(2, 0, 1)
+    return (p * m.gamma.reshape(-1, 1, 1)).permute(1, 2, 0) + x
+
+
+def changed_after_the_permutation(m, x):
+    u = m.fc1(x)
+    p = u.permute(2, 0, 1)
+    u.mul_(2)
+    return (p * m.gamma.reshape(-1, 1, 1)).permute(1, 2, 0)
+
+
+def hook_on_the_permutation(m, x):
+    p = m.fc1(x).permute(2, 0, 1)
+    hooked(p)
+    return (p * m.gamma.reshape(-1, 1, 1)).permute(1, 2, 0)
+
+
+@torch.jit.script
+def scripted_write(t):
+    return t.add_(1.0)
+
+
+def changed_unseen(m, x):
+    u = m.fc1(x)
+    scripted_write(u)
+    return u * m.gamma
+
+
+def bias_changed_unseen(m, x):
+    z = m.fc1(x) * m.gamma
+    with torch.no_grad():
+        m.fc1.bias.data.add_(0.1)
+    return z
+
+
+def frozen_matrix(m, x):
+    m.fc1.weight.requires_grad_(False)
+    h = x * 1
+    z = m.fc1(h) * m.gamma
+    h += 1
+    return z + h
+
+
+def matrix_computed_by_the_class(m, x):
+    m.fc1.__class__ = Doubling
+    return m.fc1(x) * m.gamma
+
+
+class Doubling(nn.Linear):
+    def __getattr__(self, name):
+        found = super().__getattr__(name)
+        return 2 * found if name == "weight" else found
+
+
+def second_order(m, x):
+    u = m.fc1(x)
+    hooked(u)
+    z = (u * m.gamma).sin().sum()
+    return torch.autograd.grad(z, m.gamma, create_graph=True)[0]
+
+
+def second_order_without_graph(m, x):
+    with torch.no_grad():
+        u = m.fc1(x)
+    z = (u * m.gamma).sin().sum()
+    return torch.autograd.grad(z, m.gamma, create_graph=True)[0] + m.fc2(x).sum()
+
+
 def with_a_bias_of_its_own(m, x):
     m.fc1.bias = None if m.fc1.bias is None else m.fc1.bias
     return F.linear(x, m.fc1.weight, None) * m.gamma + m.fc1(x) * m.other
@@ -198,7 +269,12 @@ def with_a_bias_of_its_own(m, x):
 
 PROGRAMS = [also_used, used_before, squared, two_products, hooked_before, hooked_after]
 PROGRAMS += [gradient_of_output, scalar, along_tokens, constant, a_sum, computed, chosen, transposed, of_a_square]
-PROGRAMS += [with_a_bias_of_its_own, *(times, permuted, twice, one_layer_twice)]
+PROGRAMS += [permuted_without_gradients, changed_after_the_permutation, hook_on_the_permutation, changed_unseen]
+PROGRAMS += [frozen_matrix, matrix_computed_by_the_class, second_order, second_order_without_graph]
+PROGRAMS += [bias_changed_unseen, with_a_bias_of_its_own, *(times, permuted, twice, one_layer_twice)]
+
+
+NOT_UNDER_CHECKPOINTS = [gradient_of_output, second_order, second_order_without_graph, bias_changed_unseen]
 
 
 @pytest.mark.parametrize("run", PROGRAMS)
@@ -207,7 +283,7 @@ def test_whatever_is_done_with_the_output_it_trains_as_torchs(run):
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("run", [p for p in PROGRAMS if p is not gradient_of_output])
+@pytest.mark.parametrize("run", [p for p in PROGRAMS if p not in NOT_UNDER_CHECKPOINTS])
 def test_under_checkpoints_it_trains_as_torchs(run, reentrant):
     check_training(Net(lambda m, x: checkpoint(lambda t: run(m, t), x * 1, use_reentrant=reentrant)), tokens())
 
@@ -334,6 +410,67 @@ def test_under_autocast_it_trains_as_torchs():
     for p, q in zip(native.parameters(), converted.parameters(), strict=True):
         if p.grad is not None:
             assert (p.grad - q.grad).norm() <= 0.02 * p.grad.norm()
+
+
+def test_complex_layers_are_torchs():
+    class Complex(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 6, dtype=torch.complex128)
+            self.gamma = nn.Parameter(torch.randn(6, dtype=torch.complex128))
+
+        def forward(self, x):
+            return self.fc(x) * self.gamma
+
+    native = Complex()
+    converted = convert(copy.deepcopy(native))
+    x = torch.randn(3, 4, dtype=torch.complex128, requires_grad=True)
+    for _ in range(2):
+        for model in (native, converted):
+            model.zero_grad()
+            model(x).abs().square().sum().backward()
+        torch.testing.assert_close(converted.gamma.grad, native.gamma.grad)
+        guard.generations.advance()
+
+
+def test_a_gradient_beyond_float16_under_autocast_is_as_with_torch():
+    native = Net(times)
+    with torch.no_grad():
+        native.gamma.fill_(1e-5)
+    converted = convert(copy.deepcopy(native))
+    x = torch.randn(2, 7, SIZE).half().requires_grad_()
+    for _ in range(2):
+        for model in (native, converted):
+            model.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                z = model.fc1(x) * model.gamma
+            (z * 1e5).sum().backward()
+        torch.testing.assert_close(converted.gamma.grad, native.gamma.grad, rtol=1e-2, atol=1.0)
+        guard.generations.advance()
+
+
+def test_what_was_not_seen_in_a_checkpoint_is_not_seen_when_it_is_computed_again():
+    """Between a forward pass and its backward pass the model may be watched."""
+    for name in ("gelu", "scale"):
+
+        def run(m, x, name=name):
+            function = torch.sin if not m.changed else F.gelu if name == "gelu" else lambda u: u * m.gamma
+            return checkpoint(lambda t: function(m.fc1(t)), x, use_reentrant=False)
+
+        native = Net(run)
+        native.changed = False
+        converted = last_step(convert(copy.deepcopy(native)))
+        results, x = [], tokens()
+        for _ in range(4):
+            results.append([model(x) for model in (native, converted)])
+            native.changed = converted.changed = True
+            guard.generations.current += 100
+        for torchs, own in results:
+            native.zero_grad()
+            converted.zero_grad()
+            torchs.sum().backward()
+            own.sum().backward()
+            torch.testing.assert_close(converted.fc1.weight.grad, native.fc1.weight.grad)
 
 
 def test_reverted_it_is_as_before():

@@ -100,3 +100,69 @@ class NormWithMemory(Weighted):
 
 
 NEAR_MISSES = [NormWithEpsOutside, NormOfUnbiasedVariance, L2Norm, HalvedNorm, ScaledNorm, NormWithMemory]
+
+
+class DetachedNorm(Weighted):
+    """The gradient is another one (arXiv 1911.07013)."""
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True).detach() + self.eps) * self.weight
+
+
+class HookedNorm(Weighted):
+    def forward(self, x):
+        y = F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+        if y.requires_grad:
+            y.register_hook(lambda g: 2 * g)
+        return y
+
+
+class StoringNorm(Weighted):
+    def forward(self, x):
+        self.size = x.square().mean()
+        return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+
+
+class NoisyNorm(Weighted):
+    def forward(self, x):
+        y = F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+        return y + torch.randn_like(y) if self.training else y
+
+
+class TemperedNorm(Weighted):
+    factor = 1.0
+
+    def forward(self, x):
+        return F.rms_norm(x, x.shape[-1:], self.weight, self.eps) * self.factor
+
+
+class WritingNorm(Weighted):
+    def forward(self, x):
+        x = x * 1.0
+        x -= x.mean(-1, keepdim=True)
+        return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+
+
+class NormOfTokens(Weighted):
+    """Over all tokens, which is the same as over one if there is one."""
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.square().mean((1, 2), keepdim=True) + self.eps) * self.weight
+
+
+class NormWithNotes(Weighted):
+    """It has a method of a name that converted modules have, too."""
+
+    def noted(self, x):
+        return x
+
+    def forward(self, x):
+        return F.rms_norm(self.noted(x), x.shape[-1:], self.weight, self.eps)
+
+
+DOING_MORE = [DetachedNorm, HookedNorm, StoringNorm, NoisyNorm, TemperedNorm, WritingNorm, NormWithNotes]
+
+
+class ContiguousNorm2d(LayerNorm2d):
+    def forward(self, x):
+        return super().forward(x).contiguous()
