@@ -15,6 +15,7 @@ from __future__ import annotations
 from functools import cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from inplace_abn.activations import exactly
@@ -141,3 +142,74 @@ def forward(
     scale = None if weight is None else gamma(weight, eps, signed_weight)
     y = scaled(standardised(x, mean, var, eps), scale, bias, residual)
     return exactly(y, activation, activation_param)
+
+
+# Layer norm and RMS norm normalise each row, which is the last dimension of x. A row has statistics of its own, and the
+# weight and the bias belong to the values of a row. With rstd = 1 / sqrt(var + eps):
+#
+#     layer norm    xhat = (x - mean) * rstd    var = mean((x - mean)^2)
+#     RMS norm      xhat = x * rstd             var = mean(x^2)
+#     y = weight * xhat + bias
+
+LAYER, RMS = "layer", "rms"
+"""The values of `Settings.rows`."""
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of statistics and sums."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def inverse_std_of_rows(x: Tensor, rows: str, eps: float) -> Tensor:
+    """rstd of each row, of shape (\\*, 1)."""
+    dtype = wide(x.dtype)
+    if rows == LAYER:
+        var = torch.var(x.to(dtype), dim=-1, correction=0, keepdim=True)
+    else:
+        var = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=dtype).square_().div_(x.shape[-1])
+    return var.add_(eps).rsqrt_()
+
+
+def standardised_rows(x: Tensor, rstd: Tensor, rows: str, channels: tuple[int, ...]) -> Tensor:
+    """xhat of some values of each row, in the dtype of statistics."""
+    values = x[..., indices(channels, x.device)].to(wide(x.dtype))
+    if rows == LAYER:
+        values -= x.mean(dim=-1, keepdim=True, dtype=values.dtype)
+    return values.mul_(rstd)
+
+
+def normalised_rows(x: Tensor, weight: Tensor | None, bias: Tensor | None, rows: str, eps: float) -> Tensor:
+    """y by the formulas, so that autograd can differentiate it twice."""
+    weight, bias = (None if t is None else t.to(x.dtype) for t in (weight, bias))
+    if rows == LAYER:
+        return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    y = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps)
+    y = y if weight is None else y * weight
+    return y if bias is None else y + bias
+
+
+def recovered_rows(
+    y: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    verbatim: tuple[tuple[int, ...], Tensor | None],
+    dtype: torch.dtype,
+) -> Tensor:
+    """xhat from y, but for the channels of ``verbatim``, of which xhat is given.
+
+    Where the weight is zero otherwise, xhat is zero, which the guard does not trust.
+    """
+    xhat = torch.empty(y.shape, dtype=dtype, device=y.device)
+    if weight is None:
+        torch.sub(y, 0 if bias is None else bias, out=xhat)
+    else:
+        weight = weight.to(wide(y.dtype))
+        inverse = torch.where(weight == 0, 0.0, 1 / weight)
+        if bias is None:
+            torch.mul(y, inverse, out=xhat)
+        else:
+            torch.addcmul(-bias.to(inverse.dtype) * inverse, y, inverse, out=xhat)
+    channels, values = verbatim
+    if values is not None:
+        xhat[..., indices(channels, y.device)] = values.to(dtype)
+    return xhat

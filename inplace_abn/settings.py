@@ -56,7 +56,7 @@ class Settings(NamedTuple):
     verbatim: tuple[int, ...] = ()
     """Channels whose xhat is saved for backward, because z does not determine it. Samples have their own statistics."""
     rows: str = ""
-    """The norm of rows: "layer" or "rms" (`autograd.rows`); empty for norms over batch and space."""
+    """The norm of rows: "layer" or "rms" (`reference`); empty for norms over batch and space."""
 
     @property
     def per_instance(self) -> bool:

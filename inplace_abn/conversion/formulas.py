@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from inplace_abn.autograd import rows
+from inplace_abn.reference import LAYER, RMS, normalised_rows, wide
 
 _PACKAGES = ("torch", "timm", "transformers", "diffusers", "torchvision", "monai")
 """The packages whose norms are tried without a look at their code."""
@@ -54,7 +54,7 @@ class Kind(NamedTuple):
     """How a norm computes."""
 
     rows: str
-    """`autograd.rows.LAYER` or `autograd.rows.RMS`."""
+    """`reference.LAYER` or `reference.RMS`."""
     axis: int
     """The dimension that is normalised: the last one, or that of channels."""
     offset: float
@@ -133,7 +133,7 @@ def kind_of(module: Any, original: type, x: Tensor) -> Kind | None:
     if size == 0 or not isinstance(eps, (int, float, type(None))):
         return None
     # torch's default depends on the dtype.
-    values = {torch.finfo(rows.wide(x.dtype)).eps, torch.finfo(x.dtype).eps} if eps is None else {float(eps)}
+    values = {torch.finfo(wide(x.dtype)).eps, torch.finfo(x.dtype).eps} if eps is None else {float(eps)}
     axes = [axis for axis in (-1, 1) if x.shape[axis] == size and (axis < 0 or x.dim() > 2)]
     found = [kind for axis in axes for value in values for kind in _kinds(module, original, x, axis, value)]
     return found[0] if len(found) == 1 else None
@@ -175,16 +175,16 @@ def _kinds(module: Any, original: Any, x: Tensor, axis: int, eps: float) -> Iter
         if not y.requires_grad:
             return
         found = torch.autograd.grad(y, inputs, dy.to(y.dtype), allow_unused=True)
-        for kind, offset in itertools.product((rows.LAYER, rows.RMS), (0.0, 1.0) if weight is not None else (0.0,)):
+        for kind, offset in itertools.product((LAYER, RMS), (0.0, 1.0) if weight is not None else (0.0,)):
             leaves = [t.detach().double().requires_grad_() for t in inputs]
             x_, w, b = leaves[0], *(None if t is None else leaves[i] for i, t in _numbered(weight, bias))
-            expected = rows.normalised(x_.movedim(axis, -1), w if w is None else w + offset, b, kind, eps)
+            expected = normalised_rows(x_.movedim(axis, -1), w if w is None else w + offset, b, kind, eps)
             expected = expected.movedim(-1, axis)
             gradients = torch.autograd.grad(expected, leaves, dy)
             if _are_near(y, expected, min(32 * unit, 2.0**-6)) and all(
                 _are_near(t, gradient, min(128 * unit, 2.0**-4)) for t, gradient in zip(found, gradients, strict=True)
             ):
-                is_torch = kind == rows.LAYER and not offset and _is_torchs(y, placed, weight, bias, axis, eps)
+                is_torch = kind == LAYER and not offset and _is_torchs(y, placed, weight, bias, axis, eps)
                 yield Kind(kind, axis, offset, eps, is_torch)
 
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from inplace_abn import functions, guard
+from inplace_abn import functions, guard, reference
 from inplace_abn.activations import IDENTITY
-from inplace_abn.autograd import nodes, rows
+from inplace_abn.autograd import nodes
 from inplace_abn.autograd.backward import Values, by_value
 from inplace_abn.conversion.alone import Alone
 from inplace_abn.conversion.converted import Note, may_have_node
@@ -115,14 +115,14 @@ class ConvertedLayerNorm(Alone):
                 y, _, rstd = torch.native_layer_norm(data, data.shape[-1:], weight, bias, eps)
             else:
                 y = _moved(super().forward(x.detach()), kind.axis, -1).detach()  # type: ignore[misc]
-                rstd = rows.inverse_std(data, kind.rows, eps)
+                rstd = reference.inverse_std_of_rows(data, kind.rows, eps)
             kept = y.to(dtype)
             scale, offset = by_value(weight if weight is None or not kind.offset else weight + kind.offset, bias)
             columns = settings.verbatim
-            values = rows.standardised(data, rstd, kind.rows, columns).to(dtype) if columns else None
+            values = reference.standardised_rows(data, rstd, kind.rows, columns).to(dtype) if columns else None
         of_call = Values(scale, offset, rstd.flatten(), values)
         if look.due:
-            look = guard.learn(self, look, figures(data, of_call.saved(kept, None), settings), _CONSUMER)
+            look = guard.learn(self, look, figures(data, kept, scale, offset, values, settings), _CONSUMER)
             if not look.trusted:
                 self._past.note = Note(why=self.why_untrusted)
                 return None

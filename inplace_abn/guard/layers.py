@@ -210,7 +210,7 @@ def take(module: Any, figures: Tensor, looked: Look) -> bool:
         _judge(module, mode, found, at_once=True)
         if found[0].unknown:
             mode.measured_at = -1
-        else:
+        elif not mode.decisions[-1].trusted and mode.unmeasured_since is None:
             # Other calls of the generation are judged together with this one.
             mode.figures.append((figures, None))
     return mode.decisions[-1].trusted

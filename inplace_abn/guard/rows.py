@@ -1,4 +1,4 @@
-"""How exactly backward recovers the xhat of a norm of rows (`inplace_abn.autograd.rows`) from its rounded output.
+"""How exactly backward recovers the xhat of a norm of rows (`inplace_abn.reference`) from its rounded output.
 
 The figures are those of `inplace_abn.guard.recovery`, with these differences. A row is what shares statistics, and a
 channel is a value of each row. Nothing but the output is recovered, because no activation is inverted. And xhat comes
@@ -12,30 +12,30 @@ import math
 import torch
 from torch import Tensor
 
-from inplace_abn.autograd import rows
-from inplace_abn.autograd.backward import Saved
 from inplace_abn.guard.figures import packed
 from inplace_abn.guard.recovery import SAMPLE, Errors
-from inplace_abn.reference import indices
+from inplace_abn.reference import indices, inverse_std_of_rows, recovered_rows, standardised_rows
 from inplace_abn.settings import Settings
 
 
 @torch.no_grad()
-def figures(x: Tensor, saved: Saved, settings: Settings) -> Tensor:
+def figures(
+    x: Tensor, y: Tensor, weight: Tensor | None, bias: Tensor | None, values: Tensor | None, settings: Settings
+) -> Tensor:
     """The `Figures` of a call in one tensor, on x's device. The host does not wait for them.
 
     Args:
-        x: the call's input; of shape (\\*, channel).
-        saved: what backward has of the call.
+        x, y: the call's input, and the output as it is kept; of shape (\\*, channel).
+        weight, bias: what y was computed with.
+        values: xhat of the channels of ``settings.verbatim``.
     """
     places = _places(x)
-    x = x.flatten(0, -2)[places].double()
-    values = None if saved.verbatim is None else saved.verbatim.flatten(0, -2)[places]
-    saved = saved._replace(z=saved.z.flatten(0, -2)[places], verbatim=values)
-    recovered = rows.recovered(saved, settings, saved.z.dtype).double()
-    rstd = rows.inverse_std(x, settings.rows, settings.eps)
-    xhat = rows.standardised(x, rstd, settings.rows, tuple(range(x.shape[-1])))
-    gamma = torch.ones_like(xhat[0]) if saved.weight is None else saved.weight.double()
+    x, y = x.flatten(0, -2)[places].double(), y.flatten(0, -2)[places]
+    values = None if values is None else values.flatten(0, -2)[places]
+    recovered = recovered_rows(y, weight, bias, (settings.verbatim, values), y.dtype).double()
+    rstd = inverse_std_of_rows(x, settings.rows, settings.eps)
+    xhat = standardised_rows(x, rstd, settings.rows, tuple(range(x.shape[-1])))
+    gamma = torch.ones_like(xhat[0]) if weight is None else weight.double()
 
     # The gradients of xhat, for dy that follows xhat, and y.
     gradients = torch.stack([gamma * xhat, gamma.abs() * xhat])
@@ -46,15 +46,16 @@ def figures(x: Tensor, saved: Saved, settings: Settings) -> Tensor:
     errors, sizes = ((t.square() * shares).sum(dim=(-1, -2)) for t in (error, gradients))
     of_dx = torch.sqrt(torch.where(errors == 0, 0.0, errors / sizes).max())
     # Where eps is most of the variance, xhat is small as a whole.
-    of_weight = ((recovered - xhat).square().mean(dim=0) / xhat.square().mean()).nan_to_num(0.0, math.inf).sqrt()
+    error = (recovered - xhat).square().mean(dim=0)
+    of_weight = torch.where(error == 0, 0.0, error / xhat.square().mean()).sqrt().nan_to_num(math.inf, math.inf)
     # A weight of zero says nothing of xhat, whatever xhat is in these rows.
-    is_lost = gamma.abs() < torch.finfo(saved.z.dtype).tiny
+    is_lost = gamma.abs() < torch.finfo(y.dtype).tiny
     if settings.verbatim:
         is_lost[indices(settings.verbatim, x.device)] = False
     of_weight = torch.where(is_lost, math.inf, of_weight)
     is_unknown = ~x.isfinite().all()
     of_dx = torch.where(is_unknown, math.nan, of_dx.nan_to_num(math.inf, math.inf))
-    return packed(Errors(of_dx, of_weight), saved.weight, settings)
+    return packed(Errors(of_dx, of_weight), weight, settings)
 
 
 def _places(x: Tensor) -> Tensor:

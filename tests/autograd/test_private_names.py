@@ -115,6 +115,19 @@ def test_creation_meta_tells_views_that_must_not_be_written():
     assert x[1:]._base is x
 
 
+def test_base_of():
+    x = torch.ones(3)
+    assert _torch.base_of(x[1:].view(2, 1)) is x
+    assert _torch.base_of(x) is None
+
+
+def test_has_global_hooks():
+    assert not _torch.has_global_hooks()
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+    assert _torch.has_global_hooks()
+    handle.remove()
+
+
 def test_is_lazy_copy():
     x = torch.ones(2)
     copied = torch._lazy_clone(x)
