@@ -112,7 +112,7 @@ class ScaleFunction(torch.autograd.Function):
         need, back, wide = ctx.needs_input_grad, ctx.back, torch.promote_types(ctx.dtype, torch.float32)
         forth = [back.index(i) for i in range(len(back))]
         # Here all tensors are laid out as u.
-        dz = dz.permute(back)
+        dz = dz.permute(back).contiguous()
         du = (dz * gamma).to(ctx.dtype) if need[0] else None
         dgamma = None
         if need[1] and torch.is_grad_enabled():
