@@ -64,7 +64,8 @@ def of_output(module: Any, args: tuple[Any, ...], u: Tensor, exchange: Exchange 
     if kind.forward is not nn.Linear.forward or "forward" in vars(module) or len(args) != 1:
         return None
     # Hooks may replace the output, and see what the node of the linear layer returns.
-    if len(module._forward_hooks) != 1 or module._backward_hooks or _torch.has_global_hooks():
+    others = [hook for hook in module._forward_hooks.values() if not _is_own(hook)]
+    if others or module._backward_hooks or _torch.has_global_hooks():
         return None
     h, weight, bias = args[0], module._parameters.get("weight"), module._parameters.get("bias")
     if type(h) is not Tensor or not may_have_node(u) or module.weight is not weight or module.bias is not bias:
@@ -76,6 +77,11 @@ def of_output(module: Any, args: tuple[Any, ...], u: Tensor, exchange: Exchange 
         return None
     linear = Linear(h, weight, bias)
     return Origin(linear, _versions(linear, u), exchange, tuple(range(u.dim())))
+
+
+def _is_own(hook: Any) -> bool:
+    """Whether a hook is one of this package, which returns what it is given or nothing."""
+    return str(getattr(hook, "__module__", "")).startswith("inplace_abn.")
 
 
 def _versions(linear: Linear, t: Tensor) -> tuple[int, ...]:
