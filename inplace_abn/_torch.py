@@ -206,6 +206,14 @@ def in_compiled_function() -> bool:
     return False
 
 
+def is_capturing(t: Tensor) -> bool:
+    """Whether the current stream of the tensor's device is captured into a graph. torch asks the current device."""
+    if not t.is_cuda:
+        return False
+    with torch.cuda.device(t.device):
+        return torch.cuda.is_current_stream_capturing()
+
+
 def is_exporting() -> bool:
     """Whether torch.export is tracing.
 

@@ -94,7 +94,7 @@ def _modified(what: str, name: str) -> str:
 
 def _is_comparable(z: Tensor) -> bool:
     """Whether z has values that the host may wait for."""
-    return type(z) is Tensor and not z.is_meta and not (z.is_cuda and torch.cuda.is_current_stream_capturing())
+    return type(z) is Tensor and not z.is_meta and not _torch.is_capturing(z)
 
 
 def _kinds(saved: Saved) -> list[Any]:

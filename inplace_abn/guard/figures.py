@@ -88,7 +88,9 @@ def packed(errors: Errors, weight: Tensor | None, settings: Settings) -> Tensor:
 
 def no_figures(device: torch.device) -> Tensor:
     """The packed figures of a rank that has not measured. They are never the worst, and their channel is -1."""
-    return torch.tensor([0.0, 0.0, -1.0, math.inf], dtype=torch.float64, device=device)
+    # A tensor of numbers of the host would be copied to the device, for which the host waits.
+    zero = torch.zeros((), dtype=torch.float64, device=device)
+    return torch.stack([zero, zero, zero - 1, zero + math.inf])
 
 
 def are_known(gathered: Tensor) -> bool:
@@ -100,7 +102,9 @@ def worst(gathered: Tensor) -> Tensor:
     """The worst figures of all ranks, packed. ``gathered`` has shape (ranks, 4)."""
     x, weight, channel, least = gathered.double().unbind(dim=1)
     largest, rank = weight.max(dim=0)
-    return torch.stack([x.max(), largest, channel[rank].clamp_min(0), least.min()])
+    # An index would be read by the host.
+    channel = channel.gather(0, rank.unsqueeze(0)).squeeze(0)
+    return torch.stack([x.max(), largest, channel.clamp_min(0), least.min()])
 
 
 def unpacked(packed: Tensor) -> Figures:
@@ -116,7 +120,8 @@ def fetched(packed: Tensor) -> tuple[Tensor, torch.Event | None]:
     host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=packed.is_cuda)
     host.copy_(packed, non_blocking=True)
     event = torch.Event(packed.device)
-    event.record()
+    # The copy is on the stream of its own device, which need not be the current one.
+    event.record(torch.accelerator.current_stream(packed.device))
     return host, event
 
 

@@ -41,7 +41,7 @@ def is_measurable(module: Any, x: Tensor, residual: Tensor | None, empty: bool) 
     # computes again.
     if _torch.count_dispatch_modes() > 0 and _torch.is_checkpointed_selectively():
         return False
-    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+    return not _torch.is_capturing(x)
 
 
 def is_suitable(module: Any, x: Tensor, residual: Tensor | None, empty: bool) -> bool:

@@ -128,6 +128,14 @@ def test_has_global_hooks():
     handle.remove()
 
 
+def test_is_capturing():
+    assert not _torch.is_capturing(torch.ones(1))
+    if torch.cuda.is_available():
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            x = torch.ones(1, device="cuda")
+            assert _torch.is_capturing(x)
+
+
 def test_is_lazy_copy():
     x = torch.ones(2)
     copied = torch._lazy_clone(x)
