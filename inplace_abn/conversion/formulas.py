@@ -7,6 +7,7 @@ code does nothing else as far as can be read, or that come from packages that ar
 
 from __future__ import annotations
 
+import builtins
 import dis
 import itertools
 import types
@@ -26,28 +27,16 @@ _ATTRIBUTES = ("eps", "variance_epsilon", "normalized_shape", "data_format")
 """The attributes of a module, besides its parameters, by which it may compute."""
 _NAMES = frozenset(
     [
-        *(*_ATTRIBUTES, "weight", "bias", "forward", "super", "torch", "nn", "functional", "F"),
-        *("mean", "var", "pow", "square", "sqrt", "rsqrt", "add", "sub", "mul", "div", "layer_norm", "rms_norm"),
-        *(
-            "float",
-            "double",
-            "to",
-            "type_as",
-            "dtype",
-            "float32",
-            "promote_types",
-            "shape",
-            "size",
-            "dim",
-            "ndim",
-            "numel",
-        ),
+        *(*_ATTRIBUTES, "weight", "bias", "forward", "nn", "functional", "layer_norm", "rms_norm", "promote_types"),
+        *("mean", "var", "pow", "square", "sqrt", "rsqrt", "add", "sub", "mul", "div"),
+        *("float", "double", "to", "type_as", "dtype", "float32", "shape", "size", "dim", "ndim", "numel"),
         *("permute", "transpose", "movedim", "contiguous", "view", "reshape", "unsqueeze"),
     ]
 )
-"""What code may refer to, besides methods of its class whose code is like that, too."""
+"""The attributes that code may refer to, besides methods of its class whose code is like that, too."""
 _WRITING = ("STORE_ATTR", "STORE_GLOBAL", "STORE_SUBSCR", "DELETE", "IMPORT", "INPLACE", "YIELD", "RAISE")
 _GLOBALS = (torch, nn, F, super)
+"""What else it may refer to."""
 
 
 class Kind(NamedTuple):
@@ -102,19 +91,19 @@ def _is_plain(function: Any, kind: type, seen: set[Any]) -> bool:
     if not isinstance(function, types.FunctionType) or set(function.__code__.co_freevars) - {"__class__"}:
         return False
     seen.add(function)
+    known = vars(builtins) | function.__globals__
+    of_module = set()
     for step in dis.get_instructions(function):
         is_augmented = step.opname == "BINARY_OP" and step.argrepr.endswith("=")
         if is_augmented or step.opname.startswith(_WRITING) or isinstance(step.argval, types.CodeType):
             return False
-    for name in function.__code__.co_names:
-        found = function.__globals__.get(name, super if name == "super" else None)
-        method = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
-        if name in _NAMES:
-            if name in ("torch", "nn", "F", "super") and not any(found is each for each in _GLOBALS):
+        if step.opname == "LOAD_GLOBAL":
+            of_module.add(step.argval)
+            if not any(known.get(step.argval) is each for each in _GLOBALS):
                 return False
-        elif not isinstance(method, (types.FunctionType, staticmethod)) or not _is_plain(method, kind, seen):
-            return False
-    return True
+    methods = set(function.__code__.co_names) - of_module - _NAMES
+    found = [next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None) for name in methods]
+    return all(_is_plain(method, kind, seen) for method in found)
 
 
 def key_of(module: Any, x: Tensor) -> tuple[Any, ...]:
@@ -153,8 +142,8 @@ def _kinds(module: Any, original: Any, x: Tensor, axis: int, eps: float) -> Iter
     # The rows have means and sizes that tell layer norms from RMS norms, and where eps is added.
     middle = [2] * (x.dim() - 2)
     number = torch.arange(4 * 2 ** len(middle), device=device, dtype=torch.float64).unsqueeze(1)
-    scale = torch.where(number % 3 == 0, eps**0.5, 1 + number / 2)
-    probe = ((torch.sin(line * (number + 1)) + torch.cos(2 * number) * 3) * scale).to(dtype)
+    size_of_row = torch.where(number % 3 == 0, eps**0.5, 1 + number / 2)
+    probe = ((torch.sin(line * (number + 1)) + torch.cos(2 * number) * 3) * size_of_row).to(dtype)
     placed = probe.view(4, *middle, size).movedim(-1, axis).contiguous().requires_grad_()
     with ExitStack() as contexts:
         contexts.enter_context(torch.enable_grad())
@@ -171,26 +160,21 @@ def _kinds(module: Any, original: Any, x: Tensor, axis: int, eps: float) -> Iter
         unit = max(torch.finfo(y.dtype).eps, torch.finfo(dtype).eps)
         # The gradient is far from what a norm takes out of it.
         dy = torch.cos(torch.arange(y.numel(), device=device, dtype=torch.float64)).view(y.shape)
-        inputs = [t for t in (placed, weight, bias) if t is not None]
+        given = {"x": placed, "weight": weight, "bias": bias}
+        inputs = {name: t for name, t in given.items() if t is not None}
         if not y.requires_grad:
             return
-        found = torch.autograd.grad(y, inputs, dy.to(y.dtype), allow_unused=True)
+        found = torch.autograd.grad(y, [*inputs.values()], dy.to(y.dtype), allow_unused=True)
         for kind, offset in itertools.product((LAYER, RMS), (0.0, 1.0) if weight is not None else (0.0,)):
-            leaves = [t.detach().double().requires_grad_() for t in inputs]
-            x_, w, b = leaves[0], *(None if t is None else leaves[i] for i, t in _numbered(weight, bias))
-            expected = normalised_rows(x_.movedim(axis, -1), w if w is None else w + offset, b, kind, eps)
-            expected = expected.movedim(-1, axis)
-            gradients = torch.autograd.grad(expected, leaves, dy)
+            leaves = {name: t.detach().double().requires_grad_() for name, t in inputs.items()}
+            rows, scale = leaves["x"].movedim(axis, -1), leaves["weight"] + offset if weight is not None else None
+            expected = normalised_rows(rows, scale, leaves.get("bias"), kind, eps).movedim(-1, axis)
+            gradients = torch.autograd.grad(expected, [*leaves.values()], dy)
             if _are_near(y, expected, min(32 * unit, 2.0**-6)) and all(
                 _are_near(t, gradient, min(128 * unit, 2.0**-4)) for t, gradient in zip(found, gradients, strict=True)
             ):
                 is_torch = kind == LAYER and not offset and _is_torchs(y, placed, weight, bias, axis, eps)
                 yield Kind(kind, axis, offset, eps, is_torch)
-
-
-def _numbered(weight: Tensor | None, bias: Tensor | None) -> list[tuple[int, Tensor | None]]:
-    """Weight and bias, with their places among the tensors that are there, after x."""
-    return [(1, weight), (1 if weight is None else 2, bias)]
 
 
 def _are_near(t: Tensor | None, expected: Tensor, allowed: float) -> bool:

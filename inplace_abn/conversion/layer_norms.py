@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from inplace_abn import functions, guard, reference
+from inplace_abn import _torch, functions, guard, reference
 from inplace_abn.activations import IDENTITY
 from inplace_abn.autograd import nodes
 from inplace_abn.autograd.backward import Values, by_value
@@ -153,6 +153,8 @@ class ConvertedLayerNorm(Alone):
     def _kind(self, x: Tensor) -> Kind | None:
         """How the norm computes an input like x."""
         kinds, key = self._past.kinds, key_of(self, x)
+        if key not in kinds and _torch.is_capturing(x):
+            return None
         if key not in kinds:
             kinds[key] = kind_of(self, _original(self), x)
         return kinds[key]  # type: ignore[no-any-return]
