@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from inplace_abn import _torch
 from inplace_abn.autograd.backward import values_per_channel
+from inplace_abn.kernels import ops
 from inplace_abn.settings import Operands
 
 _TENSORS = Operands._fields[:-1]
@@ -34,6 +35,12 @@ def check_tensors(x: Tensor, operands: Operands) -> None:
     if x.layout is not torch.strided:
         raise ValueError(f"inplace_abn: expected a strided x, got layout {x.layout}")
     device = x.device
+    if device.type != "meta" and type(x) in (Tensor, nn.Parameter) and not ops.run_on(device):
+        raise ValueError(
+            f"inplace_abn: expected x on a device that there are kernels for, got {device}. This build has kernels for "
+            f"{'the CPU and CUDA' if ops.with_cuda else 'the CPU only; build the package where nvcc is'}. Use ABN, "
+            "which works everywhere"
+        )
     others = [(name, getattr(operands, name)) for name in _TENSORS]
     for name, t in others:
         if t is not None and t.device != device:

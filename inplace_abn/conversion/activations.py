@@ -122,7 +122,7 @@ def _is_suitable(x: Tensor, activation: tuple[str, float]) -> bool:
         return False
     if not may_have_node(x) or not x.requires_grad or x.layout is not torch.strided or x.is_nested:
         return False
-    if x.device.type == "meta":
+    if not ops.run_on(x.device):
         return False
     is_usual = x.dtype in THRESHOLDS and x.dim() > 1 and x.numel() > 0 and not x.is_inference() and not x.is_neg()
     return is_usual and has_standard_strides(x)

@@ -49,7 +49,7 @@ def is_suitable(module: Any, x: Tensor, residual: Tensor | None, empty: bool) ->
     if type(x) not in _KINDS or x.layout is not torch.strided:
         return False
     dtype, device, shape = x.dtype, x.device, x.shape
-    if dtype not in THRESHOLDS or device.type == "meta" or len(shape) < 2 or x.is_neg():
+    if dtype not in THRESHOLDS or not ops.run_on(device) or len(shape) < 2 or x.is_neg():
         return False
     channels = shape[1]
     if channels != module.num_features:
