@@ -26,7 +26,10 @@ from typing import Any, NamedTuple
 
 PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "cuda")
 OPS = (
-    *(f"tests/ops/test_{name}.py" for name in ("ops", "schemas", "activations", "dead_positions", "cuda")),
+    *(
+        f"tests/ops/test_{name}.py"
+        for name in ("ops", "schemas", "activations", "dead_positions", "norms_of_rows", "cuda")
+    ),
     *(f"tests/autograd/test_{name}.py" for name in ("functions", "residual")),
 )
 # These tests run all activations, with and without a residual, in few shapes of any alignment.
