@@ -26,6 +26,10 @@ class Linear(NamedTuple):
     bias: Tensor | None
 
 
+def _rows(t: Tensor) -> Tensor:
+    return t.reshape(-1, t.shape[-1])
+
+
 class Exchange:
     """What the node of the product leaves to the node of the linear layer: dW for a certain du."""
 
@@ -34,7 +38,7 @@ class Exchange:
     dweight: Tensor | None = None
 
     def give(self, du: Tensor, dweight: Tensor) -> None:
-        self.du, self.version, self.dweight = du, du._version, dweight
+        self.du, self.version, self.dweight = _rows(du), du._version, dweight
 
     def take(self, du: Tensor) -> Tensor | None:
         """dW, if all of du came from the product. Nobody else gets the memory of the du that is held here."""
@@ -45,12 +49,8 @@ class Exchange:
         return dweight if (given.shape, given.stride()) == (du.shape, du.stride()) else None
 
 
-def _rows(t: Tensor) -> Tensor:
-    return t.reshape(-1, t.shape[-1])
-
-
 class LinearFunction(torch.autograd.Function):
-    """The node of u, which is computed already."""
+    """The node of u as a matrix, which is computed already."""
 
     @staticmethod
     def forward(h: Tensor, weight: Tensor, bias: Tensor | None, u: tuple[Tensor], exchange: Exchange) -> Tensor:
@@ -69,11 +69,11 @@ class LinearFunction(torch.autograd.Function):
             return (None,) * 5
         (h, weight), need = ctx.saved_tensors, ctx.needs_input_grad
         exchanged = None if torch.is_grad_enabled() else ctx.exchange.take(du)
-        dh = du @ weight.to(du.dtype) if need[0] else None
+        dh = (du @ weight.to(du.dtype)).view(h.shape) if need[0] else None
         dweight = None
         if need[1]:
-            dweight = (_rows(du).t() @ _rows(h) if exchanged is None else exchanged).to(weight.dtype)
-        return dh, dweight, _rows(du).sum(dim=0).to(ctx.bias_dtype) if need[2] else None, None, None
+            dweight = (du.t() @ _rows(h) if exchanged is None else exchanged).to(weight.dtype)
+        return dh, dweight, du.sum(dim=0).to(ctx.bias_dtype) if need[2] else None, None, None
 
 
 class Product(NamedTuple):
@@ -131,8 +131,11 @@ class ScaleFunction(torch.autograd.Function):
 
 def linear(given: Linear, u: Tensor, exchange: Exchange) -> Tensor:
     """u, the output of a linear layer, with a node that `scaled` works together with."""
-    result: Tensor = LinearFunction.apply(*given, (u.detach(),), exchange)
-    return result
+    # An output that is a view could not be written to.
+    values = _rows(u.detach()).detach()
+    matrix: Tensor = LinearFunction.apply(*given, (values,), exchange)
+    # What torch returns for more than two dimensions is a view of a matrix, too.
+    return matrix if u.dim() == 2 else matrix.view(u.shape)
 
 
 def scaled(

@@ -170,7 +170,7 @@ def is_norm_of_rows(module: nn.Module) -> bool:
     names = vars(module).keys() | {
         name for base in kind.__mro__ if not issubclass(nn.Module, base) for name in vars(base)
     }
-    return length(module) > 0 and does_nothing_else(kind) and not names & _NAMES_OF_ROWS
+    return length(module) > 0 and does_nothing_else(module) and not names & _NAMES_OF_ROWS
 
 
 def unfit_reason(module: nn.Module) -> str:

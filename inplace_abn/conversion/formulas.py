@@ -13,6 +13,7 @@ import itertools
 import types
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +35,18 @@ _NAMES = frozenset(
     ]
 )
 """The attributes that code may refer to, besides methods of its class whose code is like that, too."""
-_WRITING = ("STORE_ATTR", "STORE_GLOBAL", "STORE_SUBSCR", "DELETE", "IMPORT", "INPLACE", "YIELD", "RAISE")
+_SIMPLE = (int, float, str, tuple, type(None))
+_WRITING = (
+    "STORE_ATTR",
+    "STORE_GLOBAL",
+    "STORE_SUBSCR",
+    "STORE_SLICE",
+    "DELETE",
+    "IMPORT",
+    "INPLACE",
+    "YIELD",
+    "RAISE",
+)
 _GLOBALS = (torch, nn, F, super)
 """What else it may refer to."""
 
@@ -72,14 +84,26 @@ def length(module: Any) -> int:
     return shape[0]
 
 
-def does_nothing_else(kind: type) -> bool:
-    """Whether the forward pass of a class may be tried."""
+def does_nothing_else(module: nn.Module) -> bool:
+    """Whether the forward pass of a module may be tried."""
+    given = vars(module)
+    if any(name in given and not isinstance(given[name], _SIMPLE) for name in _ATTRIBUTES):
+        return False
+    return not given.keys() & (_NAMES - set(_ATTRIBUTES)) and _is_plain_class(type(module))  # type: ignore[arg-type]
+
+
+@cache
+def _is_plain_class(kind: type) -> bool:
+    own: set[str] = set()
     for base in kind.__mro__:
         forward = vars(base).get("forward")
-        if forward is not None and base.__module__.split(".")[0] in _PACKAGES:
-            return True
+        if forward is not None and str(getattr(forward, "__module__", "")).split(".")[0] in _PACKAGES:
+            # Classes of somebody else may change methods that this one calls.
+            return not own - {"forward"} or base is nn.Module
         if forward is not None and not _is_plain(forward, kind, set()):
             return False
+        if base.__module__.split(".")[0] not in _PACKAGES:
+            own |= {name for name in vars(base) if not name.startswith("__")} - {"extra_repr", "reset_parameters"}
     return False
 
 
@@ -90,20 +114,26 @@ def _is_plain(function: Any, kind: type, seen: set[Any]) -> bool:
         return True
     if not isinstance(function, types.FunctionType) or set(function.__code__.co_freevars) - {"__class__"}:
         return False
+    if function.__defaults__ or function.__kwdefaults__:
+        return False
     seen.add(function)
     known = vars(builtins) | function.__globals__
-    of_module = set()
+    names = set()
     for step in dis.get_instructions(function):
         is_augmented = step.opname == "BINARY_OP" and step.argrepr.endswith("=")
         if is_augmented or step.opname.startswith(_WRITING) or isinstance(step.argval, types.CodeType):
             return False
-        if step.opname == "LOAD_GLOBAL":
-            of_module.add(step.argval)
-            if not any(known.get(step.argval) is each for each in _GLOBALS):
-                return False
-    methods = set(function.__code__.co_names) - of_module - _NAMES
-    found = [next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None) for name in methods]
-    return all(_is_plain(method, kind, seen) for method in found)
+        if step.opname == "LOAD_GLOBAL" and not any(known.get(step.argval) is each for each in _GLOBALS):
+            return False
+        if step.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
+            names.add(step.argval)
+    bases = [base for base in kind.__mro__ if not issubclass(nn.Module, base)]
+    methods = {name: next((vars(base)[name] for base in bases if name in vars(base)), None) for name in names}
+    # All forward passes are looked at anyway.
+    return all(
+        name == "forward" or (name in _NAMES if method is None else _is_plain(method, kind, seen))
+        for name, method in methods.items()
+    )
 
 
 def key_of(module: Any, x: Tensor) -> tuple[Any, ...]:
@@ -124,18 +154,29 @@ def kind_of(module: Any, original: type, x: Tensor) -> Kind | None:
     # torch's default depends on the dtype.
     values = {torch.finfo(wide(x.dtype)).eps, torch.finfo(x.dtype).eps} if eps is None else {float(eps)}
     axes = [axis for axis in (-1, 1) if x.shape[axis] == size and (axis < 0 or x.dim() > 2)]
-    found = [kind for axis in axes for value in values for kind in _kinds(module, original, x, axis, value)]
-    return found[0] if len(found) == 1 else None
+    # In 16 bits formulas are near each other that are not the same.
+    dtypes = {torch.promote_types(x.dtype, torch.float32), x.dtype}
+    found = [
+        {kind for axis in axes for value in values for kind in _kinds(module, original, x, axis, value, dtype)}
+        for dtype in dtypes
+    ]
+    alike = {kind._replace(is_torch=False) for kind in set.union(*found)}
+    if len(alike) != 1 or not all(found):
+        return None
+    (kind,) = alike
+    return kind._replace(is_torch=all(each.is_torch for each in set.union(*found)))
 
 
-def _kinds(module: Any, original: Any, x: Tensor, axis: int, eps: float) -> Iterator[Kind]:
-    """What the module may compute along an axis. It is tried on a copy with other weights."""
-    size, dtype, device = length(module), x.dtype, x.device
+def _kinds(module: Any, original: Any, x: Tensor, axis: int, eps: float, dtype: torch.dtype) -> Iterator[Kind]:
+    """What the module may compute along an axis of an x of this dtype. It is tried on a copy with other weights."""
+    size, device = length(module), x.device
     line = torch.arange(size, device=device, dtype=torch.float64)
     other = object.__new__(type(module))
     other.__dict__.update(vars(module))
     other.__dict__["_parameters"] = {
-        name: None if t is None else nn.Parameter((torch.cos(3 * line + i) + 2 - i).to(t.dtype))
+        name: None
+        if t is None
+        else nn.Parameter((torch.cos(3 * line + i) + 2 - i).to(torch.promote_types(t.dtype, dtype)))
         for i, (name, t) in enumerate(module._parameters.items())
     }
     weight, bias = parameters(other)

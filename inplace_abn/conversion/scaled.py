@@ -45,8 +45,10 @@ class Origin(NamedTuple):
         """
         if type(factor) not in (Tensor, nn.Parameter) or not (factor.requires_grad and t.requires_grad):
             return None
-        # Where a loss is scaled for float16, a gradient in float32 may be too large for float16.
-        if not factor.is_floating_point() or (t.dtype == torch.float16 != factor.dtype):
+        # The product that stands for the output is not scaled by the factor, and may be too large for float16. In
+        # bfloat16 it has less digits than the output has, unless autocast takes these from the output, too.
+        is_narrow = t.dtype == torch.float16 or (t.dtype == torch.bfloat16 == self.linear.weight.dtype)
+        if is_narrow or not factor.is_floating_point():
             return None
         count, place = self.linear.weight.shape[0], self.dims.index(len(self.dims) - 1) - len(self.dims)
         is_vector = 1 < count == factor.numel() and -place <= factor.dim() <= len(self.dims)
@@ -67,7 +69,11 @@ def of_output(module: Any, args: tuple[Any, ...], u: Tensor, exchange: Exchange 
     others = [hook for hook in module._forward_hooks.values() if not _is_own(hook)]
     if others or module._backward_hooks or _torch.has_global_hooks():
         return None
-    h, weight, bias = args[0], module._parameters.get("weight"), module._parameters.get("bias")
+    given = module._parameters
+    # Parameters that are computed are not looked at, because that would compute them once more.
+    if not given.keys() >= {"weight", "bias"} or module._modules:
+        return None
+    h, weight, bias = args[0], given["weight"], given["bias"]
     if type(h) is not Tensor or not may_have_node(u) or module.weight is not weight or module.bias is not bias:
         return None
     is_plain = h.layout is torch.strided and not h.is_nested and h.dim() > 1 and u.is_floating_point()

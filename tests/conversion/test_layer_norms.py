@@ -16,6 +16,7 @@ from layer_norms import (
     NormOfTokens,
     RMSNormOfGemma,
     RMSNormOfLlama,
+    UnbiasedNorm,
     Weighted,
 )
 from torch import nn
@@ -164,6 +165,15 @@ def test_a_class_whose_code_does_more_is_not_tried(kind):
     converted = check_training(Block(norm), inputs(norm))
     assert type(converted.norm) is kind
     assert report(converted).unsupported == {kind.__name__: 1}
+
+
+def test_in_16_bits_a_norm_of_another_variance_is_no_layer_norm():
+    model = nn.Sequential(nn.Linear(8, 128), UnbiasedNorm(128), nn.Linear(128, 8)).bfloat16()
+    converted = convert(model)
+    for _ in range(2):
+        converted(torch.randn(4, 8).bfloat16()).sum().backward()
+        guard.generations.advance()
+    assert layer_of(converted).why == "its forward pass is not that of a layer norm or an RMS norm"
 
 
 @pytest.mark.parametrize("tokens", [1, 5])

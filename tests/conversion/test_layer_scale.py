@@ -309,7 +309,7 @@ def test_gradients_and_their_gradients_are_right(bias):
 
 def test_the_product_for_the_weight_is_exchanged_only_if_it_is_that_of_the_whole_gradient():
     exchange = Exchange()
-    du, dweight = torch.ones(2), torch.ones(3)
+    du, dweight = torch.ones(1, 2), torch.ones(3)
     exchange.give(du, dweight)
     assert exchange.take(du) is dweight
     assert exchange.take(du) is None
@@ -385,7 +385,8 @@ def test_its_gradients_are_as_exact_as_torchs(dtype):
         z = model(given)
         z.backward((x + 1).to(z.dtype))
         found.append((z, given.grad, *(p.grad for p in model.parameters() if p.grad is not None)))
-    assert scales(converted) == ["fc1"]
+    # In 16 bits the product that stands for the output has too few digits.
+    assert scales(converted) == (["fc1"] if dtype == torch.float32 else [])
     assert torch.equal(found[0][0], found[1][0])
     for torchs, own, right in zip(*found, strict=True):
         errors = [float((t.double() - right).norm() / right.norm()) for t in (torchs, own)]
@@ -471,6 +472,34 @@ def test_what_was_not_seen_in_a_checkpoint_is_not_seen_when_it_is_computed_again
             torchs.sum().backward()
             own.sum().backward()
             torch.testing.assert_close(converted.fc1.weight.grad, native.fc1.weight.grad)
+
+
+def test_a_weight_that_is_computed_is_computed_as_often_as_with_torch():
+    calls = []
+
+    class Noisy(nn.Module):
+        def forward(self, weight):
+            calls.append(1)
+            return weight + torch.randn_like(weight)
+
+    net = Net(times)
+    nn.utils.parametrize.register_parametrization(net.fc1, "weight", Noisy())
+    converted = convert(net)
+    calls.clear()
+    for step in range(3):
+        last_step(converted)
+        assert len(calls) == step + 1
+
+
+def hooked_and_written_to(m, x):
+    u = m.fc1(x)
+    hooked(u)
+    u = F.silu(u, inplace=True)
+    return m.fc1(u) * m.gamma
+
+
+def test_a_hook_on_a_view_that_is_written_to_is_left_behind_as_with_torch():
+    check_training(Net(hooked_and_written_to), tokens())
 
 
 def test_reverted_it_is_as_before():

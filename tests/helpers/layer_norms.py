@@ -160,7 +160,46 @@ class NormWithNotes(Weighted):
         return F.rms_norm(self.noted(x), x.shape[-1:], self.weight, self.eps)
 
 
-DOING_MORE = [DetachedNorm, HookedNorm, StoringNorm, NoisyNorm, TemperedNorm, WritingNorm, NormWithNotes]
+class NormWithAMethodOfATensorsName(Weighted):
+    def forward(self, x):
+        return self.mul(F.rms_norm(x, x.shape[-1:], self.weight, self.eps))
+
+    def mul(self, y):
+        self.factor = 2
+        return y
+
+
+class NormWithDefaults(Weighted):
+    def forward(self, x, factors=(1.0,)):
+        return F.rms_norm(x, x.shape[-1:], self.weight, self.eps) * factors[0]
+
+
+class RMSNormOfAnotherPackage(nn.RMSNorm):
+    """It changes what the forward pass of its base may call."""
+
+    def mean(self, x):
+        return x.mean()
+
+
+DOING_MORE = [
+    NormWithAMethodOfATensorsName,
+    NormWithDefaults,
+    RMSNormOfAnotherPackage,
+    DetachedNorm,
+    HookedNorm,
+    StoringNorm,
+    NoisyNorm,
+    TemperedNorm,
+    WritingNorm,
+    NormWithNotes,
+]
+
+
+class UnbiasedNorm(Weighted):
+    """In bfloat16 its output is near that of a layer norm."""
+
+    def forward(self, x):
+        return (x - x.mean(-1, keepdim=True)) * torch.rsqrt(x.var(-1, keepdim=True) + self.eps) * self.weight
 
 
 class ContiguousNorm2d(LayerNorm2d):
