@@ -101,7 +101,7 @@ def local(x: Tensor, operands: Operands, settings: Settings, overwrite_input: bo
         return _forward(x, operands, settings, overwrite_input=False)
     # Transforms would look for rules of the node's op, before it could say that it is not for them.
     refuses = torch.compiler.is_compiling() or _torch.transforms_active()
-    if _node is not None and not refuses and not _torch.saves_its_result(x):
+    if _node is not None and not refuses and ops.run_on(x.device) and not _torch.saves_its_result(x):
         try:
             what = *operands.momentum_arguments(), *settings.arithmetic(), settings.shared
             z: Tensor | None = _node.inplace_abn(x, *operands.tensors(), settings.training, *what)
