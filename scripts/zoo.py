@@ -249,7 +249,7 @@ ZOO = {
         "monai.networks.nets",
         "monai",
         lambda package: package.SwinUNETR(in_channels=1, out_channels=2, feature_size=12),
-        (1, 64, 64, 64),
+        (1, 64, 32, 32),
     ),
     "MONAI BasicUNet, instance norm": monai("BasicUNet", features=(8, 8, 16, 32, 64, 8)),
     "MONAI UNet, instance norm, PReLU": monai("UNet", channels=(8, 16, 32), strides=(2, 2), num_res_units=2),
