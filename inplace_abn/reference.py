@@ -153,6 +153,8 @@ def forward(
 
 LAYER, RMS = "layer", "rms"
 """The values of `Settings.rows`."""
+LEAST_WEIGHT = 1e-30
+"""The smallest weight from whose output xhat is recovered."""
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

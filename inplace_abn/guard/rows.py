@@ -14,7 +14,7 @@ from torch import Tensor
 
 from inplace_abn.guard.figures import packed
 from inplace_abn.guard.recovery import SAMPLE, Errors
-from inplace_abn.reference import indices, inverse_std_of_rows, recovered_rows, standardised_rows
+from inplace_abn.reference import LEAST_WEIGHT, indices, inverse_std_of_rows, recovered_rows, standardised_rows
 from inplace_abn.settings import Settings
 
 
@@ -48,8 +48,8 @@ def figures(
     # Where eps is most of the variance, xhat is small as a whole.
     error = (recovered - xhat).square().mean(dim=0)
     of_weight = torch.where(error == 0, 0.0, error / xhat.square().mean()).sqrt().nan_to_num(math.inf, math.inf)
-    # A weight of zero says nothing of xhat, whatever xhat is in these rows.
-    is_lost = gamma.abs() < torch.finfo(y.dtype).tiny
+    # A weight next to zero says nothing of xhat, whatever xhat is in these rows.
+    is_lost = gamma.abs() < max(torch.finfo(y.dtype).tiny, LEAST_WEIGHT)
     if settings.verbatim:
         is_lost[indices(settings.verbatim, x.device)] = False
     of_weight = torch.where(is_lost, math.inf, of_weight)

@@ -369,7 +369,7 @@ def a_view_is_returned(m, x):
 
 
 @pytest.mark.parametrize("norm", [nn.LayerNorm(SIZE), nn.RMSNorm(SIZE, eps=1e-6)], ids=["layer norm", "rms norm"])
-@pytest.mark.parametrize("weight", [0.0, 1e-310])
+@pytest.mark.parametrize("weight", [0.0, 1e-310, 1e-100, 1e-31, 1e-29])
 def test_a_weight_of_zero_is_right_whatever_the_first_call_has_in_its_place(norm, weight):
     for run in (some_values_masked, None):
         model = Block(copy.deepcopy(norm), run)
