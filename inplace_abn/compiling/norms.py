@@ -1,8 +1,8 @@
-"""Batch norm for compilers: two ops that `compiling.joint` finds in the joint graph of forward and backward.
+"""Batch norm, instance norm and group norm for compilers: two ops that `compiling.joint` finds in the joint graph of forward and backward.
 
 The norm's statistics are computed by torch's own ops. The normalisation is one of the two ops, and its gradient is the
 other. Where the graph shows that an activation follows, `compiling.joint` replaces them by plain ops that keep z
-instead of x. Elsewhere it replaces them by plain ops that do the same as torch's batch norm. Where `compiling.joint`
+instead of x. Elsewhere it replaces them by plain ops that do the same as torch's norm. Where `compiling.joint`
 does not run, they run as `plain_norm` and `plain_norm_backward`.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from inplace_abn import _torch
 from inplace_abn.compiling.inverses import tagged
-from inplace_abn.reference import channel_sum, input_gradient, per_channel, scaled, standardised
+from inplace_abn.reference import channel_sum, input_gradient, per_channel, scaled
 from inplace_abn.settings import Operands
 
 _library = torch.library.Library("inplace_abn", "FRAGMENT")
@@ -32,6 +32,21 @@ def arithmetic(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
+def _spread(t: Tensor, x: Tensor) -> Tensor:
+    """Statistics of channels, of shape (channel,), or of the groups of samples, of shape (batch, group), in a shape that
+    broadcasts against x of shape (batch, channel, \\*)."""
+    if t.dim() == 1:
+        return per_channel(t, x)
+    samples, groups = t.shape
+    spread = t.unsqueeze(-1).expand(samples, groups, x.shape[1] // groups)
+    return spread.reshape(samples, x.shape[1], *[1] * (x.dim() - 2))
+
+
+def standardised(x: Tensor, mean: Tensor, var: Tensor, eps: float) -> Tensor:
+    """xhat, in the wider of the two dtypes."""
+    return (x - _spread(mean, x)) * _spread(torch.rsqrt(var + eps), x)
+
+
 def recovered(y: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None) -> Tensor:
     """xhat of what `reference.scaled` returned."""
     if residual is not None:
@@ -42,16 +57,24 @@ def recovered(y: Tensor, weight: Tensor | None, bias: Tensor | None, residual: T
 
 
 def gradients(
-    dy: Tensor, xhat: Tensor, var: Tensor, weight: Tensor | None, eps: float, training: bool
+    dy: Tensor, xhat: Tensor, var: Tensor, weight: Tensor | None, eps: float, training: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dx, dweight, dbias). xhat is in the dtype of the arithmetic. dweight and dbias have shape (channel,), also
-    without a weight and a bias."""
-    wide = dy.to(xhat.dtype)
-    sum_dy, sum_xhat_dy = channel_sum(wide), channel_sum(wide * xhat)
-    scale, share = torch.rsqrt(var + eps), 1.0 / (dy.numel() // dy.shape[1])
-    scale = scale if weight is None else scale * weight
-    dx = input_gradient(wide, xhat, scale, (sum_dy * share, sum_xhat_dy * share) if training else None)
-    return dx.to(dy.dtype), sum_xhat_dy, sum_dy
+    """(dx, dweight, dbias). xhat is in the dtype of the arithmetic, and dx gets ``dtype``. dweight and dbias have shape
+    (channel,), also without a weight and a bias."""
+    wide, inv_std = dy.to(xhat.dtype), torch.rsqrt(var + eps)
+    if var.dim() == 1:
+        sum_dy, sum_xhat_dy = channel_sum(wide), channel_sum(wide * xhat)
+        scale, share = inv_std if weight is None else inv_std * weight, 1.0 / (dy.numel() // dy.shape[1])
+        dx = input_gradient(wide, xhat, scale, (sum_dy * share, sum_xhat_dy * share) if training else None)
+        return dx.to(dtype), sum_xhat_dy, sum_dy
+    # Of shape (batch, channel).
+    sums = [t.flatten(2).sum(-1) if t.dim() > 2 else t for t in (wide, wide * xhat)]
+    scaled_sums = sums if weight is None else [t * weight for t in sums]
+    count = dy.numel() // var.numel()
+    of_dy, of_xhat_dy = (t.unflatten(1, (var.shape[1], -1)).sum(-1) / count for t in scaled_sums)
+    dx = wide if weight is None else wide * per_channel(weight, wide)
+    dx = (dx - _spread(of_dy, wide) - xhat * _spread(of_xhat_dy, wide)) * _spread(inv_std, wide)
+    return dx.to(dtype), sums[1].sum(0), sums[0].sum(0)
 
 
 def plain_norm(
@@ -64,7 +87,7 @@ def plain_norm_backward(
     dy: Tensor, x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, *settings: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     eps, training, _ = settings
-    return gradients(dy, standardised(x, mean, var, eps), var, weight, eps, training)
+    return gradients(dy, standardised(x, mean, var, eps), var, weight, eps, training, x.dtype)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -87,8 +110,8 @@ for _op, _plain in PLAIN.items():
 torch.library.register_autograd(NORM, _backward, setup_context=_setup_context, lib=_library)
 
 
-def _statistics(x: Tensor, operands: Operands, training: bool) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance of each channel.
+def _statistics(x: Tensor, operands: Operands, training: bool, groups: int) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance of each channel, or of each group of a sample.
 
     In training they are those of the batch, and the running ones are updated.
     """
@@ -98,11 +121,16 @@ def _statistics(x: Tensor, operands: Operands, training: bool) -> tuple[Tensor, 
         assert running_var is not None
         return running_mean.clone(), running_var.clone()
     with torch.no_grad():
-        dims = [0, *range(2, x.dim())]
-        var, mean = torch.var_mean(x.detach().to(arithmetic(x)), dims, correction=0)
+        values = x.detach().to(arithmetic(x))
+        if groups:
+            values = values.unflatten(1, (groups, -1))
+        dims = [*range(2, values.dim())] if groups else [0, *range(2, x.dim())]
+        var, mean = torch.var_mean(values, dims, correction=0)
         if running_mean is not None and running_var is not None:
-            count = x.numel() // x.shape[1]
-            for running, batch in ((running_mean, mean), (running_var, var * (count / (count - 1)))):
+            count = x.numel() // mean.numel()
+            of_batch = mean, var * (count / (count - 1))
+            for running, batch in zip((running_mean, running_var), of_batch, strict=True):
+                batch = batch.mean(0) if groups else batch
                 running.copy_((1 - momentum) * running + momentum * batch)
     return mean, var
 
@@ -123,12 +151,12 @@ def constant(value: float) -> float:
     return numerator / denominator
 
 
-def normalised(x: Tensor, operands: Operands, training: bool, eps: float, trusted: str) -> Tensor:
-    """torch's batch norm, which `compiling.joint` can fuse with what follows. The scale is the weight itself.
+def normalised(x: Tensor, operands: Operands, training: bool, eps: float, trusted: str, groups: int = 0) -> Tensor:
+    """torch's norm, which `compiling.joint` can fuse with what follows. The scale is the weight itself.
 
     ``trusted`` names the activations whose z is trusted for recovering x, by their `activation_key`, with spaces in
-    between.
+    between. In training each sample has its own statistics if there are ``groups`` of channels.
     """
-    mean, var = _statistics(x, operands, training)
+    mean, var = _statistics(x, operands, training, groups)
     y: Tensor = NORM(x, mean, var, operands.weight, operands.bias, eps, training, trusted)
     return y
