@@ -19,7 +19,7 @@ from torch import Tensor, fx
 
 from inplace_abn import _torch, reference
 from inplace_abn._torch import is_backward
-from inplace_abn.compiling import alone, inverses, norms, rows
+from inplace_abn.compiling import alone, inverses, layer_scale, norms, rows
 from inplace_abn.compiling.inlining import inline, inlined
 from inplace_abn.compiling.search import Fusion, Search, is_alike
 
@@ -41,6 +41,7 @@ def fuse(module: fx.GraphModule, *_: Any) -> fx.GraphModule:
     written: dict[fx.Node, fx.Node] = {}
     for fusion in fused:
         _write_fused(graph, fusion, search.gradients.get(fusion.norm or fusion.total, []), written)
+    layer_scale.fuse(graph)
     if rows.fuse(graph) or fused:
         _keep_parameters(graph)
     graph.eliminate_dead_code()

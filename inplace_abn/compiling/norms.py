@@ -1,4 +1,4 @@
-"""Batch norm, instance norm and group norm for compilers: two ops that `compiling.joint` finds in the joint graph of forward and backward.
+"""Norms of channels for compilers: two ops that `compiling.joint` finds in the joint graph of forward and backward.
 
 The norm's statistics are computed by torch's own ops. The normalisation is one of the two ops, and its gradient is the
 other. Where the graph shows that an activation follows, `compiling.joint` replaces them by plain ops that keep z
@@ -33,7 +33,7 @@ def arithmetic(x: Tensor) -> torch.dtype:
 
 
 def _spread(t: Tensor, x: Tensor) -> Tensor:
-    """Statistics of channels, of shape (channel,), or of the groups of samples, of shape (batch, group), in a shape that
+    """Statistics of channels, of shape (channel,), or of groups, of shape (batch, group), in a shape that
     broadcasts against x of shape (batch, channel, \\*)."""
     if t.dim() == 1:
         return per_channel(t, x)

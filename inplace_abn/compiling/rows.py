@@ -16,11 +16,11 @@ from torch import Tensor, fx
 from inplace_abn._torch import is_backward
 from inplace_abn.compiling.inlining import inline
 from inplace_abn.compiling.search import is_read_again
-from inplace_abn.reference import LAYER, wide
+from inplace_abn.reference import wide
 
 _aten = torch.ops.aten
 _library = torch.library.Library("inplace_abn", "FRAGMENT")
-_CALL = "Tensor x, Tensor rstd, Tensor? weight, Tensor? bias, Tensor? places, Tensor? values, str rows, str trusted"
+_CALL = "Tensor x, Tensor? mean, Tensor rstd, Tensor? weight, Tensor? bias, Tensor? places, Tensor? values, str trusted"
 _library.define(f"norm_of_rows(Tensor y, {_CALL}) -> Tensor")
 _library.define(f"norm_of_rows_backward(Tensor dy, Tensor y, {_CALL}) -> (Tensor, Tensor, Tensor)")
 
@@ -38,39 +38,44 @@ class Verbatim(NamedTuple):
     """xhat of these columns, of shape (\\*, kept columns)."""
 
 
-def verbatim(x: Tensor, rstd: Tensor, rows: str, columns: tuple[int, ...]) -> Verbatim:
+def verbatim(x: Tensor, mean: Tensor | None, rstd: Tensor, columns: tuple[int, ...]) -> Verbatim:
     """What a call keeps of the given columns."""
     places = [-1] * x.shape[-1]
     for i, column in enumerate(columns):
         places[column] = i
-    kept = torch.tensor(columns, device=x.device)
-    values = x[..., kept].to(rstd.dtype)
-    if rows == LAYER:
-        values = values - x.mean(dim=-1, keepdim=True, dtype=rstd.dtype)
-    return Verbatim(torch.tensor(places, device=x.device), (values * rstd).to(x.dtype))
+    values = _standardised(x[..., torch.tensor(columns, device=x.device)], mean, rstd)
+    return Verbatim(torch.tensor(places, device=x.device), values.to(x.dtype))
 
 
 def normalised(
     x: Tensor,
     y: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    rows: str,
-    of: Verbatim | None,
+    statistics: tuple[Tensor | None, Tensor],
+    affine: tuple[Tensor | None, Tensor | None],
+    kept: Verbatim | None,
     trusted: str,
 ) -> Tensor:
     """y, whose gradient is that of the norm of x.
 
-    ``trusted`` names the dtypes in which y is trusted for recovering xhat, with spaces in between.
+    Args:
+        x, y: the norm's input and output, of shape (\\*, column).
+        statistics: the mean of each row, None for an RMS norm, and its rstd; of shape (\\*, 1).
+        affine: the scale and the offset, of shape (column,).
+        kept: the columns whose xhat is kept.
+        trusted: the dtypes in which y is trusted for recovering xhat, with spaces in between.
     """
-    places, values = (None, None) if of is None else of
-    marked: Tensor = NORM(y, x, rstd, weight, bias, places, values, rows, trusted)
+    places, values = (None, None) if kept is None else kept
+    marked: Tensor = NORM(y, x, *statistics, *affine, places, values, trusted)
     return marked
 
 
+def _standardised(x: Tensor, mean: Tensor | None, rstd: Tensor) -> Tensor:
+    x = x.to(rstd.dtype)
+    return (x if mean is None else x - mean) * rstd
+
+
 def _gradients(
-    dy: Tensor, xhat: Tensor, rstd: Tensor, weight: Tensor | None, rows: str
+    dy: Tensor, xhat: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dx, dweight, dbias) in the dtype of xhat. dweight and dbias have shape (column,), also without a weight and a
     bias."""
@@ -79,7 +84,7 @@ def _gradients(
     dweight, dbias = (dy * xhat).sum(others), dy.sum(others)
     dxhat = dy if weight is None else dy * weight
     dx = dxhat - xhat * (dxhat * xhat).mean(-1, keepdim=True)
-    if rows == LAYER:
+    if mean is not None:
         dx = dx - dxhat.mean(-1, keepdim=True)
     return dx * rstd, dweight, dbias
 
@@ -88,11 +93,9 @@ def _plain(y: Tensor, *_: Any) -> Tensor:
     return y.clone()
 
 
-def _plain_backward(dy: Tensor, y: Tensor, x: Tensor, rstd: Tensor, *call: Any) -> tuple[Tensor, Tensor, Tensor]:
-    weight, _, _, _, rows, _ = call
-    values = x.to(rstd.dtype)
-    xhat = (values - values.mean(-1, keepdim=True) if rows == LAYER else values) * rstd
-    dx, dweight, dbias = _gradients(dy, xhat, rstd, weight, rows)
+def _plain_backward(dy: Tensor, y: Tensor, x: Tensor, *call: Any) -> tuple[Tensor, Tensor, Tensor]:
+    mean, rstd, weight, *_ = call
+    dx, dweight, dbias = _gradients(dy, _standardised(x, mean, rstd), mean, rstd, weight)
     return dx.to(x.dtype), dweight, dbias
 
 
@@ -108,16 +111,16 @@ def _recovered(y: Tensor, weight: Tensor | None, bias: Tensor | None, places: Te
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.rows, ctx.trusted = inputs
+    *tensors, ctx.trusted = inputs
     ctx.save_for_backward(*tensors)
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-    _, _, _, weight, bias, *_ = ctx.saved_tensors
-    dx, dweight, dbias = NORM_BACKWARD(dy, *ctx.saved_tensors, ctx.rows, ctx.trusted)
+    _, _, _, _, weight, bias, *_ = ctx.saved_tensors
+    dx, dweight, dbias = NORM_BACKWARD(dy, *ctx.saved_tensors, ctx.trusted)
     dweight = None if weight is None else dweight.to(weight.dtype)
     dbias = None if bias is None else dbias.to(bias.dtype)
-    return None, dx, None, dweight, dbias, None, None, None, None
+    return None, dx, None, None, dweight, dbias, None, None, None
 
 
 PLAIN: dict[Any, Any] = {NORM: _plain, NORM_BACKWARD: _plain_backward}
@@ -154,15 +157,15 @@ def fuse(graph: fx.Graph) -> bool:
 
 def _differentiate(node: fx.Node, kept: fx.Node) -> None:
     """Replaces the gradient of the input by that of the output."""
-    dy, _, _, rstd, *operands, rows, _ = cast("tuple[Any, ...]", node.args)
+    dy, _, _, *given, _ = cast("tuple[Any, ...]", node.args)
     dtype = node.meta["val"][0].dtype
 
-    def backward(dy: Tensor, y: Tensor, rstd: Tensor, *operands: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(dy: Tensor, y: Tensor, mean: Tensor | None, rstd: Tensor, *operands: Any) -> tuple[Tensor, ...]:
         xhat = _recovered(y, *operands)
-        dx, dweight, dbias = _gradients(dy, xhat, rstd.to(xhat.dtype), operands[0], rows)
+        dx, dweight, dbias = _gradients(dy, xhat, mean, rstd.to(xhat.dtype), operands[0])
         return dx.to(dtype), dweight, dbias
 
-    inline(node, backward, (dy, kept, rstd, *operands))
+    inline(node, backward, (dy, kept, *given))
 
 
 def _kept(mark: fx.Node) -> fx.Node | None:
