@@ -14,12 +14,12 @@ from torch import Tensor, fx
 
 from inplace_abn._torch import is_backward
 from inplace_abn.compiling.inlining import inlined
-from inplace_abn.compiling.search import is_read_again
+from inplace_abn.compiling.search import is_cast, is_read_again
 from inplace_abn.reference import wide
 
 _aten = torch.ops.aten
 _VIEWS = frozenset([_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default])
-_CAST = torch.ops.prims.convert_element_type.default
+_PERMUTATIONS = frozenset([_aten.permute.default, _aten.t.default, _aten.transpose.int])
 _LINEAR = frozenset([_aten.mm.default, _aten.addmm.default])
 
 
@@ -33,7 +33,7 @@ class _Path(NamedTuple):
 
 def _path(node: fx.Node) -> _Path:
     steps: list[fx.Node] = []
-    while node.target in _VIEWS or node.target in (_aten.permute.default, _CAST):
+    while node.target in _VIEWS or node.target in _PERMUTATIONS or is_cast(node):
         steps.insert(0, node)
         node = node.args[0]  # type: ignore[assignment]
     return _Path(node, tuple(steps))
@@ -44,10 +44,21 @@ def _back(t: Tensor, steps: tuple[fx.Node, ...]) -> Tensor:
     for step in reversed(steps):
         if step.target in _VIEWS:
             t = t.reshape(step.args[0].meta["val"].shape)  # type: ignore[union-attr]
-        elif step.target is _aten.permute.default:
-            dims: Any = step.args[1]
+        elif step.target in _PERMUTATIONS:
+            dims = _dims(step)
             t = t.permute([dims.index(i) for i in range(t.dim())])
     return t
+
+
+def _dims(step: fx.Node) -> list[int]:
+    """Where the dimensions of a permutation's result come from."""
+    dims = [*range(step.meta["val"].dim())]
+    given: Any = step.args[1:]
+    if step.target is _aten.permute.default:
+        return [dims[dim] for dim in given[0]]
+    a, b = given or (0, -1)
+    dims[a], dims[b] = dims[b], dims[a]
+    return dims
 
 
 class _Scaled(NamedTuple):
@@ -91,9 +102,8 @@ def _is_vector(path: _Path, factor: fx.Node, gamma: fx.Node) -> bool:
             if place != step.args[0].meta["val"].dim() - 1 or shape[-1] != count:  # type: ignore[union-attr]
                 return False
             place = len(shape) - 1
-        elif step.target is _aten.permute.default:
-            dims: Any = step.args[1]
-            place = dims.index(place)
+        elif step.target in _PERMUTATIONS:
+            place = _dims(step).index(place)
     value, dim = factor.meta["val"], len(path.steps[-1].meta["val"].shape) if path.steps else 2
     at = place - dim
     if value.dtype != gamma.meta["val"].dtype or not value.is_floating_point() or gamma.meta["val"].numel() != count:

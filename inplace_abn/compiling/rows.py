@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from inplace_abn._torch import is_backward
 from inplace_abn.compiling.inlining import inline
-from inplace_abn.compiling.search import is_read_again
+from inplace_abn.compiling.search import is_cast, is_read_again
 from inplace_abn.reference import wide
 
 _aten = torch.ops.aten
@@ -26,7 +26,6 @@ _library.define(f"norm_of_rows_backward(Tensor dy, Tensor y, {_CALL}) -> (Tensor
 
 NORM = torch.ops.inplace_abn.norm_of_rows.default
 NORM_BACKWARD = torch.ops.inplace_abn.norm_of_rows_backward.default
-_CASTS = ("aten::_to_copy", "prims::convert_element_type")
 
 
 class Verbatim(NamedTuple):
@@ -172,12 +171,8 @@ def _kept(mark: fx.Node) -> fx.Node | None:
     """What is kept of a norm's output anyway: itself, or a cast of it that is all that is read of it."""
     trusted = str(mark.args[-1]).split()
     readers = [user for user in mark.users if not is_backward(user)]
-    casts = [user for user in readers if _is_cast(user)]
+    casts = [user for user in readers if is_cast(user)]
     for node in (mark, *casts):
         if str(node.meta["val"].dtype).removeprefix("torch.") in trusted and is_read_again(node):
             return mark.args[0] if node is mark else node  # type: ignore[return-value]
     return None
-
-
-def _is_cast(node: fx.Node) -> bool:
-    return str(getattr(node.target, "name", lambda: "")()).split(".")[0] in _CASTS

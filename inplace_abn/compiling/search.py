@@ -16,6 +16,7 @@ from inplace_abn.compiling.readers import Readers
 from inplace_abn.compiling.spelled import activated, activation_key
 
 _aten = torch.ops.aten
+_CASTS = frozenset([_aten._to_copy.default, torch.ops.prims.convert_element_type.default])
 _KEEPING = frozenset(
     [
         *(_aten.convolution_backward.default, _aten.mm.default, _aten.addmm.default),
@@ -134,6 +135,11 @@ def is_alike(a: fx.Node, b: fx.Node) -> bool:
     if not isinstance(first, Tensor) or not isinstance(second, Tensor):
         return False
     return (first.dtype, first.device, first.shape) == (second.dtype, second.device, second.shape)
+
+
+def is_cast(node: fx.Node) -> bool:
+    """Whether the node is its input in another dtype."""
+    return node.target in _CASTS and node.kwargs.keys() <= {"dtype"}
 
 
 def is_read_again(node: fx.Node) -> bool:
