@@ -201,7 +201,7 @@ def _tolerated(
         return frozenset(candidates)
     given = module.guard_threshold
     threshold = THRESHOLDS[dtype] if given is None else Threshold(given, given)
-    gamma, beta = _channels(module, torch.promote_types(dtype, torch.float32))
+    gamma, beta = _channels(module.weight, module.bias, torch.promote_types(dtype, torch.float32), module.shared)
     values, others = _normal(len(gamma))
     x, residual = (_MEAN + _DEVIATION * values).to(dtype), (_RESIDUAL * others).to(dtype)
     shared = module.shared if module.shared > 1 else 0
@@ -226,17 +226,16 @@ def _normal(channels: int) -> tuple[Tensor, Tensor]:
     return values, torch.special.ndtri(steps * ((math.sqrt(5) - 1) / 2) % 1).view(values.shape)
 
 
-def _channels(module: Any, dtype: torch.dtype) -> Tensor:
+def _channels(weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype, shared: int = 0) -> Tensor:
     """The different pairs of weight and bias of some channels, on the CPU: the extreme ones, and others in between.
 
-    All channels where some of them share statistics.
+    All channels where ``shared`` of them share statistics.
     """
-    weight, bias = module.weight, module.bias
     given = [t.detach().to("cpu", dtype) for t in (weight, bias) if t is not None]
-    given = given or [torch.ones(module.shared or 1, dtype=dtype)]
+    given = given or [torch.ones(max(shared, 1), dtype=dtype)]
     gamma = torch.ones_like(given[0]) if weight is None else given[0]
     beta = torch.zeros_like(gamma) if bias is None else given[-1]
-    if module.shared > 1:
+    if shared > 1:
         return torch.stack([gamma, beta])
     orders = torch.stack([figure.argsort() for figure in (gamma, gamma.abs(), beta, beta / gamma)])
     places = torch.linspace(0, len(gamma) - 1, _CHANNELS // len(orders)).long()
