@@ -99,9 +99,8 @@ def _write_fused(
     norm, total, residual, result, activation, param = fusion
     residual = written.get(residual, residual) if residual is not None else None
     dtype = result.meta["val"].dtype
-    x, mean, var, weight, bias, eps, training, _ = cast(
-        "tuple[Any, ...]", (total, *[None] * 7) if norm is None else norm.args
-    )
+    call = (total, *[None] * 9) if norm is None else norm.args
+    x, mean, var, total_count, weight, bias, eps, training, group, _ = cast("tuple[Any, ...]", call)
 
     def affine(weight: Tensor | None, bias: Tensor | None, residual: Tensor | None) -> tuple[Tensor | None, ...]:
         return None if weight is None else reference.clamped(weight, eps), bias, residual
@@ -116,9 +115,12 @@ def _write_fused(
         y = inverses.untagged(z, activation, param)
         return y, y.to(total.meta["val"].dtype)
 
-    def backward(dy: Tensor, y: Tensor, var: Tensor, *operands: Any) -> tuple[Tensor, ...]:
+    def backward(
+        dy: Tensor, y: Tensor, mean: Tensor, var: Tensor, total_count: Any, *operands: Any
+    ) -> tuple[Tensor, ...]:
         scale, *others = affine(*operands)
-        return norms.gradients(dy, norms.recovered(y, scale, *others), var, scale, eps, training, x.meta["val"].dtype)
+        xhat, statistics = norms.recovered(y, scale, *others), norms.Statistics(mean, var, total_count, group)
+        return norms.gradients(dy, xhat, statistics, scale, eps, training, x.meta["val"].dtype)
 
     operands = weight, bias, residual
     with graph.inserting_before(result):
@@ -134,7 +136,7 @@ def _write_fused(
         user.replace_input_with(total, rounded)
     result.replace_all_uses_with(z)
     for node in gradients:
-        inline(node, backward, (node.args[0], y, var, *operands))
+        inline(node, backward, (node.args[0], y, mean, var, total_count, *operands))
 
 
 class _Pass:

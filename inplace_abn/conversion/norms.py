@@ -153,22 +153,27 @@ class InPlaceNorm(Converted):
     def _compiled(self, x: Tensor) -> Tensor | None:
         """The norm for compilers, which see what follows; None where the norm does what it did before conversion."""
         module: Any = self
-        if self._participating() is not None or functions.is_disabled():
+        if functions.is_disabled() or _torch.transforms_active() or (self.per_instance and not self.has_batch(x)):
             return None
-        suitable = _has_usual_statistics(module) and norms.is_suitable(x, module.weight, module.bias)
-        if _torch.transforms_active() or not suitable or (self.per_instance and not self.has_batch(x)):
+        training = measuring.uses_own_statistics(module)
+        group = self._participating() if training else None
+        if not _has_usual_statistics(module) or not norms.is_suitable(x, module.weight, module.bias, group is not None):
+            return None
+        groups = module.num_features // self.shared if self.per_instance and training else 0
+        if groups and x.numel() == x.shape[0] * groups:
             return None
         x = x.float() if self._is_widened(x.dtype, x.device.type) else x
         # Compilers compile anew when an attribute changes that they have read here.
         trusted = self._fusible_with(x.dtype) if self._revision >= 0 else ""
-        if not trusted:
+        # All processes do the same, whatever is trusted.
+        if not trusted and group is None:
             return None
         module._check_input_dim(x)
-        training = measuring.uses_own_statistics(module)
-        groups = module.num_features // self.shared if self.per_instance and training else 0
-        if training and not groups:
+        if training and not groups and group is None:
             checks.check_count(x)
-        return norms.normalised(x, _operands(module), training, norms.constant(module.eps), trusted, groups)
+        name = "" if group is None else group.group_name
+        eps = norms.constant(module.eps)
+        return norms.normalised(x, _operands(module), training, eps, trusted, groups, name)
 
     @_torch.read_while_tracing
     def _is_widened(self, dtype: torch.dtype, device: str) -> bool:
