@@ -21,7 +21,7 @@ from inplace_abn import _torch, reference
 from inplace_abn._torch import is_backward
 from inplace_abn.compiling import alone, inverses, layer_scale, norms, rows
 from inplace_abn.compiling.inlining import inline, inlined
-from inplace_abn.compiling.search import Fusion, Search, is_alike
+from inplace_abn.compiling.search import Fusion, Search, is_alike, is_cast
 
 _aten = torch.ops.aten
 _COPIES = frozenset([_aten.clone.default, _aten.copy.default, _aten.detach.default, _aten.alias.default])
@@ -134,9 +134,22 @@ def _write_fused(
         _torch.compute_in_backward(y)
     for user in again:
         user.replace_input_with(total, rounded)
+    if is_cast(result) and result.args[0] is not total:
+        _widen_in_backward(graph, result, z)
     result.replace_all_uses_with(z)
     for node in gradients:
         inline(node, backward, (node.args[0], y, mean, var, total_count, *operands))
+
+
+def _widen_in_backward(graph: fx.Graph, cast: fx.Node, z: fx.Node) -> None:
+    """Makes backward read z instead of what it is a copy of."""
+    (source,) = cast.all_input_nodes
+    again = [user for user in source.users if is_backward(user)]
+    if again:
+        with graph.inserting_before(min(again)):
+            (wide,) = inlined(graph, lambda z: z.to(source.meta["val"].dtype), (z,), min(again))
+        for user in again:
+            user.replace_input_with(source, wide)
 
 
 class _Pass:

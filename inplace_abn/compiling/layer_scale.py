@@ -126,8 +126,8 @@ def _with_gradients(path: _Path, u: fx.Node, gamma: fx.Node) -> _Scaled | None:
         return None
     for dweight in h.users:  # type: ignore[union-attr]
         if dweight.target is _aten.mm.default and is_backward(dweight) and dweight.args[1] is h:
-            du = _path(dweight.args[0]).source  # type: ignore[arg-type]
-            if du.target is _aten.mul.Tensor and _is_product(du, dz, gamma) and isinstance(dz, fx.Node):
+            du, back = _path(dweight.args[0])  # type: ignore[arg-type]
+            if isinstance(dz, fx.Node) and _is_product(du, dz, gamma) and _is_reverse(back, path.steps):
                 return _Scaled(linear, path.steps, gamma, weight, dz, products, sums, dweight)
     return None
 
@@ -143,7 +143,24 @@ def _is_wide_enough(linear: fx.Node, weight: fx.Node) -> bool:
 
 def _is_product(node: fx.Node, a: Any, gamma: fx.Node) -> bool:
     others = [operand for operand in node.args if operand is not a]
-    return len(others) == 1 and isinstance(others[0], fx.Node) and _path(others[0]).source is gamma
+    is_of_two = node.target is _aten.mul.Tensor and len(others) == 1
+    return is_of_two and isinstance(others[0], fx.Node) and _path(others[0]).source is gamma
+
+
+def _is_reverse(back: tuple[fx.Node, ...], steps: tuple[fx.Node, ...]) -> bool:
+    """Whether steps go the way back of others, and then transpose a matrix."""
+    here = [step for step in back if not is_cast(step)]
+    there = [step for step in reversed(steps) if not is_cast(step)]
+    if len(here) != len(there) + 1 or here[-1].target not in _PERMUTATIONS or _dims(here[-1]) != [1, 0]:
+        return False
+    return all(map(_is_inverse, here, there))
+
+
+def _is_inverse(step: fx.Node, other: fx.Node) -> bool:
+    if other.target in _VIEWS:
+        return step.target in _VIEWS and bool(step.meta["val"].shape == other.all_input_nodes[0].meta["val"].shape)
+    dims = _dims(other)
+    return step.target in _PERMUTATIONS and _dims(step) == [dims.index(i) for i in range(len(dims))]
 
 
 def _write(graph: fx.Graph, scaled: _Scaled) -> None:

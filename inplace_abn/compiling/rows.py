@@ -168,7 +168,7 @@ def _differentiate(node: fx.Node, kept: fx.Node) -> None:
 
 
 def _kept(mark: fx.Node) -> fx.Node | None:
-    """What is kept of a norm's output anyway: itself, or a cast of it that is all that is read of it."""
+    """What is kept of a norm's output anyway: itself, or a cast of it."""
     trusted = str(mark.args[-1]).split()
     readers = [user for user in mark.users if not is_backward(user)]
     casts = [user for user in readers if is_cast(user)]

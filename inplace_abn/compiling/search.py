@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -41,7 +41,8 @@ class Fusion(NamedTuple):
     """The activation's input. If there is a norm, it is the norm, or its sum with the residual."""
     residual: fx.Node | None
     result: fx.Node
-    """z; the total itself if there is no activation."""
+    """z; the total itself if there is no activation. If autocast has widened the norm's input, it may be the copy in 16
+    bits that a convolution or a linear layer takes."""
     activation: str
     param: float
 
@@ -67,13 +68,14 @@ class Search:
         alone = [self._alone(x) for x in inputs if x.target is not NORM and x not in totals]
         return fusions + [fusion for fusion in alone if fusion is not None]
 
-    def _trusts(self, norm: fx.Node, *what: str) -> bool:
-        """Whether the norm's gradients are known, and its z is trusted for all of ``what``.
+    def _trusts(self, norm: fx.Node, *what: str, result: fx.Node | None = None) -> bool:
+        """Whether the norm's gradients are known, and its z is trusted for all of ``what``, in the dtype of ``result``.
 
         False if the norm is computed again anyway.
         """
-        trusted = str(norm.args[-1]).split()
-        return norm in self.gradients and "recompute" not in norm.meta and all(name in trusted for name in what)
+        trusted, dtype = str(norm.args[-1]).split(), (result or norm).meta["val"].dtype
+        words = what if dtype == norm.meta["val"].dtype else [word_in(dtype, name) for name in what]
+        return norm in self.gradients and "recompute" not in norm.meta and all(word in trusted for word in words)
 
     def _activated(self, norm: fx.Node) -> Fusion | None:
         total, residual = norm, None
@@ -83,11 +85,14 @@ class Search:
             found = None if residual is None else activated(total)
         if found is None or any(fusion.result is found[0] for fusion in self.found.values()):
             return None
-        if not self._trusts(norm, activation_key(*found[1:])):
+        result, (_, activation, param) = _narrowed(norm, found[0]), found
+        if result is None or not self._trusts(norm, activation_key(activation, param), result=result):
             return None
-        if residual is not None and not (self._trusts(norm, "residual") and self._is_kept(residual)):
+        if residual is not None and not (self._trusts(norm, "residual", result=result) and self._is_kept(residual)):
             return None
-        return None if self.readers.reads_tags(*found) else Fusion(norm, total, residual, *found)
+        if self.readers.reads_tags(result, activation, param):
+            return None
+        return Fusion(norm, total, residual, result, activation, param)
 
     def _alone(self, x: fx.Node) -> Fusion | None:
         """The fusion of an activation that keeps its input only for itself, and whose result is kept anyway."""
@@ -100,8 +105,11 @@ class Search:
 
     def _kept(self, norm: fx.Node) -> Fusion | None:
         """The fusion of a norm without activation whose output, or the sum with that output, is kept anyway."""
-        if not self._trusts(norm, "identity"):
+        result = _narrowed(norm, norm)
+        if result is None or not self._trusts(norm, "identity", result=result):
             return None
+        if result is not norm:
+            return Fusion(norm, norm, None, result, "identity", 0.0)
         if is_read_again(norm) or any(fusion.residual is norm for fusion in self.found.values()):
             return Fusion(norm, norm, None, norm, "identity", 0.0)
         total, residual = self._sum(norm)
@@ -128,6 +136,35 @@ class Search:
         if any(residual is fusion.result for fusion in self.found.values()):
             return True
         return residual.target is NORM and self._trusts(residual, "identity")
+
+
+def _narrowed(norm: fx.Node, result: fx.Node) -> fx.Node | None:
+    """What stands for the result that follows a norm: the result itself.
+
+    If the norm's input is the copy in float32 that autocast makes, the result must be kept anyway, or a copy of it in
+    16 bits, which then stands for it. None if nothing is.
+    """
+    x = norm.args[0]
+    if not isinstance(x, fx.Node) or not is_cast(x) or _width(x.args[0]) >= _width(x) or is_read_again(result):
+        return result
+    first, *others = [user for user in result.users if not is_backward(user)] or [result]
+    if not is_cast(first) or any(
+        not is_cast(user) or user.meta["val"].dtype != first.meta["val"].dtype for user in others
+    ):
+        return None
+    for user in others:
+        user.replace_all_uses_with(first)
+    return first if is_read_again(first) else None
+
+
+def _width(node: Any) -> int:
+    width: int = node.meta["val"].dtype.itemsize
+    return width
+
+
+def word_in(dtype: torch.dtype, name: str) -> str:
+    """The word for an activation that is trusted in another dtype than the norm's."""
+    return f"{name}/{str(dtype).removeprefix('torch.')}"
 
 
 def is_alike(a: fx.Node, b: fx.Node) -> bool:

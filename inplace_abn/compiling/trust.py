@@ -25,6 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from inplace_abn import _torch, guard, reference
 from inplace_abn.activations import IDENTITY, TYPICAL
 from inplace_abn.compiling import joint
+from inplace_abn.compiling.search import word_in
 from inplace_abn.compiling.spelled import activation_key
 from inplace_abn.guard.figures import THRESHOLDS, Threshold, unpacked
 from inplace_abn.guard.measuring import Observation
@@ -67,12 +68,14 @@ def in_place(activation: str, param: float) -> str:
     return _told(frozenset({activation_key(activation, param), "identity", "residual"}))
 
 
-def converted(module: Any, dtype: torch.dtype) -> str:
-    """The argument ``trusted`` of `norms.normalised` for a converted norm.
+def converted(module: Any, dtype: torch.dtype, narrow: torch.dtype | None) -> str:
+    """The argument ``trusted`` of `norms.normalised` for a converted norm, whose result may also be kept in ``narrow``.
 
     Empty if no activation is trusted.
     """
     found = _answer(module, dtype)
+    if narrow is not None and found:
+        found |= {word_in(narrow, name) for name in _answer(module, narrow)}
     return _told(found) if found else ""
 
 

@@ -162,9 +162,10 @@ class InPlaceNorm(Converted):
         groups = module.num_features // self.shared if self.per_instance and training else 0
         if groups and x.numel() == x.shape[0] * groups:
             return None
-        x = x.float() if self._is_widened(x.dtype, x.device.type) else x
+        narrow = x.dtype if self._is_widened(x.dtype, x.device.type) else None
+        x = x if narrow is None else x.float()
         # Compilers compile anew when an attribute changes that they have read here.
-        trusted = self._fusible_with(x.dtype) if self._revision >= 0 else ""
+        trusted = self._fusible_with(x.dtype, narrow) if self._revision >= 0 else ""
         # All processes do the same, whatever is trusted.
         if not trusted and group is None:
             return None
@@ -182,8 +183,8 @@ class InPlaceNorm(Converted):
 
     # This is a method, because the compiler of torch 2.11 does not pass a module to a function.
     @_torch.read_while_tracing
-    def _fusible_with(self, dtype: torch.dtype) -> str:
-        return trust.converted(self, dtype)
+    def _fusible_with(self, dtype: torch.dtype, narrow: torch.dtype | None) -> str:
+        return trust.converted(self, dtype, narrow)
 
     def _weight_would_be_clamped(self) -> bool:
         """Whether a weight is within eps of zero.

@@ -310,3 +310,48 @@ def test_a_result_that_the_model_returns_is_exact_in_float32():
         assert (z - exact).abs().max() <= 1e-5
         converted(x)[0].float().sum().backward()
         guard.generations.advance()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+@pytest.mark.parametrize("backend", ["aot_eager", "aot_eager_decomp_partition"])
+@pytest.mark.parametrize("act", [nn.SiLU(), nn.ReLU(), nn.GELU(), nn.Identity()])
+def test_compiled_it_is_kept_in_16_bits_too(act, backend, fresh_compiler):
+    """The result in float32 would be held besides the copy of 16 bits."""
+    torch.manual_seed(0)
+    native, x = Block(), images()
+    native.act = act
+    spread(native)
+    exact = [p.double() for p in exact_gradients(native, x)]
+    found = []
+    for model in (native, convert(copy.deepcopy(native))):
+        function = torch.compile(model, backend=backend, fullgraph=True)
+        stepped_twice = [function(x).float().square().sum() for _ in range(2)]
+        model.zero_grad()
+        stepped_twice[-1].backward()
+        found.append((gradients(model), held(function, x)))
+    for ours, torchs, t in zip(found[1][0], found[0][0], exact, strict=True):
+        assert (ours.double() - t).norm() <= 6 * (torchs.double() - t).norm() + 1e-3 * t.norm()
+    plane = 2 * 2 * 32 * 16 * 16
+    assert found[1][1] <= found[0][1] - plane
+
+
+def exact_gradients(model, x):
+    exact = copy.deepcopy(model).double()
+    y = exact.last(exact.act(exact.norm(exact.first(x.double()))))
+    y.square().sum().backward()
+    return gradients(exact)
+
+
+def held(function, x):
+    """Bytes of activations that autograd keeps."""
+    sizes = {}
+
+    def pack(t):
+        if t.numel() >= 32 * 16 * 16:
+            sizes[t.untyped_storage()._cdata] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y = function(x)
+    del y
+    return sum(sizes.values())
