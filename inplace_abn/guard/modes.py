@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -272,9 +271,7 @@ class Writes:
             and (weight is not self._weight or bias is not self._bias or self._version not in (None, self._sum()))
         )
         self._found, self._weight, self._bias = False, weight, bias
-        keys = [id(t) for t in (weight, bias) if t is not None]
-        reference = weakref.ref(self, partial(_forget, keys))
-        _watched.update(dict.fromkeys(keys, reference))
+        _watched.update({id(t): self for t in (weight, bias) if t is not None})
         self._version = self._sum()
         return found
 
@@ -296,18 +293,11 @@ class Writes:
         return Writes, (self.count,)
 
 
-_watched: dict[int, weakref.ref[Writes]] = {}
+_watched: weakref.WeakValueDictionary[int, Writes] = weakref.WeakValueDictionary()
 """Who watches a parameter, by its id. A watcher holds its parameters, so that no id is used again."""
 
 
-def _forget(keys: list[int], reference: Any) -> None:
-    for key in keys:
-        if _watched.get(key) is reference:
-            del _watched[key]
-
-
-def watchers(optimizer: Any) -> list[Writes]:
+def watchers(optimizer: Any) -> set[Writes]:
     """Those who watch parameters of an optimizer."""
-    keys = [id(t) for group in optimizer.param_groups for t in group["params"]] if _watched else []
-    found = [reference() for reference in {_watched[key] for key in keys if key in _watched}]
-    return [writes for writes in found if writes is not None]
+    keys = (id(t) for group in optimizer.param_groups for t in group["params"]) if _watched else ()
+    return {writes for writes in map(_watched.get, keys) if writes is not None}

@@ -13,6 +13,7 @@ import wired_nets
 from cases import ACTIVATIONS, DTYPES, INDUCTOR, laid_out, parameters, relative_error, stats_dtype, tolerance
 from compiled_nets import assert_same, gradients, step
 from evaluation import CONTEXTS, evaluate
+from maths import exactly
 from torch import nn
 from torch.autograd import gradcheck, gradgradcheck
 from torch.utils.checkpoint import checkpoint
@@ -20,7 +21,6 @@ from wired_nets import Row
 from wirings import WIRINGS
 
 from inplace_abn import InPlaceGroupNorm, inplace_group_norm, report, revert, set_guard
-from inplace_abn.activations import exactly
 from inplace_abn.guard import measuring
 from inplace_abn.guard.figures import Figures
 

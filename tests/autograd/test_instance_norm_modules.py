@@ -16,6 +16,7 @@ from buffers import kept_gradients, used_by
 from cases import INDUCTOR, parameters, relative_error
 from compiled_nets import assert_same, gradients, step
 from evaluation import CONTEXTS, evaluate
+from maths import exactly
 from test_reuse import REUSE
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -23,7 +24,6 @@ from wired_nets import Row
 from wirings import WIRINGS
 
 from inplace_abn import InPlaceABN, InPlaceInstanceNorm, functions, inplace_instance_norm, set_guard
-from inplace_abn.activations import exactly
 from inplace_abn.autograd import plain
 from inplace_abn.settings import Operands, Settings
 
