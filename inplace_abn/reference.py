@@ -78,7 +78,7 @@ def weight_gradient(sum_xhat_dy: Tensor, weight: Tensor, signed_weight: bool) ->
     return sum_xhat_dy if signed_weight else torch.where(weight < 0, -sum_xhat_dy, sum_xhat_dy)
 
 
-def input_gradient(dy: Tensor, xhat: Tensor, scale: Tensor, means: tuple[Tensor, Tensor] | None) -> Tensor:
+def input_gradient(dy: Tensor, xhat: Tensor, scale: Tensor, means: tuple[Tensor, ...] | None) -> Tensor:
     """dx, for the scale gamma * inv_std and, in training, each channel's means of dy and of xhat * dy."""
     dx = dy
     if means is not None:
