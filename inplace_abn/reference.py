@@ -111,7 +111,7 @@ def update(
     """Updates the running statistics, if there are any, by those of ``count`` values per channel."""
     if running_mean is not None and running_var is not None:
         for running, batch in ((running_mean, mean), (running_var, var * count / (count - 1))):
-            running.lerp_(batch.to(running), momentum.to(running) if isinstance(momentum, Tensor) else momentum)
+            running.copy_((1 - momentum) * running.double() + momentum * batch.double())
 
 
 # Layer norm and RMS norm normalise each row, which is the last dimension of x. A row has statistics of its own, and the

@@ -206,24 +206,23 @@ class Mode:
         return None, {name: getattr(self, name) for name in self.__slots__} | changed
 
 
+@dataclass(slots=True, eq=False)
 class State:
     """What the guard knows of a layer."""
 
-    __slots__ = ("_expected", "given_up", "modes", "scaled_at", "scales", "writes")
-
-    def __init__(self, expected: tuple[str, float] | None = None) -> None:
-        self.modes: dict[torch.dtype, Mode] = {}
-        self.writes = Writes()
-        self.scaled_at = -1
-        """The generation in which it was found out whether the scale is the weight."""
-        self.scales = True
-        self.given_up: tuple[int, str] | None = None
-        """The generation in which a converted norm was given up, and why: its output is read or written to."""
-        self._expected = expected
+    expected: tuple[str, float] | None = None
+    """What is expected to follow a converted norm in its first call."""
+    modes: dict[torch.dtype, Mode] = field(default_factory=dict)
+    writes: Writes = field(default_factory=lambda: Writes())
+    scaled_at: int = -1
+    """The generation in which it was found out whether the scale is the weight."""
+    scales: bool = True
+    given_up: tuple[int, str] | None = None
+    """The generation in which a converted norm was given up, and why: its output is read or written to."""
 
     def mode(self, dtype: torch.dtype) -> Mode:
         if dtype not in self.modes:
-            self.modes[dtype] = Mode(dtype, [Decision(expected=self._expected)])
+            self.modes[dtype] = Mode(dtype, [Decision(expected=self.expected)])
         return self.modes[dtype]
 
 
