@@ -58,9 +58,8 @@ class KeptABNFunction(torch.autograd.Function):
         if need_x:
             assert settings.group is not None
             means = distributed.means(sum_dy, sum_xhat_dy, backward.values_per_channel(x), settings.group)
-            scale, gamma = torch.rsqrt(var + settings.eps), _scale(weight, settings)
-            scale = scale if gamma is None else scale * gamma
-            dx = reference.input_gradient(dy, xhat, scale, means).to(x.dtype)
+            inv_std, scale = torch.rsqrt(var + settings.eps), _scale(weight, settings)
+            dx = reference.input_gradient(dy, xhat, inv_std if scale is None else inv_std * scale, means).to(x.dtype)
         return dx, dweight, dbias, dresidual, None, None, None
 
 
