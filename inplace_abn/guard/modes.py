@@ -6,6 +6,7 @@ Everything is known by dtype, because recovery depends on it.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -244,6 +245,10 @@ class Writes:
         self._version: int | None = None
         """The sum of both versions; None while it is not known what it should be."""
         self._found = False
+        _watchers.add(weakref.ref(self, _watchers.discard))
+
+    def watches(self, ids: Container[int]) -> bool:
+        return id(self._weight) in ids or id(self._bias) in ids
 
     def are_begun(self) -> bool:
         """Whether the parameters of a layer are known."""
@@ -270,7 +275,6 @@ class Writes:
             and (weight is not self._weight or bias is not self._bias or self._version not in (None, self._sum()))
         )
         self._found, self._weight, self._bias = False, weight, bias
-        _watched.update({id(t): self for t in (weight, bias) if t is not None})
         self._version = self._sum()
         return found
 
@@ -292,11 +296,12 @@ class Writes:
         return Writes, (self.count,)
 
 
-_watched: weakref.WeakValueDictionary[int, Writes] = weakref.WeakValueDictionary()
-"""Who watches a parameter, by its id. A watcher holds its parameters, so that no id is used again."""
+_watchers: set[weakref.ref[Writes]] = set()
 
 
-def watchers(optimizer: Any) -> set[Writes]:
+def watchers(optimizer: Any) -> list[Writes]:
     """Those who watch parameters of an optimizer."""
-    keys = (id(t) for group in optimizer.param_groups for t in group["params"]) if _watched else ()
-    return {writes for writes in map(_watched.get, keys) if writes is not None}
+    ids = {id(t) for group in optimizer.param_groups for t in group["params"]} if _watchers else ()
+    # Another thread may add one.
+    found = [reference() for reference in tuple(_watchers)]
+    return [writes for writes in found if writes is not None and writes.watches(ids)]
