@@ -95,9 +95,9 @@ def settled(module: Any, dtype: torch.dtype) -> Mode | None:
     """The mode of a dtype if this call only has to do what was decided, as most calls."""
     state: State | None = module._guard
     mode = None if state is None else state.modes.get(dtype)
-    if mode is None or _torch.top_saved_tensors_hooks(True) is not None:
+    if state is None or mode is None or _torch.top_saved_tensors_hooks(True) is not None:
         return None
-    if not state.writes.are_expected(module):  # type: ignore[union-attr]
+    if not state.writes.are_expected(module):
         return None
     at, interval = generations.current, module.guard_interval
     if mode.settled_at == at:
