@@ -128,6 +128,11 @@ def _folded(t: Tensor, settings: Settings) -> Tensor:
     return t.reshape(1, t.shape[0] * t.shape[1], *t.shape[2:]) if settings.per_instance else t
 
 
+def _unfolded(t: Tensor, z: Tensor) -> Tensor:
+    """The inverse of `_folded`. A view would show another holder of its memory, so there is none without need."""
+    return t if t.shape == z.shape else t.view(z.shape)
+
+
 def _reduced(
     saved: Saved, dz: Tensor, own_z: bool, own_dz: bool, settings: Settings
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -172,10 +177,10 @@ def _in_steps(need: Needed, saved: Saved, dz: Tensor, own_z: bool, own_dz: bool,
             means = distributed.means(sum_dy, sum_xhat_dy, values_per_channel(z), settings.group)
         dx = xhat if need.residual else dy
         ops.run(ops.backward_out, [dx], xhat, dy, var, weight, settings.eps, settings.signed_weight, *means, dx=dx)
-        dx = dx.view(z.shape)
+        dx = _unfolded(dx, z)
     dweight = _summed(dweight, saved.weight, z, settings)
     dbias = _summed(sum_dy if need.bias else None, saved.bias, z, settings)
-    return dx, dweight, dbias, dy.view(z.shape) if need.residual else None
+    return dx, dweight, dbias, _unfolded(dy, z) if need.residual else None
 
 
 class _WithEdge(torch.autograd.Function):
