@@ -50,11 +50,6 @@ class Guarded:
         return module.weight, module.bias
 
     @property
-    def _trusted(self) -> bool:
-        """Whether the module is trusted with all dtypes that it was called with."""
-        return all(mode.decisions[-1].trusted for mode in _modes(self))
-
-    @property
     def why_untrusted(self) -> str:
         """Why the module saves its input for backward, in words; empty if it runs in place."""
         return next((mode.why for mode in _modes(self) if mode.why), "")
