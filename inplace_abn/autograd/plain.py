@@ -14,6 +14,7 @@ from torch import Tensor
 from inplace_abn import reference
 from inplace_abn.activations import activate
 from inplace_abn.autograd import checks
+from inplace_abn.autograd.backward import values_per_channel
 from inplace_abn.distributed import AllReduce
 from inplace_abn.settings import Operands, Settings
 
@@ -27,7 +28,7 @@ def abn(x: Tensor, operands: Operands, settings: Settings, inplace: bool = True)
         if running_mean is not None and x.numel() > 0:
             values = x.detach().to(reference.wide(x.dtype))
             var, mean = torch.var_mean(values, [0, *range(2, x.dim())], correction=0)
-            reference.update(running_mean, running_var, mean, var, x.numel() // x.shape[1], momentum)
+            reference.update(running_mean, running_var, mean, var, values_per_channel(x), momentum)
         running_mean = running_var = None
     momentum = 0.0 if isinstance(momentum, Tensor) else float(momentum)
     y = F.batch_norm(x, running_mean, running_var, weight, bias, settings.training, momentum, settings.eps)
@@ -70,9 +71,9 @@ def _of_one_dtype(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Weight and bias in one dtype, because batch_norm requires that."""
     given = [t.dtype for t in (weight, bias) if t is not None]
-    if not given or (running_mean is None and len(given) == 1):
+    if not given:
         return weight, bias
-    dtype = torch.promote_types(*given) if running_mean is None else running_mean.dtype
+    dtype = functools.reduce(torch.promote_types, given) if running_mean is None else running_mean.dtype
     return (None if weight is None else weight.to(dtype)), (None if bias is None else bias.to(dtype))
 
 
