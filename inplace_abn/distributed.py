@@ -39,8 +39,8 @@ def participating_group(group: ProcessGroup | None) -> ProcessGroup | None:
     return group if dist.get_rank(group) >= 0 and dist.get_world_size(group) > 1 else None
 
 
-def all_gather(t: Tensor, group: ProcessGroup) -> Tensor:
-    """(ranks, n) from every rank's ``t`` of shape (n,)."""
+def all_gather(t: Tensor, group: Any) -> Tensor:
+    """(ranks, n) from every rank's ``t`` of shape (n,). ``group`` is a process group or its name."""
     from torch.distributed import _functional_collectives as functional
 
     # torch 2.13 renamed the function, and warns about the old name.
@@ -49,8 +49,8 @@ def all_gather(t: Tensor, group: ProcessGroup) -> Tensor:
     return gathered
 
 
-def all_reduce(t: Tensor, group: ProcessGroup) -> Tensor:
-    """The sum of every rank's ``t``."""
+def all_reduce(t: Tensor, group: Any) -> Tensor:
+    """The sum of every rank's ``t``. ``group`` is a process group or its name."""
     from torch.distributed import _functional_collectives as functional
 
     reduced: Tensor = functional.wait_tensor(functional.all_reduce(t, "sum", group))

@@ -21,7 +21,7 @@ from inplace_abn.activations import ACTIVATIONS, activate, check_activation
 from inplace_abn.autograd import backward, checks, forward, nodes, ownership, plain
 from inplace_abn.autograd.backward import Values
 from inplace_abn.autograd.kept import KeptABNFunction
-from inplace_abn.compiling import batch_norm, trust
+from inplace_abn.compiling import norms, trust
 from inplace_abn.kernels import node, ops
 from inplace_abn.settings import Operands, Settings, check_hyperparameters
 
@@ -273,10 +273,10 @@ def _forward(
 def _compiled(x: Tensor, operands: Operands, settings: Settings) -> Tensor:
     """The call for compilers: a norm and an activation, which `compiling.joint` fuses."""
     weight, residual = operands.weight, operands.residual
-    param, eps = batch_norm.constant(settings.activation_param), batch_norm.constant(settings.eps)
+    param, eps = norms.constant(settings.activation_param), norms.constant(settings.eps)
     scale = None if weight is None else reference.gamma(weight, eps, settings.signed_weight)
     trusted = trust.in_place(settings.activation, param)
-    y = batch_norm.normalised(x, operands._replace(weight=scale), settings.training, eps, trusted)
+    y = norms.normalised(x, operands._replace(weight=scale), settings.training, eps, trusted)
     return activate(y if residual is None else y + residual, settings.activation, param)
 
 

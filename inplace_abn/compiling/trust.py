@@ -22,12 +22,15 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from inplace_abn import _torch, guard
+from inplace_abn import _torch, guard, reference
 from inplace_abn.activations import IDENTITY, TYPICAL
 from inplace_abn.compiling import joint
 from inplace_abn.compiling.spelled import activation_key
 from inplace_abn.guard.figures import THRESHOLDS, Threshold, unpacked
 from inplace_abn.guard.measuring import Observation
+from inplace_abn.guard.modes import Mode
+from inplace_abn.guard.rows import figures as figures_of_rows
+from inplace_abn.guard.verbatim import chosen
 from inplace_abn.kernels import ops
 from inplace_abn.settings import Settings
 
@@ -35,6 +38,8 @@ _CHANNELS = 32
 """The largest number of channels that are looked at in a layer."""
 _VALUES, _VALUES_OF_CHANNEL = 1 << 14, 1 << 12
 """The largest numbers of values that are looked at in a layer, and in a channel."""
+_LEAST = 8
+"""The smallest number of values of a channel."""
 _REACH = 4.5
 """The values reach as many deviations. One value in 150,000 of a batch lies beyond."""
 _MEAN, _DEVIATION, _RESIDUAL = 0.37, 1.3, 4.0
@@ -58,17 +63,25 @@ _answers: weakref.WeakKeyDictionary[Any, _Answers] = weakref.WeakKeyDictionary()
 
 @_torch.read_while_tracing
 def in_place(activation: str, param: float) -> str:
-    """The argument ``trusted`` of `batch_norm.normalised` for a norm that this activation follows."""
+    """The argument ``trusted`` of `norms.normalised` for a norm that this activation follows."""
     return _told(frozenset({activation_key(activation, param), "identity", "residual"}))
 
 
 def converted(module: Any, dtype: torch.dtype) -> str:
-    """The argument ``trusted`` of `batch_norm.normalised` for a converted norm.
+    """The argument ``trusted`` of `norms.normalised` for a converted norm.
 
     Empty if no activation is trusted.
     """
     found = _answer(module, dtype)
     return _told(found) if found else ""
+
+
+def of_rows(module: Any, *dtypes: torch.dtype) -> tuple[str, tuple[int, ...]]:
+    """The argument ``trusted`` of `rows.normalised` for outputs in these dtypes, and the columns that are kept."""
+    found = {dtype: _answer(module, dtype) for dtype in dtypes if dtype in THRESHOLDS}
+    trusted = frozenset(str(dtype).removeprefix("torch.") for dtype, answer in found.items() if answer)
+    columns = {int(word.removeprefix(_KEEPS)) for answer in found.values() for word in answer - {"identity"}}
+    return (_told(trusted) if trusted else ""), tuple(sorted(columns))
 
 
 def trusts(module: Any, dtype: torch.dtype) -> bool:
@@ -94,6 +107,10 @@ def _found(module: Any, dtype: torch.dtype, before: frozenset[str] | None) -> fr
     if mode is not None and not mode.decisions[-1].trusted:
         return frozenset()
     measured = mode is not None and mode.measured_at >= 0
+    if hasattr(module, "known_kind"):
+        return _found_of_rows(module, dtype, mode if measured else None, before)
+    if mode is not None and mode.decisions[-1].verbatim:
+        return frozenset()
     if hasattr(module, "activation_param"):
         own = module.activation, module.activation_param
         candidates = {activation_key(*own): own}
@@ -106,6 +123,44 @@ def _found(module: Any, dtype: torch.dtype, before: frozenset[str] | None) -> fr
     if any(added for *_, added in consumers):
         candidates["residual"] = IDENTITY
     return frozenset(candidates) if before is None else _tolerated(module, dtype, candidates, before)
+
+
+def _found_of_rows(
+    module: Any, dtype: torch.dtype, measured: Mode | None, before: frozenset[str] | None
+) -> frozenset[str]:
+    """As `_found` for a norm of rows: the identity, and the columns of which xhat is kept."""
+    weight, bias = (None if t is None else t.detach() for t in module.scale_and_offset())
+    if module.guard_interval == 0:
+        return frozenset({"identity"})
+    if any(t is not None and t.is_meta for t in (weight, bias)):
+        return frozenset()
+    if measured is not None and before is None:
+        return _with_columns(measured.decisions[-1].verbatim)
+    kind = module.known_kind()
+    given = module.guard_threshold
+    threshold = THRESHOLDS[dtype] if given is None else Threshold(given, given)
+    weight, bias = (None if t is None else t.to("cpu", torch.float64) for t in (weight, bias))
+    # In each row these values are spread over the whole distribution.
+    _, values = _normal(module.num_features)
+    x = (_MEAN + _DEVIATION * values[0].T).contiguous()
+    y = reference.normalised_rows(x, weight, bias, kind.rows, kind.eps)
+    tried = [(), chosen(weight, bias, dtype)] if measured is None else [measured.decisions[-1].verbatim]
+    for columns in tried:
+        settings = Settings(*IDENTITY, kind.eps, False, True, None, verbatim=columns, rows=kind.rows)
+        rstd = reference.inverse_std_of_rows(x, kind.rows, kind.eps)
+        kept = reference.standardised_rows(x, rstd, kind.rows, columns).to(dtype) if columns else None
+        figures = unpacked(figures_of_rows(x, y.to(dtype), weight, bias, kept, settings))
+        is_rough = figures.x > module.verbatim_above * torch.finfo(dtype).eps / 2
+        if figures.trusted(before is None or bool(before), threshold) and (columns or not is_rough or not tried[-1]):
+            return _with_columns(columns)
+    return frozenset()
+
+
+_KEEPS = "keeps "
+
+
+def _with_columns(columns: tuple[int, ...]) -> frozenset[str]:
+    return frozenset({"identity", *(f"{_KEEPS}{column}" for column in columns)})
 
 
 def _told(found: frozenset[str]) -> str:
@@ -146,11 +201,12 @@ def _tolerated(
         return frozenset(candidates)
     given = module.guard_threshold
     threshold = THRESHOLDS[dtype] if given is None else Threshold(given, given)
-    gamma, beta = _channels(module.weight, module.bias, torch.promote_types(dtype, torch.float32))
+    gamma, beta = _channels(module.weight, module.bias, torch.promote_types(dtype, torch.float32), module.shared)
     values, others = _normal(len(gamma))
     x, residual = (_MEAN + _DEVIATION * values).to(dtype), (_RESIDUAL * others).to(dtype)
-    found, settings = set(), Settings(*IDENTITY, module.eps, module.signed_weight, True, None)
-    mean, var = ops.run(ops.statistics, [], x)
+    shared = module.shared if module.shared > 1 else 0
+    found, settings = set(), Settings(*IDENTITY, module.eps, module.signed_weight, True, None, shared)
+    mean, var = ops.run(ops.statistics, [], x, shared)
     for name, what in candidates.items():
         observation = Observation(x.clone(), len(gamma), mean, var, gamma, beta, settings)
         figures = unpacked(observation.figures(*what, residual if name == "residual" else None))
@@ -161,7 +217,7 @@ def _tolerated(
 
 def _normal(channels: int) -> tuple[Tensor, Tensor]:
     """Values of two independent standard normal distributions, each of shape (1, channels, values); float64."""
-    steps = torch.arange(0.5, channels * min(_VALUES // channels, _VALUES_OF_CHANNEL), dtype=torch.float64)
+    steps = torch.arange(0.5, channels * min(max(_VALUES // channels, _LEAST), _VALUES_OF_CHANNEL), dtype=torch.float64)
     # Quantiles are dealt to the channels in turn. Multiples of the golden ratio fill the range evenly, in an order that
     # has nothing to do with the size.
     values = torch.special.ndtri(steps / len(steps)).view(1, -1, channels).mT.contiguous()
@@ -170,11 +226,17 @@ def _normal(channels: int) -> tuple[Tensor, Tensor]:
     return values, torch.special.ndtri(steps * ((math.sqrt(5) - 1) / 2) % 1).view(values.shape)
 
 
-def _channels(weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The different pairs of weight and bias of some channels, on the CPU: the extreme ones, and others in between."""
-    given = [t.detach().to("cpu", dtype) for t in (weight, bias) if t is not None] or [torch.ones(1, dtype=dtype)]
+def _channels(weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype, shared: int = 0) -> Tensor:
+    """The different pairs of weight and bias of some channels, on the CPU: the extreme ones, and others in between.
+
+    All channels where ``shared`` of them share statistics.
+    """
+    given = [t.detach().to("cpu", dtype) for t in (weight, bias) if t is not None]
+    given = given or [torch.ones(max(shared, 1), dtype=dtype)]
     gamma = torch.ones_like(given[0]) if weight is None else given[0]
     beta = torch.zeros_like(gamma) if bias is None else given[-1]
+    if shared > 1:
+        return torch.stack([gamma, beta])
     orders = torch.stack([figure.argsort() for figure in (gamma, gamma.abs(), beta, beta / gamma)])
     places = torch.linspace(0, len(gamma) - 1, _CHANNELS // len(orders)).long()
     pairs: Tensor = torch.stack([gamma, beta])[:, orders[:, places].flatten()].unique(dim=1)

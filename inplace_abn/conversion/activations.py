@@ -16,10 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from inplace_abn import functions, guard
+from inplace_abn import _torch, functions, guard
 from inplace_abn.activations import activation_of_op, find
 from inplace_abn.autograd import nodes
 from inplace_abn.autograd.backward import Values
+from inplace_abn.compiling import alone, joint
 from inplace_abn.conversion.alone import Alone
 from inplace_abn.conversion.converted import Note, has_standard_strides, may_have_node
 from inplace_abn.conversion.offered import settled
@@ -82,13 +83,28 @@ class InPlaceActivation(ActivationAlone):
     def forward(self, input: Tensor) -> Tensor:
         if isinstance(input, fx.Proxy):
             return as_leaf(self, input)
+        if torch.compiler.is_compiling():
+            return super().forward(self._marked(input))  # type: ignore[misc, no-any-return]
         x, z, activation = settled(input), None, applied(self)
         if type(x) is Pending:
             # If the norm is given up, what follows may be why, so this activation is then torch's as well.
             self._past.note, self._past.follows_norm = OF_NORM, True
-        elif torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        elif torch.is_grad_enabled():
             z = self.recoverable(x, activation)
         return self.noted(x, super().forward(x), activation) if z is None else z  # type: ignore[misc]
+
+    def _marked(self, x: Tensor) -> Tensor:
+        """x for compilers, which see whether what follows keeps the result."""
+        if not torch.is_grad_enabled() or not x.requires_grad or not x.is_floating_point() or functions.is_disabled():
+            return x
+        if _torch.transforms_active() or _torch.is_exporting() or not self._is_applied():
+            return x
+        return alone.marked(x)
+
+    @_torch.read_while_tracing
+    def _is_applied(self) -> bool:
+        joint.install()
+        return applied(self) is not None
 
     def activations(self) -> set[str]:
         activation = applied(self)

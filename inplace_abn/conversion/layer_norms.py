@@ -18,6 +18,7 @@ from inplace_abn import _torch, functions, guard, reference
 from inplace_abn.activations import IDENTITY
 from inplace_abn.autograd import nodes
 from inplace_abn.autograd.backward import Values, by_value
+from inplace_abn.compiling import rows, trust
 from inplace_abn.conversion.alone import Alone
 from inplace_abn.conversion.converted import Note, may_have_node
 from inplace_abn.conversion.formulas import Kind, key_of, kind_of, length, parameters
@@ -58,9 +59,13 @@ class ConvertedLayerNorm(Alone):
 
     def scale_and_offset(self) -> tuple[Tensor | None, Tensor | None]:
         weight, bias = parameters(self)
-        kind: Kind | None = next(filter(None, self._past.kinds.values()), None)
+        kind = self.known_kind()
         offset = 0.0 if kind is None else kind.offset
         return weight if weight is None or not offset else weight.detach() + offset, bias
+
+    def known_kind(self) -> Kind | None:
+        """How the norm computes; None as long as it was not called."""
+        return next(filter(None, self._past.kinds.values()), None)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) != 1 or kwargs:
@@ -70,8 +75,11 @@ class ConvertedLayerNorm(Alone):
         if type(args[0]) is Pending:
             # The norm before it keeps its output, if this one keeps it as well.
             return super().forward(*args)  # type: ignore[misc]
+        if torch.compiler.is_compiling():
+            y = self._compiled(args[0])
+            return super().forward(*args) if y is None else y  # type: ignore[misc]
         x, y = wide(settled(args[0])), None
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if torch.is_grad_enabled():
             y = self._kept(x)
         return self.noted(x, super().forward(x), IDENTITY) if y is None else y  # type: ignore[misc]
 
@@ -132,6 +140,55 @@ class ConvertedLayerNorm(Alone):
         device = x.device.type
         self._past.is_widened = torch.is_autocast_enabled(device) and y.dtype != torch.get_autocast_dtype(device)
         return narrowed(z, _moved(kept, -1, kind.axis), self._past) if is_cast else z
+
+    def _compiled(self, x: Tensor) -> Tensor | None:
+        """The result for compilers, which see whether what follows keeps it; None as in `_kept`."""
+        if not torch.is_grad_enabled() or functions.is_disabled() or _torch.is_exporting() or x.dim() < 2:
+            return None
+        weight, bias = parameters(self)
+        requires_grad = x.requires_grad
+        for t in (weight, bias):
+            requires_grad = requires_grad or (t is not None and t.requires_grad)
+        if not requires_grad or x.numel() == 0 or _torch.transforms_active() or self._revision < 0:
+            return None
+        size, device = self._length(), x.device.type
+        is_at = tuple(axis for axis in (-1, 1) if x.shape[axis] == size)
+        found = self._formula(x.dtype, x.dim(), device, is_at)
+        if found is None:
+            return None
+        axis, offset, eps, kind, is_torch, trusted, columns = found
+        moved = x if axis == -1 else x.movedim(axis, -1)
+        scale = weight if weight is None or not offset else weight + offset
+        mean = None
+        with torch.no_grad():
+            if is_torch:
+                y, mean, rstd = torch.native_layer_norm(moved, [size], weight, bias, eps)
+            else:
+                y = super().forward(x)  # type: ignore[misc]
+                y = y if axis == -1 else y.movedim(axis, -1)
+                rstd = reference.inverse_std_of_rows(moved, kind, eps)
+                if kind == reference.LAYER:
+                    mean = moved.mean(dim=-1, keepdim=True, dtype=rstd.dtype)
+            kept = rows.verbatim(moved, mean, rstd, columns) if columns else None
+        z = rows.normalised(moved, y, (mean, rstd), (scale, bias), kept, trusted)
+        return z if axis == -1 else z.movedim(-1, axis)
+
+    @_torch.read_while_tracing
+    def _length(self) -> int:
+        return length(self)
+
+    @_torch.read_while_tracing
+    def _formula(self, dtype: torch.dtype, dim: int, device: str, axes: tuple[int, ...]) -> tuple[Any, ...] | None:
+        """How the norm computes for compilers, which have no values; None if it is not known or not trusted."""
+        size = self.num_features
+        shape = [size if i == 1 and 1 in axes else 2 for i in range(dim - 1)] + [size if -1 in axes else size + 1]
+        # The rows are made up, so only their shape and dtype matter.
+        kind = self._kind(torch.empty(shape, dtype=dtype, device=device))
+        if kind is None:
+            return None
+        narrow = [torch.get_autocast_dtype(device)] if torch.is_autocast_enabled(device) else []
+        trusted, columns = trust.of_rows(self, dtype, torch.float32, *narrow)
+        return (kind.axis, kind.offset, kind.eps, kind.rows, kind.is_torch, trusted, columns) if trusted else None
 
     def _is_suitable(self, x: Tensor) -> bool:
         """Whether a graph of plain tensors is recorded, and nobody watches the ops."""

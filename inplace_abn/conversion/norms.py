@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from inplace_abn import _torch, distributed, functions, guard
 from inplace_abn.activations import IDENTITY, can_be_taken_back
 from inplace_abn.autograd import checks, forward
-from inplace_abn.compiling import batch_norm, trust
+from inplace_abn.compiling import norms, trust
 from inplace_abn.conversion import plan, watch
 from inplace_abn.conversion.converted import Converted, Note, has_standard_strides, may_have_node
 from inplace_abn.conversion.offered import settled
@@ -29,13 +29,17 @@ class InPlaceNorm(Converted):
 
     In training the norm's output is a tensor that waits for what follows (`conversion.pending`). What follows in one
     generation of the guard is expected from the next generation on. So all micro-batches and recomputations of a step
-    do the same. For compilers the norm is `compiling.batch_norm`. Where no graph is recorded, under tracers, transforms
+    do the same. For compilers the norm is `compiling.norms`. Where no graph is recorded, under tracers, transforms
     and dispatch modes, and while the guard does not trust the norm, it does what it did before conversion.
     """
 
     signed_weight = True
     _synchronised: bool = False
     _group: ProcessGroup | None = None
+
+    def has_batch(self, x: Tensor) -> bool:
+        """Whether x has a dimension of samples, which torch does not require of every norm."""
+        return True
 
     @property
     def returns_view(self) -> bool:
@@ -149,20 +153,32 @@ class InPlaceNorm(Converted):
     def _compiled(self, x: Tensor) -> Tensor | None:
         """The norm for compilers, which see what follows; None where the norm does what it did before conversion."""
         module: Any = self
-        if self.per_instance or self._participating() is not None or functions.is_disabled():
+        if functions.is_disabled() or _torch.transforms_active() or (self.per_instance and not self.has_batch(x)):
             return None
-        suitable = _has_usual_statistics(module) and batch_norm.is_suitable(x, module.weight, module.bias)
-        if _torch.transforms_active() or not suitable:
+        training = measuring.uses_own_statistics(module)
+        group = self._participating() if training else None
+        if not _has_usual_statistics(module) or not norms.is_suitable(x, module.weight, module.bias, group is not None):
             return None
+        groups = module.num_features // self.shared if self.per_instance and training else 0
+        if groups and x.numel() == x.shape[0] * groups:
+            return None
+        x = x.float() if self._is_widened(x.dtype, x.device.type) else x
         # Compilers compile anew when an attribute changes that they have read here.
         trusted = self._fusible_with(x.dtype) if self._revision >= 0 else ""
-        if not trusted:
+        # All processes do the same, whatever is trusted.
+        if not trusted and group is None:
             return None
         module._check_input_dim(x)
-        training = measuring.uses_own_statistics(module)
-        if training:
+        if training and not groups and group is None:
             checks.check_count(x)
-        return batch_norm.normalised(x, _operands(module), training, batch_norm.constant(module.eps), trusted)
+        name = "" if group is None else group.group_name
+        eps = norms.constant(module.eps)
+        return norms.normalised(x, _operands(module), training, eps, trusted, groups, name)
+
+    @_torch.read_while_tracing
+    def _is_widened(self, dtype: torch.dtype, device: str) -> bool:
+        """Whether autocast computes the norm of an input in float32."""
+        return False
 
     # This is a method, because the compiler of torch 2.11 does not pass a module to a function.
     @_torch.read_while_tracing
@@ -216,7 +232,6 @@ class InPlaceInstanceNorms(InPlaceNorm):
     per_instance = True
 
     def has_batch(self, x: Tensor) -> bool:
-        """Whether x has a dimension of samples, which torch does not require."""
         module: Any = self
         return bool(x.dim() != module._get_no_batch_dim())
 
@@ -248,8 +263,14 @@ class InPlaceGroupNorms(InPlaceNorm):
     def _check_input_dim(self, x: Tensor) -> None:
         """GroupNorm takes any number of dimensions."""
 
+    @_torch.read_while_tracing
+    def _is_widened(self, dtype: torch.dtype, device: str) -> bool:
+        if dtype in (torch.float32, torch.float64) or not torch.is_autocast_enabled(device):
+            return False
+        return _torch.has_kernel("aten::group_norm", f"Autocast{device.upper()}")
+
     def _cast(self, x: Tensor) -> Tensor:
-        self._past.is_widened = _is_widened(x)
+        self._past.is_widened = self._is_widened(x.dtype, x.device.type)
         return x.float() if self._past.is_widened else x
 
     def _looked(self, x: Tensor) -> Tensor | None:
@@ -264,7 +285,7 @@ class InPlaceGroupNorms(InPlaceNorm):
         module: Any = self
         self._note_watch()
         activation, past = self.narrow_activation(), self._past
-        if activation is None or not _is_widened(x):
+        if activation is None or not self._is_widened(x.dtype, x.device.type):
             return None
         if self._is_given_up() or module.eps != past.eps or not _may_wait(self, x):
             return None
@@ -286,14 +307,6 @@ class InPlaceGroupNorms(InPlaceNorm):
     def _laid_out(self, x: Tensor) -> Tensor:
         # Only torch's kernel for the CPU keeps the memory format.
         return x if x.is_cpu and has_standard_strides(x) else x.contiguous()
-
-
-def _is_widened(x: Tensor) -> bool:
-    """Whether autocast computes a group norm of x in float32, as it does on some devices."""
-    device = x.device.type
-    if x.dtype in (torch.float32, torch.float64) or not torch.is_autocast_enabled(device):
-        return False
-    return _torch.has_kernel("aten::group_norm", f"Autocast{device.upper()}")
 
 
 def _operands(module: Any) -> Operands:

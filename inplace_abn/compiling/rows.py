@@ -1,0 +1,178 @@
+"""Layer norms and RMS norms for compilers: two ops that `fuse` finds in the joint graph of forward and backward.
+
+The output is computed by torch's own ops, or by those of the norm's class. The first op marks it, and the second one is
+its gradient. If the backward of a reader keeps the output anyway, perhaps a cast of it, the gradient is computed from
+that, and the input need not be kept. Where `fuse` does not run, the gradient is that of the input.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, fx
+
+from inplace_abn._torch import is_backward
+from inplace_abn.compiling.inlining import inline
+from inplace_abn.compiling.search import is_cast, is_read_again
+from inplace_abn.reference import wide
+
+_aten = torch.ops.aten
+_library = torch.library.Library("inplace_abn", "FRAGMENT")
+_CALL = "Tensor x, Tensor? mean, Tensor rstd, Tensor? weight, Tensor? bias, Tensor? places, Tensor? values, str trusted"
+_library.define(f"norm_of_rows(Tensor y, {_CALL}) -> Tensor")
+_library.define(f"norm_of_rows_backward(Tensor dy, Tensor y, {_CALL}) -> (Tensor, Tensor, Tensor)")
+
+NORM = torch.ops.inplace_abn.norm_of_rows.default
+NORM_BACKWARD = torch.ops.inplace_abn.norm_of_rows_backward.default
+
+
+class Verbatim(NamedTuple):
+    """The columns whose xhat is kept."""
+
+    places: Tensor
+    """For each column, where it is among those that are kept; -1 for others."""
+    values: Tensor
+    """xhat of these columns, of shape (\\*, kept columns)."""
+
+
+def verbatim(x: Tensor, mean: Tensor | None, rstd: Tensor, columns: tuple[int, ...]) -> Verbatim:
+    """What a call keeps of the given columns."""
+    places = [-1] * x.shape[-1]
+    for i, column in enumerate(columns):
+        places[column] = i
+    values = _standardised(x[..., torch.tensor(columns, device=x.device)], mean, rstd)
+    return Verbatim(torch.tensor(places, device=x.device), values.to(x.dtype))
+
+
+def normalised(
+    x: Tensor,
+    y: Tensor,
+    statistics: tuple[Tensor | None, Tensor],
+    affine: tuple[Tensor | None, Tensor | None],
+    kept: Verbatim | None,
+    trusted: str,
+) -> Tensor:
+    """y, whose gradient is that of the norm of x.
+
+    Args:
+        x, y: the norm's input and output, of shape (\\*, column).
+        statistics: the mean of each row, None for an RMS norm, and its rstd; of shape (\\*, 1).
+        affine: the scale and the offset, of shape (column,).
+        kept: the columns whose xhat is kept.
+        trusted: the dtypes in which y is trusted for recovering xhat, with spaces in between.
+    """
+    places, values = (None, None) if kept is None else kept
+    marked: Tensor = NORM(y, x, *statistics, *affine, places, values, trusted)
+    return marked
+
+
+def _standardised(x: Tensor, mean: Tensor | None, rstd: Tensor) -> Tensor:
+    x = x.to(rstd.dtype)
+    return (x if mean is None else x - mean) * rstd
+
+
+def _gradients(
+    dy: Tensor, xhat: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dx, dweight, dbias) in the dtype of xhat. dweight and dbias have shape (column,), also without a weight and a
+    bias."""
+    dy = dy.to(xhat.dtype)
+    others = [*range(dy.dim() - 1)]
+    dweight, dbias = (dy * xhat).sum(others), dy.sum(others)
+    dxhat = dy if weight is None else dy * weight
+    dx = dxhat - xhat * (dxhat * xhat).mean(-1, keepdim=True)
+    if mean is not None:
+        dx = dx - dxhat.mean(-1, keepdim=True)
+    return dx * rstd, dweight, dbias
+
+
+def _plain(y: Tensor, *_: Any) -> Tensor:
+    return y.clone()
+
+
+def _plain_backward(dy: Tensor, y: Tensor, x: Tensor, *call: Any) -> tuple[Tensor, Tensor, Tensor]:
+    mean, rstd, weight, *_ = call
+    dx, dweight, dbias = _gradients(dy, _standardised(x, mean, rstd), mean, rstd, weight)
+    return dx.to(x.dtype), dweight, dbias
+
+
+def _recovered(y: Tensor, weight: Tensor | None, bias: Tensor | None, places: Tensor | None, values: Any) -> Tensor:
+    """xhat from y, as in `reference.recovered_rows`, in plain ops."""
+    xhat = y.to(wide(y.dtype))
+    xhat = xhat if bias is None else xhat - bias
+    if weight is not None:
+        xhat = xhat * torch.where(weight == 0, 0.0, 1 / weight)
+    if places is None:
+        return xhat
+    return torch.where(places < 0, xhat, values[..., places.clamp_min(0)].to(xhat.dtype))
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.trusted = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    _, _, _, _, weight, bias, *_ = ctx.saved_tensors
+    dx, dweight, dbias = NORM_BACKWARD(dy, *ctx.saved_tensors, ctx.trusted)
+    dweight = None if weight is None else dweight.to(weight.dtype)
+    dbias = None if bias is None else dbias.to(bias.dtype)
+    return None, dx, None, None, dweight, dbias, None, None, None
+
+
+PLAIN: dict[Any, Any] = {NORM: _plain, NORM_BACKWARD: _plain_backward}
+for _op, _function in PLAIN.items():
+    _library.impl(_op, _function, "CompositeExplicitAutograd")
+    torch.library.register_fake(_op, _function, lib=_library)
+torch.library.register_autograd(NORM, _backward, setup_context=_setup_context, lib=_library)
+
+
+def fuse(graph: fx.Graph) -> bool:
+    """Makes norms be differentiated from their output where that is kept anyway. Returns whether there are any.
+
+    The marks are removed. Norms with the same arguments are left as they are, because their gradients cannot be told
+    apart.
+    """
+    marks = [node for node in graph.nodes if node.target is NORM]
+    counts = Counter(mark.args for mark in marks)
+    alone = {mark.args: mark for mark in marks if counts[mark.args] == 1}
+    gradients: dict[fx.Node, list[fx.Node]] = {mark: [] for mark in marks}
+    for node in graph.nodes:
+        if node.target is NORM_BACKWARD and node.args[1:] in alone:
+            gradients[alone[node.args[1:]]].append(node)
+    found = False
+    for mark in marks:
+        kept = None if "recompute" in mark.meta else _kept(mark)
+        for node in gradients[mark]:
+            if kept is not None:
+                _differentiate(node, kept)
+                found = True
+        mark.replace_all_uses_with(mark.args[0])
+        graph.erase_node(mark)
+    return found
+
+
+def _differentiate(node: fx.Node, kept: fx.Node) -> None:
+    """Replaces the gradient of the input by that of the output."""
+    dy, _, _, *given, _ = cast("tuple[Any, ...]", node.args)
+    dtype = node.meta["val"][0].dtype
+
+    def backward(dy: Tensor, y: Tensor, mean: Tensor | None, rstd: Tensor, *operands: Any) -> tuple[Tensor, ...]:
+        xhat = _recovered(y, *operands)
+        dx, dweight, dbias = _gradients(dy, xhat, mean, rstd.to(xhat.dtype), operands[0])
+        return dx.to(dtype), dweight, dbias
+
+    inline(node, backward, (dy, kept, *given))
+
+
+def _kept(mark: fx.Node) -> fx.Node | None:
+    """What is kept of a norm's output anyway: itself, or a cast of it that is all that is read of it."""
+    trusted = str(mark.args[-1]).split()
+    readers = [user for user in mark.users if not is_backward(user)]
+    casts = [user for user in readers if is_cast(user)]
+    for node in (mark, *casts):
+        if str(node.meta["val"].dtype).removeprefix("torch.") in trusted and is_read_again(node):
+            return mark.args[0] if node is mark else node  # type: ignore[return-value]
+    return None

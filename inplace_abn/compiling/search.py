@@ -1,0 +1,164 @@
+"""Finds what can be fused in the joint graph of forward and backward (`inplace_abn.compiling.joint`)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from inplace_abn._torch import is_backward
+from inplace_abn.compiling import alone
+from inplace_abn.compiling.norms import NORM, NORM_BACKWARD
+from inplace_abn.compiling.readers import Readers
+from inplace_abn.compiling.spelled import activated, activation_key
+
+_aten = torch.ops.aten
+_CASTS = frozenset([_aten._to_copy.default, torch.ops.prims.convert_element_type.default])
+_KEEPING = frozenset(
+    [
+        *(_aten.convolution_backward.default, _aten.mm.default, _aten.addmm.default),
+        *(_aten.bmm.default, _aten.baddbmm.default),
+    ]
+)
+"""Ops of a backward pass whose inputs are kept. Compilers do not compute these inputs again to save memory."""
+_VIEWS = frozenset(
+    [
+        *(_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default, _aten.permute.default),
+        *(_aten.t.default, _aten.expand.default, _aten.squeeze.dims, _aten.unsqueeze.default, _aten.transpose.int),
+    ]
+)
+
+
+class Fusion(NamedTuple):
+    """What will be one with the activation that follows."""
+
+    norm: fx.Node | None
+    """None for an activation alone."""
+    total: fx.Node
+    """The activation's input. If there is a norm, it is the norm, or its sum with the residual."""
+    residual: fx.Node | None
+    result: fx.Node
+    """z; the total itself if there is no activation."""
+    activation: str
+    param: float
+
+
+class Search:
+    """Finds the norms of a graph that can be fused."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.norms = [node for node in graph.nodes if node.target is NORM]
+        self.gradients = _gradients(graph, self.norms)
+        self.readers = Readers(graph)
+        self.found: dict[fx.Node, Fusion] = {}
+
+    def run(self, inputs: Iterable[fx.Node]) -> list[Fusion]:
+        """The fusions: norms in their order, and then activations of ``inputs``, which are no norms."""
+        for find in (self._activated, self._kept):
+            for norm in self.norms:
+                fusion = None if norm in self.found else find(norm)
+                if fusion is not None:
+                    self.found[norm] = fusion
+        fusions = [self.found[norm] for norm in self.norms if norm in self.found]
+        totals = {fusion.total for fusion in fusions}
+        alone = [self._alone(x) for x in inputs if x.target is not NORM and x not in totals]
+        return fusions + [fusion for fusion in alone if fusion is not None]
+
+    def _trusts(self, norm: fx.Node, *what: str) -> bool:
+        """Whether the norm's gradients are known, and its z is trusted for all of ``what``.
+
+        False if the norm is computed again anyway.
+        """
+        trusted = str(norm.args[-1]).split()
+        return norm in self.gradients and "recompute" not in norm.meta and all(name in trusted for name in what)
+
+    def _activated(self, norm: fx.Node) -> Fusion | None:
+        total, residual = norm, None
+        found = activated(norm)
+        if found is None:
+            total, residual = self._sum(norm)
+            found = None if residual is None else activated(total)
+        if found is None or any(fusion.result is found[0] for fusion in self.found.values()):
+            return None
+        if not self._trusts(norm, activation_key(*found[1:])):
+            return None
+        if residual is not None and not (self._trusts(norm, "residual") and self._is_kept(residual)):
+            return None
+        return None if self.readers.reads_tags(*found) else Fusion(norm, total, residual, *found)
+
+    def _alone(self, x: fx.Node) -> Fusion | None:
+        """The fusion of an activation that keeps its input only for itself, and whose result is kept anyway."""
+        found = None if is_read_again(x) else activated(x)
+        if found is None or not alone.gains(*found[1:], x.meta["val"].dtype) or "recompute" in x.meta:
+            return None
+        if not is_read_again(found[0]) or not any(map(is_backward, x.users)) or self.readers.reads_tags(*found):
+            return None
+        return Fusion(None, x, None, *found)
+
+    def _kept(self, norm: fx.Node) -> Fusion | None:
+        """The fusion of a norm without activation whose output, or the sum with that output, is kept anyway."""
+        if not self._trusts(norm, "identity"):
+            return None
+        if is_read_again(norm) or any(fusion.residual is norm for fusion in self.found.values()):
+            return Fusion(norm, norm, None, norm, "identity", 0.0)
+        total, residual = self._sum(norm)
+        if residual is None or not is_read_again(total) or not self._trusts(norm, "residual"):
+            return None
+        if any(fusion.total is total for fusion in self.found.values()) or not self._is_kept(residual):
+            return None
+        return Fusion(norm, total, residual, total, "identity", 0.0)
+
+    def _sum(self, norm: fx.Node) -> tuple[fx.Node, fx.Node | None]:
+        """The sum that is the norm's only reader, and its other operand; the norm and None if there is no such sum."""
+        (total, *others) = [*norm.users] or [norm]
+        if others or total.target is not _aten.add.Tensor or total.kwargs or is_backward(total):
+            return norm, None
+        (other,) = [operand for operand in total.args if operand is not norm] or [None]
+        if not isinstance(other, fx.Node) or not is_alike(other, norm) or not is_alike(total, norm):
+            return norm, None
+        return total, other
+
+    def _is_kept(self, residual: fx.Node) -> bool:
+        """Whether the residual is kept for backward anyway."""
+        if residual.op == "placeholder" or is_read_again(residual):
+            return True
+        if any(residual is fusion.result for fusion in self.found.values()):
+            return True
+        return residual.target is NORM and self._trusts(residual, "identity")
+
+
+def is_alike(a: fx.Node, b: fx.Node) -> bool:
+    first, second = a.meta.get("val"), b.meta.get("val")
+    if not isinstance(first, Tensor) or not isinstance(second, Tensor):
+        return False
+    return (first.dtype, first.device, first.shape) == (second.dtype, second.device, second.shape)
+
+
+def is_cast(node: fx.Node) -> bool:
+    """Whether the node is its input in another dtype."""
+    return node.target in _CASTS and node.kwargs.keys() <= {"dtype"}
+
+
+def is_read_again(node: fx.Node) -> bool:
+    """Whether an op of `_KEEPING` in the backward pass reads the node, perhaps through a view."""
+    return any(
+        (user.target in _VIEWS and is_read_again(user)) or (is_backward(user) and user.target in _KEEPING)
+        for user in node.users
+    )
+
+
+def _gradients(graph: fx.Graph, norms: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """The gradient nodes of each norm.
+
+    Norms with the same arguments are left out, because their gradients cannot be told apart.
+    """
+    counts = Counter(norm.args for norm in norms)
+    owners = {norm.args: norm for norm in norms if counts[norm.args] == 1}
+    found: dict[fx.Node, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if node.target is NORM_BACKWARD and node.args[1:] in owners:
+            found.setdefault(owners[node.args[1:]], []).append(node)
+    return found

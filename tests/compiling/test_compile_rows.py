@@ -1,0 +1,218 @@
+"""Compiled layer norms, RMS norms, group norms, instance norms, LayerScale and activations without a norm: gradients
+are the native ones, and no more is held than in eager mode, or than compiled native nets hold."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import INDUCTOR
+from compiled_converted_nets import held
+from compiled_nets import assert_same, step
+from compiled_rows_nets import NETS, Chain, batch, made, measured
+from layer_norms import RMSNormOfLlama
+from torch import nn
+
+from inplace_abn import convert
+from inplace_abn.compiling import joint
+
+pytestmark = [
+    pytest.mark.usefixtures("fresh_compiler"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit"),
+]
+COMPILED_LONG = ("layer norm, gelu", "Llama's norm, hardswish", "group norm, silu", "layer scale, permuted")
+
+
+def compiled(module, backend="aot_eager", **options):
+    return torch.compile(module, backend=backend, fullgraph=True, **options)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "aot_eager_decomp_partition", INDUCTOR])
+@pytest.mark.parametrize("name", NETS)
+def test_gradients_are_native_and_no_more_is_held_than_in_eager(name, backend, device):
+    if backend == "inductor" and name not in COMPILED_LONG:
+        pytest.skip("compiling takes long, and the graph is that of aot_eager")
+    native, x = made(name, device), batch(device)
+    module = convert(copy.deepcopy(native))
+    function, natively = compiled(module, backend), compiled(copy.deepcopy(native), backend)
+    for _ in range(2):
+        assert_same(step(function, module, x), step(native, native, x))
+    eager = measured(native, x)
+    if name not in ("norms of channels by hand", "group norm, sum, silu"):
+        assert held(function, x) < held(natively, x)
+    assert held(function, x) <= min(held(eager, x), held(natively, x))
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_after_eager_steps_no_more_is_held_than_in_them(name, device):
+    native, x = made(name, device), batch(device)
+    module = measured(native, x)
+    function = compiled(module)
+    for _ in range(4):
+        step(native, native, x)
+    assert_same(step(function, module, x), step(native, native, x))
+    assert held(function, x) <= held(module, x)
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_evaluation_is_native(name, device):
+    native, x = made(name, device), batch(device)
+    step(native, native, x)
+    module = convert(copy.deepcopy(native.eval()))
+    function = compiled(module)
+    assert_same(step(function, module, x), step(native, native, x))
+    with torch.no_grad():
+        assert_same(function(x), native(x))
+
+
+@pytest.mark.parametrize("name", ["layer norm, gelu", "RMS norm, mish", "group norm, silu", "layer scale"])
+def test_dynamic_shapes(name, device):
+    native = made(name, device)
+    module = convert(copy.deepcopy(native))
+    function = compiled(module, dynamic=True)
+    for samples in (2, 5):
+        x = batch(device, samples)
+        assert_same(step(function, module, x), step(native, native, x))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["layer norm, gelu", "Llama's norm, hardswish", "group norm, silu"])
+def test_under_autocast_no_more_is_held_than_natively(name, dtype):
+    """The norm's output in float32 was kept beside the copy of 16 bits that the linear layer keeps."""
+    native, x = made(name).float(), batch().float()
+    module = convert(copy.deepcopy(native))
+    found = []
+    for net in (native, module):
+        function = compiled(net)
+
+        def narrow(x, function=function):
+            with torch.autocast("cpu", dtype):
+                return function(x)
+
+        gradients = [t.double() for t in step(narrow, net, x)]
+        found.append((gradients, held(narrow, x)))
+    exact = [t.double() for t in step(native.double(), native, x.double())]
+    for ours, torchs, t in zip(found[1][0], found[0][0], exact, strict=True):
+        assert (ours - t).norm() <= 4 * (torchs - t).norm() + 1e-3 * t.norm()
+    assert found[1][1] <= found[0][1]
+
+
+@pytest.mark.parametrize("name", ["layer norm, gelu", "group norm, silu"])
+def test_without_the_pass_gradients_are_native(name, device, monkeypatch):
+    monkeypatch.setattr(joint, "install", lambda: None)
+    native, x = made(name, device), batch(device)
+    module = convert(copy.deepcopy(native))
+    with torch._functorch.config.patch(joint_custom_pass=None):
+        assert_same(step(compiled(module), module, x), step(native, native, x))
+
+
+@pytest.mark.parametrize("before", ["eager steps", "nothing"])
+def test_columns_that_the_output_does_not_determine_are_kept(before, device):
+    native, x = made("layer norm, gelu", device), batch(device)
+    with torch.no_grad():
+        native.norm.weight[[2, 5]] = 1e-12
+        native.norm.weight[7] = 0
+    module = measured(native, x) if before == "eager steps" else convert(copy.deepcopy(native))
+    function, natively = compiled(module), compiled(native)
+    assert_same(step(function, module, x), step(native, native, x))
+    assert held(function, x) < held(natively, x)
+
+
+def test_a_norm_with_many_such_columns_is_torchs(device):
+    native, x = made("layer norm, gelu", device), batch(device)
+    with torch.no_grad():
+        native.norm.weight[::2] = 0
+        native.other.weight[::2] = 0
+    module = convert(copy.deepcopy(native))
+    assert_same(step(compiled(module), module, x), step(native, native, x))
+
+
+def test_weights_that_become_zero_while_training_are_noticed(device):
+    native, x = made("layer norm, gelu", device), batch(device)
+    module = convert(copy.deepcopy(native))
+    function = compiled(module)
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.0) for net in (native, module)]
+    for weight in (1.0, 0.0, 1.0):
+        for net in (native, module):
+            nn.init.constant_(net.norm.weight, weight)
+        step(function, module, x)
+        for optimizer in optimizers:
+            optimizer.step()
+        assert_same(step(function, module, x), step(native, native, x))
+
+
+WIRINGS = {
+    "read by a mask": lambda m, x: (lambda z: m.last(z * (z > 0.1)))(F.silu(m.up(x))),
+    "compared with zero": lambda m, x: (lambda z: m.last(z) + (z == 0).sum())(F.gelu(m.up(x))),
+    "activated twice": lambda m, x: (lambda y: m.last(F.gelu(y)) + m.last(F.silu(y)))(m.up(x)),
+    "input read again": lambda m, x: (lambda y: m.last(F.gelu(y) + y))(m.up(x)),
+    "input kept by a product": lambda m, x: (lambda y: m.last(F.gelu(y)) + m.last(y))(m.up(x)),
+    "in place": lambda m, x: m.last(F.silu(m.up(x), inplace=True)),
+    "written to": lambda m, x: m.last(F.gelu(m.up(x)).add_(1)),
+    "returned": lambda m, x: (lambda z: torch.cat([m.last(z), z]))(F.gelu(m.up(x))),
+    "norm twice": lambda m, x: m.last(m.norm(m.norm(m.up(x)))),
+    "norm of one input twice": lambda m, x: (lambda y: m.last(m.norm(y)) + m.up(m.norm(y)))(m.up(x)),
+    "norm written to": lambda m, x: m.last(m.norm(m.up(x)).mul_(2)),
+    "norm of a view": lambda m, x: m.last(m.norm(m.up(x)[:, ::2])),
+    "norm without readers that keep it": lambda m, x: m.norm(m.up(x)) + x,
+    "norm of an activation": lambda m, x: m.last(m.norm(F.gelu(m.up(x)))),
+    "scaled twice": lambda m, x: (lambda u: m.last(u * m.gamma) + m.last(u * m.gamma))(m.up(x)),
+    "scaled and read": lambda m, x: (lambda u: m.last(u * m.gamma) + u)(m.up(x)),
+    "scaled in two ways": lambda m, x: (lambda u: u * m.gamma + u * (m.gamma + 1))(m.up(x)),
+    "scaled by a row": lambda m, x: m.up(x) * m.gamma[:1] + m.up(x) * m.gamma.view(1, 1, 16),
+    "scaled along another dimension": lambda m, x: m.up(x[:, :16]) * m.gamma.view(1, 16, 1),
+    "scaled, tied": lambda m, x: m.up(m.up(x) * m.gamma) * m.gamma,
+    "scaled without a gradient of gamma": lambda m, x: m.last(m.up(x) * m.gamma.detach()),
+    "frozen": lambda m, x: m.last(F.gelu(m.up(m.norm(x.detach())))),
+}
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "aot_eager_decomp_partition"])
+@pytest.mark.parametrize("wiring", WIRINGS)
+def test_gradients_are_native_whatever_the_program_does(wiring, backend, device):
+    torch.manual_seed(5)
+    linears = {"up": nn.Linear(16, 16), "last": nn.Linear(16, 16)}
+    native = Chain(WIRINGS[wiring], norm=nn.LayerNorm(16), **linears)
+    native.gamma = nn.Parameter(torch.rand(16))
+    native, x = native.to(device).double(), batch(device)
+    module = convert(copy.deepcopy(native))
+    assert_same(step(compiled(module, backend), module, x), step(native, native, x))
+
+
+def test_one_block_that_is_compiled_serves_all_layers(device):
+    torch.manual_seed(6)
+    native = nn.Sequential(*(made("layer norm, gelu", device) for _ in range(3)))
+    x = batch(device)
+    module = convert(copy.deepcopy(native))
+    for part in module:
+        part.compile(backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        assert_same(step(module, module, x), step(native, native, x))
+
+
+def test_training_after_evaluation_compiles_nothing_again(device):
+    native, x = made("group norm, silu", device), batch(device)
+    module = convert(copy.deepcopy(native))
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    function = torch.compile(module, backend=backend)
+    for training in (True, False, True, False):
+        function.train(training)
+        function(x.clone().requires_grad_())
+    assert len(graphs) <= 2
+
+
+def test_a_norm_in_a_dtype_that_its_class_does_not_keep_is_native(device):
+    """The class returns its weight's dtype."""
+    torch.manual_seed(7)
+    native = nn.Sequential(nn.Linear(16, 16).bfloat16(), RMSNormOfLlama(16), nn.Linear(16, 16)).to(device)
+    x = batch(device).bfloat16()
+    module = convert(copy.deepcopy(native))
+    ours, torchs = step(compiled(module), module, x), step(compiled(native), native, x)
+    for t, expected in zip(ours, torchs, strict=True):
+        assert t.dtype == expected.dtype
+        assert (t - expected).norm() <= 0.02 * expected.norm()
