@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch._functorch.config
 import torch._functorch.pyfunctorch
-import torch._subclasses.fake_tensor
 import torch.fx
 import torch.utils.checkpoint
 from torch import Tensor
@@ -35,9 +34,6 @@ OpOverload = torch._ops.OpOverload
 
 # The functions behind torch.nn.functional. Models may call them directly.
 nn_functions = torch._C._nn
-
-# A mode in which tensors have a shape, a dtype and a device, and take no memory.
-FakeTensorMode = torch._subclasses.fake_tensor.FakeTensorMode
 
 # Whether an op has a kernel for a backend.
 has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key

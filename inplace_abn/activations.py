@@ -213,21 +213,6 @@ def activation_backward(y: Tensor, dz: Tensor, activation: str, param: float) ->
     return dy if entry.dead is None else torch.where(entry.dead(y), 0.0, dy)
 
 
-def exactly(y: Tensor, activation: str, param: float) -> Tensor:
-    """act(y) in the precision of y's dtype.
-
-    Torch's kernels are less exact. The kernel of hardswish for CUDA multiplies even doubles by a sixth in float's
-    precision. The kernels of gelu lose its tail in 1 + erf and 1 + tanh.
-    """
-    if activation == "hardswish":
-        return y * (y + 3).clamp(0, 6) / 6
-    if activation == "gelu":
-        return 0.5 * y * torch.erfc(-math.sqrt(0.5) * y)
-    if activation == "gelu_tanh":
-        return y * torch.sigmoid(y * (TANH_SCALE + TANH_SCALE * TANH_CUBIC * y * y))
-    return activate(y, activation, param)
-
-
 def native(activation: str, param: float, inplace: bool = False) -> nn.Module:
     """torch's module. With ``inplace`` it is in place where that saves memory.
 

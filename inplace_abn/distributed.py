@@ -57,6 +57,12 @@ def all_reduce(t: Tensor, group: Any) -> Tensor:
     return reduced
 
 
+def means(sum_dy: Tensor, sum_xhat_dy: Tensor, count: int, group: ProcessGroup) -> tuple[Tensor, ...]:
+    """The sums over all ranks, divided by the number of values per channel, of which this rank has ``count``."""
+    sums = all_reduce(torch.cat([sum_dy, sum_xhat_dy, sum_dy.new_full((1,), count)]), group)
+    return (sums[:-1] / sums[-1]).view(2, -1).unbind()
+
+
 class AllReduce(torch.autograd.Function):
     """`all_reduce` that autograd can differentiate, to any order."""
 

@@ -288,8 +288,7 @@ def _input_edge(x: Tensor, settings: Settings) -> Tensor | None:
 
 def calibrate() -> None:
     """Calibrates `autograd.ownership`, once. This must happen before the first graph is built."""
-    if not ownership.is_calibrated():
-        ownership.calibrate(_count_sole_holders)
+    ownership.calibrate(_count_sole_holders)
 
 
 def _check(x: Tensor, operands: Operands, training: bool, requires_grad: bool, overwrite_input: bool) -> None:

@@ -1,7 +1,6 @@
 """The maths in plain torch: readable, out of place and differentiable.
 
-It is the oracle of the tests. It also runs where the in-place ops must not: with ``create_graph=True`` and with
-``INPLACE_ABN_DISABLE=1``.
+It runs where the in-place ops must not: with ``create_graph=True`` and with ``INPLACE_ABN_DISABLE=1``.
 
 The notation is that of the paper ("In-Place Activated BatchNorm for Memory-Optimized Training of DNNs", arXiv
 1712.02616). x is the input, y the batch norm's output, and z = act(y) the result. mean and var are those of a channel,
@@ -17,8 +16,6 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from inplace_abn.activations import exactly
 
 
 def per_channel(t: Tensor, like: Tensor) -> Tensor:
@@ -81,7 +78,7 @@ def weight_gradient(sum_xhat_dy: Tensor, weight: Tensor, signed_weight: bool) ->
     return sum_xhat_dy if signed_weight else torch.where(weight < 0, -sum_xhat_dy, sum_xhat_dy)
 
 
-def input_gradient(dy: Tensor, xhat: Tensor, scale: Tensor, means: tuple[Tensor, Tensor] | None) -> Tensor:
+def input_gradient(dy: Tensor, xhat: Tensor, scale: Tensor, means: tuple[Tensor, ...] | None) -> Tensor:
     """dx, for the scale gamma * inv_std and, in training, each channel's means of dy and of xhat * dy."""
     dx = dy
     if means is not None:
@@ -114,34 +111,7 @@ def update(
     """Updates the running statistics, if there are any, by those of ``count`` values per channel."""
     if running_mean is not None and running_var is not None:
         for running, batch in ((running_mean, mean), (running_var, var * count / (count - 1))):
-            running.lerp_(batch.to(running), momentum.to(running) if isinstance(momentum, Tensor) else momentum)
-
-
-def forward(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool = True,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-    activation: str = "leaky_relu",
-    activation_param: float = 0.01,
-    signed_weight: bool = False,
-    residual: Tensor | None = None,
-) -> Tensor:
-    """z for x of shape (batch, channel, \\*). Updates the running statistics in place."""
-    if training or running_mean is None or running_var is None:
-        count = x.numel() // x.shape[1]
-        mean = channel_mean(x)
-        var = channel_mean((x - per_channel(mean, x)).square())
-        update(running_mean, running_var, mean, var, count, momentum)
-    else:
-        mean, var = running_mean, running_var
-    scale = None if weight is None else gamma(weight, eps, signed_weight)
-    y = scaled(standardised(x, mean, var, eps), scale, bias, residual)
-    return exactly(y, activation, activation_param)
+            running.copy_((1 - momentum) * running.double() + momentum * batch.double())
 
 
 # Layer norm and RMS norm normalise each row, which is the last dimension of x. A row has statistics of its own, and the

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inplace_abn import inplace_abn, reference
-from inplace_abn.activations import TYPICAL, activate, find
+from inplace_abn.activations import TYPICAL, activate, activation_backward
 from inplace_abn.guard import recovery
 from inplace_abn.guard.figures import THRESHOLDS
 from inplace_abn.kernels import ops
@@ -100,8 +100,8 @@ def errors(layer: Layer) -> tuple[Errors, Errors]:
     xhat = (x.double() - reference.per_channel(mean, x)) * reference.per_channel(inv_std, x)
     y = xhat * layer.gamma + layer.beta
     y = y if layer.residual is None else y + layer.residual
-    entry = find(layer.activation)
-    slope, rounded = (recovery._slope(entry, t, ACTIVATIONS[layer.activation]) for t in (y, y.to(x.dtype).double()))
+    activation = layer.activation, ACTIVATIONS[layer.activation]
+    slope, rounded = (activation_backward(t, torch.ones_like(t), *activation) for t in (y, y.to(x.dtype).double()))
     z, recovered = x.clone(), torch.ones_like(x)
     arithmetic = layer.settings().arithmetic()
     statistics = [t.to(weight.dtype) for t in (mean, var)]

@@ -6,11 +6,10 @@ It reuses the memory of z and dz where backward owns it.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from inplace_abn import _torch, distributed, reference
 from inplace_abn.activations import activation_backward
@@ -73,9 +72,7 @@ def values_per_channel(x: Tensor) -> int:
 
 def gradients(need: Needed, saved: Saved, dz: Tensor, own_z: bool, own_dz: bool, settings: Settings) -> Gradients:
     """The gradients that are needed. ``own_z`` and ``own_dz`` say whether backward may overwrite z and dz."""
-    if saved.verbatim is not None:
-        return _with_verbatim(need, saved, dz, settings)
-    compute = _local if settings.group is None else _synchronised
+    compute = _local if settings.group is None and saved.verbatim is None else _in_steps
     return compute(need, saved, dz, own_z, own_dz, settings)
 
 
@@ -95,14 +92,13 @@ def _local(need: Needed, saved: Saved, dz: Tensor, own_z: bool, own_dz: bool, se
 
     dresidual, dx = activation_sized(need.residual), activation_sized(need.x)
     dweight, dbias = _like(weight, need.weight, saved, settings), _like(bias, need.bias, saved, settings)
-    if settings.per_instance:
-        weight, bias = (repeated(t, z.shape[0]) for t in (weight, bias))
+    weight, bias = _of_samples(weight, bias, z, settings)
     given = z, dz, var, weight, bias, residual, *settings.arithmetic(), settings.training, settings.shared
     written = {"dx": dx, "dweight": dweight, "dbias": dbias, "dresidual": dresidual}
     xhat = z if own_z and own_dz and need.x else None
     ops.run(ops.local_backward, [t for t in written.values() if t is not None], *given, **written, xhat=xhat)
     if settings.per_instance:
-        dweight, dbias = _summed(dweight, saved.weight, z), _summed(dbias, saved.bias, z)
+        dweight, dbias = _summed(dweight, saved.weight, z, settings), _summed(dbias, saved.bias, z, settings)
     return dx, dweight, dbias, dresidual
 
 
@@ -113,36 +109,18 @@ def _like(t: Tensor | None, needed: bool, saved: Saved, settings: Settings) -> T
     return torch.empty_like(saved.var if settings.per_instance else t)
 
 
-def _summed(t: Tensor | None, like: Tensor | None, z: Tensor) -> Tensor | None:
-    """The gradients of all samples, summed."""
-    return None if t is None or like is None else t.view(z.shape[:2]).sum(dim=0).to(like.dtype)
+def _summed(t: Tensor | None, like: Tensor | None, z: Tensor, settings: Settings) -> Tensor | None:
+    """A parameter's gradient, summed over samples that have their own statistics."""
+    if t is None or like is None:
+        return None
+    return (t.view(z.shape[:2]).sum(dim=0) if settings.per_instance else t).to(like.dtype)
 
 
-def _synchronised(need: Needed, saved: Saved, dz: Tensor, own_z: bool, own_dz: bool, settings: Settings) -> Gradients:
-    """The gradients with a collective in between, which sums dy, xhat * dy and the count over all ranks.
-
-    xhat is written over z, and dy over dz, if backward owns them. dx is written over xhat if dy is the residual's
-    gradient, otherwise over dy.
-    """
-    z, weight, bias, residual, var, _ = saved
-    xhat = z if own_z else torch.empty_like(z)
-    dy = dz if own_dz else torch.empty_like(z)
-    given = z, dz, weight, bias, residual, *settings.arithmetic()
-    sum_dy, sum_xhat_dy = ops.run(ops.backward_reduce_out, [xhat, dy], *given, xhat=xhat, dy=dy)
-    dweight = dbias = dx = None
-    if weight is not None and need.weight:
-        dweight = reference.weight_gradient(sum_xhat_dy, weight, settings.signed_weight).to(weight.dtype)
-    if bias is not None and need.bias:
-        dbias = sum_dy.to(bias.dtype)
-    if need.x:
-        means: tuple[Tensor | None, ...] = (None, None)
-        if settings.training:
-            share = torch.cat([sum_dy, sum_xhat_dy, sum_dy.new_full((1,), values_per_channel(z))])
-            sums = distributed.all_reduce(share, cast(ProcessGroup, settings.group))
-            means = (sums[:-1] / sums[-1]).view(2, -1).unbind()
-        dx = xhat if need.residual else dy
-        ops.run(ops.backward_out, [dx], xhat, dy, var, weight, settings.eps, settings.signed_weight, *means, dx=dx)
-    return dx, dweight, dbias, dy if need.residual else None
+def _of_samples(
+    weight: Tensor | None, bias: Tensor | None, z: Tensor, settings: Settings
+) -> tuple[Tensor | None, Tensor | None]:
+    """The parameters, repeated for samples that have their own statistics."""
+    return (repeated(weight, len(z)), repeated(bias, len(z))) if settings.per_instance else (weight, bias)
 
 
 def _folded(t: Tensor, settings: Settings) -> Tensor:
@@ -150,14 +128,23 @@ def _folded(t: Tensor, settings: Settings) -> Tensor:
     return t.reshape(1, t.shape[0] * t.shape[1], *t.shape[2:]) if settings.per_instance else t
 
 
-def _reduced(saved: Saved, dz: Tensor, settings: Settings) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """xhat, dy, and the sums of dy and of xhat * dy, in new memory. Samples are folded."""
+def _unfolded(t: Tensor, z: Tensor) -> Tensor:
+    """The inverse of `_folded`. A view would show another holder of its memory, so there is none without need."""
+    return t if t.shape == z.shape else t.view(z.shape)
+
+
+def _reduced(
+    saved: Saved, dz: Tensor, own_z: bool, own_dz: bool, settings: Settings
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """xhat, dy, and the sums of dy and of xhat * dy. Samples are folded.
+
+    xhat is written over z, and dy over dz, if backward owns them.
+    """
     samples = len(saved.z) if settings.per_instance else 1
     z, dz = _folded(saved.z, settings), _folded(dz, settings)
     residual = None if saved.residual is None else _folded(saved.residual, settings)
-    # The samples of dense memory have their places in it.
-    xhat, dy = (torch.empty_like(z, memory_format=torch.contiguous_format) for _ in range(2))
-    given = z, dz, repeated(saved.weight, samples), repeated(saved.bias, samples), residual, *settings.arithmetic()
+    xhat, dy = z if own_z else torch.empty_like(z), dz if own_dz else torch.empty_like(z)
+    given = z, dz, *_of_samples(saved.weight, saved.bias, saved.z, settings), residual, *settings.arithmetic()
     sum_dy, sum_xhat_dy = ops.run(ops.backward_reduce_out, [xhat, dy], *given, xhat=xhat, dy=dy)
     if saved.verbatim is not None:
         channels, values = indices(settings.verbatim, z.device), saved.verbatim
@@ -167,26 +154,33 @@ def _reduced(saved: Saved, dz: Tensor, settings: Settings) -> tuple[Tensor, Tens
     return xhat, dy, sum_dy, sum_xhat_dy
 
 
-def _with_verbatim(need: Needed, saved: Saved, dz: Tensor, settings: Settings) -> Gradients:
-    """The gradients where xhat of some channels was saved. What other channels have is recovered from z."""
-    weight, bias, var, shape = saved.weight, saved.bias, saved.var, saved.z.shape
-    xhat, dy, sum_dy, sum_xhat_dy = _reduced(saved, dz, settings)
+def _in_steps(need: Needed, saved: Saved, dz: Tensor, own_z: bool, own_dz: bool, settings: Settings) -> Gradients:
+    """The gradients in training, where something comes between the sums and dx.
+
+    This is the collective of a group, or xhat of some channels, which was saved. dx is written over xhat if dy is the
+    residual's gradient, otherwise over dy.
+    """
+    z, var = saved.z, saved.var
+    xhat, dy, sum_dy, sum_xhat_dy = _reduced(saved, dz, own_z, own_dz, settings)
+    weight, _ = _of_samples(saved.weight, None, z, settings)
     dx = dweight = dbias = None
     if weight is not None and need.weight:
-        dweight = _summed(sum_xhat_dy, weight, saved.z)
-    if bias is not None and need.bias:
-        dbias = _summed(sum_dy, bias, saved.z)
+        dweight = reference.weight_gradient(sum_xhat_dy, weight, settings.signed_weight)
     if need.x:
-        repeated_weight, count = repeated(weight, shape[0]), math.prod(shape[2:])
-        scale = torch.ones_like(var)
-        if repeated_weight is not None:
-            scale = gamma(repeated_weight.to(var.dtype), settings.eps, settings.signed_weight)
-        means = (_shared(sums / count, scale, settings.shared) for sums in (sum_dy, sum_xhat_dy))
-        memory = xhat if need.residual else dy
-        given = xhat, dy, var, repeated_weight, settings.eps, settings.signed_weight, *means
-        ops.run(ops.backward_out, [memory], *given, dx=memory)
-        dx = memory.view(shape)
-    return dx, dweight, dbias, dy.view(shape) if need.residual else None
+        if settings.group is None:
+            scale = torch.ones_like(var)
+            if weight is not None:
+                scale = gamma(weight.to(var.dtype), settings.eps, settings.signed_weight)
+            count = math.prod(z.shape[2:])
+            means = tuple(_shared(sums / count, scale, settings.shared) for sums in (sum_dy, sum_xhat_dy))
+        else:
+            means = distributed.means(sum_dy, sum_xhat_dy, values_per_channel(z), settings.group)
+        dx = xhat if need.residual else dy
+        ops.run(ops.backward_out, [dx], xhat, dy, var, weight, settings.eps, settings.signed_weight, *means, dx=dx)
+        dx = _unfolded(dx, z)
+    dweight = _summed(dweight, saved.weight, z, settings)
+    dbias = _summed(sum_dy if need.bias else None, saved.bias, z, settings)
+    return dx, dweight, dbias, _unfolded(dy, z) if need.residual else None
 
 
 class _WithEdge(torch.autograd.Function):
@@ -252,14 +246,14 @@ def differentiable(saved: Saved, dz: Tensor, edges: Edges, settings: Settings) -
         )
     samples = shape[0] if settings.per_instance else 1
     with torch.no_grad():
-        xhat, *_ = _reduced(saved, dz, settings)
+        xhat, *_ = _reduced(saved, dz, False, False, settings)
         x = xhat * per_channel(torch.sqrt(var + settings.eps), xhat).to(xhat.dtype)
     if edges.x is not None:
         x = _folded(_WithEdge.apply(edges.x, x.view(shape)), settings)
     weight, bias = placed(weight, edges.weight), placed(bias, edges.bias)
     frozen = None if settings.training else (torch.zeros_like(var), var)
     residual = None if residual is None else _folded(residual, settings)
-    operands = Operands(repeated(weight, samples), repeated(bias, samples), residual)
+    operands = Operands(*_of_samples(weight, bias, z, settings), residual)
     dx, dweight, dbias, dresidual = _formulas(x, _folded(dz, settings), operands, settings, frozen)
     return (
         dx.reshape(shape),

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from inplace_abn import distributed, reference
 from inplace_abn.activations import activate, activation_backward
-from inplace_abn.autograd.backward import by_value
+from inplace_abn.autograd import backward
 from inplace_abn.settings import Operands, Settings
 
 
@@ -37,7 +37,7 @@ class KeptABNFunction(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         x, weight, bias, *others, ctx.settings = inputs
-        ctx.save_for_backward(x, *by_value(weight, bias), *others)
+        ctx.save_for_backward(x, *backward.by_value(weight, bias), *others)
 
     @staticmethod
     @once_differentiable
@@ -57,12 +57,9 @@ class KeptABNFunction(torch.autograd.Function):
             dbias = sum_dy.to(bias.dtype)
         if need_x:
             assert settings.group is not None
-            share = torch.cat([sum_dy, sum_xhat_dy, sum_dy.new_full((1,), x.numel() // x.shape[1])])
-            sums = distributed.all_reduce(share, settings.group)
-            mean_dy, mean_xhat_dy = (sums[:-1] / sums[-1]).view(2, -1)
-            scale, gamma = torch.rsqrt(var + settings.eps), _scale(weight, settings)
-            scale = scale if gamma is None else scale * gamma
-            dx = reference.input_gradient(dy, xhat, scale, (mean_dy, mean_xhat_dy)).to(x.dtype)
+            means = distributed.means(sum_dy, sum_xhat_dy, backward.values_per_channel(x), settings.group)
+            inv_std, scale = torch.rsqrt(var + settings.eps), _scale(weight, settings)
+            dx = reference.input_gradient(dy, xhat, inv_std if scale is None else inv_std * scale, means).to(x.dtype)
         return dx, dweight, dbias, dresidual, None, None, None
 
 

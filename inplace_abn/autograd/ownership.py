@@ -115,10 +115,6 @@ def set_sole_holders(gradient: Counts | None, output: int | None) -> None:
     _sole_gradient, _sole_output = gradient, output
 
 
-def is_calibrated() -> bool:
-    return _calibrated
-
-
 def calibrate(count: Callable[[], None]) -> None:
     """Runs ``count``, which must set the counts of sole holders, unless it has run before.
 
@@ -127,6 +123,8 @@ def calibrate(count: Callable[[], None]) -> None:
     a tool monitors all threads ``count`` is put off, because the tool may hold what is counted.
     """
     global _calibrated
+    if _calibrated:
+        return
     with _lock:
         if _calibrated or _is_monitored():
             return

@@ -14,6 +14,7 @@ from torch import Tensor
 from inplace_abn import reference
 from inplace_abn.activations import activate
 from inplace_abn.autograd import checks
+from inplace_abn.autograd.backward import values_per_channel
 from inplace_abn.distributed import AllReduce
 from inplace_abn.settings import Operands, Settings
 
@@ -24,7 +25,10 @@ def abn(x: Tensor, operands: Operands, settings: Settings, inplace: bool = True)
     weight, bias, _, running_mean, running_var, momentum = operands
     if settings.training and isinstance(momentum, Tensor):
         # batch_norm takes a number only. Tracers would keep that number, and reading it would wait for the device.
-        _update(running_mean, running_var, x, momentum)
+        if running_mean is not None and x.numel() > 0:
+            values = x.detach().to(reference.wide(x.dtype))
+            var, mean = torch.var_mean(values, [0, *range(2, x.dim())], correction=0)
+            reference.update(running_mean, running_var, mean, var, values_per_channel(x), momentum)
         running_mean = running_var = None
     momentum = 0.0 if isinstance(momentum, Tensor) else float(momentum)
     y = F.batch_norm(x, running_mean, running_var, weight, bias, settings.training, momentum, settings.eps)
@@ -67,9 +71,9 @@ def _of_one_dtype(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Weight and bias in one dtype, because batch_norm requires that."""
     given = [t.dtype for t in (weight, bias) if t is not None]
-    if not given or (running_mean is None and len(given) == 1):
+    if not given:
         return weight, bias
-    dtype = torch.promote_types(*given) if running_mean is None else running_mean.dtype
+    dtype = functools.reduce(torch.promote_types, given) if running_mean is None else running_mean.dtype
     return (None if weight is None else weight.to(dtype)), (None if bias is None else bias.to(dtype))
 
 
@@ -84,21 +88,12 @@ def kept(x: Tensor, operands: Operands, settings: Settings) -> Tensor:
     return abn(x, operands._replace(weight=scale, bias=bias), settings, inplace=not torch.compiler.is_compiling())
 
 
-def _update(running_mean: Tensor | None, running_var: Tensor | None, x: Tensor, momentum: Tensor) -> None:
-    if running_mean is None or running_var is None or x.numel() == 0:
-        return
-    with torch.no_grad():
-        var, mean = torch.var_mean(x.to(torch.promote_types(x.dtype, torch.float32)), [0, *range(2, x.dim())])
-        for running, batch in ((running_mean, mean), (running_var, var)):
-            running.copy_((1 - momentum) * running.double() + momentum * batch.double())
-
-
 def abn_sync(x: Tensor, operands: Operands, settings: Settings) -> Tensor:
     """`abn` in training, with the statistics of all ranks of the group. Autograd can differentiate its collectives."""
     weight, bias, residual, running_mean, running_var, momentum = operands
     group = settings.group
     assert group is not None
-    values = x.to(torch.promote_types(x.dtype, torch.float32))
+    values = x.to(reference.wide(x.dtype))
     count = AllReduce.apply(values.new_full((1,), x.numel() // x.shape[1]), group)
     if count.item() == 1:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")

@@ -20,9 +20,6 @@ class Threshold(NamedTuple):
     weight: float
     """For the error of the worst channel's dweight."""
 
-    def exceeded(self, x: float, weight: float) -> bool:
-        return x > self.x or weight > self.weight
-
 
 THRESHOLDS = {
     torch.bfloat16: Threshold(6 * 2.0**-8, 2.0**-4),
@@ -70,7 +67,7 @@ class Figures(NamedTuple):
         if self.unknown:
             return before
         room = 1.0 if before else HYSTERESIS
-        return not threshold.exceeded(room * self.x, room * self.weight) and self.least >= room
+        return room * self.x <= threshold.x and room * self.weight <= threshold.weight and self.least >= room
 
 
 def packed(errors: Errors, weight: Tensor | None, settings: Settings) -> Tensor:

@@ -10,27 +10,23 @@ from typing import Any, TypeVar
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from inplace_abn import _torch
-from inplace_abn.guard.modes import Writes, watchers
+from inplace_abn.guard.modes import watchers
 
 _T = TypeVar("_T")
 
 current = 0
 """The number of steps that optimizers of this process have taken."""
 
-_stepping: weakref.WeakKeyDictionary[Any, list[Writes]] = weakref.WeakKeyDictionary()
-"""The watchers of the parameters of optimizers that are in their step."""
-
 
 def _before_step(optimizer: Any, *_: Any) -> None:
-    found = _stepping[optimizer] = watchers(optimizer)
-    for writes in found:
+    for writes in watchers(optimizer):
         writes.before_step()
 
 
 def advance(optimizer: Any = None, *_: Any) -> None:
     global current
     current += 1
-    for writes in _stepping.pop(optimizer, ()) if optimizer is not None else ():
+    for writes in () if optimizer is None else watchers(optimizer):
         writes.after_step()
 
 
@@ -55,22 +51,24 @@ _of_checkpoints: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKe
 """What was true in the forward pass of each checkpoint."""
 
 
-def of_forward_pass(name: str, value: _T) -> _T:
-    """What is true now; in a checkpoint's recomputation what was true in its forward pass."""
+def _noted() -> dict[str, Any] | None:
+    """What was noted of the checkpoint whose forward pass or recomputation runs; None outside of checkpoints."""
     hooks = _torch.top_saved_tensors_hooks(True)
     checkpoint = None if hooks is None else _torch.checkpoint_of(hooks)
-    found: _T = value if checkpoint is None else _of_checkpoints.setdefault(checkpoint, {}).setdefault(name, value)
+    return None if checkpoint is None else _of_checkpoints.setdefault(checkpoint, {})
+
+
+def of_forward_pass(name: str, value: _T) -> _T:
+    """What is true now; in a checkpoint's recomputation what was true in its forward pass."""
+    noted = _noted()
+    found: _T = value if noted is None else noted.setdefault(name, value)
     return found
 
 
 def happened_in_forward_pass(name: str) -> bool:
     """Whether this, which happens now, has happened in the forward pass, if a checkpoint computes it again."""
-    hooks = _torch.top_saved_tensors_hooks(True)
-    checkpoint = None if hooks is None else _torch.checkpoint_of(hooks)
-    if checkpoint is None:
-        return True
-    noted = _of_checkpoints.setdefault(checkpoint, {})
-    return bool(noted.setdefault(name, not _torch.in_backward()))
+    noted = _noted()
+    return noted is None or bool(noted.setdefault(name, not _torch.in_backward()))
 
 
 def now() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -49,11 +50,6 @@ class Guarded:
         return module.weight, module.bias
 
     @property
-    def _trusted(self) -> bool:
-        """Whether the module is trusted with all dtypes that it was called with."""
-        return all(mode.decisions[-1].trusted for mode in _modes(self))
-
-    @property
     def why_untrusted(self) -> str:
         """Why the module saves its input for backward, in words; empty if it runs in place."""
         return next((mode.why for mode in _modes(self) if mode.why), "")
@@ -94,9 +90,9 @@ def settled(module: Any, dtype: torch.dtype) -> Mode | None:
     """The mode of a dtype if this call only has to do what was decided, as most calls."""
     state: State | None = module._guard
     mode = None if state is None else state.modes.get(dtype)
-    if mode is None or _torch.top_saved_tensors_hooks(True) is not None:
+    if state is None or mode is None or _torch.top_saved_tensors_hooks(True) is not None:
         return None
-    if not state.writes.are_expected(module):  # type: ignore[union-attr]
+    if not state.writes.are_expected(module):
         return None
     at, interval = generations.current, module.guard_interval
     if mode.settled_at == at:
@@ -122,18 +118,17 @@ def look(module: Any, x: Tensor, residual: Tensor | None, empty: bool = False) -
     mode = settled(module, x.dtype)
     if mode is not None:
         return Look(mode.decisions[-1], mode)
-    state: State | None = module._guard
     mode = mode_of(module, x.dtype)
     at, interval = generations.now(), module.guard_interval
     if generations.is_paused():
         return Look(Decision(known=None) if mode is None else mode.at(at))
-    if interval and state is not None and not state.writes.are_expected(module) and not _is_recomputed():
+    # A checkpoint that saved nothing in its forward pass calls the layer again in backward.
+    is_recomputed = _torch.in_backward() and _torch.top_saved_tensors_hooks(True) is not None
+    if interval and not is_recomputed:
         renew_if_written(module)
     if mode is not None and at < mode.generation <= generations.current:
         return Look(mode.at(at))
     if mode is None or mode.generation != at:
-        if x.dtype not in THRESHOLDS:
-            return Look(Decision())
         measures = interval > 0 and (mode is None or mode.is_new(at) or _is_due(mode, interval))
         judges = mode is not None and bool(mode.figures)
         if (measures or judges) and not measuring.is_measurable(module, x, residual, empty):
@@ -152,11 +147,6 @@ def look(module: Any, x: Tensor, residual: Tensor | None, empty: bool = False) -
         return Look(decision._replace(trusted=_scales(module)), mode)
     is_repeated = mode.measured_at == at and _torch.in_backward()
     return Look(decision, mode, recovers and not is_repeated, first)
-
-
-def _is_recomputed() -> bool:
-    """Whether a checkpoint that saved nothing in its forward pass calls the layer again."""
-    return _torch.in_backward() and _torch.top_saved_tensors_hooks(True) is not None
 
 
 def _begun(module: Any, dtype: torch.dtype, at: int, measures: bool) -> Mode:
@@ -306,15 +296,12 @@ class Watch(Frozen):
     def __init__(self, module: Any, x: Tensor, residual: Tensor | None) -> None:
         self.module, self.residual = module, residual
         self.look = look(module, x, residual, empty=True)
-        self.measures = False
+        self.measures = self.look.due and x.numel() > x.shape[1]
         super().__init__(self.look.trusted)
 
     def figures(self, x: Tensor) -> Tensor:
         """The figures of this rank, from its own statistics; float64 of shape (4,)."""
-        self.measures = self.look.due and x.numel() > x.shape[1]
-        if not self.measures:
-            return super().figures(x)
-        return measuring.measure(self.module, x, self.residual)
+        return measuring.measure(self.module, x, self.residual) if self.measures else super().figures(x)
 
     def trusts(self, gathered: Tensor) -> bool:
         """Whether the call may be in place, by the figures of all ranks, of shape (ranks, 4)."""
@@ -347,9 +334,9 @@ def _judge(module: Any, mode: Mode, found: list[Figures], at_once: bool = False)
         now, told = figures.trusted(before, threshold), described(figures, threshold)
         if not now:
             break
-    if module.verbatim_above is not None and (
-        not now or (not at_once and _is_rough(found, mode.dtype, module.verbatim_above))
-    ):
+    rough = math.inf if module.verbatim_above is None else module.verbatim_above * torch.finfo(mode.dtype).eps / 2
+    is_rough = not at_once and any(figures.x > rough for figures in found)
+    if module.verbatim_above is not None and (not now or is_rough):
         weight, bias = module.scale_and_offset()
         chosen = verbatim.chosen(weight, bias, mode.dtype)
         if chosen and chosen != mode.decisions[-1].verbatim:
@@ -377,10 +364,6 @@ def _judge(module: Any, mode: Mode, found: list[Figures], at_once: bool = False)
         _logger.info("%s: its input is recoverable again (%s); it runs in place in %s", name(module), told, kind)
     else:
         _logger.log(logging.WARNING if module.on_untrusted == "warn" else logging.INFO, "%s", text)
-
-
-def _is_rough(found: list[Figures], dtype: torch.dtype, limit: float) -> bool:
-    return any(figures.x > limit * torch.finfo(dtype).eps / 2 for figures in found)
 
 
 def layers_of(model: nn.Module) -> Iterator[tuple[str, Any]]:

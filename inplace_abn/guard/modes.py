@@ -6,8 +6,8 @@ Everything is known by dtype, because recovery depends on it.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Container
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -207,24 +207,23 @@ class Mode:
         return None, {name: getattr(self, name) for name in self.__slots__} | changed
 
 
+@dataclass(slots=True, eq=False)
 class State:
     """What the guard knows of a layer."""
 
-    __slots__ = ("_expected", "given_up", "modes", "scaled_at", "scales", "writes")
-
-    def __init__(self, expected: tuple[str, float] | None = None) -> None:
-        self.modes: dict[torch.dtype, Mode] = {}
-        self.writes = Writes()
-        self.scaled_at = -1
-        """The generation in which it was found out whether the scale is the weight."""
-        self.scales = True
-        self.given_up: tuple[int, str] | None = None
-        """The generation in which a converted norm was given up, and why: its output is read or written to."""
-        self._expected = expected
+    expected: tuple[str, float] | None = None
+    """What is expected to follow a converted norm in its first call."""
+    modes: dict[torch.dtype, Mode] = field(default_factory=dict)
+    writes: Writes = field(default_factory=lambda: Writes())
+    scaled_at: int = -1
+    """The generation in which it was found out whether the scale is the weight."""
+    scales: bool = True
+    given_up: tuple[int, str] | None = None
+    """The generation in which a converted norm was given up, and why: its output is read or written to."""
 
     def mode(self, dtype: torch.dtype) -> Mode:
         if dtype not in self.modes:
-            self.modes[dtype] = Mode(dtype, [Decision(expected=self._expected)])
+            self.modes[dtype] = Mode(dtype, [Decision(expected=self.expected)])
         return self.modes[dtype]
 
 
@@ -246,6 +245,10 @@ class Writes:
         self._version: int | None = None
         """The sum of both versions; None while it is not known what it should be."""
         self._found = False
+        _watchers.add(weakref.ref(self, _watchers.discard))
+
+    def watches(self, ids: Container[int]) -> bool:
+        return id(self._weight) in ids or id(self._bias) in ids
 
     def are_begun(self) -> bool:
         """Whether the parameters of a layer are known."""
@@ -272,9 +275,6 @@ class Writes:
             and (weight is not self._weight or bias is not self._bias or self._version not in (None, self._sum()))
         )
         self._found, self._weight, self._bias = False, weight, bias
-        keys = [id(t) for t in (weight, bias) if t is not None]
-        reference = weakref.ref(self, partial(_forget, keys))
-        _watched.update(dict.fromkeys(keys, reference))
         self._version = self._sum()
         return found
 
@@ -296,18 +296,12 @@ class Writes:
         return Writes, (self.count,)
 
 
-_watched: dict[int, weakref.ref[Writes]] = {}
-"""Who watches a parameter, by its id. A watcher holds its parameters, so that no id is used again."""
-
-
-def _forget(keys: list[int], reference: Any) -> None:
-    for key in keys:
-        if _watched.get(key) is reference:
-            del _watched[key]
+_watchers: set[weakref.ref[Writes]] = set()
 
 
 def watchers(optimizer: Any) -> list[Writes]:
     """Those who watch parameters of an optimizer."""
-    keys = [id(t) for group in optimizer.param_groups for t in group["params"]] if _watched else []
-    found = [reference() for reference in {_watched[key] for key in keys if key in _watched}]
-    return [writes for writes in found if writes is not None]
+    ids = {id(t) for group in optimizer.param_groups for t in group["params"]} if _watchers else ()
+    # Another thread may add one.
+    found = [reference() for reference in tuple(_watchers)]
+    return [writes for writes in found if writes is not None and writes.watches(ids)]

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from inplace_abn import reference
-from inplace_abn.activations import Activation, in_effect
+from inplace_abn.activations import activation_backward
 from inplace_abn.kernels import ops
 from inplace_abn.settings import Operands, Settings
 
@@ -69,7 +69,6 @@ def measured(x: Tensor, mean: Tensor, var: Tensor, operands: Operands, settings:
     errors are those of the ops.
     """
     weight, bias, residual = operands.of_graph()
-    entry = in_effect(settings.activation, settings.activation_param)
     inv_std = torch.rsqrt(var.double() + settings.eps)
     gamma = torch.ones_like(inv_std)
     if weight is not None:
@@ -81,7 +80,8 @@ def measured(x: Tensor, mean: Tensor, var: Tensor, operands: Operands, settings:
     affine = y
     if residual is not None:
         y = y + residual
-    slope, torch_slope = _slope(entry, torch.stack([y, y.to(x.dtype).double()]), settings.activation_param).unbind()
+    both, activation = torch.stack([y, y.to(x.dtype).double()]), (settings.activation, settings.activation_param)
+    slope, torch_slope = activation_backward(both, y.new_ones(()), *activation).unbind()
     ops.run(ops.forward, [x], x, mean, var, weight, bias, residual, *settings.arithmetic(), True)
     recovered_xhat, recovered = _recovered(x, operands, settings)
     if settings.verbatim:
@@ -135,11 +135,6 @@ def _ratio(error: Tensor, size: Tensor) -> Tensor:
     """error / size. It is 0 where there is no error, and infinite where only the recovered values are not finite."""
     error = torch.where(error.isnan() & size.isfinite(), math.inf, error)
     return torch.where(error == 0, 0.0, error / size)
-
-
-def _slope(entry: Activation, y: Tensor, param: float) -> Tensor:
-    slope = entry.slope(y, param)
-    return slope if entry.dead is None else torch.where(entry.dead(y), 0.0, slope)
 
 
 def _recovered(z: Tensor, operands: Operands, settings: Settings) -> tuple[Tensor, Tensor]:

@@ -29,17 +29,14 @@ def _check_dtype(name: str, t: Tensor, *expected: torch.dtype) -> None:
         raise TypeError(f"inplace_abn: expected {name} of dtype {wanted}, got {t.dtype}")
 
 
-def _check_device(name: str, t: Tensor, x: Tensor) -> None:
+def _check(name: str, t: Tensor, x: Tensor, shape: Sequence[int] | None, dtypes: Sequence[torch.dtype]) -> None:
+    if shape is not None:
+        _check_shape(name, t, t.dim() == len(shape), tuple(shape))
+        for size, wanted in zip(t.shape, shape, strict=True):
+            _check_shape(name, t, size == wanted, tuple(shape))
+    _check_dtype(name, t, *dtypes)
     if t.device != x.device:
         raise ValueError(f"inplace_abn: expected {name} on {x.device}, got {t.device}")
-
-
-def _check(name: str, t: Tensor, x: Tensor, shape: Sequence[int], *dtypes: torch.dtype) -> None:
-    _check_shape(name, t, t.dim() == len(shape), tuple(shape))
-    for size, wanted in zip(t.shape, shape, strict=True):
-        _check_shape(name, t, size == wanted, tuple(shape))
-    _check_dtype(name, t, *dtypes)
-    _check_device(name, t, x)
 
 
 def _activations(name: str, t: Tensor, _: Tensor | None) -> Tensor:
@@ -55,27 +52,6 @@ def _gathered(name: str, t: Tensor, running: Tensor | None) -> Tensor:
     return t.new_empty((0, (t.shape[1] - 1) // 2), dtype=t.dtype if running is None else running.dtype)
 
 
-def _like(name: str, t: Tensor, x: Tensor, _: int) -> None:
-    _check(name, t, x, x.shape, x.dtype)
-
-
-def _vector(name: str, t: Tensor, x: Tensor, size: int) -> None:
-    _check(name, t, x, (size,), _stats_dtype(x.dtype), x.dtype)
-
-
-def _of_rows(name: str, t: Tensor, x: Tensor, _: int) -> None:
-    _check(name, t, x, x.shape[:1], _stats_dtype(x.dtype))
-
-
-def _momentum(_: str, t: Tensor, x: Tensor, __: int) -> None:
-    _check_dtype("momentum", t, torch.float64)
-    _check_device("momentum", t, x)
-
-
-def _number(*_: object) -> None:
-    """Nothing is checked, because a compiler may not know its value."""
-
-
 def _statistic(x: Tensor, size: int) -> Tensor:
     return x.new_empty((size,), dtype=_stats_dtype(x.dtype))
 
@@ -85,16 +61,19 @@ FIRST: dict[str, Callable[[str, Tensor, Tensor | None], Tensor]] = {
     "gathered": _gathered,
 }
 """What an op's first argument must be, by its name. Returns the x that others are compared with."""
-OTHERS: dict[str, Callable[[str, Any, Tensor, int], None]] = {
-    **dict.fromkeys(("dy_act", "residual", "z", "xhat", "dy", "dx", "dresidual"), _like),
-    **dict.fromkeys(("mean", "var", "weight", "bias", "running_mean", "running_var"), _vector),
-    **dict.fromkeys(("mean_dy", "mean_xhat_dy", "dweight", "dbias"), _vector),
-    "momentum_tensor": _momentum,
-    "rstd": _of_rows,
-    **dict.fromkeys(("momentum", "eps", "signed_weight", "activation", "activation_param"), _number),
-    **dict.fromkeys(("invertible", "training", "shared", "centred", "is_xhat"), _number),
+OTHERS: dict[str, Callable[[Tensor, int], tuple[Sequence[int] | None, Sequence[torch.dtype]]] | None] = {
+    **dict.fromkeys(("dy_act", "residual", "z", "xhat", "dy", "dx", "dresidual"), lambda x, _: (x.shape, (x.dtype,))),
+    **dict.fromkeys(
+        ("mean", "var", "weight", "bias", "running_mean", "running_var", "mean_dy", "mean_xhat_dy", "dweight", "dbias"),
+        lambda x, size: ((size,), (_stats_dtype(x.dtype), x.dtype)),
+    ),
+    "rstd": lambda x, _: (x.shape[:1], (_stats_dtype(x.dtype),)),
+    "momentum_tensor": lambda *_: (None, (torch.float64,)),
+    **dict.fromkeys(("momentum", "eps", "signed_weight", "activation", "activation_param")),
+    **dict.fromkeys(("invertible", "training", "shared", "centred", "is_xhat")),
 }
-"""What another argument must be, by its name. ``size`` is that of vectors."""
+"""The shape and the dtypes that another argument may have, by its name. ``size`` is that of vectors. None for numbers:
+a compiler may not know their values."""
 RESULTS: dict[str, Callable[[Tensor, int], Tensor]] = {
     **dict.fromkeys(("mean", "var", "sum_dy", "sum_xhat_dy"), _statistic),
     "count": lambda x, _: x.new_empty((), dtype=_stats_dtype(x.dtype)),
@@ -122,8 +101,10 @@ def fake(op: Any) -> Callable[..., Any]:
                 raise ValueError(f"inplace_abn: expected {' and '.join(pair)} both or neither, got only {present[0]}")
         size = x.shape[0] * x.shape[1] if given.get("shared") else x.shape[1]
         for name in names[1:]:
-            if given[name] is not None:
-                OTHERS[name](name, given[name], x, size)
+            expected, t = OTHERS[name], given[name]
+            if expected is not None and t is not None:
+                # Users know a momentum that is a tensor by the name of the number.
+                _check(name.removesuffix("_tensor"), t, x, *expected(x, size))
         for name, other, message in _NEEDS:
             if given.get(name) is not None and other in given and given[other] is None:
                 raise ValueError(f"inplace_abn: {message}")

@@ -13,6 +13,7 @@ import wired_nets
 from cases import ACTIVATIONS, DTYPES, INDUCTOR, laid_out, parameters, relative_error, stats_dtype, tolerance
 from compiled_nets import assert_same, gradients, step
 from evaluation import CONTEXTS, evaluate
+from maths import exactly
 from torch import nn
 from torch.autograd import gradcheck, gradgradcheck
 from torch.utils.checkpoint import checkpoint
@@ -20,7 +21,6 @@ from wired_nets import Row
 from wirings import WIRINGS
 
 from inplace_abn import InPlaceGroupNorm, inplace_group_norm, report, revert, set_guard
-from inplace_abn.activations import exactly
 from inplace_abn.guard import measuring
 from inplace_abn.guard.figures import Figures
 
@@ -152,7 +152,7 @@ def test_gradcheck_and_gradgradcheck(activation, param, layout, affine, device):
 @pytest.mark.parametrize("wiring", WIRINGS)
 def test_however_it_is_wired_gradients_are_right(wiring, layout, monkeypatch, device):
     monkeypatch.setattr(wired_nets, "inplace_abn", ours)
-    monkeypatch.setattr(wired_nets, "reference", types.SimpleNamespace(forward=oracle))
+    monkeypatch.setattr(wired_nets, "maths", types.SimpleNamespace(forward=oracle))
     row = Row(wiring, loss="weighted", layout=layout)
     expected, actual = evaluate(row, False, device), evaluate(row, True, device)
     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
@@ -162,7 +162,7 @@ def test_however_it_is_wired_gradients_are_right(wiring, layout, monkeypatch, de
 @pytest.mark.parametrize("wiring", ["chain", "residual block", "z + z"])
 def test_in_whatever_context_it_is_wired_gradients_are_right(wiring, context, monkeypatch, device):
     monkeypatch.setattr(wired_nets, "inplace_abn", ours)
-    monkeypatch.setattr(wired_nets, "reference", types.SimpleNamespace(forward=oracle))
+    monkeypatch.setattr(wired_nets, "maths", types.SimpleNamespace(forward=oracle))
     row = Row(wiring, context=context)
     expected, actual = evaluate(row, False, device), evaluate(row, True, device)
     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)

@@ -1,13 +1,14 @@
 """Hooks on modules see and keep what they would see out of place. After a hook has raised, the graph is right or
 refuses."""
 
+import maths
 import pytest
 import torch
 from evaluation import values, weighted
 from torch import nn
 from wired_nets import SHAPE, C, Row, WiredNet
 
-from inplace_abn import InPlaceABN, reference
+from inplace_abn import InPlaceABN
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -19,7 +20,7 @@ class Twin(InPlaceABN):
     """An out-of-place module that scales by the weight as the in-place module does."""
 
     def forward(self, x):
-        return reference.forward(
+        return maths.forward(
             x,
             self.weight,
             self.bias,

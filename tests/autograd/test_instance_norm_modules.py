@@ -16,6 +16,7 @@ from buffers import kept_gradients, used_by
 from cases import INDUCTOR, parameters, relative_error
 from compiled_nets import assert_same, gradients, step
 from evaluation import CONTEXTS, evaluate
+from maths import exactly
 from test_reuse import REUSE
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -23,7 +24,6 @@ from wired_nets import Row
 from wirings import WIRINGS
 
 from inplace_abn import InPlaceABN, InPlaceInstanceNorm, functions, inplace_instance_norm, set_guard
-from inplace_abn.activations import exactly
 from inplace_abn.autograd import plain
 from inplace_abn.settings import Operands, Settings
 
@@ -106,7 +106,7 @@ def test_another_number_of_channels_is_a_warning_where_it_makes_no_difference():
 @pytest.mark.parametrize("wiring", [wiring for wiring in WIRINGS if wiring != "two-dimensional x"])
 def test_however_it_is_wired_gradients_are_right(wiring, loss, layout, monkeypatch, device):
     monkeypatch.setattr(wired_nets, "inplace_abn", inplace_instance_norm)
-    monkeypatch.setattr(wired_nets, "reference", types.SimpleNamespace(forward=oracle))
+    monkeypatch.setattr(wired_nets, "maths", types.SimpleNamespace(forward=oracle))
     row = Row(wiring, loss=loss, layout=layout)
     expected, actual = evaluate(row, False, device), evaluate(row, True, device)
     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
@@ -116,7 +116,7 @@ def test_however_it_is_wired_gradients_are_right(wiring, loss, layout, monkeypat
 @pytest.mark.parametrize("wiring", ["chain", "residual block", "abn(a) + abn(b)", "z + z"])
 def test_in_whatever_context_it_is_wired_gradients_are_right(wiring, context, monkeypatch, device):
     monkeypatch.setattr(wired_nets, "inplace_abn", inplace_instance_norm)
-    monkeypatch.setattr(wired_nets, "reference", types.SimpleNamespace(forward=oracle))
+    monkeypatch.setattr(wired_nets, "maths", types.SimpleNamespace(forward=oracle))
     row = Row(wiring, context=context)
     expected, actual = evaluate(row, False, device), evaluate(row, True, device)
     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)

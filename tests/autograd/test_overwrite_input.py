@@ -1,5 +1,6 @@
 """Without overwrite_input the result is in new memory, and x is neither changed nor saved. Others may need x."""
 
+import maths
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,7 +12,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 from wired_nets import C, leaf_input
 
-from inplace_abn import ABN, InPlaceABN, inplace_abn, inplace_abn_sync, reference
+from inplace_abn import ABN, InPlaceABN, inplace_abn, inplace_abn_sync
 
 SHAPE = (4, 6, 7, 5)
 
@@ -34,7 +35,7 @@ def test_results_match_the_formulas_and_x_stays(dtype, activation, param, layout
     settings = {"training": training, "activation": activation, "activation_param": param}
     exact = [t.detach().double().clone().requires_grad_() for t in leaves]
     means = [t.double().clone() for t in (mean, var)]
-    expected = reference.forward(*exact[:3], *means, residual=exact[3] if with_residual else None, **settings)
+    expected = maths.forward(*exact[:3], *means, residual=exact[3] if with_residual else None, **settings)
     expected.backward(dz.double())
 
     before, version = x.detach().clone(), x._version
@@ -108,7 +109,7 @@ READ = {
 @pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
 def test_x_may_be_anything_that_others_need(training, make, read, device):
     results = []
-    for function in (kept, reference.forward):
+    for function in (kept, maths.forward):
         a = leaf_input(device)
         x = INPUTS[make](a)
         channels = x.shape[1]
@@ -127,7 +128,7 @@ def test_x_may_be_anything_that_others_need(training, make, read, device):
 
 def test_x_may_be_modified_afterwards(device):
     results = []
-    for function in (kept, reference.forward):
+    for function in (kept, maths.forward):
         a = leaf_input(device)
         x = a * 2
         z = function(x, None, None, None, None, activation="leaky_relu", activation_param=0.1)

@@ -1,12 +1,13 @@
 """z = act(BN(x) + residual): results, gradients, reuse of memory, and what is refused."""
 
+import maths
 import pytest
 import torch
 from cases import ACTIVATIONS, DTYPES, TOLERANCE, laid_out, parameters, relative_error, stats_dtype, tolerance
 from torch.autograd import gradcheck, gradgradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from inplace_abn import ABN, InPlaceABN, inplace_abn, reference
+from inplace_abn import ABN, InPlaceABN, inplace_abn
 from inplace_abn.kernels import ops
 
 SHAPE = (4, 6, 7, 5)
@@ -27,7 +28,7 @@ def test_results_match_the_formulas(dtype, activation, param, layout, training, 
     settings = {"training": training, "activation": activation, "activation_param": param}
 
     exact = [t.detach().double().clone().requires_grad_() for t in (x, residual, weight, bias)]
-    expected = reference.forward(
+    expected = maths.forward(
         exact[0], exact[2], exact[3], mean.double().clone(), var.double().clone(), residual=exact[1], **settings
     )
     expected.backward(dz.double())
@@ -54,7 +55,7 @@ def test_gradients_that_are_not_needed_change_no_other(training, layout, frozen,
     named = {"x": x, "residual": residual, "weight": weight, "bias": bias}
     for t in named.values():
         t.requires_grad_()
-    reference.forward(x, weight, bias, mean.clone(), var.clone(), training, residual=residual).square().sum().backward()
+    maths.forward(x, weight, bias, mean.clone(), var.clone(), training, residual=residual).square().sum().backward()
     leaves = {name: t.detach().clone().requires_grad_(name not in frozen.split()) for name, t in named.items()}
     z = inplace_abn(
         leaves["x"].clone(), leaves["weight"], leaves["bias"], mean, var, training, residual=leaves["residual"]

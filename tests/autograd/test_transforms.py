@@ -1,5 +1,6 @@
 """torch.func, torch.export and torch.jit.trace: the same results as eager; torch.library.opcheck of the ops."""
 
+import maths
 import pytest
 import torch
 from cases import parameters
@@ -7,7 +8,7 @@ from compiled_nets import SHAPE, WIRINGS, abn, assert_same, drawn, expected_abn,
 from torch import nn
 from torch.library import opcheck
 
-from inplace_abn import InPlaceABN, inplace_abn, reference
+from inplace_abn import InPlaceABN, inplace_abn
 from inplace_abn.kernels import ops
 
 pytestmark = [
@@ -78,7 +79,7 @@ def test_grad_and_vjp_of_the_functional_form(training, argnums, device):
         return f
 
     for transform in (torch.func.grad, lambda f, n: lambda *t: torch.func.vjp(f, *t)[1](torch.ones_like(t[0].sum()))):
-        actual, expected = (transform(loss(f), argnums)(x, weight, bias) for f in (inplace_abn, reference.forward))
+        actual, expected = (transform(loss(f), argnums)(x, weight, bias) for f in (inplace_abn, maths.forward))
         assert_same(actual, expected)
 
 

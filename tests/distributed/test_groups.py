@@ -3,6 +3,7 @@ With a process group, only the ranks of the module's group take part."""
 
 import warnings
 
+import maths
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from whole_batch import (
     synchronised,
 )
 
-from inplace_abn import ABN, InPlaceABN, InPlaceABNSync, active_group, reference, set_active_group
+from inplace_abn import ABN, InPlaceABN, InPlaceABNSync, active_group, set_active_group
 from inplace_abn import inplace_abn_sync as abn_sync
 
 
@@ -72,7 +73,7 @@ def test_evaluation_has_no_collectives():
         kept = z.detach().clone()
         z.backward(dz)
     assert mode.names == []
-    twin = reference.forward(twin_leaf, *twin_affine, *running_statistics(), training=False)
+    twin = maths.forward(twin_leaf, *twin_affine, *running_statistics(), training=False)
     twin.backward(dz)
     check((kept, leaf.grad, *(t.grad for t in affine)), (twin, twin_leaf.grad, *(t.grad for t in twin_affine)))
 
@@ -114,7 +115,7 @@ def test_group_of_one_rank_keeps_local_statistics():
     with Collectives() as mode:
         z = abn_sync(own(drawn)[0], *parameters(), None, None, group=group).detach()
     assert mode.names == []
-    check((z,), (reference.forward(drawn[rank][0], *parameters(), None, None),))
+    check((z,), (maths.forward(drawn[rank][0], *parameters(), None, None),))
 
 
 @on_each_rank(3)
@@ -148,7 +149,7 @@ def test_active_group_is_made_once_per_set_of_ranks():
 def test_active_group_without_any_active_rank():
     module = InPlaceABNSync(CHANNELS, group=active_group(False), dtype=torch.float64)
     x, _ = own(batches(SHAPES["equal"]))
-    expected = reference.forward(x.clone(), module.weight, module.bias, None, None)
+    expected = maths.forward(x.clone(), module.weight, module.bias, None, None)
     check((module(x),), (expected,))
 
 
@@ -187,7 +188,7 @@ def test_without_a_process_group_statistics_are_local_with_one_warning():
         for _ in range(3):
             x.grad = None
             abn_sync(x.clone(), *parameters(), None, None).square().sum().backward()
-    reference.forward(twin, *parameters(), None, None).square().sum().backward()
+    maths.forward(twin, *parameters(), None, None).square().sum().backward()
     check((x.grad,), (twin.grad,))
     assert len(caught) == 1
     assert "torch.distributed is not initialised" in str(caught[0].message)
@@ -205,4 +206,4 @@ def test_compiled_without_a_process_group_keeps_local_statistics():
     module = InPlaceABNSync(CHANNELS, dtype=torch.float64)
     x = torch.randn(4, CHANNELS, 3, 3, dtype=torch.float64)
     z = torch.compile(lambda x: module(1 * x), backend="aot_eager", fullgraph=True)(x)
-    check((z.detach(),), (reference.forward(x, module.weight, module.bias, None, None).detach(),))
+    check((z.detach(),), (maths.forward(x, module.weight, module.bias, None, None).detach(),))

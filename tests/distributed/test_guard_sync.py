@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from modes import distrust, end_beginning, the_mode
+from modes import distrust, end_beginning, is_trusted, the_mode
 from ranks import on_each_rank
 from torch import nn
 
@@ -69,7 +69,7 @@ def test_what_one_rank_cannot_recover_all_ranks_keep_from_the_first_step_on():
     x, dz = torch.randn(2, 2 if rank != 1 else 3, 4, 16, 16).bfloat16()
     residual = torch.randn_like(x) * (1000 if rank == 0 else 0.1)
     run(module, x, dz, residual)
-    assert not module._trusted
+    assert not is_trusted(module)
     end_beginning(module)
     calm = 0.1 * residual.clamp(-1, 1)
     advance()
@@ -77,10 +77,10 @@ def test_what_one_rank_cannot_recover_all_ranks_keep_from_the_first_step_on():
         run(module, x, dz, calm)
         advance()
     run(module, x, dz, calm)
-    assert not module._trusted
+    assert not is_trusted(module)
     advance()
     run(module, x, dz, calm)
-    assert module._trusted
+    assert is_trusted(module)
 
 
 @on_each_rank(2)
@@ -88,7 +88,7 @@ def test_an_empty_rank_takes_part_in_the_decision():
     module = layer("elu", 30.0)
     x = torch.randn(0 if dist.get_rank() else 4, 4, 8, 8)
     run(module, x, x)
-    assert not module._trusted
+    assert not is_trusted(module)
     assert the_mode(module).measured_at == guard.generations.current
 
 
@@ -121,7 +121,7 @@ def test_ranks_that_have_one_value_each_keep_their_input():
     run(module, x[:1, :, :1, :1].clone(), dz[:1, :, :1, :1].clone())
     assert the_mode(module).measured_at < 0
     run(module, x, dz)
-    assert module._trusted
+    assert is_trusted(module)
     assert the_mode(module).measured_at == guard.generations.current
 
 

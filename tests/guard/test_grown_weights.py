@@ -4,7 +4,7 @@ the weights have grown."""
 import copy
 
 import torch
-from modes import the_mode
+from modes import is_trusted, the_mode
 from torch import nn
 
 from inplace_abn import analyze, convert, memory, report, set_guard
@@ -63,7 +63,7 @@ def test_a_zero_gamma_resnet_50_converts_completely_and_its_first_step_is_the_na
         torch.testing.assert_close(ours, native, rtol=1e-3, atol=1e-4 * native.abs().max().item())
     waiting = {layer.name for layer in report(model).layers if layer.why == "a weight is within eps of zero"}
     assert len(waiting) == 16
-    assert waiting == {name for name, m in model.named_modules() if isinstance(m, InPlaceNorm) and not m._trusted}
+    assert waiting == {name for name, m in model.named_modules() if isinstance(m, InPlaceNorm) and not is_trusted(m)}
 
 
 def test_training_a_zero_gamma_net_ends_in_place_and_memory_falls():
@@ -82,7 +82,7 @@ def test_training_a_zero_gamma_net_ends_in_place_and_memory_falls():
         optimizer.step()
         losses.append(loss.item())
     after = held(model, x)
-    assert all(m._trusted for m in model.modules() if isinstance(m, InPlaceNorm))
+    assert all(is_trusted(m) for m in model.modules() if isinstance(m, InPlaceNorm))
     assert after < before < native
     assert losses[-1] < losses[0]
 

@@ -3,7 +3,7 @@ mode."""
 
 import pytest
 import torch
-from modes import distrust, end_beginning, error_of_dx, layer, optimize, the_mode
+from modes import distrust, end_beginning, error_of_dx, is_trusted, layer, optimize, the_mode
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -19,7 +19,7 @@ def test_a_layer_under_checkpoints_is_measured_in_every_interval(reentrant):
     for _ in range(4):
         leaf = torch.randn(8, 8, 16, 16).requires_grad_()
         checkpoint(lambda t: module(t * 1), leaf, use_reentrant=reentrant).sum().backward()
-        modes.append(module._trusted)
+        modes.append(is_trusted(module))
         end_beginning(module)
         optimize(10.0, module)
     assert modes == [True, True, True, False]
@@ -32,7 +32,7 @@ def test_a_layer_that_is_called_several_times_a_step_is_trusted_only_if_all_call
         x = torch.randn(8, 8, 16, 16).bfloat16()
         module(x.clone().requires_grad_() * 1)
         error = error_of_dx(module, x, 30 * torch.randn_like(x))
-        assert module._trusted == (i == 0)
+        assert is_trusted(module) == (i == 0)
         assert error < 0.01 or i == 0
         guard.generations.advance()
 
@@ -43,7 +43,7 @@ def test_a_layer_that_is_called_in_two_dtypes_is_judged_by_both():
     error_of_dx(module, torch.randn(8, 8, 16, 16).bfloat16())
     guard.generations.advance()
     assert error_of_dx(module, torch.randn(8, 8, 16, 16).bfloat16()) < 0.01
-    assert not module._trusted
+    assert not is_trusted(module)
 
 
 def test_a_generation_that_never_ends_is_measured_a_few_times():
@@ -69,7 +69,7 @@ def test_an_image_unlike_the_first_one_is_seen():
     residual = 30 * torch.randn_like(x)
     residual[0] *= 1e-3
     assert error_of_dx(module, x, residual) < 0.02
-    assert not module._trusted
+    assert not is_trusted(module)
 
 
 @pytest.mark.parametrize("values", [1, 2])
@@ -78,21 +78,21 @@ def test_frozen_statistics_are_measured_on_a_single_value_per_channel(values):
     leaf = torch.randn(values, 8).requires_grad_()
     module(leaf * 1).backward(torch.ones(values, 8))
     assert leaf.grad.abs().max() == 0
-    assert not module._trusted
+    assert not is_trusted(module)
 
 
 def test_a_first_batch_of_nan_is_followed_by_a_measurement():
     module, x = layer("elu", 10.0), torch.randn(8, 8, 16, 16)
     module(torch.full_like(x, torch.nan).requires_grad_() * 1)
     assert error_of_dx(module, x) < 1e-5
-    assert not module._trusted
+    assert not is_trusted(module)
 
 
 def test_finite_values_that_are_recovered_as_infinite_cost_trust():
     module, x = layer("elu", 1e-3), torch.randn(8, 8, 16, 16).half()
     residual = 30 * torch.randn_like(x)
     error = error_of_dx(module, x, residual)
-    assert not module._trusted
+    assert not is_trusted(module)
     assert error < 0.01
 
 
@@ -138,7 +138,7 @@ def test_a_channel_of_large_variance_counts_as_a_gradient_that_follows_x_makes_i
     x = torch.randn(8, 8, 16, 16)
     x[:, 0] *= 1000
     assert error_of_dx(module, (10 * x).to(dtype)) < figures.THRESHOLDS[dtype].x
-    assert not module._trusted
+    assert not is_trusted(module)
 
 
 @pytest.mark.parametrize("wide", ["weight", "bias"])
@@ -182,7 +182,7 @@ def test_what_in_place_refuses_is_refused_while_the_layer_keeps_its_input(truste
         torch.nn.init.zeros_(module.weight)
     x = torch.randn(4, 3, 5, requires_grad=True)
     module(x * 1)
-    assert module._trusted == trusted
+    assert is_trusted(module) == trusted
     with pytest.raises(ValueError, match="leaf"):
         module(x)
     with pytest.raises(RuntimeError, match="Sigmoid"):

@@ -5,7 +5,7 @@ import copy
 
 import pytest
 import torch
-from modes import end_beginning, error_of_dx, layer, the_mode
+from modes import end_beginning, error_of_dx, is_trusted, layer, the_mode
 from torch import nn
 from torch.nn.utils import prune
 
@@ -89,13 +89,13 @@ def test_a_weight_that_is_zeroed_between_two_measurements_is_exact_at_once(make,
     x = torch.randn(8, 8, 8, 8).to(dtype)
     model, new = (MAKES[make]().to(torch.promote_types(dtype, torch.float32)) for _ in range(2))
     steps(model, x)
-    assert norm_of(model)._trusted
+    assert is_trusted(norm_of(model))
     norm_of(new).load_state_dict(norm_of(model).state_dict())
     for each in (model, new):
         write(norm_of(each))
     for ours, of_new in zip(backward(model, x), backward(new, x), strict=True):
         assert torch.equal(ours, of_new)
-    assert not norm_of(model)._trusted
+    assert not is_trusted(norm_of(model))
 
 
 @pytest.mark.parametrize("when", ["after the step", "before the step", "between two passes of a step"])
@@ -106,7 +106,7 @@ def test_it_does_not_matter_when_somebody_writes(make, when):
     for _ in range(2):
         backward(model, x)
         optimizer.step()
-    assert norm_of(model)._trusted
+    assert is_trusted(norm_of(model))
     if when != "after the step":
         backward(model, x)
     set_an_element(norm_of(model))
@@ -114,7 +114,7 @@ def test_it_does_not_matter_when_somebody_writes(make, when):
         optimizer.step()
     z, *_ = backward(model, x)
     assert z[:, 2].abs().max() <= 1e-11
-    assert not norm_of(model)._trusted
+    assert not is_trusted(norm_of(model))
 
 
 def test_a_bias_that_is_written_is_noticed():
@@ -122,7 +122,7 @@ def test_a_bias_that_is_written_is_noticed():
     steps(module, x)
     nn.init.constant_(module.bias, 30.0)
     assert error_of_dx(module, x) < 0.01
-    assert not module._trusted
+    assert not is_trusted(module)
 
 
 @pytest.mark.parametrize("make", ["InPlaceABN", "InPlaceInstanceNorm"])
@@ -190,7 +190,7 @@ def test_a_few_writes_in_every_interval_are_noticed_for_ever():
         steps(module, x, 3)
         nn.init.constant_(module.weight, float(i % 2))
         backward(module, x)
-        assert module._trusted == (i % 2 == 1)
+        assert is_trusted(module) == (i % 2 == 1)
 
 
 def test_a_layer_whose_weight_was_zeroed_is_trusted_again_after_it_was_set():
@@ -199,4 +199,4 @@ def test_a_layer_whose_weight_was_zeroed_is_trusted_again_after_it_was_set():
         steps(module, x)
         nn.init.constant_(module.weight, weight)
         backward(module, x)
-        assert module._trusted == (weight == 1.0)
+        assert is_trusted(module) == (weight == 1.0)

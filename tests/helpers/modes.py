@@ -28,6 +28,12 @@ def error_of_dx(module, x, residual=None):
     return ((found[0] - found[1]).norm() / found[1].norm()).item()
 
 
+def is_trusted(module):
+    """Whether the module is trusted with all dtypes that it was called with."""
+    modes = {} if module._guard is None else module._guard.modes
+    return all(mode.decisions[-1].trusted for mode in modes.values())
+
+
 def the_mode(module):
     """What the guard knows of a module that was called with one dtype."""
     (mode,) = module._guard.modes.values()

@@ -3,9 +3,10 @@
 import pytest
 import torch
 from cases import ALL_ACTIVATIONS, DTYPES, stats_dtype
+from maths import exactly
 
 from inplace_abn import inplace_abn
-from inplace_abn.activations import activate, activation_backward, exactly, find
+from inplace_abn.activations import activate, activation_backward, find
 from inplace_abn.kernels import ops
 
 NAMES = {f"{name}({param})": (name, param) for name, param in ALL_ACTIVATIONS}

@@ -6,9 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import ALL_ACTIVATIONS, DTYPES, stats_dtype
+from maths import exactly
 
 from inplace_abn import inplace_abn
-from inplace_abn.activations import activate, exactly, take_back
+from inplace_abn.activations import activate, take_back
 
 NAMES = {f"{name}({param})": (name, param) for name, param in ALL_ACTIVATIONS}
 SHAPE = (4, 5, 7, 3)

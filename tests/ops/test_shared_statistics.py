@@ -14,8 +14,9 @@ from cases import (
     stats_dtype,
     tolerance,
 )
+from maths import exactly
 
-from inplace_abn.activations import exactly, find
+from inplace_abn.activations import find
 from inplace_abn.kernels import ops
 
 EPS = 1e-3
