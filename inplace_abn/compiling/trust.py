@@ -68,7 +68,7 @@ def in_place(activation: str, param: float) -> str:
     return _told(frozenset({activation_key(activation, param), "identity", "residual"}))
 
 
-def converted(module: Any, dtype: torch.dtype, narrow: torch.dtype | None) -> str:
+def converted(module: Any, dtype: torch.dtype, narrow: torch.dtype | None = None) -> str:
     """The argument ``trusted`` of `norms.normalised` for a converted norm, whose result may also be kept in ``narrow``.
 
     Empty if no activation is trusted.
