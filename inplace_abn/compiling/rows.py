@@ -8,6 +8,7 @@ that, and the input need not be kept. Where `fuse` does not run, the gradient is
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, fx
 from inplace_abn._torch import is_backward
 from inplace_abn.compiling.inlining import inline
 from inplace_abn.compiling.search import is_cast, is_read_again
-from inplace_abn.reference import wide
+from inplace_abn.reference import RMS, wide
 
 _aten = torch.ops.aten
 _library = torch.library.Library("inplace_abn", "FRAGMENT")
@@ -37,19 +38,28 @@ class Verbatim(NamedTuple):
     """xhat of these columns, of shape (\\*, kept columns)."""
 
 
-def verbatim(x: Tensor, mean: Tensor | None, rstd: Tensor, columns: tuple[int, ...]) -> Verbatim:
+def statistics(x: Tensor, rows: str, eps: float) -> list[Any]:
+    """The mean of each row, None for an RMS norm, and its rstd; of shape (\\*, 1)."""
+    x = x.to(wide(x.dtype))
+    if rows == RMS:
+        return [None, torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps)]
+    var, mean = torch.var_mean(x, dim=-1, correction=0, keepdim=True)
+    return [mean, torch.rsqrt(var + eps)]
+
+
+def verbatim(x: Tensor, statistics: Sequence[Any], columns: tuple[int, ...]) -> Verbatim:
     """What a call keeps of the given columns."""
     places = [-1] * x.shape[-1]
     for i, column in enumerate(columns):
         places[column] = i
-    values = _standardised(x[..., torch.tensor(columns, device=x.device)], mean, rstd)
+    values = _standardised(x[..., torch.tensor(columns, device=x.device)], *statistics)
     return Verbatim(torch.tensor(places, device=x.device), values.to(x.dtype))
 
 
 def normalised(
     x: Tensor,
     y: Tensor,
-    statistics: tuple[Tensor | None, Tensor],
+    statistics: Sequence[Any],
     affine: tuple[Tensor | None, Tensor | None],
     kept: Verbatim | None,
     trusted: str,

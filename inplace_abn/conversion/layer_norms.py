@@ -159,18 +159,14 @@ class ConvertedLayerNorm(Alone):
         axis, offset, eps, kind, is_torch, trusted, columns = found
         moved = x if axis == -1 else x.movedim(axis, -1)
         scale = weight if weight is None or not offset else weight + offset
-        mean = None
         with torch.no_grad():
             if is_torch:
-                y, mean, rstd = torch.native_layer_norm(moved, [size], weight, bias, eps)
+                y, *statistics = torch.native_layer_norm(moved, [size], weight, bias, eps)
             else:
                 y = super().forward(x)  # type: ignore[misc]
-                y = y if axis == -1 else y.movedim(axis, -1)
-                rstd = reference.inverse_std_of_rows(moved, kind, eps)
-                if kind == reference.LAYER:
-                    mean = moved.mean(dim=-1, keepdim=True, dtype=rstd.dtype)
-            kept = rows.verbatim(moved, mean, rstd, columns) if columns else None
-        z = rows.normalised(moved, y, (mean, rstd), (scale, bias), kept, trusted)
+                y, statistics = y if axis == -1 else y.movedim(axis, -1), rows.statistics(moved, kind, eps)
+            kept = rows.verbatim(moved, statistics, columns) if columns else None
+        z = rows.normalised(moved, y, statistics, (scale, bias), kept, trusted)
         return z if axis == -1 else z.movedim(-1, axis)
 
     @_torch.read_while_tracing
