@@ -12,6 +12,7 @@ from compiled_nets import assert_same, step
 from compiled_rows_nets import NETS, Chain, batch, made, measured
 from layer_norms import RMSNormOfLlama
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from inplace_abn import convert
 from inplace_abn.compiling import joint
@@ -216,3 +217,79 @@ def test_a_norm_in_a_dtype_that_its_class_does_not_keep_is_native(device):
     for t, expected in zip(ours, torchs, strict=True):
         assert t.dtype == expected.dtype
         assert (t - expected).norm() <= 0.02 * expected.norm()
+
+
+def before_conversion(native, x):
+    module = copy.deepcopy(native)
+    function = torch.compile(module, backend="aot_eager")
+    step(function, copy.deepcopy(native), x)
+    convert(module)
+    return module, function
+
+
+def under_compiled_autograd(native, x):
+    module = convert(copy.deepcopy(native))
+    inner = compiled(module)
+
+    def function(x):
+        torch._dynamo.config.compiled_autograd = True
+        return inner(x)
+
+    return module, function
+
+
+def with_hooks(native, x):
+    module = convert(copy.deepcopy(native))
+    for net in (native, module):
+        for part in net.children():
+            part.register_forward_hook(lambda part, args, output: output * 1.1)
+    return module, compiled(module)
+
+
+def with_checkpoints(native, x):
+    module = convert(copy.deepcopy(native))
+    return module, compiled(lambda x: checkpoint(module, x, use_reentrant=False))
+
+
+def with_breaks(native, x):
+    module = convert(copy.deepcopy(native))
+    for part in module.children():
+        part.register_forward_pre_hook(lambda part, args: torch._dynamo.graph_break())
+    return module, torch.compile(module, backend="aot_eager")
+
+
+def with_a_budget(native, x):
+    module = convert(copy.deepcopy(native))
+    function = compiled(module, "aot_eager_decomp_partition")
+
+    def within(x):
+        with torch._functorch.config.patch(activation_memory_budget=0.3):
+            return function(x)
+
+    return module, within
+
+
+WAYS = {
+    f.__name__: f
+    for f in (before_conversion, under_compiled_autograd, with_hooks, with_checkpoints, with_breaks, with_a_budget)
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", COMPILED_LONG)
+def test_gradients_are_native_whatever_the_way_of_compiling(name, way, device):
+    native, x = made(name, device), batch(device)
+    with torch._dynamo.config.patch(compiled_autograd=False):
+        module, function = WAYS[way](native, x)
+        for _ in range(2):
+            assert_same(step(function, module, x), step(native, native, x))
+
+
+@pytest.mark.parametrize("name", COMPILED_LONG)
+def test_an_exported_program_has_ops_of_torch_only(name, device):
+    native, x = made(name, device), batch(device)
+    module = convert(copy.deepcopy(native))
+    step(compiled(module), module, x)
+    program = torch.export.export(module, (x,))
+    assert not [node for node in program.graph.nodes if "inplace_abn" in str(node.target)]
+    assert_same(program.module()(x), native(x))
