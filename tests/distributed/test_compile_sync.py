@@ -8,6 +8,7 @@ import torch._dynamo
 import torch.distributed as dist
 from compiled_converted_nets import held
 from compiled_nets import step
+from compiled_rows_nets import batch, made
 from ranks import on_each_rank
 from torch import nn
 
@@ -70,3 +71,18 @@ def test_norms_that_are_not_trusted_synchronise():
     found, expected = step(function, module, x.chunk(2)[dist.get_rank()]), step(native, native, x)
     torch.testing.assert_close(found[0], expected[0].chunk(2)[dist.get_rank()])
     torch.testing.assert_close(found[1], expected[1].chunk(2)[dist.get_rank()])
+
+
+@pytest.mark.parametrize("name", ["layer norm, gelu", "group norm, silu", "layer scale"])
+@on_each_rank(2)
+def test_under_ddp_gradients_are_the_means_of_all_processes(name):
+    torch._dynamo.reset()
+    native = made(name)
+    x = batch(samples=4)
+    module = nn.parallel.DistributedDataParallel(convert(copy.deepcopy(native)))
+    function = torch.compile(module, backend="aot_eager")
+    for _ in range(2):
+        found = step(function, module, x.chunk(2)[dist.get_rank()])
+        expected = [step(native, native, part)[2:] for part in x.chunk(2)]
+        means = [torch.stack(ts).mean(0) for ts in zip(*expected, strict=True)]
+        torch.testing.assert_close(found[2:], means)
