@@ -57,9 +57,9 @@ _LATE = (
 )
 _logger = logging.getLogger("inplace_abn")
 
-_Answers = dict[tuple[int, torch.dtype], frozenset[str]]
+_Answers = dict[tuple[int, Any, torch.dtype], frozenset[str]]
 _answers: weakref.WeakKeyDictionary[Any, _Answers] = weakref.WeakKeyDictionary()
-"""The answers for each module, by revision and dtype. All programs of a revision get the same answer."""
+"""The answers for each module, by revision, eps and dtype. All programs of a revision get the same answer."""
 
 
 @_torch.read_while_tracing
@@ -97,11 +97,15 @@ def trusts(module: Any, dtype: torch.dtype) -> bool:
 
 
 def _answer(module: Any, dtype: torch.dtype) -> frozenset[str]:
-    answers, key = _answers.setdefault(module, {}), (module._revision, dtype)
+    answers, key = _answers.setdefault(module, {}), (*_state(module), dtype)
     if key not in answers:
         guard.notice_writes(module)
         answers[key] = _found(module, dtype, None)
     return answers[key]
+
+
+def _state(module: Any) -> tuple[int, Any]:
+    return module._revision, getattr(module, "eps", None)
 
 
 def _found(module: Any, dtype: torch.dtype, before: frozenset[str] | None) -> frozenset[str]:
@@ -179,13 +183,13 @@ def _review(*_: Any) -> None:
         is_written = interval > 0 and guard.renew_if_written(module)
         if interval == 0 or (not is_written and guard.generations.current % interval):
             continue
-        before = {dtype: found for (revision, dtype), found in answers.items() if revision == module._revision}
+        before = {dtype: found for (*state, dtype), found in answers.items() if tuple(state) == _state(module)}
         now = {dtype: _found(module, dtype, found) for dtype, found in before.items()}
         if now != before:
             if is_written:
                 _logger.warning(_LATE, guard.name(module))
             guard.renew(module)
-            _answers[module] = {(module._revision, dtype): found for dtype, found in now.items()}
+            _answers[module] = {(*_state(module), dtype): found for dtype, found in now.items()}
 
 
 register_optimizer_step_post_hook(_review)

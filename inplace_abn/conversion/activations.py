@@ -83,9 +83,10 @@ class InPlaceActivation(ActivationAlone):
     def forward(self, input: Tensor) -> Tensor:
         if isinstance(input, fx.Proxy):
             return as_leaf(self, input)
-        if torch.compiler.is_compiling():
-            return super().forward(self._marked(input))  # type: ignore[misc, no-any-return]
-        x, z, activation = settled(input), None, applied(self)
+        x, z = settled(input), None
+        if torch.compiler.is_compiling() and type(x) is not Pending:
+            return super().forward(self._marked(x))  # type: ignore[misc, no-any-return]
+        activation = applied(self)
         if type(x) is Pending:
             # If the norm is given up, what follows may be why, so this activation is then torch's as well.
             self._past.note, self._past.follows_norm = OF_NORM, True

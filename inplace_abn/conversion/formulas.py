@@ -24,11 +24,11 @@ from inplace_abn.reference import LAYER, RMS, normalised_rows, wide
 
 _PACKAGES = ("torch", "timm", "transformers", "diffusers", "torchvision", "monai")
 """The packages whose norms are tried without a look at their code."""
-_ATTRIBUTES = ("eps", "variance_epsilon", "normalized_shape", "data_format")
+ATTRIBUTES = ("eps", "variance_epsilon", "normalized_shape", "data_format")
 """The attributes of a module, besides its parameters, by which it may compute."""
 _NAMES = frozenset(
     [
-        *(*_ATTRIBUTES, "weight", "bias", "forward", "nn", "functional", "layer_norm", "rms_norm", "promote_types"),
+        *(*ATTRIBUTES, "weight", "bias", "forward", "nn", "functional", "layer_norm", "rms_norm", "promote_types"),
         *("mean", "var", "pow", "square", "sqrt", "rsqrt", "add", "sub", "mul", "div"),
         *("float", "double", "to", "type_as", "dtype", "float32", "shape", "size", "dim", "ndim", "numel"),
         *("permute", "transpose", "movedim", "contiguous", "view", "reshape", "unsqueeze"),
@@ -87,9 +87,9 @@ def length(module: Any) -> int:
 def does_nothing_else(module: nn.Module) -> bool:
     """Whether the forward pass of a module may be tried."""
     given = vars(module)
-    if any(name in given and not isinstance(given[name], _SIMPLE) for name in _ATTRIBUTES):
+    if any(name in given and not isinstance(given[name], _SIMPLE) for name in ATTRIBUTES):
         return False
-    return not given.keys() & (_NAMES - set(_ATTRIBUTES)) and _is_plain_class(type(module))  # type: ignore[arg-type]
+    return not given.keys() & (_NAMES - set(ATTRIBUTES)) and _is_plain_class(type(module))  # type: ignore[arg-type]
 
 
 @cache
@@ -141,7 +141,7 @@ def key_of(module: Any, x: Tensor) -> tuple[Any, ...]:
     device, given = x.device.type, vars(module)
     state = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
     weight = module._parameters.get("weight")
-    of_module = (None if weight is None else weight.dtype, *(given.get(name) for name in _ATTRIBUTES))
+    of_module = (None if weight is None else weight.dtype, *(given.get(name) for name in ATTRIBUTES))
     return x.dtype, x.dim(), x.shape[1], x.shape[-1], state, *of_module
 
 

@@ -18,10 +18,10 @@ from inplace_abn import _torch, functions, guard, reference
 from inplace_abn.activations import IDENTITY
 from inplace_abn.autograd import nodes
 from inplace_abn.autograd.backward import Values, by_value
-from inplace_abn.compiling import rows, trust
+from inplace_abn.compiling import norms, rows, trust
 from inplace_abn.conversion.alone import Alone
 from inplace_abn.conversion.converted import Note, may_have_node
-from inplace_abn.conversion.formulas import Kind, key_of, kind_of, length, parameters
+from inplace_abn.conversion.formulas import ATTRIBUTES, Kind, key_of, kind_of, length, parameters
 from inplace_abn.conversion.narrowed import narrowed, wide
 from inplace_abn.conversion.offered import settled
 from inplace_abn.conversion.pending import Pending
@@ -75,10 +75,10 @@ class ConvertedLayerNorm(Alone):
         if type(args[0]) is Pending:
             # The norm before it keeps its output, if this one keeps it as well.
             return super().forward(*args)  # type: ignore[misc]
-        if torch.compiler.is_compiling():
-            y = self._compiled(args[0])
-            return super().forward(*args) if y is None else y  # type: ignore[misc]
         x, y = wide(settled(args[0])), None
+        if torch.compiler.is_compiling():
+            y = self._compiled(x)
+            return super().forward(x) if y is None else y  # type: ignore[misc]
         if torch.is_grad_enabled():
             y = self._kept(x)
         return self.noted(x, super().forward(x), IDENTITY) if y is None else y  # type: ignore[misc]
@@ -153,7 +153,10 @@ class ConvertedLayerNorm(Alone):
             return None
         size, device = self._length(), x.device.type
         is_at = tuple(axis for axis in (-1, 1) if x.shape[axis] == size)
-        found = self._formula(x.dtype, x.dim(), device, is_at)
+        # Compilers compile anew when an attribute changes that they have read here.
+        given = [getattr(self, name, None) for name in ATTRIBUTES]
+        attributes = tuple(norms.constant(value) if isinstance(value, float) else value for value in given)
+        found = self._formula(x.dtype, x.dim(), device, is_at, attributes)
         if found is None:
             return None
         axis, offset, eps, kind, is_torch, trusted, columns = found
@@ -174,8 +177,13 @@ class ConvertedLayerNorm(Alone):
         return length(self)
 
     @_torch.read_while_tracing
-    def _formula(self, dtype: torch.dtype, dim: int, device: str, axes: tuple[int, ...]) -> tuple[Any, ...] | None:
-        """How the norm computes for compilers, which have no values; None if it is not known or not trusted."""
+    def _formula(
+        self, dtype: torch.dtype, dim: int, device: str, axes: tuple[int, ...], attributes: tuple[Any, ...]
+    ) -> tuple[Any, ...] | None:
+        """How the norm computes for compilers, which have no values; None if it is not known or not trusted.
+
+        ``attributes`` are what the module has now.
+        """
         size = self.num_features
         shape = [size if i == 1 and 1 in axes else 2 for i in range(dim - 1)] + [size if -1 in axes else size + 1]
         # The rows are made up, so only their shape and dtype matter.

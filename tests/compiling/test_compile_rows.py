@@ -293,3 +293,30 @@ def test_an_exported_program_has_ops_of_torch_only(name, device):
     program = torch.export.export(module, (x,))
     assert not [node for node in program.graph.nodes if "inplace_abn" in str(node.target)]
     assert_same(program.module()(x), native(x))
+
+
+@pytest.mark.parametrize("name", ["layer norm, gelu", "Llama's norm, hardswish", "group norm, silu"])
+def test_an_eps_that_changes_is_seen(name, device):
+    native, x = made(name, device), batch(device)
+    module = convert(copy.deepcopy(native))
+    function = compiled(module)
+    for eps in (1e-5, 0.5, 2.0):
+        for net in (native, module):
+            for norm in (net.norm, net.other):
+                setattr(norm, "variance_epsilon" if hasattr(norm, "variance_epsilon") else "eps", eps)
+        assert_same(step(function, module, x), step(native, native, x))
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [(name, part) for name in ("layer norm, gelu", "layer scale") for part in ("norm", "act", "up")]
+    + [("group norm, silu", part) for part in ("conv", "norm", "last")],
+)
+def test_a_part_that_is_compiled_works_in_eager_mode_with_the_rest(name, part, device):
+    native, x = made(name, device), batch(device)
+    module = convert(copy.deepcopy(native))
+    getattr(module, part).compile(backend="aot_eager")
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+    for _ in range(5):
+        assert_same(step(module, module, x), step(native, native, x))
+        optimizer.step()
