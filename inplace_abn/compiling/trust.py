@@ -254,6 +254,6 @@ def _channels(weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype, sh
 def _version() -> str:
     """A hash of the sources that decide what becomes of a norm."""
     folder = Path(__file__).parent
-    others = (folder.parent / name for name in ("activations.py", "reference.py", "tags.py"))
+    others = (folder.parent / name for name in ("_torch.py", "activations.py", "reference.py", "tags.py"))
     sources = [*sorted(folder.glob("*.py")), *others]
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
