@@ -248,15 +248,18 @@ def read_while_tracing(function: Any) -> Any:
     return function
 
 
-def call_on_joint_graphs(wrap: Any) -> None:
-    """Makes compilers pass their joint graphs of forward and backward through ``wrap(before)``.
+def call_on_joint_graphs(wrap: Any) -> bool:
+    """Makes compilers pass their joint graphs of forward and backward through ``wrap(before)``, and returns whether.
 
     ``before`` is the pass that was installed before, or None. If that pass is already of the class ``wrap``, nothing is
     done.
     """
     config = torch._functorch.config
+    if not hasattr(config, "joint_custom_pass"):
+        return False
     if not isinstance(config.joint_custom_pass, wrap):
         config.joint_custom_pass = wrap(config.joint_custom_pass)
+    return True
 
 
 def is_backward(node: torch.fx.Node) -> bool:

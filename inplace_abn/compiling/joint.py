@@ -11,7 +11,9 @@ rewritten in `compiling.rows`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -162,4 +164,13 @@ class _Pass:
 
 def install() -> None:
     """Makes torch's compilers call `fuse`, after a pass that the user has installed."""
-    _torch.call_on_joint_graphs(_Pass)
+    if not _torch.call_on_joint_graphs(_Pass):
+        _tell_once()
+
+
+@cache
+def _tell_once() -> None:
+    _logger.info("compiled models hold what torch's do: this torch's compilers call no pass on their joint graphs")
+
+
+_logger = logging.getLogger("inplace_abn")

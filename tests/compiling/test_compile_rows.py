@@ -2,6 +2,7 @@
 are the native ones, and no more is held than in eager mode, or than compiled native nets hold."""
 
 import copy
+import logging
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from layer_norms import RMSNormOfLlama
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from inplace_abn import convert
+from inplace_abn import _torch, convert
 from inplace_abn.compiling import joint
 
 pytestmark = [
@@ -105,6 +106,17 @@ def test_without_the_pass_gradients_are_native(name, device, monkeypatch):
     module = convert(copy.deepcopy(native))
     with torch._functorch.config.patch(joint_custom_pass=None):
         assert_same(step(compiled(module), module, x), step(native, native, x))
+
+
+def test_a_torch_without_the_pass_is_told_once_and_gradients_are_native(device, monkeypatch, logged):
+    told = logged(logging.INFO)
+    joint._tell_once.cache_clear()
+    monkeypatch.setattr(_torch, "call_on_joint_graphs", lambda wrap: False)
+    native, x = made("layer norm, gelu", device), batch(device)
+    module = convert(copy.deepcopy(native))
+    with torch._functorch.config.patch(joint_custom_pass=None):
+        assert_same(step(compiled(module), module, x), step(native, native, x))
+    assert ["call no pass" in record.getMessage() for record in told] == [True]
 
 
 @pytest.mark.parametrize("before", ["eager steps", "nothing"])
