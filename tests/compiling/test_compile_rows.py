@@ -116,7 +116,7 @@ def test_a_torch_without_the_pass_is_told_once_and_gradients_are_native(device, 
     module = convert(copy.deepcopy(native))
     with torch._functorch.config.patch(joint_custom_pass=None):
         assert_same(step(compiled(module), module, x), step(native, native, x))
-    assert ["call no pass" in record.getMessage() for record in told] == [True]
+    assert sum("call no pass" in record.getMessage() for record in told) == 1
 
 
 @pytest.mark.parametrize("before", ["eager steps", "nothing"])
