@@ -7,7 +7,6 @@ that, and the input need not be kept. Where `fuse` does not run, the gradient is
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
@@ -16,7 +15,7 @@ from torch import Tensor, fx
 
 from inplace_abn._torch import is_backward
 from inplace_abn.compiling.inlining import inline
-from inplace_abn.compiling.search import is_cast, is_read_again
+from inplace_abn.compiling.search import gradients_of, is_cast, is_read_again
 from inplace_abn.reference import RMS, wide
 
 _aten = torch.ops.aten
@@ -142,20 +141,13 @@ torch.library.register_autograd(NORM, _backward, setup_context=_setup_context, l
 def fuse(graph: fx.Graph) -> bool:
     """Makes norms be differentiated from their output where that is kept anyway. Returns whether there are any.
 
-    The marks are removed. Norms with the same arguments are left as they are, because their gradients cannot be told
-    apart.
+    The marks are removed.
     """
     marks = [node for node in graph.nodes if node.target is NORM]
-    counts = Counter(mark.args for mark in marks)
-    alone = {mark.args: mark for mark in marks if counts[mark.args] == 1}
-    gradients: dict[fx.Node, list[fx.Node]] = {mark: [] for mark in marks}
-    for node in graph.nodes:
-        if node.target is NORM_BACKWARD and node.args[1:] in alone:
-            gradients[alone[node.args[1:]]].append(node)
-    found = False
+    gradients, found = gradients_of(marks, NORM_BACKWARD), False
     for mark in marks:
         kept = None if "recompute" in mark.meta else _kept(mark)
-        for node in gradients[mark]:
+        for node in gradients.get(mark, []):
             if kept is not None:
                 _differentiate(node, kept)
                 found = True

@@ -52,7 +52,7 @@ class Search:
 
     def __init__(self, graph: fx.Graph) -> None:
         self.norms = [node for node in graph.nodes if node.target is NORM]
-        self.gradients = _gradients(graph, self.norms)
+        self.gradients = gradients_of(self.norms, NORM_BACKWARD)
         self.readers = Readers(graph)
         self.found: dict[fx.Node, Fusion] = {}
 
@@ -187,15 +187,15 @@ def is_read_again(node: fx.Node) -> bool:
     )
 
 
-def _gradients(graph: fx.Graph, norms: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """The gradient nodes of each norm.
+def gradients_of(norms: list[fx.Node], backward: Any) -> dict[fx.Node, list[fx.Node]]:
+    """The nodes of the op ``backward`` that are the gradient of each norm.
 
     Norms with the same arguments are left out, because their gradients cannot be told apart.
     """
     counts = Counter(norm.args for norm in norms)
     owners = {norm.args: norm for norm in norms if counts[norm.args] == 1}
     found: dict[fx.Node, list[fx.Node]] = {}
-    for node in graph.nodes:
-        if node.target is NORM_BACKWARD and node.args[1:] in owners:
+    for node in norms[0].graph.nodes if norms else ():
+        if node.target is backward and node.args[1:] in owners:
             found.setdefault(owners[node.args[1:]], []).append(node)
     return found
