@@ -18,7 +18,6 @@ from inplace_abn.compiling.inlining import inline
 from inplace_abn.compiling.search import gradients_of, is_cast, is_read_again
 from inplace_abn.reference import RMS, wide
 
-_aten = torch.ops.aten
 _library = torch.library.Library("inplace_abn", "FRAGMENT")
 _CALL = "Tensor x, Tensor? mean, Tensor rstd, Tensor? weight, Tensor? bias, Tensor? places, Tensor? values, str trusted"
 _library.define(f"norm_of_rows(Tensor y, {_CALL}) -> Tensor")
