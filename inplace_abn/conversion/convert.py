@@ -19,6 +19,7 @@ from torch.nn.utils import parametrize
 from inplace_abn import reference
 from inplace_abn.activations import find
 from inplace_abn.conversion import called, classes, hooks
+from inplace_abn.conversion.converted import Converted
 from inplace_abn.guard import strip
 from inplace_abn.modules.abn import InPlaceABN
 from inplace_abn.modules.group_norm import InPlaceGroupNorm
@@ -71,30 +72,20 @@ def convert(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"inplace_abn.convert: expected model to be a torch.nn.Module, got {type(model).__name__}")
-    modules = {
-        name: module
-        for name, module in model.named_modules()
-        if classes.is_norm(module) or classes.is_activation(module)
-    }
-    before = [module for module in modules.values() if classes.is_converted(module)]
-    chosen = {name: module for name, module in modules.items() if not classes.unfit_reason(module)}
-    if filter_fn is not None:
-        chosen = {name: module for name, module in chosen.items() if filter_fn(module, name)}
+    modules = dict(model.named_modules())
+    norms = [module for module in modules.values() if classes.is_norm(module)]
+    before = sum(isinstance(module, Converted) for module in norms)
+    fit = {name: module for name, module in modules.items() if classes.is_fit(module) or called.is_fit(module)}
+    chosen = {name: module for name, module in fit.items() if filter_fn is None or filter_fn(module, name)}
     for name, module in chosen.items():
-        classes.adopt(module, name)
-    makers = {name: module for name, module in model.named_modules() if classes.is_fit_maker(module)}
-    if filter_fn is not None:
-        makers = {name: module for name, module in makers.items() if filter_fn(module, name)}
-    for name, module in makers.items():
-        called.carry(module, name)
-    for module in (*chosen.values(), *before) if sync else ():
-        if isinstance(module, classes.KINDS):
+        (called.carry if called.is_fit(module) else classes.adopt)(module, name)
+    for module in norms if sync else ():
+        if isinstance(module, Converted) and isinstance(module, classes.KINDS):
             module.__dict__["_synchronised"] = True
-    if chosen or makers:
+    if chosen:
         hooks.hook(model)
     activations = sum(classes.is_activation(module) for module in chosen.values())
-    norms = [module for module in modules.values() if not classes.is_activation(module)]
-    told = _told(norms, len(chosen) - activations, sum(module in norms for module in before))
+    told = _told(norms, sum(isinstance(module, Converted) for module in norms) - before, before)
     _logger.info("%s%s", told, f", and {activations} activations" if activations else "")
     return model
 
@@ -138,7 +129,7 @@ def revert(
     """
     originals: dict[Any, type[nn.Module]] = {}
     for name, module in model.named_modules():
-        if classes.is_converted(module):
+        if isinstance(module, Converted):
             originals[module] = _original_class(name, module)
         elif isinstance(module, Built):
             _check_scale(name, module)
@@ -156,7 +147,7 @@ def revert(
     return replaced.get(model, model)
 
 
-def _original_class(name: str, module: nn.Module) -> type[nn.Module]:
+def _original_class(name: str, module: Any) -> type[nn.Module]:
     """The class that a converted norm gets back, parametrized if the norm is parametrized now.
 
     Raises:
