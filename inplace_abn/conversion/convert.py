@@ -229,20 +229,19 @@ def load_public_state_dict(
     Raises:
         ValueError: ``layers`` names a module that does not exist or is no norm. Nothing has been modified.
     """
-    norms = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, (nn.modules.batchnorm._BatchNorm, InPlaceABN))
-    }
-    outer = {name.rpartition("norm")[0].removesuffix(".") if _is_part(model, name) else name: name for name in norms}
-    unknown = sorted(set(layers or ()) - outer.keys())
+    norms: dict[str, tuple[str, Any]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.modules.batchnorm._BatchNorm, InPlaceABN)):
+            parent, _, last = name.rpartition(".")
+            is_part = last == "norm" and isinstance(model.get_submodule(parent), NormActivation)
+            norms[parent if is_part else name] = name, module
+    unknown = sorted(set(layers or ()) - norms.keys())
     if unknown:
         raise ValueError(f"inplace_abn.load_public_state_dict: the model has no norms {unknown}")
     state = OrderedDict(state_dict)
     if hasattr(state_dict, "_metadata"):
         state._metadata = state_dict._metadata  # type: ignore[attr-defined]
-    for given, name in outer.items():
-        module: Any = norms[name]
+    for given, (name, module) in norms.items():
         prefix = given + "." if given else ""
         own = name + "." if name else ""
         for key in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
@@ -254,8 +253,3 @@ def load_public_state_dict(
         if module.num_batches_tracked is not None and own + "running_mean" in state:
             state.setdefault(own + "num_batches_tracked", torch.tensor(0))
     return model.load_state_dict(state, strict)
-
-
-def _is_part(model: nn.Module, name: str) -> bool:
-    parent, _, last = name.rpartition(".")
-    return last == "norm" and isinstance(model.get_submodule(parent), NormActivation)

@@ -294,8 +294,10 @@ class Watch(_torch.OwnMode):
     def _follow_native(self, op: tags.Op, made: Iterable[Tensor]) -> None:
         """Follows a norm's output, done as torch does it, to its activation, and from there as a norm's result."""
         layer = next((self._natively[t.storage] for t in op.tensors if t.storage in self._natively), None)
-        name = None if layer is None else activation_of_op(op.name, op.values.get("approximate", ""))
-        for t in made if layer is not None else ():
+        if layer is None:
+            return
+        name = activation_of_op(op.name, op.values.get("approximate", ""))
+        for t in made:
             if name is not None:
                 param = float(op.values.get("negative_slope", op.values.get("alpha", 0.0)))
                 self.note(Result(layer, name, param, is_writable(name, self._hold(t) in op.writes)), t)
