@@ -61,8 +61,6 @@ def has_own_activation(module: nn.Module) -> bool:
 def converted_class(module: nn.Module) -> type[nn.Module] | None:
     """The class that a module gets by conversion; None if it cannot be converted."""
     kind = type(module)
-    if isinstance(module, Converted):
-        return None
     of_package = has_own_activation(module) or qualified(kind) in READERS or qualified(kind) in _GROUP_NORMS
     if of_package or is_norm_of_rows(module):
         # A class may refuse to have subclasses.
