@@ -196,15 +196,15 @@ def _kinds(module: Any, original: Any, x: Tensor, axis: int, eps: float, dtype: 
             # Whatever it is, the module does not compute a norm of such an input.
             return
         y, again = results
-        if type(y) is not Tensor or y.shape != placed.shape or not y.is_floating_point() or not y.requires_grad:
-            return
-        if not torch.equal(y, again):
+        if type(y) is not Tensor or y.shape != placed.shape or not y.is_floating_point() or not torch.equal(y, again):
             return
         unit = max(torch.finfo(y.dtype).eps, torch.finfo(dtype).eps)
         # The gradient is far from what a norm takes out of it.
         dy = torch.cos(torch.arange(y.numel(), device=device, dtype=torch.float64)).view(y.shape)
         given = {"x": placed, "weight": weight, "bias": bias}
         inputs = {name: t for name, t in given.items() if t is not None}
+        if not y.requires_grad:
+            return
         found = torch.autograd.grad(y, [*inputs.values()], dy.to(y.dtype), allow_unused=True)
         for kind, offset in itertools.product((LAYER, RMS), (0.0, 1.0) if weight is not None else (0.0,)):
             leaves = {name: t.detach().double().requires_grad_() for name, t in inputs.items()}
