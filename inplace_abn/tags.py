@@ -142,10 +142,6 @@ class Follower:
     def add(self, storage: int, source: Hashable, sign: str) -> None:
         self.tagged.setdefault(storage, {})[source] = sign
 
-    def knows(self, op: Op) -> bool:
-        """Whether an operand has tags, or was chosen by them."""
-        return any(t.storage in self.tagged or t.storage in self.chosen for t in op.tensors)
-
     def readings(self, op: Op) -> dict[Hashable, str]:
         """The sources whose tags the op notices, and how, in words."""
         found: dict[Hashable, str] = {}

@@ -83,10 +83,11 @@ def _gains(activation: str, param: float) -> bool:
     return not is_relu(activation, param) and (activation != "elu" or param <= 1)
 
 
-def is_maker(module: nn.Module) -> bool:
-    """Whether the module may carry an activation: it is a linear layer or a convolution."""
+def is_fit(module: nn.Module) -> bool:
+    """Whether the module may carry an activation, and carries none: it is a linear layer or a convolution."""
     is_linear = qualified(type(module)) == "transformers.pytorch_utils.Conv1D"
-    return is_linear or isinstance(module, (nn.Linear, nn.modules.conv._ConvNd))
+    is_maker = is_linear or isinstance(module, (nn.Linear, nn.modules.conv._ConvNd))
+    return is_maker and guard.CARRIED not in module.__dict__
 
 
 def carry(module: nn.Module, name: str) -> None:

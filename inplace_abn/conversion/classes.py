@@ -9,10 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from inplace_abn import guard
 from inplace_abn.conversion import watch
 from inplace_abn.conversion.activations import READERS, InPlaceActivation, applied, qualified
-from inplace_abn.conversion.called import is_maker
 from inplace_abn.conversion.converted import Converted
 from inplace_abn.conversion.formulas import does_nothing_else, length
 from inplace_abn.conversion.layer_norms import ConvertedLayerNorm
@@ -22,89 +20,22 @@ from inplace_abn.conversion.pending import plain
 from inplace_abn.modules.abn import as_leaf
 from inplace_abn.settings import check_hyperparameters
 
+_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+"""The classes of converted modules, by the classes before conversion."""
 
-class InPlaceBatchNorm1d(InPlaceNorm, nn.BatchNorm1d):
-    """A `torch.nn.BatchNorm1d` that was converted."""
-
-
-class InPlaceBatchNorm2d(InPlaceNorm, nn.BatchNorm2d):
-    """A `torch.nn.BatchNorm2d` that was converted."""
-
-
-class InPlaceBatchNorm3d(InPlaceNorm, nn.BatchNorm3d):
-    """A `torch.nn.BatchNorm3d` that was converted."""
-
-
-class InPlaceSyncBatchNorm(InPlaceNorm, nn.SyncBatchNorm):
-    """A `torch.nn.SyncBatchNorm` that was converted."""
-
-
-class InPlaceInstanceNorm1d(InPlaceInstanceNorms, nn.InstanceNorm1d):
-    """A `torch.nn.InstanceNorm1d` that was converted."""
-
-
-class InPlaceInstanceNorm2d(InPlaceInstanceNorms, nn.InstanceNorm2d):
-    """A `torch.nn.InstanceNorm2d` that was converted."""
-
-
-class InPlaceInstanceNorm3d(InPlaceInstanceNorms, nn.InstanceNorm3d):
-    """A `torch.nn.InstanceNorm3d` that was converted."""
-
-
-class ConvertedGroupNorm(InPlaceGroupNorms, nn.GroupNorm):
-    """A `torch.nn.GroupNorm` that was converted."""
-
-
-class InPlaceLayerNorm(ConvertedLayerNorm, nn.LayerNorm):
-    """A `torch.nn.LayerNorm` that was converted."""
-
-
-class InPlaceRMSNorm(ConvertedLayerNorm, nn.RMSNorm):
-    """A `torch.nn.RMSNorm` that was converted."""
-
-
-class InPlaceGELU(InPlaceActivation, nn.GELU):
-    """A `torch.nn.GELU` that was converted."""
-
-
-class InPlaceSiLU(InPlaceActivation, nn.SiLU):
-    """A `torch.nn.SiLU` that was converted."""
-
-
-class InPlaceMish(InPlaceActivation, nn.Mish):
-    """A `torch.nn.Mish` that was converted."""
-
-
-class InPlaceHardswish(InPlaceActivation, nn.Hardswish):
-    """A `torch.nn.Hardswish` that was converted."""
-
-
-class InPlaceELU(InPlaceActivation, nn.ELU):
-    """A `torch.nn.ELU` that was converted."""
-
-
-class InPlaceLeakyReLU(InPlaceActivation, nn.LeakyReLU):
-    """A `torch.nn.LeakyReLU` that was converted."""
-
-
-_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
-    nn.BatchNorm1d: InPlaceBatchNorm1d,
-    nn.BatchNorm2d: InPlaceBatchNorm2d,
-    nn.BatchNorm3d: InPlaceBatchNorm3d,
-    nn.SyncBatchNorm: InPlaceSyncBatchNorm,
-    nn.InstanceNorm1d: InPlaceInstanceNorm1d,
-    nn.InstanceNorm2d: InPlaceInstanceNorm2d,
-    nn.InstanceNorm3d: InPlaceInstanceNorm3d,
-    nn.GroupNorm: ConvertedGroupNorm,
-    nn.LayerNorm: InPlaceLayerNorm,
-    nn.RMSNorm: InPlaceRMSNorm,
-    nn.GELU: InPlaceGELU,
-    nn.SiLU: InPlaceSiLU,
-    nn.Mish: InPlaceMish,
-    nn.Hardswish: InPlaceHardswish,
-    nn.ELU: InPlaceELU,
-    nn.LeakyReLU: InPlaceLeakyReLU,
-}
+for _part, _bases in {
+    InPlaceNorm: (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+    InPlaceInstanceNorms: (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+    InPlaceGroupNorms: (nn.GroupNorm,),
+    ConvertedLayerNorm: (nn.LayerNorm, nn.RMSNorm),
+    InPlaceActivation: (nn.GELU, nn.SiLU, nn.Mish, nn.Hardswish, nn.ELU, nn.LeakyReLU),
+}.items():
+    for _base in _bases:
+        # InPlaceGroupNorm is the module that users build.
+        _name = "ConvertedGroupNorm" if _base is nn.GroupNorm else f"InPlace{_base.__name__}"
+        _members = {"__module__": __name__, "__doc__": f"A `torch.nn.{_base.__name__}` that was converted."}
+        # Pickles look for a class by its name.
+        globals()[_name] = _CLASSES[_base] = type(_name, (_part, _base), _members)
 
 _GROUP_NORMS = ("timm.layers.norm.GroupNorm", "timm.layers.norm.GroupNorm1")
 """Subclasses that do what torch's GroupNorm does."""
@@ -130,8 +61,6 @@ def has_own_activation(module: nn.Module) -> bool:
 def converted_class(module: nn.Module) -> type[nn.Module] | None:
     """The class that a module gets by conversion; None if it cannot be converted."""
     kind = type(module)
-    if isinstance(module, Converted):
-        return None
     of_package = has_own_activation(module) or qualified(kind) in READERS or qualified(kind) in _GROUP_NORMS
     if of_package or is_norm_of_rows(module):
         # A class may refuse to have subclasses.
@@ -145,9 +74,9 @@ def is_activation(module: nn.Module) -> bool:
     return isinstance(module, InPlaceActivation) or (qualified(type(module)) in READERS and applied(module) is not None)
 
 
-def is_fit_maker(module: nn.Module) -> bool:
-    """Whether the module may carry an activation that is called with its output, and carries none."""
-    return is_maker(module) and guard.CARRIED not in module.__dict__
+def is_fit(module: nn.Module) -> bool:
+    """Whether the module is a norm or an activation that `inplace_abn.convert` converts."""
+    return (is_norm(module) or is_activation(module)) and not unfit_reason(module)
 
 
 def is_norm(module: nn.Module) -> bool:
@@ -183,17 +112,13 @@ def unfit_reason(module: nn.Module) -> str:
         return f"{type(module).__name__} is a subclass whose forward pass is unknown"
     if "forward" in vars(module):
         return "it has a forward pass of its own"
-    if is_activation(module) or is_norm_of_rows(module):
+    if not isinstance(module, KINDS):
         return ""
     try:
         check_hyperparameters(module.eps, getattr(module, "momentum", None))  # type: ignore[arg-type]
     except ValueError as error:
         return str(error).removeprefix("inplace_abn: ")
     return ""
-
-
-def is_converted(module: nn.Module) -> bool:
-    return isinstance(module, Converted)
 
 
 def is_made_by_conversion(kind: type[nn.Module]) -> bool:
@@ -250,11 +175,9 @@ def _made_again(base: type[nn.Module]) -> nn.Module:
     return kind.__new__(kind)
 
 
-def adopt(module: Any, name: str, *, expected: tuple[str, float] | None = None) -> None:
+def adopt(module: Any, name: str) -> None:
     """Gives a module its class after conversion."""
     kind = converted_class(module)
     assert kind is not None
     module.__class__ = kind
     module.adopt(name)
-    if expected is not None:
-        guard.expect(module, expected)

@@ -19,6 +19,7 @@ from torch.nn.utils import parametrize
 from inplace_abn import reference
 from inplace_abn.activations import find
 from inplace_abn.conversion import called, classes, hooks
+from inplace_abn.conversion.converted import Converted
 from inplace_abn.guard import strip
 from inplace_abn.modules.abn import InPlaceABN
 from inplace_abn.modules.group_norm import InPlaceGroupNorm
@@ -71,30 +72,20 @@ def convert(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"inplace_abn.convert: expected model to be a torch.nn.Module, got {type(model).__name__}")
-    modules = {
-        name: module
-        for name, module in model.named_modules()
-        if classes.is_norm(module) or classes.is_activation(module)
-    }
-    before = [module for module in modules.values() if classes.is_converted(module)]
-    chosen = {name: module for name, module in modules.items() if not classes.unfit_reason(module)}
-    if filter_fn is not None:
-        chosen = {name: module for name, module in chosen.items() if filter_fn(module, name)}
+    modules = dict(model.named_modules())
+    norms = [module for module in modules.values() if classes.is_norm(module)]
+    before = sum(isinstance(module, Converted) for module in norms)
+    fit = {name: module for name, module in modules.items() if classes.is_fit(module) or called.is_fit(module)}
+    chosen = {name: module for name, module in fit.items() if filter_fn is None or filter_fn(module, name)}
     for name, module in chosen.items():
-        classes.adopt(module, name)
-    makers = {name: module for name, module in model.named_modules() if classes.is_fit_maker(module)}
-    if filter_fn is not None:
-        makers = {name: module for name, module in makers.items() if filter_fn(module, name)}
-    for name, module in makers.items():
-        called.carry(module, name)
-    for module in (*chosen.values(), *before) if sync else ():
-        if isinstance(module, classes.KINDS):
+        (called.carry if called.is_fit(module) else classes.adopt)(module, name)
+    for module in norms if sync else ():
+        if isinstance(module, Converted) and isinstance(module, classes.KINDS):
             module.__dict__["_synchronised"] = True
-    if chosen or makers:
+    if chosen:
         hooks.hook(model)
     activations = sum(classes.is_activation(module) for module in chosen.values())
-    norms = [module for module in modules.values() if not classes.is_activation(module)]
-    told = _told(norms, len(chosen) - activations, sum(module in norms for module in before))
+    told = _told(norms, sum(isinstance(module, Converted) for module in norms) - before, before)
     _logger.info("%s%s", told, f", and {activations} activations" if activations else "")
     return model
 
@@ -138,7 +129,7 @@ def revert(
     """
     originals: dict[Any, type[nn.Module]] = {}
     for name, module in model.named_modules():
-        if classes.is_converted(module):
+        if isinstance(module, Converted):
             originals[module] = _original_class(name, module)
         elif isinstance(module, Built):
             _check_scale(name, module)
@@ -156,7 +147,7 @@ def revert(
     return replaced.get(model, model)
 
 
-def _original_class(name: str, module: nn.Module) -> type[nn.Module]:
+def _original_class(name: str, module: Any) -> type[nn.Module]:
     """The class that a converted norm gets back, parametrized if the norm is parametrized now.
 
     Raises:
@@ -238,20 +229,19 @@ def load_public_state_dict(
     Raises:
         ValueError: ``layers`` names a module that does not exist or is no norm. Nothing has been modified.
     """
-    norms = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, (nn.modules.batchnorm._BatchNorm, InPlaceABN))
-    }
-    outer = {name.rpartition("norm")[0].removesuffix(".") if _is_part(model, name) else name: name for name in norms}
-    unknown = sorted(set(layers or ()) - outer.keys())
+    norms: dict[str, tuple[str, Any]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.modules.batchnorm._BatchNorm, InPlaceABN)):
+            parent, _, last = name.rpartition(".")
+            is_part = last == "norm" and isinstance(model.get_submodule(parent), NormActivation)
+            norms[parent if is_part else name] = name, module
+    unknown = sorted(set(layers or ()) - norms.keys())
     if unknown:
         raise ValueError(f"inplace_abn.load_public_state_dict: the model has no norms {unknown}")
     state = OrderedDict(state_dict)
     if hasattr(state_dict, "_metadata"):
         state._metadata = state_dict._metadata  # type: ignore[attr-defined]
-    for given, name in outer.items():
-        module: Any = norms[name]
+    for given, (name, module) in norms.items():
         prefix = given + "." if given else ""
         own = name + "." if name else ""
         for key in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
@@ -263,8 +253,3 @@ def load_public_state_dict(
         if module.num_batches_tracked is not None and own + "running_mean" in state:
             state.setdefault(own + "num_batches_tracked", torch.tensor(0))
     return model.load_state_dict(state, strict)
-
-
-def _is_part(model: nn.Module, name: str) -> bool:
-    parent, _, last = name.rpartition(".")
-    return last == "norm" and isinstance(model.get_submodule(parent), NormActivation)

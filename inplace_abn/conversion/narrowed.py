@@ -41,14 +41,11 @@ class Narrowed(Tensor):
         if type(call) is Narrowed:
             return call
         if any(type(t) is Narrowed for t in args) and is_cast_for(func, args[0]):
-            args = tuple(t._narrow if type(t) is Narrowed and _is_cast(t) else t for t in args)
+            dtype = torch.get_autocast_dtype(args[0].device.type)
+            args = tuple(t._narrow if type(t) is Narrowed and t._narrow.dtype == dtype else t for t in args)
         for t in tensors_in((args, kwargs)):
             wide(t)
         return func(*args, **kwargs)
-
-
-def _is_cast(t: Narrowed) -> bool:
-    return torch.get_autocast_dtype(t._narrow.device.type) == t._narrow.dtype
 
 
 def narrowed(t: Any, narrow: Tensor, past: Any) -> Tensor:

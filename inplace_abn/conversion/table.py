@@ -55,19 +55,12 @@ def lay_out(rows: Sequence[Sequence[str]], right: Sequence[int], width: int) -> 
     others = sum(widths[1:-1]) + len(_GAP) * (len(widths) - 2)
     widths[0] = max(min(widths[0], width - others), 8)
     shown = len(widths) - (widths[0] + others + len(_GAP) + widths[-1] > width)
-    return ["\n".join(aligned(row[:shown], right, widths)) for row in rows] + [
-        _GAP.join("-" * w for w in widths[:shown])
-    ]
-
-
-def aligned(row: Sequence[str], right: Sequence[int], widths: Sequence[int]) -> list[str]:
-    """A row of a table as lines. Cells of more than one line are broken."""
-    columns = zip_longest(*map(broken, row, widths), fillvalue="")
-    sides = [">" if i in right else "<" for i in range(len(row))]
-    return [
-        _GAP.join(f"{part:{side}{width}}" for part, side, width in zip(line, sides, widths, strict=False)).rstrip()
-        for line in columns
-    ]
+    formats = [f"{'>' if i in right else '<'}{width}" for i, width in enumerate(widths)]
+    laid_out = []
+    for row in rows:
+        lines = zip_longest(*map(broken, row[:shown], widths), fillvalue="")
+        laid_out.append("\n".join(_GAP.join(map(format, line, formats)).rstrip() for line in lines))
+    return [*laid_out, _GAP.join("-" * width for width in widths[:shown])]
 
 
 def readable(size: float) -> str:

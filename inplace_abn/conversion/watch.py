@@ -44,6 +44,11 @@ def _is_ordinary(t: Tensor) -> bool:
     return type(t) in _KINDS and t.layout is torch.strided
 
 
+def _key_of(t: Tensor) -> int:
+    """The tensor's storage; -1 if it has none of its own."""
+    return tags.storage_of(t) if _is_ordinary(t) else -1
+
+
 def current() -> Watch | None:
     """The calling thread's watch."""
     watch: Watch | None = getattr(_local, "watch", None)
@@ -62,14 +67,20 @@ class Result(NamedTuple):
     """Whether z is kept because another norm's node adds it."""
     is_alone: bool = False
     """Whether the layer is an activation without a norm, or a norm of rows (`conversion.alone`)."""
-    z: Tensor | None = None
+    z: Any = None
     """None if z has no tags, and what is held is not measured."""
     saved: Tensor | None = None
     """The alias by which backward knows z, if z may be written to."""
-    input: StorageWeakRef | None = None
+    input: Any = None
+    """A weak reference to the input's storage. As long as it lives, no other storage has the same key."""
     residual: Tensor | None = None
     of_residual: Tensor | None = None
     """The alias by which backward knows the residual."""
+
+    @property
+    def sign(self) -> str:
+        """The sign of the tags of z; empty if z has none."""
+        return tags.sign_of(self.activation, self.param)
 
 
 class Observer(NamedTuple):
@@ -151,9 +162,8 @@ class Watch(_torch.OwnMode):
             self._measured.append(result)
         if result.residual is not None:
             self._added.setdefault(self._hold(result.residual), []).append(result)
-        sign = tags.sign_of(result.activation, result.param)
-        if sign:
-            self._follower.add(key, result.layer, sign)
+        if result.sign:
+            self._follower.add(key, result.layer, result.sign)
 
     def holds(self, z: Tensor) -> bool:
         """Whether the watch refers to a norm's result."""
@@ -248,7 +258,7 @@ class Watch(_torch.OwnMode):
 
     def _clean(self, t: Tensor, writes: frozenset[int]) -> Tensor:
         """The tensor without tags, if it is a norm's result that the op does not write to."""
-        key = tags.storage_of(t) if _is_ordinary(t) else -1
+        key = _key_of(t)
         result = self._results.get(key)
         if result is None or result.z is None or key in writes or not t.is_floating_point():
             return t
@@ -257,7 +267,7 @@ class Watch(_torch.OwnMode):
     def _release(self, key: int) -> None:
         """Takes the tags from a norm's result, whatever refers to it, after backward got a copy."""
         result = self._results.get(key)
-        if result is not None and result.saved is not None and tags.sign_of(result.activation, result.param):
+        if result is not None and result.saved is not None and result.sign:
             _copy_saved(result)
             del self._results[key]
 
@@ -271,7 +281,7 @@ class Watch(_torch.OwnMode):
             give_up(result.layer, f"{op} writes to its output, which backward needs")
             if result.saved is not None:
                 result.saved.data = result.saved.data.clone()
-        if result.z is not None and tags.sign_of(result.activation, result.param):
+        if result.z is not None:
             _untag(result)
 
     @staticmethod
@@ -284,8 +294,10 @@ class Watch(_torch.OwnMode):
     def _follow_native(self, op: tags.Op, made: Iterable[Tensor]) -> None:
         """Follows a norm's output, done as torch does it, to its activation, and from there as a norm's result."""
         layer = next((self._natively[t.storage] for t in op.tensors if t.storage in self._natively), None)
-        name = None if layer is None else activation_of_op(op.name, op.values.get("approximate", ""))
-        for t in made if layer is not None else ():
+        if layer is None:
+            return
+        name = activation_of_op(op.name, op.values.get("approximate", ""))
+        for t in made:
             if name is not None:
                 param = float(op.values.get("negative_slope", op.values.get("alpha", 0.0)))
                 self.note(Result(layer, name, param, is_writable(name, self._hold(t) in op.writes)), t)
@@ -295,17 +307,18 @@ class Watch(_torch.OwnMode):
     def finish(self, output: Any) -> None:
         """Gives up layers whose tags decided about an output, and tells all what they saved."""
         for t in tensors_in(output):
-            key = tags.storage_of(t) if _is_ordinary(t) else -1
+            key = _key_of(t)
             if key in self._readers:
                 self._readers[key] = self._readers[key][0], False
             self._views[id(_torch.base_of(t))] += 1
-            chosen = self._follower.chosen.get(tags.storage_of(t)) if _is_ordinary(t) else None
-            for layer in chosen[1] if chosen is not None else ():
-                give_up(layer, f"its zeros are tiny numbers in training, and {chosen[0].name} chooses by them")  # type: ignore[index]
+            if key in self._follower.chosen:
+                op, layers = self._follower.chosen[key]
+                for layer in layers:
+                    give_up(layer, f"its zeros are tiny numbers in training, and {op.name} chooses by them")
         are_cast: dict[Any, bool] = {}
         for r in self._measured:
             if r.layer._past.is_widened and r.residual is None:
-                is_cast = self._readers.get(_output_of(r), ("", False))[1]
+                is_cast = self._readers.get(tags.storage_of(r.z), ("", False))[1]
                 are_cast[r.layer] = is_cast and are_cast.get(r.layer, True)
                 found = (guard.generations.current, (r.activation, r.param))
                 r.layer._past.narrow = found if are_cast[r.layer] else None
@@ -315,8 +328,8 @@ class Watch(_torch.OwnMode):
         for layer in {r.layer for r in self._measured if r.is_alone}:
             # Layers that share an input free it together.
             results = [r for r in self._measured if r.layer is layer]
-            if not are_cast.get(layer, False) and sum(of_inputs[key] for key in {_input_of(r) for r in results}) <= 0:
-                reader, _ = self._readers.get(_output_of(results[0]), ("what follows", False))
+            if not are_cast.get(layer, False) and sum(of_inputs[key] for key in {r.input.cdata for r in results}) <= 0:
+                reader, _ = self._readers.get(tags.storage_of(results[0].z), ("what follows", False))
                 self._make_torchs(layer, reader)
 
     def _make_torchs(self, layer: Any, reader: str) -> None:
@@ -333,12 +346,10 @@ class Watch(_torch.OwnMode):
         """The bytes that each layer saved: what torch would have kept, less what it keeps. And the same by inputs."""
         sizes: dict[Any, int] = {}
         of_inputs: dict[int, int] = {}
-        inputs = {_input_of(r) for r in self._measured}
+        inputs = {r.input.cdata for r in self._measured}
         counted: set[int] = set()
         for r in self._measured:
-            assert r.z is not None
-            assert r.input is not None
-            key = _input_of(r)
+            key = r.input.cdata
             # Inputs, results and residuals have the same size. torch's activation would keep its input instead of z.
             keeps_input = r.is_writable and r.activation != "identity"
             tensors = int(keeps_input and not r.is_alone)
@@ -369,18 +380,6 @@ _UNUSED = _torch.use_count(torch.empty(0))
 """The references from C++ to a tensor that nothing but Python holds."""
 
 
-def _input_of(result: Result) -> int:
-    """The storage of the input, as long as the result's reference to it lives."""
-    assert result.input is not None
-    key: int = result.input.cdata
-    return key
-
-
-def _output_of(result: Result) -> int:
-    assert result.z is not None
-    return tags.storage_of(result.z)
-
-
 def untagged(t: Tensor, activation: str, param: float) -> Tensor:
     """``t``, some values of an activation's result, with zeros instead of tags, in the same memory format."""
     if not tags.sign_of(activation, param):
@@ -395,15 +394,14 @@ def _copy_saved(result: Result) -> None:
     """Gives backward a copy of z, and takes the tags from z."""
     if result.saved is not None:
         result.saved.data = result.saved.data.clone()
-        if tags.sign_of(result.activation, result.param):
-            _untag(result)
+        _untag(result)
 
 
 def _untag(result: Result) -> None:
-    """Writes zeros over the tags of z. Nobody notices a new version of z."""
-    assert result.z is not None
-    z = result.z.detach()
-    z.copy_(untagged(z, result.activation, result.param))
+    """Writes zeros over the tags of z, if it has any. Nobody notices a new version of z."""
+    if result.sign:
+        z = result.z.detach()
+        z.copy_(untagged(z, result.activation, result.param))
 
 
 def give_up(layer: Any, why: str) -> None:
@@ -417,8 +415,8 @@ def give_up(layer: Any, why: str) -> None:
 def start(model: nn.Module) -> None:
     """Makes the calling thread watch a model's forward pass."""
     _local.watch, _local.root = Watch(), weakref.ref(model)
-    _local.frame = next(_frames_of_callers())
-    compiler.pause()
+    _local.frame, _local.pause = next(_frames_of_callers()), compiler.paused()
+    _local.pause.__enter__()
     _local.watch.__enter__()
 
 
@@ -449,7 +447,7 @@ def end(model: nn.Module, output: Any) -> bool:
 
 def _stop() -> None:
     watch, _local.watch, _local.frame = _local.watch, None, None
-    compiler.go_on()
+    _local.pause.__exit__(None, None, None)
     modes = _torch.dispatch_modes()
     if modes and modes[-1] is watch:
         watch.__exit__(None, None, None)

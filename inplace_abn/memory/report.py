@@ -11,7 +11,7 @@ from torch import nn
 
 from inplace_abn.conversion.convert import convert
 from inplace_abn.conversion.report import Report, report
-from inplace_abn.conversion.table import aligned, readable
+from inplace_abn.conversion.table import lay_out, readable
 from inplace_abn.memory.step import Usage, measure
 from inplace_abn.trial import randomness_restored, trainable
 
@@ -31,8 +31,7 @@ class MemoryReport:
         if self.after is not None:
             rows.append(("converted", readable(self.after.held), readable(self.after.peak)))
             rows.append(("saved", _less(self.after.held, self.before.held), _less(self.after.peak, self.before.peak)))
-        widths = [max(len(row[i]) for row in rows) for i in range(3)]
-        lines = [line for row in rows for line in aligned(row, (1, 2), widths)]
+        *lines, _ = lay_out(rows, (1, 2), 100)
         if self.norms is not None and not self.norms.layers:
             lines += self.norms.left_out()
         return "\n".join(lines)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,11 +50,19 @@ def measure(model: nn.Module, /, *args: Any, tick: Callable[[], None] | None = N
     Raises:
         ValueError: no output requires grad.
     """
+
+    def ticked(*_: Any) -> None:
+        assert tick is not None
+        tick()
+
     cuda = any(t.device.type == "cuda" for t in (*model.parameters(), *tensors_in((args, kwargs))))
     training = [(module, module.training) for module in model.modules()]
     model.train()
     model.zero_grad(set_to_none=True)
-    with _ticking(model, tick), _quiet():
+    with ExitStack() as hooks, _quiet():
+        for module in model.modules():
+            if tick is not None and next(module.children(), None) is None:
+                hooks.enter_context(module.register_forward_hook(ticked))
         try:
             # The first step is not measured, because libraries allocate some memory only once.
             loss(model, args, kwargs).backward()
@@ -106,21 +114,6 @@ def _timeline(profile: Any, device: str) -> tuple[list[tuple[float, int]], float
         size += change
         timeline.append(((time - start) / 1e6, size))
     return timeline, (marks[_BACKWARD] - start) / 1e6
-
-
-@contextmanager
-def _ticking(model: nn.Module, tick: Callable[[], None] | None) -> Iterator[None]:
-    def ticked(*_: Any) -> None:
-        if tick is not None:
-            tick()
-
-    leaves = [module for module in model.modules() if not any(True for _ in module.children())]
-    handles = [module.register_forward_hook(ticked) for module in leaves] if tick is not None else []
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager
