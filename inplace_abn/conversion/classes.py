@@ -157,8 +157,10 @@ def _forward_with_activation(base: type[nn.Module]) -> Callable[[Any, Tensor], T
     def forward(self: Any, x: Tensor) -> Tensor:
         if isinstance(x, fx.Proxy):
             return as_leaf(self, x)
-        x = plain(settled(x))
-        y = self._normalised(x)
+        y = self._planned(x)
+        if y is None:
+            x = plain(settled(x))
+            y = self._normalised(x)
         unwatched = watch.current() is None or torch.is_grad_enabled()
         if y is None and unwatched and (self._participating() is None or not self.training):
             return base.forward(self, x)  # type: ignore[no-any-return]

@@ -47,11 +47,21 @@ class InPlaceNorm(Converted):
         return self.per_instance
 
     def forward(self, input: Tensor) -> Tensor:
+        y = self._planned(input)
+        if y is not None:
+            return y
         if isinstance(input, fx.Proxy):
             return as_leaf(self, input)
         x = plain(settled(input))
         y = self._normalised(x)
         return self._noted(self._native(x)) if y is None else y
+
+    def _planned(self, x: Any) -> Tensor | None:
+        """The norm's output by a plan; None if the call is not like any that has one."""
+        past = self._past
+        if torch.compiler.is_compiling() or past.plan is None or past.was_watched or type(x) is not Tensor:
+            return None
+        return planned(past.plan, self, x)
 
     def _noted(self, y: Tensor) -> Tensor:
         """y as torch computes it. A pass without gradients is watched, too: backward may repeat it with gradients."""
@@ -71,11 +81,6 @@ class InPlaceNorm(Converted):
             return None
         if torch.compiler.is_compiling():
             return self._compiled(x)
-        past = self._past
-        if past.plan is not None and not past.was_watched and watch.current() is None:
-            y = planned(past.plan, self, x)
-            if y is not None:
-                return y
         return self._looked(x)
 
     def _looked(self, x: Tensor) -> Tensor | None:

@@ -57,14 +57,14 @@ class Pending(Tensor):
     _shown: Tensor | None = None
     """The values that ops below autograd have seen."""
     _node: Any = None
-    """The tensor's graph node when it was placed. The tensor has another node once a custom function, or an op below
-    autograd, has written to it."""
+    """The tensor's graph node when it was placed, or the functions in C++ that know it, and what they know it by. The
+    tensor has another node once a custom function, or an op below autograd, has written to it."""
     _version_of_plain: int
     """The version of the plain tensor when this tensor was placed."""
     _leads: bool = False
     """Whether the plain tensor comes after this one in the graph."""
     _name: str
-    """The norm's name."""
+    """The norm's name, once Python has taken the tensor over, or the tensor stands for a plain one."""
     _stands_for_view: bool = False
     """Whether torch's norm returns a view."""
     _is_named: bool = False
@@ -88,6 +88,7 @@ class Pending(Tensor):
         if self._waiting is not None:
             (waiting, plan, module, _), self._waiting = self._waiting, None
             self._held, self._node = plan.state(module, waiting, self)
+            self._name = plan.name
 
     @classmethod
     def __torch_function__(
@@ -96,12 +97,18 @@ class Pending(Tensor):
         kwargs = kwargs or {}
         read = KNOWN.get(func)
         if read is not None:
+            called: Any = None
+            if len(args) == 1 and type(args[0]) is Pending and args[0]._waiting is not None:
+                called = func, args[0]._waiting[3], *kwargs.items()
+                z = _activated_at_once(args[0], called)
+                if z is not None:
+                    return z
             for t in args:
                 settled(t)
             call = read(args, kwargs)
             result = None
             if isinstance(call, Activating):
-                result = _activated(call)
+                result = _activated(call, called)
             elif isinstance(call, Adding):
                 result = _added(call)
             elif type(call) is Pending:
@@ -184,6 +191,9 @@ class Pending(Tensor):
 
     def _has_moved(self) -> bool:
         self._take_over()
+        if type(self._node) is tuple:
+            node, waiting = self._node
+            return not node.is_placed(waiting)
         with _torch.NoTorchFunction():
             return self.grad_fn is not self._node
 
@@ -279,13 +289,10 @@ def _left_behind(t: Pending) -> RuntimeError:
 
 def planned(plan: Plan, module: Any, x: Tensor) -> Pending | None:
     """A tensor that stands for a norm's output, by the norm's plan; None if the call is not like the plan's."""
-    if type(x) is not Tensor or x.layout is not torch.strided or not plan.fits(module, x):
-        return None
-    t = _torch.stand_in_like(Pending, x)
-    waiting = plan.call(module, x, t)
-    if waiting is None:
-        return None
-    t._waiting, t._name = (waiting, plan, module, False), plan.name
+    t, waiting = plan.call(module, x)
+    if waiting is not None:
+        t.__class__ = Pending
+        t._waiting = (waiting, plan, module, False)
     return t  # type: ignore[no-any-return]
 
 
@@ -406,43 +413,52 @@ def _fusible(t: Any) -> PendingState | None:
     return state if state is not None and state.memory is not None and state.has_its_residual() else None
 
 
-def _activated_at_once(t: Any, call: Activating) -> Tensor | None:
+def _activated_at_once(t: Any, called: tuple[Any, ...]) -> Tensor | None:
     """The activation of what waits in C++; None if Python has to look at it."""
-    waiting, plan, module, adds = t._waiting
-    code = plan.saw(module, call.activation, call.param, adds)
-    if code is None:
+    waiting, plan, module, _ = t._waiting
+    z, in_place = plan.activate(module, waiting, called)
+    if z is None:
         return None
-    with _torch.NoTorchFunction():
-        return plan.node.activate(waiting, t, code, call.param, call.in_place)  # type: ignore[no-any-return]
+    if in_place:
+        t._waiting, t._name, t._node = None, plan.name, (plan.node, waiting)
+        t._plain, t._version_of_plain, t._is_named = z, z._version, True
+    else:
+        t._is_taken = True
+    return z  # type: ignore[no-any-return]
 
 
 def _added_at_once(t: Any, residual: Tensor, in_place: bool) -> Pending | None:
     """The sum of what waits in C++ and a residual; None if Python has to look at them."""
     waiting, plan, module, _ = t._waiting
-    result = t if in_place else _torch.stand_in_like(Pending, residual)
-    with _torch.NoTorchFunction():
-        waiting = plan.node.add(waiting, t, result, residual)
+    result, waiting = plan.node.add(waiting, residual, in_place)
     if waiting is None:
         return None
-    t._is_taken = not in_place
-    result._waiting, result._name = (waiting, plan, module, True), plan.name
+    if not in_place:
+        result.__class__ = Pending
+        t._is_taken = True
+    result._waiting = (waiting, plan, module, True)
     return result  # type: ignore[no-any-return]
 
 
-def _activated(call: Activating) -> Tensor | None:
+def _activated(call: Activating, called: tuple[Any, ...] | None = None) -> Tensor | None:
     t = call.input
-    z = _activated_at_once(t, call) if type(t) is Pending and t._waiting is not None else None
-    if z is None and type(t) is Pending and t._held is not None and t._held.narrow is not None:
+    if called is not None and t._waiting is not None:
+        _, plan, _, adds = t._waiting
+        if plan.learn(called, call.activation, call.param, adds, call.in_place):
+            z = _activated_at_once(t, called)
+            if z is not None:
+                return z
+    if type(t) is Pending and t._held is not None and t._held.narrow is not None:
         return _activated_narrowly(t, call)
-    state = _fusible(t) if z is None else None
-    if state is not None:
-        state.norm.record_consumer(call.activation, call.param, state.residual is not None)
-        z = attached(state, (call.activation, call.param), t if call.in_place else None, in_place=call.in_place)
-        if z is not None and call.in_place:
-            increment_version([t])
+    state = _fusible(t)
+    if state is None:
+        return None
+    state.norm.record_consumer(call.activation, call.param, state.residual is not None)
+    z = attached(state, (call.activation, call.param), t if call.in_place else None, in_place=call.in_place)
     if z is None:
         return None
     if call.in_place:
+        increment_version([t])
         t._settle(z)
         t._is_named = True
     else:
@@ -463,8 +479,7 @@ def _activated_narrowly(t: Pending, call: Activating) -> Tensor | None:
 def _added(call: Adding) -> Tensor | None:
     """The sum of y and a residual, still pending; None if the other operand cannot be a residual."""
     t, other = (call.first, call.second) if type(call.first) is Pending else (call.second, call.first)
-    may_wait = type(other) is Tensor and t._waiting is not None and not _torch.is_watched()
-    if may_wait and (t is call.first or not call.in_place):
+    if type(other) is Tensor and t._waiting is not None and (t is call.first or not call.in_place):
         result = _added_at_once(t, other, call.in_place)
         if result is not None:
             return result

@@ -6,7 +6,7 @@ a call, and the activation or the sum that follows, in one step each. If anythin
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -18,54 +18,104 @@ from inplace_abn.conversion.waiting import NormCall, PendingState, seen_as
 from inplace_abn.settings import Operands, Settings
 
 
+class Activation(NamedTuple):
+    """An activation that the guard lets follow."""
+
+    code: int
+    """Its number in the kernels."""
+    consumer: tuple[str, float, bool]
+    """What the guard is told: the activation, and whether a sum came before."""
+    note: Note
+    """What the norm then says that it did."""
+    in_place: bool = False
+
+
 class Plan:
     """A norm's calls in training, by statistics of their own, which nobody measures or watches."""
 
-    __slots__ = ("_approved", "_like", "_look", "in_cpp", "name", "node", "settings")
+    __slots__ = (
+        "_approved",
+        "_called",
+        "_decision",
+        "_eps",
+        "_look",
+        "_mode",
+        "_momentum",
+        "_state",
+        "in_cpp",
+        "name",
+        "node",
+        "settings",
+    )
 
     def __init__(
-        self, module: Any, x: Tensor, settings: Settings, applied: tuple[str, float], look: guard.Look, node: Any
+        self,
+        module: Any,
+        x: Tensor,
+        settings: Settings,
+        applied: tuple[str, float],
+        look: guard.Look,
+        mode: guard.Mode,
+        node: Any,
     ) -> None:
-        self.settings, self.node, self._look = settings, node, look
-        self.name, self._like = settings.name or type(module).__name__, _like(module)
+        self.settings = settings
+        self.node: Any = node
+        self._look, self._mode, self._decision = look, mode, look.decision
+        self.name = settings.name or type(module).__name__
+        self._state, self._eps, self._momentum = module._guard, module.eps, module.momentum
         options = (module.momentum, settings.eps, find(applied[0]).code, applied[1], settings.name)
         self.in_cpp = node.plan(x, parameters(module)[0], _statistics(module)[0], *options)
-        self._approved: dict[tuple[str, float, bool], tuple[int, Note]] = {}
-        """The activations, after a sum or not, that the guard lets follow: their number in the kernels, and what the
-        norm then says that it did."""
+        self._approved: dict[tuple[str, float, bool], Activation] = {}
+        self._called: dict[tuple[Any, ...], Activation] = {}
+        """The activations, by the functions and the options that were called, and whether a sum came before."""
 
-    def fits(self, module: Any, x: Tensor) -> bool:
-        """Whether the module still does the same. The node looks at the tensors."""
-        look, mode = self._look, guard.settled(module, x.dtype)
-        return (
-            mode is look.mode
-            and mode is not None
-            and mode.decisions[-1] is look.decision
-            and functions.node_in_cpp() is self.node
-            and guard.given_up(module) is None
-            and self._like == _like(module)
-            and not _torch.in_forward_mode()
-            and not _torch.is_watched()
-        )
+    def call(self, module: Any, x: Tensor) -> Any:
+        """Calls the norm. Returns a tensor that stands for the output, and what waits, in C++.
 
-    def call(self, module: Any, x: Tensor, stand_in: Tensor) -> Any:
-        """Calls the norm. Returns what waits, in C++; None, and does nothing, if the call is not like the plan's."""
-        with _torch.NoTorchFunction():
-            return self.node.norm(self.in_cpp, stand_in, x, *parameters(module), *_statistics(module))
+        Both are None, and nothing was done, if the call is not like the plan's. The node looks at the tensors, and at
+        what surrounds the call.
+        """
+        state, mode = module._guard, self._mode
+        if (
+            state is not self._state
+            or state.given_up is not None
+            or mode.decisions[-1] is not self._decision
+            or not module.training
+            or module.eps is not self._eps
+            or module.momentum is not self._momentum
+            or functions.node_in_cpp() is not self.node
+            or not guard.is_settled(module, state, mode)
+        ):
+            return None, None
+        return self.node.norm(self.in_cpp, x, *parameters(module), *_statistics(module))
 
     def approve(self, look: guard.Look, activation: tuple[str, float], adds: bool, note: Note) -> None:
         """Lets an activation follow in calls by this plan, as the guard did in this one."""
-        if look.decision is self._look.decision:
-            self._approved[(*activation, adds)] = find(activation[0]).code, note
+        if look.decision is self._decision:
+            consumer = *activation, adds
+            self._approved[consumer] = Activation(find(activation[0]).code, consumer, note)
 
-    def saw(self, module: Any, activation: str, param: float, adds: bool) -> int | None:
-        """Remembers what followed. Returns its number in the kernels; None, and does nothing, if it is not approved."""
-        found, past = self._approved.get((activation, param, adds)), module._past
-        if found is None or past.was_watched or _torch.is_watched():
-            return None
-        self._look.saw((activation, param, adds))
-        past.note = found[1]
-        return found[0]
+    def learn(self, called: tuple[Any, ...], activation: str, param: float, adds: bool, in_place: bool) -> bool:
+        """Remembers which activation was called. Returns whether it is approved."""
+        found = self._approved.get((activation, param, adds))
+        if found is not None:
+            self._called[called] = found._replace(in_place=in_place)
+        return found is not None
+
+    def activate(self, module: Any, waiting: Any, called: tuple[Any, ...]) -> tuple[Tensor | None, bool]:
+        """The activation of what waits, and whether it is in place; None if Python has to look at it."""
+        try:
+            found = self._called.get(called)
+        except TypeError:  # an option that cannot be hashed
+            found = None
+        if found is None:
+            return None, False
+        code, consumer, note, in_place = found
+        z = self.node.activate(waiting, code, consumer[1], in_place)
+        if z is not None:
+            self._look.saw(consumer)
+            module._past.note = note
+        return z, in_place
 
     def state(self, module: Any, waiting: Any, t: Any) -> tuple[PendingState, Any]:
         """What ``t``, which stands for the output, stands for, and the node that it was given.
@@ -73,7 +123,7 @@ class Plan:
         The node is None if it has another one since.
         """
         with _torch.NoTorchFunction():
-            tensors, numbers, param = self.node.parts(waiting, t)
+            tensors, numbers, param = self.node.parts(waiting)
             x, weight, bias, residual, weight_value, bias_value, var, memory = tensors
             code, is_placed, is_inner, output_nr, version, *seen = numbers
             of_x, of_weight, of_bias, of_residual = (
@@ -96,9 +146,9 @@ def of_call(module: Any, x: Tensor, settings: Settings, applied: tuple[str, floa
     node = functions.node_in_cpp()
     # Tensors may be written to.
     are_numbers = isinstance(module.momentum, (int, float)) and isinstance(module.eps, (int, float))
-    if node is None or not is_simple or not are_numbers:
+    if node is None or look.mode is None or not is_simple or not are_numbers:
         return None
-    return Plan(module, x, settings, applied, look, node)
+    return Plan(module, x, settings, applied, look, look.mode, node)
 
 
 def parameters(module: Any) -> tuple[Tensor | None, Tensor | None]:
@@ -115,8 +165,3 @@ def _statistics(module: Any) -> tuple[Tensor | None, Tensor | None, Tensor | Non
         return None, None, None
     buffers = module._buffers
     return buffers.get("running_mean"), buffers.get("running_var"), buffers.get("num_batches_tracked")
-
-
-def _like(module: Any) -> tuple[Any, ...]:
-    """What must be the same in all calls of a plan, besides the tensors."""
-    return module.training, module.track_running_stats, module.eps, module.momentum

@@ -136,6 +136,8 @@ def is_writable(activation: str, in_place: bool) -> bool:
 class Watch(_torch.OwnMode):
     """Follows the outputs of converted norms through a model's forward pass."""
 
+    sees_measurements = False
+
     def __init__(self) -> None:
         super().__init__()
         self._follower = tags.Follower()

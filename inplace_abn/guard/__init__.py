@@ -42,6 +42,7 @@ from inplace_abn.guard.layers import expect as expect
 from inplace_abn.guard.layers import forget as forget
 from inplace_abn.guard.layers import give_up as give_up
 from inplace_abn.guard.layers import given_up as given_up
+from inplace_abn.guard.layers import is_settled as is_settled
 from inplace_abn.guard.layers import knows as knows
 from inplace_abn.guard.layers import layers_of as layers_of
 from inplace_abn.guard.layers import learn as learn
@@ -57,3 +58,4 @@ from inplace_abn.guard.layers import set_guard as set_guard
 from inplace_abn.guard.layers import settled as settled
 from inplace_abn.guard.layers import strip as strip
 from inplace_abn.guard.layers import take as take
+from inplace_abn.guard.modes import Mode as Mode

@@ -92,14 +92,19 @@ def settled(module: Any, dtype: torch.dtype) -> Mode | None:
     mode = None if state is None else state.modes.get(dtype)
     if state is None or mode is None or _torch.top_saved_tensors_hooks(True) is not None:
         return None
+    return mode if is_settled(module, state, mode) else None
+
+
+def is_settled(module: Any, state: State, mode: Mode) -> bool:
+    """Whether a call without saved-tensor hooks only has to do what was decided."""
     if not state.writes.are_expected(module):
-        return None
+        return False
     at, interval = generations.current, module.guard_interval
     if mode.settled_at == at:
-        return mode
+        return True
     if generations.is_paused() or not interval or _is_due(mode, interval):
-        return None
-    return mode if mode.goes_on(at) else None
+        return False
+    return mode.goes_on(at)
 
 
 def _is_due(mode: Mode, interval: int) -> bool:

@@ -98,7 +98,7 @@ class Observation(NamedTuple):
         It can be called once only, because it overwrites x.
         """
         settings, weight, bias = self.settings.activating((activation, param)), self.weight, self.bias
-        with torch.no_grad():
+        with torch.no_grad(), _torch.unwatched():
             added = None if residual is None else recovery.sample(residual, settings.per_instance)
             if settings.per_instance:
                 samples = self.mean.numel() // self.channels
@@ -115,7 +115,7 @@ def observe(module: Any, x: Tensor, verbatim: tuple[int, ...] = ()) -> Observati
     """What a measurement needs of a call that saves xhat of the channels ``verbatim``."""
     running_mean, running_var = _running(module)
     training = uses_own_statistics(module)
-    with torch.no_grad():
+    with torch.no_grad(), _torch.unwatched():
         shared = module.shared if training else 0
         mean, var = (
             ops.run(ops.statistics, [], x, shared)

@@ -18,7 +18,7 @@ import torch
 
 _FOLDER = Path(__file__).parents[1]
 _MODULE = "inplace_abn._node"
-_CALLED = ("inplace_abn", "attached", "plan", "norm", "activate", "add", "parts", "wait")
+_CALLED = ("inplace_abn", "attached", "plan", "norm", "activate", "add", "is_placed", "parts", "wait")
 """The functions that are torch ops of the same signature in the wheel."""
 
 Counts = tuple[int, int]
@@ -36,12 +36,14 @@ class Node(NamedTuple):
     plan: Callable[..., Any]
     """What a converted norm's calls are like (``src/node/waiting.h``)."""
     norm: Callable[..., Any]
-    """The part of such a call that does not depend on what follows. Returns what waits for that. Like the next two, it
-    returns None, and does nothing, if the call needs Python."""
+    """The part of such a call that does not depend on what follows. Returns a tensor that stands for the output, and
+    what waits. Like the next two, it returns None instead, and does nothing, if the call needs Python."""
     activate: Callable[..., Any]
     """The activation of an output that waits."""
     add: Callable[..., Any]
     """The sum of an output that waits and a residual, which waits again."""
+    is_placed: Callable[..., bool]
+    """Whether what stands for the output has the place in the graph that it was given."""
     parts: Callable[..., Any]
     """All that is known of an output that waits, whose memory is given up."""
     wait: Callable[..., None]

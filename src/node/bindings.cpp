@@ -44,6 +44,7 @@ PYBIND11_MODULE(_node, m) {
   m.def("norm", &inplace_abn::norm, without_gil);
   m.def("activate", &inplace_abn::activate, without_gil);
   m.def("add", &inplace_abn::add, without_gil);
+  m.def("is_placed", &inplace_abn::is_placed);
   m.def("parts", &inplace_abn::parts, without_gil);
   m.def("set_sole_holders", &set_sole_holders);
   m.def("last_counts", &last_counts);

@@ -58,20 +58,20 @@ TORCH_LIBRARY(inplace_abn_node, m) {
       "-> __torch__.torch.classes.inplace_abn_node.Plan",
       &plan);
   m.def(
-      "norm(__torch__.torch.classes.inplace_abn_node.Plan plan, Tensor(a!) stand_in, Tensor x, Tensor? weight, "
-      "Tensor? bias, Tensor(b!)? running_mean, Tensor(c!)? running_var, Tensor(d!)? batches) "
-      "-> __torch__.torch.classes.inplace_abn_node.Waiting?",
+      "norm(__torch__.torch.classes.inplace_abn_node.Plan plan, Tensor x, Tensor? weight, Tensor? bias, "
+      "Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor(c!)? batches) "
+      "-> (Tensor, __torch__.torch.classes.inplace_abn_node.Waiting?)",
       &norm);
   m.def(
-      "activate(__torch__.torch.classes.inplace_abn_node.Waiting waiting, Tensor(a!) stand_in, int activation, "
-      "float activation_param, bool in_place) -> Tensor",
+      "activate(__torch__.torch.classes.inplace_abn_node.Waiting waiting, int activation, float activation_param, "
+      "bool in_place) -> Tensor",
       &activate);
   m.def(
-      "add(__torch__.torch.classes.inplace_abn_node.Waiting waiting, Tensor(a!) stand_in, Tensor(b!) sum, "
-      "Tensor residual) -> __torch__.torch.classes.inplace_abn_node.Waiting?",
+      "add(__torch__.torch.classes.inplace_abn_node.Waiting waiting, Tensor residual, bool in_place) "
+      "-> (Tensor, __torch__.torch.classes.inplace_abn_node.Waiting?)",
       &add);
-  m.def("parts(__torch__.torch.classes.inplace_abn_node.Waiting waiting, Tensor stand_in) -> (Tensor[], int[], float)",
-        &parts);
+  m.def("is_placed(__torch__.torch.classes.inplace_abn_node.Waiting waiting) -> bool", &is_placed);
+  m.def("parts(__torch__.torch.classes.inplace_abn_node.Waiting waiting) -> (Tensor[], int[], float)", &parts);
   m.def(
       "wait(Tensor(a!) stand_in, Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor? mean, Tensor var, "
       "float eps, bool training, int shared) -> ()",

@@ -3,6 +3,7 @@
 #include "waiting.h"
 
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/from_blob.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -145,15 +146,36 @@ bool fits(const Plan& plan, const Tensor& x, const OptTensor& weight, const OptT
   return x.requires_grad() || requires_grad(weight) || requires_grad(bias);
 }
 
-// Whether the stand-in has the place in the graph that it was given.
-bool is_placed(const Waiting& w, const Tensor& stand_in) {
-  return w.node == stand_in.grad_fn();
+// A tensor without memory, of the shape, strides, dtype and device of another one. Python makes it a subclass's, whose
+// __torch_dispatch__ sees the ops that are called with it.
+Tensor stand_in_like(const Tensor& t) {
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  const Tensor result = at::for_blob(nullptr, t.sizes())
+                            .strides(t.strides())
+                            .context(nullptr, [](void*) {})
+                            .target_device(t.device())
+                            .options(t.options())
+                            .allocator(c10::GetAllocator(c10::kMeta))
+                            .resizeable_storage()
+                            .make_tensor();
+  result.unsafeGetTensorImpl()->set_python_dispatch(true);
+  return result;
+}
+
+// What stands for a waiting output; undefined once it is gone.
+Tensor stand_in_of(const Waiting& w) {
+  auto stand_in = w.stand_in.lock();
+  return stand_in.defined() ? Tensor(std::move(stand_in)) : Tensor();
+}
+
+bool has_place(const Waiting& w, const Tensor& stand_in) {
+  return stand_in.defined() && w.node == stand_in.grad_fn();
 }
 
 // Whether one node can stand for the norm and what follows: nothing has changed since the norm was called.
 bool is_fusible(const Waiting& w, const Tensor& stand_in) {
   return at::GradMode::is_enabled() && w.memory.defined() && w.memory._version() == w.version_of_memory &&
-         is_placed(w, stand_in) && edge_of(w.x) == w.edge && w.x.requires_grad() == w.seen_x.requires_grad &&
+         has_place(w, stand_in) && edge_of(w.x) == w.edge && w.x.requires_grad() == w.seen_x.requires_grad &&
          Seen(w.weight) == w.seen_weight && Seen(w.bias) == w.seen_bias && Seen(w.residual) == w.seen_residual;
 }
 
@@ -196,14 +218,14 @@ Seen::Seen(const OptTensor& t) {
   requires_grad = t->requires_grad();
 }
 
-std::optional<WaitingPtr> norm(const c10::intrusive_ptr<Plan>& plan, const Tensor& stand_in, const Tensor& x,
-                               const OptTensor& weight, const OptTensor& bias, const OptTensor& running_mean,
-                               const OptTensor& running_var, const OptTensor& batches) {
+Output norm(const c10::intrusive_ptr<Plan>& plan, const Tensor& x, const OptTensor& weight, const OptTensor& bias,
+            const OptTensor& running_mean, const OptTensor& running_var, const OptTensor& batches) {
   if (!fits(*plan, x, weight, bias, running_mean, running_var) ||
       !is_usual(x, {&weight, &bias, &running_mean, &running_var, &batches}, true)) {
     return {};
   }
-  auto waiting = c10::make_intrusive<Waiting>();
+  const Tensor stand_in = stand_in_like(x);
+  auto waiting = c10::make_intrusive<Waiting>(stand_in);
   {
     const at::AutoDispatchBelowADInplaceOrView guard;
     waiting->memory = at::empty_like(x);
@@ -227,12 +249,12 @@ std::optional<WaitingPtr> norm(const c10::intrusive_ptr<Plan>& plan, const Tenso
   waiting->version_of_memory = waiting->memory._version();
   waiting->edge = edge_of(x);
   place(*waiting, stand_in);
-  return waiting;
+  return {stand_in, std::move(waiting)};
 }
 
-Tensor activate(const WaitingPtr& waiting, const Tensor& stand_in, int64_t activation, double activation_param,
-                bool in_place) {
+Tensor activate(const WaitingPtr& waiting, int64_t activation, double activation_param, bool in_place) {
   Waiting& w = *waiting;
+  const Tensor stand_in = stand_in_of(w);
   if (!is_fusible(w, stand_in)) return {};
   if (w.activation != activation || w.activation_param != activation_param) {
     if (w.activation != identity) return {};
@@ -253,13 +275,18 @@ Tensor activate(const WaitingPtr& waiting, const Tensor& stand_in, int64_t activ
   if (in_place) {
     StandsForFunction::apply(z, StandsForFunction::After{stand_in});
     bump_version(stand_in);
+    w.node = stand_in.grad_fn();
+    // What stands for the output stands for z now, and needs nothing else.
+    w.x = w.weight_value = w.bias_value = w.var = Tensor();
+    w.weight = w.bias = w.residual = std::nullopt;
+    w.edge = {};
   }
   return z;
 }
 
-std::optional<WaitingPtr> add(const WaitingPtr& waiting, const Tensor& stand_in, const Tensor& sum,
-                              const Tensor& residual) {
-  if (!is_fusible(*waiting, stand_in) || waiting->residual.has_value() || waiting->activation != identity) return {};
+Output add(const WaitingPtr& waiting, const Tensor& residual, bool in_place) {
+  Tensor sum = stand_in_of(*waiting);
+  if (!is_fusible(*waiting, sum) || waiting->residual.has_value() || waiting->activation != identity) return {};
   const Tensor& memory = waiting->memory;
   const bool is_alike = residual.sizes() == memory.sizes() && residual.strides() == memory.strides() &&
                         residual.scalar_type() == memory.scalar_type() && !residual.is_alias_of(memory);
@@ -274,14 +301,23 @@ std::optional<WaitingPtr> add(const WaitingPtr& waiting, const Tensor& stand_in,
   waiting->memory = Tensor();
   added->residual = residual;
   added->seen_residual = Seen(residual);
+  if (in_place) {
+    bump_version(sum);
+  } else {
+    sum = stand_in_like(added->memory);
+    added->stand_in = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>(sum.getIntrusivePtr());
+  }
   place(*added, sum);
-  if (sum.is_same(stand_in)) bump_version(stand_in);
-  return added;
+  return {sum, std::move(added)};
 }
 
-std::tuple<std::vector<Tensor>, std::vector<int64_t>, double> parts(const WaitingPtr& waiting, const Tensor& stand_in) {
+bool is_placed(const WaitingPtr& waiting) {
+  return has_place(*waiting, stand_in_of(*waiting));
+}
+
+std::tuple<std::vector<Tensor>, std::vector<int64_t>, double> parts(const WaitingPtr& waiting) {
   Waiting& w = *waiting;
-  std::vector<int64_t> numbers{w.activation, is_placed(w, stand_in), w.edge.function != nullptr, w.edge.input_nr,
+  std::vector<int64_t> numbers{w.activation, is_placed(waiting), w.edge.function != nullptr, w.edge.input_nr,
                                w.version_of_memory};
   for (const Seen& seen : {w.seen_x, w.seen_weight, w.seen_bias, w.seen_residual}) {
     numbers.insert(numbers.end(), {seen.version, seen.address, seen.requires_grad});

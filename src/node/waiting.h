@@ -63,31 +63,38 @@ struct Waiting final : torch::CustomClassHolder {
   Seen seen_x, seen_weight, seen_bias, seen_residual;
   int64_t version_of_memory;
   torch::autograd::Edge edge;
-  // The graph node of the tensor that stands for the output.
+  // The tensor that stands for the output, which does not outlive its last other reference, and the graph node that it
+  // was given.
+  c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> stand_in;
   NodePtr node;
+
+  explicit Waiting(const Tensor& stand_in) : stand_in(stand_in.getIntrusivePtr()) {}
 };
 
 using WaitingPtr = c10::intrusive_ptr<Waiting>;
 
-// A norm's call by a plan. The stand-in gets its place in the graph. Autograd does not notice the update of the running
-// statistics, as in torch. `batches`, the number of batches, is counted. Returns nothing, and does nothing, if the call
-// is not like the plan's, or needs Python.
-std::optional<WaitingPtr> norm(const c10::intrusive_ptr<Plan>& plan, const Tensor& stand_in, const Tensor& x,
-                               const OptTensor& weight, const OptTensor& bias, const OptTensor& running_mean,
-                               const OptTensor& running_var, const OptTensor& batches);
+// A tensor that stands for an output, and what it stands for. Both are undefined, and nothing was done, if the call
+// needs Python.
+using Output = std::tuple<Tensor, std::optional<WaitingPtr>>;
 
-// The activation of a waiting output, for which `stand_in` stands. If it is in place, the stand-in comes right after
-// the result in the graph. Returns an undefined tensor, and does nothing, if the call needs Python.
-Tensor activate(const WaitingPtr& waiting, const Tensor& stand_in, int64_t activation, double activation_param,
-                bool in_place);
+// A norm's call by a plan. Autograd does not notice the update of the running statistics, as in torch. `batches`, the
+// number of batches, is counted. The result is undefined, too, if the call is not like the plan's.
+Output norm(const c10::intrusive_ptr<Plan>& plan, const Tensor& x, const OptTensor& weight, const OptTensor& bias,
+            const OptTensor& running_mean, const OptTensor& running_var, const OptTensor& batches);
 
-// The sum of a waiting output and a residual, which waits again. `sum` stands for it; it is `stand_in` if the sum is in
-// place. Returns nothing, and does nothing, if the call needs Python.
-std::optional<WaitingPtr> add(const WaitingPtr& waiting, const Tensor& stand_in, const Tensor& sum,
-                              const Tensor& residual);
+// The activation of a waiting output. If it is in place, what stands for the output comes right after the result in the
+// graph, and nothing waits any more. Returns an undefined tensor, and does nothing, if the call needs Python.
+Tensor activate(const WaitingPtr& waiting, int64_t activation, double activation_param, bool in_place);
+
+// The sum of a waiting output and a residual, which waits again. If it is in place, what stands for the output stands
+// for the sum.
+Output add(const WaitingPtr& waiting, const Tensor& residual, bool in_place);
+
+// Whether what stands for the output has the place in the graph that it was given.
+bool is_placed(const WaitingPtr& waiting);
 
 // All that Python needs to go on with a waiting output (conversion/plan.py). `waiting` gives up the memory.
-std::tuple<std::vector<Tensor>, std::vector<int64_t>, double> parts(const WaitingPtr& waiting, const Tensor& stand_in);
+std::tuple<std::vector<Tensor>, std::vector<int64_t>, double> parts(const WaitingPtr& waiting);
 
 // Gives the tensor that stands for a norm's output its place in the graph. `mean` is that of frozen statistics.
 void wait(const Tensor& stand_in, const Tensor& x, const OptTensor& weight, const OptTensor& bias,

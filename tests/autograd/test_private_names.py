@@ -9,6 +9,7 @@ import functools
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -163,6 +164,34 @@ def test_dispatch_modes_are_counted():
     with PassOn():
         assert _torch.count_dispatch_modes() == 1
         assert not _torch.is_checkpointed_selectively()
+
+
+@pytest.mark.parametrize("sees_measurements", [True, False])
+def test_unwatched_ops_are_hidden_from_own_modes_that_do_not_see_measurements(sees_measurements):
+    seen = []
+
+    class Own(_torch.OwnMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    class Foreign(TorchDispatchMode):
+        __torch_dispatch__ = Own.__torch_dispatch__
+
+    Own.sees_measurements = sees_measurements
+    x = torch.ones(2, requires_grad=True)
+    with Own():
+        with _torch.unwatched():
+            y = x * 2
+        assert bool(seen) == sees_measurements
+        y.sum().backward()
+        assert x.grad.tolist() == [2, 2]
+        seen.clear()
+        with Foreign(), _torch.unwatched():
+            torch.ones(2)
+        assert seen
+    with _torch.unwatched():
+        assert torch.ones(2).sum() == 2
 
 
 def test_selective_checkpointing_is_told_in_both_passes():

@@ -24,10 +24,10 @@ def planned(monkeypatch):
     calls, call = [], Plan.call
 
     def counted(*args):
-        waiting = call(*args)
+        t, waiting = call(*args)
         if waiting is not None:
             calls.append(args)
-        return waiting
+        return t, waiting
 
     monkeypatch.setattr(Plan, "call", counted)
     return calls
@@ -268,6 +268,9 @@ def test_sums_and_activations_of_planned_calls_are_made_by_the_node(monkeypatch)
         )
     monkeypatch.setattr(Plan, "state", None)
     steps(convert(Between(USES["sum, all in place"]).double()))
+    # A function is read when it is called for the first time.
+    assert made.count(("_activated_at_once", False)) == 1
+    made.remove(("_activated_at_once", False))
     assert made == [("_added_at_once", True), ("_activated_at_once", True)] * 4
 
 
@@ -293,6 +296,42 @@ def test_a_weight_of_a_class_of_its_own_is_not_taken_for_modified(planned):
     expected = steps(copy.deepcopy(model), change)
     check_alike(steps(convert(model), change), expected)
     assert planned
+
+
+OPTIONS = {
+    "slope": ({"negative_slope": 0.1}, {"negative_slope": 0.3}),
+    "default": ({"negative_slope": 0.1}, {}),
+    "in place": ({}, {"inplace": True}),
+    "in place, by number": ({"inplace": 0}, {"inplace": 1}),
+    "out of place": ({"negative_slope": 0.2, "inplace": True}, {"inplace": False, "negative_slope": 0.2}),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_other_options_of_a_function_that_was_called_before_are_seen(name, planned):
+    def calling(options):
+        return lambda m, x, y: F.leaky_relu(y, **options)
+
+    first, then = (calling(options) for options in OPTIONS[name])
+    torch.manual_seed(0)
+    model = Between(first).double()
+
+    def change(model):
+        model.use = then
+
+    expected = steps(copy.deepcopy(model), change)
+    check_alike(steps(convert(model), change), expected)
+    assert planned
+
+
+def test_an_option_that_cannot_be_hashed_is_torchs_error():
+    torch.manual_seed(0)
+    model = convert(Between(in_order(torch.relu)).double())
+
+    def change(model):
+        model.use = lambda m, x, y: F.leaky_relu(y, negative_slope=[])
+
+    assert steps(model, change)[-1] == str(TypeError)
 
 
 @pytest.mark.parametrize("use", [torch.relu_, torch.sin], ids=["activated in place", "read"])
