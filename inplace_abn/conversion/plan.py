@@ -83,7 +83,7 @@ class Plan:
             or not module.training
             or module.eps is not self._eps
             or module.momentum is not self._momentum
-            or functions.node_in_cpp() is not self.node
+            or self.node is not functions.node_in_cpp()
             or not guard.is_settled(module, state, mode)
         ):
             return None, None

@@ -1,6 +1,7 @@
 // How the node calls the package's ops.
 #pragma once
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/clone.h>
@@ -10,6 +11,7 @@
 #include <utility>
 
 #include "node.h"
+#include "usual.h"
 
 namespace inplace_abn {
 
@@ -30,11 +32,21 @@ inline void bump_version(const OptTensor& t) {
   if (t.has_value() && t->defined() && !t->is_inference()) t->unsafeGetTensorImpl()->bump_version();
 }
 
-// A copy of a vector. On the CPU an op takes longer than the copy.
+// An uninitialised tensor like t. On the CPU an op takes longer than the allocation. Modes and tensors that stand for
+// others see the op.
+inline Tensor empty_like(const Tensor& t) {
+  if (!t.is_cpu() || t.key_set().has_any(opaque) || c10::impl::TorchDispatchModeTLS::any_modes_set() ||
+      !t.is_non_overlapping_and_dense()) {
+    return at::empty_like(t);
+  }
+  return at::detail::empty_strided_cpu(t.sizes(), t.strides(), t.scalar_type(), false);
+}
+
+// A copy of a vector.
 inline Tensor copy(const OptTensor& t) {
   if (!t.has_value()) return {};
   if (!t->is_cpu() || !t->is_contiguous()) return t->clone();
-  Tensor result = at::empty_like(*t);
+  Tensor result = empty_like(*t);
   std::memcpy(result.data_ptr(), t->const_data_ptr(), t->nbytes());
   return result;
 }

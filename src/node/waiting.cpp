@@ -2,13 +2,13 @@
 
 #include "waiting.h"
 
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <initializer_list>
+#include <memory>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -101,21 +101,37 @@ class WaitingFunction final : public torch::autograd::Function<WaitingFunction> 
 
 // Places one tensor after another one in the graph. The two have the same values. So hooks on either one see gradients
 // that come through the other one.
-class StandsForFunction final : public torch::autograd::Function<StandsForFunction> {
+class StandsForFunction final : public torch::autograd::Node {
  public:
-  struct After {
-    Tensor t;
-  };
-
-  static variable_list forward(AutogradContext* ctx, const Tensor&, const After& after) {
-    ctx->set_materialize_grads(false);
-    return {after.t};
+  static NodePtr place(const Tensor& t, const Tensor& after) {
+    auto node = made();
+    node->set_next_edges({torch::autograd::impl::gradient_edge(after)});
+    torch::autograd::impl::set_gradient_edge(t, {node, node->add_input_metadata(t)});
+    return node;
   }
 
-  static variable_list backward(AutogradContext*, const variable_list& incoming) { return {incoming[0], Tensor()}; }
+  std::string name() const override { return "StandsForFunction"; }
+  torch::autograd::variable_list apply(variable_list&& gradients) override { return std::move(gradients); }
+  // It has nothing that compiled code depends on.
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {}
+  variable_list apply_with_saved(const variable_list& gradients,
+                                 torch::dynamo::autograd::SwapSavedVariables&) override {
+    return gradients;
+  }
+
+ private:
+  static NodePtr made() {
+    if constexpr (std::is_same_v<NodePtr, std::shared_ptr<torch::autograd::Node>>) {
+      return std::make_shared<StandsForFunction>();
+    } else {
+      return c10::make_intrusive<StandsForFunction>();
+    }
+  }
 };
 
 constexpr int64_t identity = 0;
+// So small that one plus it is one.
+constexpr double identity_eps = 1e-30;
 
 // Without a graph node x is a leaf.
 torch::autograd::Edge edge_of(const Tensor& x) {
@@ -209,6 +225,12 @@ Plan::Plan(const Tensor& x, const OptTensor& weight, const OptTensor& running_me
       name(std::move(name)) {
   if (weight.has_value()) parameter_dtype = weight->scalar_type();
   if (running_mean.has_value()) statistics_dtype = running_mean->scalar_type();
+  if (activation == identity) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    const auto options = x.options().dtype(dtype == at::kDouble ? at::kDouble : at::kFloat);
+    identity_mean = at::zeros({x.size(1)}, options);
+    identity_var = at::ones({x.size(1)}, options);
+  }
 }
 
 Seen::Seen(const OptTensor& t) {
@@ -228,7 +250,7 @@ Output norm(const c10::intrusive_ptr<Plan>& plan, const Tensor& x, const OptTens
   auto waiting = c10::make_intrusive<Waiting>(stand_in);
   {
     const at::AutoDispatchBelowADInplaceOrView guard;
-    waiting->memory = at::empty_like(x);
+    waiting->memory = empty_like(x);
     waiting->var = std::get<1>(call<LocalForwardOut>(
         "inplace_abn::local_forward", "out", x, weight, bias, std::nullopt, running_mean, running_var, plan->momentum,
         std::nullopt, plan->eps, true, plan->activation, plan->activation_param, true, false, waiting->memory));
@@ -258,12 +280,9 @@ Tensor activate(const WaitingPtr& waiting, int64_t activation, double activation
   if (!is_fusible(w, stand_in)) return {};
   if (w.activation != activation || w.activation_param != activation_param) {
     if (w.activation != identity) return {};
-    const auto channels = w.memory.size(1);
-    const auto options = w.memory.options().dtype(w.memory.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
     const at::AutoDispatchBelowADInplaceOrView guard;
-    // With these statistics the norm is the identity, bit for bit.
-    call<Forward>("inplace_abn::forward", "", w.memory, at::zeros({channels}, options), at::ones({channels}, options),
-                  std::nullopt, std::nullopt, std::nullopt, 1e-30, true, activation, activation_param, true);
+    call<Forward>("inplace_abn::forward", "", w.memory, w.plan->identity_mean, w.plan->identity_var, std::nullopt,
+                  std::nullopt, std::nullopt, identity_eps, true, activation, activation_param, true);
     w.activation = activation;
     w.activation_param = activation_param;
   }
@@ -273,9 +292,8 @@ Tensor activate(const WaitingPtr& waiting, int64_t activation, double activation
   if (!z.defined()) return z;
   w.memory = Tensor();
   if (in_place) {
-    StandsForFunction::apply(z, StandsForFunction::After{stand_in});
+    w.node = StandsForFunction::place(stand_in, z);
     bump_version(stand_in);
-    w.node = stand_in.grad_fn();
     // What stands for the output stands for z now, and needs nothing else.
     w.x = w.weight_value = w.bias_value = w.var = Tensor();
     w.weight = w.bias = w.residual = std::nullopt;

@@ -30,6 +30,9 @@ struct Plan final : torch::CustomClassHolder {
   double activation_param;
   // The layer's, for messages.
   std::string name;
+  // Mean and variance with which the norm is the identity, bit for bit, if it has no parameters and next to no eps.
+  // They are defined if no activation is applied in expectation.
+  Tensor identity_mean, identity_var;
 
   Plan(const Tensor& x, const OptTensor& weight, const OptTensor& running_mean, double momentum, double eps,
        int64_t activation, double activation_param, std::string name);
