@@ -15,6 +15,7 @@ from inplace_abn.activations import find, name_of
 from inplace_abn.autograd.backward import Values
 from inplace_abn.conversion.converted import Note
 from inplace_abn.conversion.waiting import NormCall, PendingState, seen_as
+from inplace_abn.kernels.node import Node
 from inplace_abn.settings import Operands, Settings
 
 
@@ -56,10 +57,10 @@ class Plan:
         applied: tuple[str, float],
         look: guard.Look,
         mode: guard.Mode,
-        node: Any,
+        node: Node,
     ) -> None:
         self.settings = settings
-        self.node: Any = node
+        self.node = node
         self._look, self._mode, self._decision = look, mode, look.decision
         self.name = settings.name or type(module).__name__
         self._state, self._eps, self._momentum = module._guard, module.eps, module.momentum
