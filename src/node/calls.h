@@ -34,7 +34,7 @@ inline void bump_version(const OptTensor& t) {
 
 // An uninitialised tensor like t. On the CPU an op takes longer than the allocation. Modes and tensors that stand for
 // others see the op.
-inline Tensor empty_like(const Tensor& t) {
+inline Tensor uninitialised_like(const Tensor& t) {
   if (!t.is_cpu() || t.key_set().has_any(opaque) || c10::impl::TorchDispatchModeTLS::any_modes_set() ||
       !t.is_non_overlapping_and_dense()) {
     return at::empty_like(t);
@@ -46,7 +46,7 @@ inline Tensor empty_like(const Tensor& t) {
 inline Tensor copy(const OptTensor& t) {
   if (!t.has_value()) return {};
   if (!t->is_cpu() || !t->is_contiguous()) return t->clone();
-  Tensor result = empty_like(*t);
+  Tensor result = uninitialised_like(*t);
   std::memcpy(result.data_ptr(), t->const_data_ptr(), t->nbytes());
   return result;
 }

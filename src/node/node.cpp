@@ -166,7 +166,7 @@ variable_list gradients(const Saved& saved, const Tensor& dz, const Needed& need
   if (own_dz) reusable.push_back(dz);
   const auto activation_sized = [&](bool needed) -> OptTensor {
     if (!needed) return std::nullopt;
-    if (reusable.empty()) return empty_like(z);
+    if (reusable.empty()) return uninitialised_like(z);
     const Tensor memory = reusable.back();
     reusable.pop_back();
     return memory;
@@ -174,7 +174,7 @@ variable_list gradients(const Saved& saved, const Tensor& dz, const Needed& need
   // Those of samples are summed in the statistics' dtype.
   const auto per_channel = [&, var = var](bool needed, const OptTensor& like) -> OptTensor {
     if (!needed) return std::nullopt;
-    return s.shared == 0 ? empty_like(*like) : at::empty({z.size(0) * z.size(1)}, var.options());
+    return s.shared == 0 ? uninitialised_like(*like) : at::empty({z.size(0) * z.size(1)}, var.options());
   };
   const auto summed = [&](const OptTensor& t, const OptTensor& like) -> Tensor {
     if (!t.has_value() || s.shared == 0) return t.value_or(Tensor());

@@ -99,12 +99,21 @@ class WaitingFunction final : public torch::autograd::Function<WaitingFunction> 
   }
 };
 
+template <typename Kind, typename Pointer = NodePtr>
+Pointer made() {
+  if constexpr (std::is_same_v<Pointer, std::shared_ptr<torch::autograd::Node>>) {
+    return std::make_shared<Kind>();
+  } else {
+    return c10::make_intrusive<Kind>();
+  }
+}
+
 // Places one tensor after another one in the graph. The two have the same values. So hooks on either one see gradients
 // that come through the other one.
 class StandsForFunction final : public torch::autograd::Node {
  public:
   static NodePtr place(const Tensor& t, const Tensor& after) {
-    auto node = made();
+    const auto node = made<StandsForFunction>();
     node->set_next_edges({torch::autograd::impl::gradient_edge(after)});
     torch::autograd::impl::set_gradient_edge(t, {node, node->add_input_metadata(t)});
     return node;
@@ -117,15 +126,6 @@ class StandsForFunction final : public torch::autograd::Node {
   variable_list apply_with_saved(const variable_list& gradients,
                                  torch::dynamo::autograd::SwapSavedVariables&) override {
     return gradients;
-  }
-
- private:
-  static NodePtr made() {
-    if constexpr (std::is_same_v<NodePtr, std::shared_ptr<torch::autograd::Node>>) {
-      return std::make_shared<StandsForFunction>();
-    } else {
-      return c10::make_intrusive<StandsForFunction>();
-    }
   }
 };
 
@@ -250,7 +250,7 @@ Output norm(const c10::intrusive_ptr<Plan>& plan, const Tensor& x, const OptTens
   auto waiting = c10::make_intrusive<Waiting>(stand_in);
   {
     const at::AutoDispatchBelowADInplaceOrView guard;
-    waiting->memory = empty_like(x);
+    waiting->memory = uninitialised_like(x);
     waiting->var = std::get<1>(call<LocalForwardOut>(
         "inplace_abn::local_forward", "out", x, weight, bias, std::nullopt, running_mean, running_var, plan->momentum,
         std::nullopt, plan->eps, true, plan->activation, plan->activation_param, true, false, waiting->memory));
