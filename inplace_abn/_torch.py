@@ -295,12 +295,17 @@ def is_watched() -> bool:
 
     `is_captured` is about tracers only, and takes longer.
     """
-    return bool(
-        (count_dispatch_modes() and any(not isinstance(mode, OwnMode) for mode in dispatch_modes()))
-        or _tracing_state() is not None
-        or _is_included(_PreDispatch)
-        or transforms_active()
-    )
+    modes = count_dispatch_modes() and any(not isinstance(mode, OwnMode) for mode in dispatch_modes())
+    return bool(modes) or _are_ops_traced()
+
+
+def are_ops_seen() -> bool:
+    """Whether any dispatch mode, this package's own ones too, a tracer or a transform sees the ops that run."""
+    return count_dispatch_modes() > 0 or _are_ops_traced()
+
+
+def _are_ops_traced() -> bool:
+    return _tracing_state() is not None or _is_included(_PreDispatch) or transforms_active()
 
 
 def unwatched() -> AbstractContextManager[Any]:

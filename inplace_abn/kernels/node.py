@@ -16,10 +16,15 @@ from typing import Any, NamedTuple
 
 import torch
 
+from inplace_abn import _torch
+
 _FOLDER = Path(__file__).parents[1]
 _MODULE = "inplace_abn._node"
 _CALLED = ("inplace_abn", "attached", "plan", "norm", "activate", "add", "is_placed", "parts", "wait")
 """The functions that are torch ops of the same signature in the wheel."""
+
+_REFUSALS = {"norm": (None, None), "activate": None, "add": (None, None)}
+"""What those return that take calls over, if the call needs Python."""
 
 Counts = tuple[int, int]
 """References to a gradient that Python has seen, from Python and from C++."""
@@ -96,4 +101,15 @@ def _of_wheel() -> Node:
         return (gradient[0], gradient[1]) if gradient else None, output
 
     called = {name: getattr(ops, name).default for name in _CALLED}
+    for name, refusal in _REFUSALS.items():
+        called[name] = _unless_seen(called[name], refusal)
     return Node(**called, set_sole_holders=set_sole_holders, last_counts=last_counts)
+
+
+def _unless_seen(op: Callable[..., Any], refusal: Any) -> Callable[..., Any]:
+    """The op; it refuses where something sees ops, which would see this one, and not what it does."""
+
+    def call(*args: Any) -> Any:
+        return refusal if _torch.are_ops_seen() else op(*args)
+
+    return call

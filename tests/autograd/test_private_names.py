@@ -166,6 +166,25 @@ def test_dispatch_modes_are_counted():
         assert not _torch.is_checkpointed_selectively()
 
 
+def test_ops_are_seen_by_any_mode_by_tracers_and_by_transforms():
+    class PassOn(_torch.OwnMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    seen = []
+
+    def look(x):
+        seen.append((_torch.are_ops_seen(), _torch.is_watched()))
+        return x + 1
+
+    look(torch.ones(2))
+    with PassOn():
+        look(torch.ones(2))
+    torch.jit.trace(look, torch.ones(2), check_trace=False)
+    torch.func.vmap(look)(torch.ones(2))
+    assert seen == [(False, False), (True, False), (True, True), (True, True)]
+
+
 @pytest.mark.parametrize("sees_measurements", [True, False])
 def test_unwatched_ops_are_hidden_from_own_modes_that_do_not_see_measurements(sees_measurements):
     seen = []

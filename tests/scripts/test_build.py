@@ -265,6 +265,22 @@ own = functions._node
 gradients(own)
 for a, b in zip(gradients(own), gradients(None), strict=True):
     torch.testing.assert_close(a, b)
+
+functions._node, seen = own, []
+class Seeing(torch.utils._python_dispatch.TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        seen.append(func.namespace)
+        return func(*args, **(kwargs or {}))
+
+net = inplace_abn.convert(torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.ReLU()).double())
+for step in range(9):
+    net(leaf * 2.0).square().sum().backward()
+    inplace_abn.guard.generations.advance()
+assert net[0]._past.plan is not None
+with Seeing():
+    net(leaf * 2.0).square().sum().backward()
+assert seen and set(seen) <= {"aten", "inplace_abn"}, set(seen)
+torch.testing.assert_close(torch.jit.trace(net, leaf, check_trace=False)(leaf), net(leaf))
 """
 
 
