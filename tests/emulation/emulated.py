@@ -29,6 +29,7 @@ class Emulator:
         self._library.emulation_set.argtypes = [ctypes.c_uint64, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
         self._library.emulation_device_name.restype = ctypes.c_char_p
         self._library.emulation_fault.restype = ctypes.c_char_p
+        self._library.emulation_launched.restype = ctypes.c_char_p
         self.ops: dict[str, Any] = {}
         self._versions = torch.library.Library(NAMESPACE, "IMPL")
         for overload, name in OVERLOADS.items():
@@ -54,6 +55,10 @@ class Emulator:
         while (name := self._library.emulation_device_name(len(names))) is not None:
             names.append(name.decode())
         return names
+
+    def launched(self) -> list[str]:
+        """The names of the kernels that ran since `set`, in order."""
+        return self._library.emulation_launched().decode().splitlines()
 
     def fault(self, name: str) -> str:
         """The error that the kernel of this name ends in, or an empty string if there is none."""

@@ -55,6 +55,8 @@ std::array<Thread, most_threads> threads;
 unsigned thread_count = 0;
 // Since the settings were made: a seed gives the same orders again.
 uint64_t launches = 0;
+// The kernels of these launches, a line each.
+std::string launched;
 std::vector<uint16_t> ready;
 Thread* running = nullptr;
 Kernel kernel;
@@ -341,6 +343,7 @@ void run_grid(dim3 grid, dim3 block, size_t dynamic_shared, void (*body)(void*),
   set_parameters(parameters, parameter_bytes);
   ask_kernel();
   check_launch(grid, block, dynamic_shared, parameter_bytes);
+  launched += kernel.name + "\n";
   thread_count = block.x;
   const uint64_t seed = Random(settings().seed ^ ++launches << 32).next();
   if (settings().orders < 2 || settings().sample > 0) return run_blocks(seed);
@@ -366,6 +369,11 @@ extern "C" {
 EMULATION_EXPORT void emulation_set(uint64_t seed, int orders, int device, int64_t sample) {
   emulation::settings() = {seed, orders, device, sample};
   emulation::launches = 0;
+  emulation::launched.clear();
+}
+
+EMULATION_EXPORT const char* emulation_launched() {
+  return emulation::launched.c_str();
 }
 
 EMULATION_EXPORT const char* emulation_device_name(int index) {
