@@ -72,8 +72,8 @@ _is_as_allocated: Callable[[int], bool] | None = getattr(torch._C, "_has_Standar
 def is_shared(t: Tensor) -> bool:
     """Whether other processes may see a tensor's memory.
 
-    torch says of all memory on GPUs that it is shared. In the process that has sent it, only the function that will free
-    it tells.
+    torch says of all memory on GPUs that it is shared. In the process that has sent it, only the function that will
+    free it tells.
     """
     storage = t.untyped_storage()
     if t.is_cpu:
