@@ -5,13 +5,15 @@ measured in the same run, is its share of the bandwidth. Before each call the ca
 are appended to ``--out`` as soon as they are measured: profile.jsonl, and the table profile.md.
 
 ``--device emulated`` runs the kernels' sources on the CPU (tests/emulation) on a small part of each tensor. Its times
-mean nothing. It shows that every kernel is known here.
+mean nothing. It shows that every kernel is known here. ``--plan`` prints how the launches divide these tensors on an
+H100, by running few blocks of each on the emulated device.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import statistics
 import sys
@@ -70,6 +72,8 @@ class Pass(NamedTuple):
         return re.search(rf"(?<!\w){self.name}(?!\w)", kernel) is not None
 
 
+MULTIPROCESSORS = 132
+"""Of an H100."""
 SMALL = tuple(Pass(name, None) for name in ("finish_kernel", "combine_kernel", "merge_kernel", "share_kernel"))
 """What may follow any of an op's passes."""
 
@@ -190,11 +194,36 @@ def on_emulator() -> Timer:
                 begun = time.perf_counter()
                 call.run()
                 seconds = time.perf_counter() - begun
-                names = emulator.launched()
-                groups.append([(name, seconds / len(names)) for name in names])
+                launched = emulator.launched()
+                groups.append([(launch.kernel, seconds / len(launched)) for launch in launched])
         return groups
 
     return launches
+
+
+def plan() -> int:
+    """Prints a table of the launches of all calls. Waves are blocks over those that the device holds at a time."""
+    from emulation import emulated
+
+    emulator = emulated.load()
+    print("| tensor | call | kernel | blocks | waves | full | MiB moved |\n" + "| --- " * 7 + "|")
+    for shape in SHAPES:
+        memory_format, dtype = LAYOUTS[shape.layout], DTYPES[shape.dtype]
+        tensors = [torch.zeros(shape.shape, dtype=dtype).contiguous(memory_format=memory_format) for _ in range(3)]
+        emulator.set(sample=1)
+        for call in calls(emulator.ops, *tensors):
+            emulator.set(sample=1)
+            call.run()
+            for launch in emulator.launched():
+                known = next(one for one in (*SMALL, *call.passes) if one.is_of(launch.kernel))
+                if known.transfers is None:
+                    continue
+                waves = launch.blocks / (MULTIPROCESSORS * (launch.held or 1))
+                moved = known.transfers * tensors[0].nbytes / 2**20
+                cells = [f"{shape.what}, {shape.dtype} {shape.layout}", call.name, known.name, str(launch.blocks)]
+                full = f"{waves / math.ceil(waves):.0%}" if launch.held else "-"
+                print(f"| {' | '.join(cells)} | {f'{waves:.2f}' if launch.held else '-'} | {full} | {moved:.0f} |")
+    return 0
 
 
 def passes_of(call: Call, launches: Sequence[Launch]) -> dict[Pass, float]:
@@ -277,8 +306,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--times", type=int, default=11, help="how often each op is called")
     parser.add_argument("--out", type=Path, default=Path("runs/profile"))
+    parser.add_argument("--plan", action="store_true", help="print how launches divide the tensors, without a GPU")
     args = parser.parse_args(arguments)
-    return profile(args.device, args.times, args.out)
+    return plan() if args.plan else profile(args.device, args.times, args.out)
 
 
 if __name__ == "__main__":

@@ -123,6 +123,7 @@ __global__ void shuffles_in_half_a_warp(int64_t, Operands o) {
 }
 __global__ void __launch_bounds__(count / 2) is_launched_beyond_its_bound(int64_t, Operands) {}
 __global__ void has_an_endless_block(int64_t, Operands) {}
+__global__ void __launch_bounds__(count, 20) has_bounds_for_large_multiprocessors(int64_t, Operands) {}
 
 // One grid in two launches: each writes its element of x.
 __global__ void numbers_more_blocks_than_a_grid_has(int64_t first_block, Operands o) {
@@ -166,6 +167,7 @@ const Fault faults[] = {
     FAULT(shuffles_in_half_a_warp, 1, 48),
     FAULT(is_launched_beyond_its_bound),
     FAULT(has_an_endless_block, 1, 1025),
+    FAULT(has_bounds_for_large_multiprocessors),
     FAULT(numbers_more_blocks_than_a_grid_has, (int64_t{1} << 31) + 1),
 };
 
