@@ -64,6 +64,23 @@ base_of = _base.__get__
 # Whether a tensor's memory is a lazy copy of another tensor's memory.
 is_lazy_copy = torch._C._is_cow_tensor  # type: ignore[attr-defined]
 
+# Whether a storage on a GPU, given by its address, has memory of torch's allocator as it came from there. Memory that
+# other processes share, by handles of CUDA's, does not. Builds of torch for CPUs lack the function.
+_is_as_allocated: Callable[[int], bool] | None = getattr(torch._C, "_has_Standard_Deleter", None)
+
+
+def is_shared(t: Tensor) -> bool:
+    """Whether other processes may see a tensor's memory.
+
+    torch says of all memory on GPUs that it is shared. In the process that has sent it, only the function that will
+    free it tells.
+    """
+    storage = t.untyped_storage()
+    if t.is_cpu:
+        return storage.is_shared()
+    return _is_as_allocated is None or not _is_as_allocated(storage._cdata)
+
+
 # Whether a tensor has no memory, because all of it is zero.
 is_zero_tensor = Tensor._is_zerotensor
 

@@ -1,9 +1,10 @@
 #!/usr/bin/env python
 """Times batch norm and activation in place against torch's own, and against the least time that moving the bytes takes.
 
-Prints tables in Markdown, and writes bench.md, bench.json and bench.png to --out. All contenders of a case take turns
-in one process (benchmark/timing.py says how they are timed). Every run is a fresh process, because malloc reads its
-settings when a process starts. --peer adds the public package, from a folder that these commands fill:
+Prints tables in Markdown, and writes bench.md, bench.json and bench.png to --out; the first two after each measurement.
+All contenders of a case take turns in one process (benchmark/timing.py says how they are timed). Every run is a fresh
+process, because malloc reads its settings when a process starts. --peer adds the public package, from a folder that
+these commands fill:
 
     pip install "setuptools-scm<8"
     pip install --no-deps --no-build-isolation --target FOLDER inplace-abn
@@ -15,7 +16,7 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--nets", nargs="*", type=net_name, metavar="NAME", help=f"whose packages are installed, such as {nets}")
     add("--eager-nets", action="store_true", help="do not compile nets, which on a CPU takes minutes for each")
     add("--net-batch", type=int, nargs="+", help="images per step (default 8, quick 2)")
+    batch_memory = "also find the largest batch of each eager net that trains within so much memory (CUDA only)"
+    add("--batch-memory", type=float, default=0.0, metavar="GIB", help=batch_memory)
     add("--net-size", type=int, default=128, help="of an image (default %(default)s)")
     add("--steps", type=int, help="training steps to time (default 10, quick 3)")
     add("--out", type=Path, default=Path("runs/bench"), help="folder of the results")
@@ -98,36 +101,48 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     return args
 
 
-def run_in_fresh_process(arguments: Sequence[str], mode: str, time_limit: float | None) -> dict[str, Any]:
-    """Measures in a new process whose malloc is set for ``mode``."""
+def run_in_fresh_process(arguments: Sequence[str], mode: str, time_limit: float | None) -> Iterator[dict[str, Any]]:
+    """Measures in a new process whose malloc is set for ``mode``. Gives all results so far, after each measurement."""
     command = [sys.executable, str(Path(__file__).resolve()), *arguments, "--malloc", mode, "--worker"]
     if time_limit is not None:
         command += ["--time-limit", str(time_limit)]
     # Without this variable the profiler writes a line to standard error each time that it starts or stops.
     environment = {"KINETO_LOG_LEVEL": "6"} | machine.environment(mode)
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
-    if done.returncode != 0:
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        # Packages may print lines of their own.
+        yield from (json.loads(line) for line in process.stdout if line.startswith('{"malloc"'))
+    if process.returncode != 0:
         raise SystemExit(f"the run with malloc {mode} failed")
-    measured: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return measured
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     args = parse_arguments(arguments)
     if args.worker:
-        print("\n" + json.dumps(Worker(args).run()))
+        for result in Worker(args).run():
+            print("\n" + json.dumps(result), flush=True)
         return
     modes = list(machine.MODES) if args.malloc == "both" else [args.malloc]
     share = args.time_limit and args.time_limit / len(modes)
-    runs = [run_in_fresh_process(arguments, mode, share) for mode in modes]
-    result = {"arguments": list(arguments), "runs": runs}
+    runs: list[dict[str, Any]] = []
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "bench.json").write_text(json.dumps(result, indent=1))
-    text = report.full_report(result)
-    (args.out / "bench.md").write_text(text + "\n")
+    text = ""
+    for mode in modes:
+        done = list(runs)
+        for run in run_in_fresh_process(arguments, mode, share):
+            runs = [*done, run]
+            text = write(args.out, {"arguments": list(arguments), "runs": runs})
     print(text)
     report.save_chart(args.out / "bench.png", runs[-1])
+
+
+def write(out: Path, result: dict[str, Any]) -> str:
+    """Writes bench.json and bench.md, and returns the text of the latter."""
+    (out / "bench.json").write_text(json.dumps(result, indent=1))
+    text = report.full_report(result)
+    (out / "bench.md").write_text(text + "\n")
+    return text
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@
 #                         that is not this Python's is downloaded (550 MB) for its headers, which stay in
 #                         build/torch-headers. One of the default that cannot be had is left out, and one that is
 #                         asked for is an error
-#   TORCH_CUDA_ARCH_LIST  by default 8.0 9.0 10.0 12.0+PTX
+#   TORCH_CUDA_ARCH_LIST  by default 7.5 8.0 9.0 10.0 12.0+PTX
 #   MAX_JOBS              by default the number of processors
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -40,7 +40,7 @@ if [ -n "$cuda" ]; then
     source scripts/cuda_venv.sh
     PYTHON=python
   fi
-  export TORCH_CUDA_ARCH_LIST="${TORCH_CUDA_ARCH_LIST:-8.0 9.0 10.0 12.0+PTX}" INPLACE_ABN_FORCE_CUDA=1
+  export TORCH_CUDA_ARCH_LIST="${TORCH_CUDA_ARCH_LIST:-7.5 8.0 9.0 10.0 12.0+PTX}" INPLACE_ABN_FORCE_CUDA=1
   options=(--build-number "1cu$("$PYTHON" -c "import torch; print(torch.version.cuda.split('.')[0])")")
   unset INPLACE_ABN_FORCE_CPU
 else

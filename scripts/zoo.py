@@ -177,6 +177,12 @@ def unet(attention: bool) -> Entry:
     return Entry("diffusers", "diffusers", make)
 
 
+def diffusers(name: str) -> Entry:
+    if name != "UNet2D":
+        raise ValueError(f"of diffusers there is UNet2D, not {name}")
+    return unet(attention=False)
+
+
 def autoencoder() -> Entry:
     blocks = {
         f"{way.lower()}_block_types": (f"{way}{part}Block2D",) * 3
@@ -191,7 +197,8 @@ def demo(activation: str) -> Entry:
     return Entry("segmentation.net", "torch", lambda package: package.UNet(11, activation))
 
 
-PACKAGES = {"timm": timm, "torchvision": torchvision, "smp": smp, "ultralytics": ultralytics, "demo": demo}
+PACKAGES = {"timm": timm, "torchvision": torchvision, "smp": smp, "ultralytics": ultralytics}
+PACKAGES |= {"diffusers": diffusers, "demo": demo}
 
 
 def named(name: str) -> Entry:

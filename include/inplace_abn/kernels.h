@@ -327,11 +327,16 @@ INPLACE_ABN_DECLARE_KERNELS(cuda)
 
 #undef INPLACE_ABN_DECLARE_KERNELS
 
-// Kernels are templates defined in src/; every backend instantiates them for these types of x.
+// Kernels are templates defined in src/; every backend instantiates them for these types of x, or for the one for which
+// a source is compiled.
+#if defined(INPLACE_ABN_TYPE)
+#define INPLACE_ABN_FOR_ALL_TYPES(INSTANTIATE) INSTANTIATE(INPLACE_ABN_TYPE)
+#else
 #define INPLACE_ABN_FOR_ALL_TYPES(INSTANTIATE) \
   INSTANTIATE(double)                          \
   INSTANTIATE(float)                           \
   INSTANTIATE(c10::BFloat16)                   \
   INSTANTIATE(c10::Half)
+#endif
 
 }  // namespace inplace_abn

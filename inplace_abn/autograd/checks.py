@@ -36,11 +36,7 @@ def check_tensors(x: Tensor, operands: Operands) -> None:
         raise ValueError(f"inplace_abn: expected a strided x, got layout {x.layout}")
     device = x.device
     if device.type != "meta" and type(x) in (Tensor, nn.Parameter) and not ops.run_on(device):
-        raise ValueError(
-            f"inplace_abn: expected x on a device that there are kernels for, got {device}. This build has kernels for "
-            f"{'the CPU and CUDA' if ops.with_cuda else 'the CPU only; build the package where nvcc is'}. Use ABN, "
-            "which works everywhere"
-        )
+        raise ValueError(ops.why_not_on(device))
     others = [(name, getattr(operands, name)) for name in _TENSORS]
     for name, t in others:
         if t is not None and t.device != device:

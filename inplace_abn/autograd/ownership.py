@@ -71,8 +71,7 @@ def _has_one_owner(t: Tensor) -> bool:
     """
     if type(t) is not Tensor or t.layout is not torch.strided or _torch.transforms_active():
         return False
-    storage = t.untyped_storage()
-    own = storage.resizable() and not (t.is_cpu and storage.is_shared())
+    own = t.untyped_storage().resizable() and not _torch.is_shared(t)
     return own and not (t.is_neg() or t.is_conj() or _torch.is_lazy_copy(t) or _torch.is_zero_tensor(t))
 
 

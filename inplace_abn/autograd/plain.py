@@ -89,13 +89,18 @@ def kept(x: Tensor, operands: Operands, settings: Settings) -> Tensor:
 
 
 def abn_sync(x: Tensor, operands: Operands, settings: Settings) -> Tensor:
-    """`abn` in training, with the statistics of all ranks of the group. Autograd can differentiate its collectives."""
+    """`abn` in training, with the statistics of all ranks of the group. Autograd can differentiate its collectives.
+
+    A rank with several values per channel knows that the whole batch has several, so it does not read the count, for
+    which it would wait for the device.
+    """
     weight, bias, residual, running_mean, running_var, momentum = operands
     group = settings.group
     assert group is not None
     values = x.to(reference.wide(x.dtype))
-    count = AllReduce.apply(values.new_full((1,), x.numel() // x.shape[1]), group)
-    if count.item() == 1:
+    own = values_per_channel(x)
+    count = AllReduce.apply(values.new_full((1,), own), group)
+    if own < 2 and count.item() == 1:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")
     mean = AllReduce.apply(reference.channel_sum(values), group) / count
     centred = values - reference.per_channel(mean, x)

@@ -62,13 +62,27 @@ except OSError as error:
         f"The loader said: {error}"
     ) from error
 
-with_cuda: bool = _torch.has_kernel("inplace_abn::forward", "CUDA")
-"""Whether the kernels were built for CUDA, too."""
+_has_cuda_kernels = _torch.has_kernel("inplace_abn::forward", "CUDA")
+with_cuda: bool = _has_cuda_kernels and torch.version.hip is None
+"""Whether the kernels were built for CUDA, too. Tensors of ROCm claim to be on CUDA."""
 
 
 def run_on(device: torch.device) -> bool:
     """Whether there are kernels for the device."""
     return device.type == "cpu" or (with_cuda and device.type == "cuda")
+
+
+def why_not_on(device: torch.device | str) -> str:
+    """What to do where there are no kernels for the device."""
+    if torch.device(device).type != "cuda":
+        remedy = "there are kernels for the CPU and CUDA only"
+    elif torch.version.hip is not None:
+        remedy = "there are none for ROCm"
+    else:
+        remedy = (
+            "this build has those for the CPU only: install the wheel with CUDA, or build the package where nvcc is"
+        )
+    return f"inplace_abn: no kernels for {device}, {remedy}. ABN, and models after convert, run torch's own ops there"
 
 
 statistics = torch.ops.inplace_abn.statistics.default
@@ -118,6 +132,15 @@ def run(op: Any, written: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
 _library = torch.library.Library("inplace_abn", "IMPL")
 
 
+def _refuse(library: torch.library.Library, op: Any) -> None:
+    """Makes calls of ``op`` with tensors on CUDA say what to install, where torch says that it could not run the op."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ValueError(why_not_on("cuda"))
+
+    library.impl(op, refuse, "CUDA")
+
+
 def _bump_versions(library: torch.library.Library, op: Any) -> None:
     """Makes calls of ``op`` other than by `run` bump the versions of what its schema says is written."""
     arguments = list(enumerate(_torch.schema_of(op).arguments))
@@ -143,3 +166,5 @@ NAMES = [name for name, value in vars().items() if isinstance(value, _torch.OpOv
 for _op in map(globals().__getitem__, NAMES):
     torch.library.register_fake(_op, fakes.fake(_op))
     _bump_versions(_library, _op)
+    if not _has_cuda_kernels:
+        _refuse(_library, _op)

@@ -175,10 +175,16 @@ def nets_tables(run: Record) -> str:
         ratio = f", {spread(got['ratio'], 'x')}" if "ratio" in got and got is not eager else ""
         return number(got["ms"][1]) + ratio
 
+    def batch(got: Record, eager: Record) -> str:
+        share = f" ({got['largest'] / eager['largest']:.2f}x)" if got.get("largest") and eager.get("largest") else ""
+        return str(got.get("largest", "-")) + share
+
     parts = {
         "MiB held after forward / at peak, beyond what is held between steps (of eager native's)": memory,
         "ms per step, and in how many times eager native's time (quartiles)": time,
     }
+    if any("largest" in got for net in nets for got in net["contenders"].values()):
+        parts["Images of the largest batch within the memory of --batch-memory"] = batch
     texts = []
     for title, cell in parts.items():
         rows = []

@@ -148,12 +148,14 @@ def measure_net(
     steps: int,
     contenders: Sequence[str] = tuple(CONTENDERS),
     has_time: Callable[[str], bool] = lambda _: True,
+    batch_memory: float = 0.0,
 ) -> dict[str, Any]:
     """Measures all contenders of one net.
 
     Returns:
         For each contender its memory, and the quartiles of its milliseconds per step and of their ratio to eager
-        native's. Also a note on each contender that failed.
+        native's. With ``batch_memory``, GiB of a CUDA device, the largest batch of eager contenders, too. Also a note
+        on each contender that failed.
     """
     measured: dict[str, dict[str, Any]] = {}
     notes: dict[str, str] = {}
@@ -174,4 +176,47 @@ def measure_net(
             continue
         if EAGER_NATIVE in timed:
             measured[name]["ratio"] = quartiles([a / b for a, b in zip(ms, timed[EAGER_NATIVE], strict=True)])
+    if course.device.type == "cuda" and batch_memory:
+        trainings.clear()
+        for name in measured:
+            if not CONTENDERS[name].compiled and has_time(f"{name}, largest batch"):
+                measured[name]["largest"] = largest_batch(course, CONTENDERS[name], batch, batch_memory)
     return {"contenders": measured, "notes": notes}
+
+
+def largest(fits: Callable[[int], bool], start: int, precision: float = 1 / 16) -> int:
+    """The largest number that fits, up to ``precision`` of itself too small. 0 if 1 does not fit."""
+    low, high = 0, max(1, start)
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > max(1, int(precision * low)):
+        middle = (low + high) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def largest_batch(course: Course, contender: Contender, start: int, gib: float) -> int:
+    """The largest batch with which a step takes no more than so much memory of a CUDA device."""
+    training = course.training(contender, start)
+    total = torch.cuda.get_device_properties(course.device).total_memory
+
+    def fits(batch: int) -> bool:
+        training.optimizer.zero_grad()
+        training.images = torch.empty(0, device=course.device)
+        torch.cuda.empty_cache()
+        try:
+            training.images = course.images(batch)
+            training.step()
+        except torch.OutOfMemoryError:
+            return False
+        return True
+
+    torch.cuda.set_per_process_memory_fraction(min(1.0, gib * 2**30 / total), course.device)
+    try:
+        with guard.paused():
+            return largest(fits, start)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, course.device)

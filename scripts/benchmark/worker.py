@@ -1,4 +1,4 @@
-"""Makes all measurements of one process and returns them as a JSON object."""
+"""Makes all measurements of one process, as a JSON object that grows with each of them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ class Worker:
         self.deadline = time.perf_counter() + (args.time_limit or math.inf)
         self.skipped: list[str] = []
 
-    def run(self) -> dict[str, Any]:
+    def run(self) -> Iterator[dict[str, Any]]:
+        """All results so far, after each measurement."""
         args = self.args
         torch.set_num_threads(args.threads)
         torch.manual_seed(0)
@@ -66,11 +67,22 @@ class Worker:
         }
         if args.overhead:
             result["overhead"] = overhead.call_overhead(str(self.device), args.threads, args.overhead, args.callgrind)
-        # Nearly all steps of training run without a measurement of the guard, so operations are timed without it.
-        with guard.paused():
-            result["ops"] = [self.time_op(case) for case in cases if self.has_time(" ".join(map(str, case)))]
-        result["nets"] = list(self.measure_nets())
-        return result | {"load_after": os.getloadavg()[0], "skipped": self.skipped}
+        ops: list[dict[str, Any]] = []
+        nets: list[dict[str, Any]] = []
+
+        def so_far() -> dict[str, Any]:
+            return result | {"ops": ops, "nets": nets, "load_after": os.getloadavg()[0], "skipped": self.skipped}
+
+        for case in cases:
+            if self.has_time(" ".join(map(str, case))):
+                # Nearly all steps of training run without a measurement of the guard, so operations are timed without.
+                with guard.paused():
+                    ops.append(self.time_op(case))
+                yield so_far()
+        for net in self.measure_nets():
+            nets.append(net)
+            yield so_far()
+        yield so_far()
 
     def has_time(self, what: str) -> bool:
         if time.perf_counter() < self.deadline:
@@ -105,7 +117,7 @@ class Worker:
                 return self.has_time(f"{what}, {name}")
 
             for batch in args.net_batch:
-                measured = steps.measure_net(course, batch, args.steps, names, has_time)
+                measured = steps.measure_net(course, batch, args.steps, names, has_time, args.batch_memory)
                 yield {"net": net, **setting._asdict(), "batch": batch, "size": args.net_size} | measured
 
 

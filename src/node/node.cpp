@@ -47,7 +47,8 @@ Holders sole;
 thread_local Holders counted;
 
 // Whether reference counts show all owners of the memory: only if it is plain memory of torch's own allocator. Lazy
-// copies, memory of numpy and memory that processes share have other deleters.
+// copies, memory of numpy and memory that processes share have other deleters, on a GPU also in the process that has
+// sent it.
 bool has_one_owner(const Tensor& t) {
   if (t.key_set().has_any(opaque) || !t.has_storage()) return false;
   return t.storage().data_ptr().get_deleter() == c10::GetAllocator(t.device().type())->raw_deleter();

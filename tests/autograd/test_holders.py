@@ -2,6 +2,7 @@
 
 import ctypes
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from buffers import SHAPE, after, leaf, ramp, unit, used_by
 from torch import nn
 
+from inplace_abn import _torch
 from inplace_abn.autograd import ownership
 
 
@@ -26,6 +28,22 @@ def through_set(t):
 def as_c_array(t):
     array = np.require(t.numpy(), requirements="C")
     return (ctypes.c_double * t.numel()).from_buffer(array)
+
+
+def in_another_process(t):
+    """The memory of a tensor as another process maps it: by a storage of its own, which torch does not count."""
+    storage = t.untyped_storage()
+    storage.share_memory_()
+    mapped = torch.UntypedStorage._new_shared_fd_cpu(*storage._share_fd_cpu_())
+    return torch.empty(0, dtype=t.dtype).set_(mapped, t.storage_offset(), t.size(), t.stride())
+
+
+class Sent:
+    """The address of a tensor on a GPU that was sent to another process. It holds nothing."""
+
+    def __init__(self, t):
+        t.untyped_storage()._share_cuda_()
+        self.__cuda_array_interface__ = dict(t.detach().__cuda_array_interface__)
 
 
 # For each kind of holder: how to hold the memory of a tensor, and how to read the holder.
@@ -57,7 +75,9 @@ CPU_HOLDERS = {
     "dlpack": (lambda t: torch.from_dlpack(t.detach()), lambda h: h),
     "numpy by dlpack": (lambda t: np.from_dlpack(t.detach()), lambda h: torch.tensor(h)),
     "C array": (lambda t: as_c_array(t.detach()), lambda h: torch.tensor(list(h))),
+    "another process": (lambda t: in_another_process(t.detach()), lambda h: h),
 }
+CUDA_HOLDERS = {"another process": (Sent, lambda h: torch.as_tensor(h, device="cuda"))}
 
 
 class Backward(torch.autograd.Function):
@@ -136,7 +156,7 @@ def hold_output(z, out, hold):
 @pytest.mark.parametrize("origin", ORIGINS)
 @pytest.mark.filterwarnings("ignore:TypedStorage")
 def test_what_is_held_keeps_its_content(origin, where, device):
-    holders = HOLDERS | (CPU_HOLDERS if device.type == "cpu" else {})
+    holders = HOLDERS | (CPU_HOLDERS if device.type == "cpu" else CUDA_HOLDERS)
     for name, (take, read) in holders.items():
         held, impossible = [], []
 
@@ -171,6 +191,7 @@ EVERYWHERE = [
     "numpy",
     "parameter",
     "storage",
+    "another process",
 ]
 
 
@@ -235,6 +256,17 @@ def test_nothing_is_concluded_from_tensors_whose_memory_has_other_rules():
     ):
         assert counted(other) is None
     assert counted(t) is not None
+
+
+@pytest.mark.parametrize("is_as_allocated", [True, False, None], ids=["allocated", "sent", "unknown"])
+def test_memory_of_a_gpu_has_one_owner_only_if_it_was_never_sent_to_another_process(is_as_allocated, monkeypatch):
+    """The sender's storage can be resized and has one holder, as if nobody else could see it."""
+    t = SimpleNamespace(is_cpu=False, untyped_storage=lambda: SimpleNamespace(_cdata=7))
+    asked = []
+    tell = None if is_as_allocated is None else lambda address: (asked.append(address), is_as_allocated)[1]
+    monkeypatch.setattr(_torch, "_is_as_allocated", tell)
+    assert _torch.is_shared(t) == (not is_as_allocated)
+    assert asked == ([] if is_as_allocated is None else [7])
 
 
 def test_each_tensor_on_a_storage_is_a_holder():

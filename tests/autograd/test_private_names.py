@@ -35,6 +35,19 @@ def test_increment_version_bumps_and_leaves_inference_tensors_alone():
         torch.autograd.graph.increment_version([torch.ones(3)])
 
 
+def test_shared_memory_is_told():
+    t = torch.ones(3)
+    assert not _torch.is_shared(t)
+    assert _torch.is_shared(t.share_memory_())
+    if torch.version.cuda is not None or torch.version.hip is not None:
+        assert _torch._is_as_allocated is not None
+    if torch.cuda.is_available():
+        t = torch.ones(3, device="cuda")
+        assert not _torch.is_shared(t)
+        t.untyped_storage()._share_cuda_()
+        assert _torch.is_shared(t)
+
+
 def test_transforms_active():
     seen = []
     torch.func.grad(lambda x: (seen.append(_torch.transforms_active()), x.sum())[1])(torch.ones(2))

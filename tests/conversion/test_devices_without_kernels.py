@@ -34,6 +34,32 @@ def test_modules_that_were_built_in_place_say_what_to_do():
     functions.calibrate()
     x = torch.randn(4, 3, 2, requires_grad=True)
     for call in (InPlaceABN(3), lambda t: inplace_abn(t, None, None, None, None)):
-        with pytest.raises(ValueError, match=r"kernels for, got cpu.* Use ABN, which works everywhere"):
+        with pytest.raises(ValueError, match=r"no kernels for cpu, .* ABN.*run torch's own ops there"):
             call(x * 1)
     ABN(3)(x * 1).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("hip", "kind", "told"),
+    [
+        (None, "cuda", "this build has those for the CPU only: install the wheel with CUDA, or build"),
+        ("6.4", "cuda", "there are none for ROCm"),
+        (None, "mps", "there are kernels for the CPU and CUDA only"),
+    ],
+)
+def test_what_to_do_without_kernels_is_said_in_a_sentence(hip, kind, told, monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert told in ops.why_not_on(kind)
+    assert ops.why_not_on(kind).count("\n") == 0
+
+
+@pytest.mark.skipif(ops._has_cuda_kernels, reason="built with CUDA")
+@pytest.mark.parametrize("name", ops.NAMES)
+def test_an_op_that_is_called_on_a_gpu_without_kernels_says_what_to_install(name):
+    """torch said that it could not run the op with arguments from the CUDA backend."""
+    op, values = getattr(ops, name), {"Tensor": torch.ones(2, 3), "float": 1e-5, "bool": True, "int": 0}
+    given = {a.name: values.get(str(a.type)) for a in op._schema.arguments}
+    named = {a.name: given.pop(a.name) for a in op._schema.arguments if a.kwarg_only}
+    on_cuda = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+    with pytest.raises(ValueError, match="install the wheel with CUDA"):
+        op.redispatch(on_cuda, *given.values(), **named)

@@ -1,7 +1,8 @@
 """Builds the emulated device, one library of the translated CUDA sources and of the ops that call them.
 
-``python -m emulation.build`` (in ``tests``) prints the path of the library, which is under ``build/emulation``. An
-object there is used again if everything that it is made of is unchanged.
+``python -m emulation.build`` (in ``tests``) prints the path of the library, which is under ``build/emulation``;
+``python -m emulation.build contracted`` that of one whose products and sums are fused. An object there is used again if
+everything that it is made of is unchanged.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import fcntl
 import functools
 import hashlib
 import os
+import platform
 import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -35,6 +38,13 @@ FLAGS += [f"-I{path}" for path in (ROOT / "include", *cpp_extension.include_path
 # large negative numbers.
 KERNEL_FLAGS = ["-O1", "-ffp-contract=off", "-ftrivial-auto-var-init=pattern"]
 KERNEL_FLAGS += [f"-I{HERE / 'headers'}", "-include", str(HERE / "headers/cuda_runtime.h"), "-x", "c++"]
+# What fuses them, as nvcc does, if this machine's processor can.
+CONTRACTED = ("-ffp-contract=fast", "-fexpensive-optimizations")
+if platform.machine() == "x86_64":
+    cpu = Path("/proc/cpuinfo")
+    CONTRACTED = (*CONTRACTED, "-mfma") if cpu.exists() and " fma " in cpu.read_text() else ()
+FUSED_TYPES = ("float", "c10::BFloat16")
+"""Those that nets are trained in."""
 # The compiler puts a call before every load and store. device/instrumentation.cpp implements these calls.
 CALLS = ("-fsanitize=thread",)
 
@@ -87,7 +97,10 @@ def _kernel_headers(change: Callable[[str, str], str]) -> tuple[tuple[str, str],
 
 
 def kernel_objects(
-    types: tuple[str, ...] = TYPES, change: Callable[[str, str], str] = unchanged, flags: tuple[str, ...] = CALLS
+    types: tuple[str, ...] = TYPES,
+    change: Callable[[str, str], str] = unchanged,
+    flags: tuple[str, ...] = CALLS,
+    sources: str = "src/kernels/cuda/*.cu",
 ) -> list[Object]:
     """An object for each source and type of elements. ``change(name, text)`` gives the text of every file."""
     headers = _kernel_headers(change)
@@ -95,10 +108,10 @@ def kernel_objects(
         Object(
             f"{Path(name).stem}-{type_.split(':')[-1]}",
             translate(change(name, text)),
-            (*FLAGS, *KERNEL_FLAGS, *flags, f"-DEMULATION_TYPE={type_}"),
+            (*FLAGS, *KERNEL_FLAGS, *flags, f"-DINPLACE_ABN_TYPE={type_}"),
             headers,
         )
-        for name, text in _texts("src/kernels/cuda/*.cu")
+        for name, text in _texts(sources)
         for type_ in types
     ]
 
@@ -142,6 +155,14 @@ def _compile(item: Object) -> Path:
     return path
 
 
+def compiled(objects: list[Object], jobs: int | None = None) -> list[Path]:
+    """The objects' files. What takes longest is compiled first."""
+    order = sorted(objects, key=lambda item: not item.name.startswith("backward"))
+    with ThreadPoolExecutor(jobs or int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)) as pool:
+        list(pool.map(_compile, order))
+    return [item.path() for item in objects]
+
+
 def link(name: str, objects: list[Object], flags: tuple[str, ...] = (), jobs: int | None = None) -> Path:
     """Links the objects into a library and returns its path.
 
@@ -149,15 +170,11 @@ def link(name: str, objects: list[Object], flags: tuple[str, ...] = (), jobs: in
     because their functions must not make calls before loads and stores. The kernels must come before the ops, because
     their functions must make these calls.
     """
-    jobs = jobs or int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
     OUT.mkdir(parents=True, exist_ok=True)
     with open(OUT / f"{name}.lock", "w") as lock:
         # Of several processes that run at the same time, one builds.
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with ThreadPoolExecutor(jobs) as pool:
-            # The objects that take longest come first.
-            list(pool.map(_compile, sorted(objects, key=lambda item: not item.name.startswith("backward"))))
-        paths = [str(item.path()) for item in objects]
+        paths = [str(path) for path in compiled(objects, jobs)]
         key = hashlib.sha256(repr((paths, flags)).encode()).hexdigest()[:16]
         library = OUT / f"{name}-{key}.so"
         if not library.exists():
@@ -169,9 +186,13 @@ def link(name: str, objects: list[Object], flags: tuple[str, ...] = (), jobs: in
         return library
 
 
-def build() -> Path:
-    return link("device", [*device_objects(), *kernel_objects(), faulty_object(), *op_objects()])
+def build(contracted: bool = False) -> Path:
+    """The library, whose products and sums are fused if it is ``contracted``, in kernels for `FUSED_TYPES`."""
+    fused = kernel_objects(FUSED_TYPES, flags=(*CALLS, *CONTRACTED)) if contracted else []
+    rest = kernel_objects(tuple(type_ for type_ in TYPES if not (contracted and type_ in FUSED_TYPES)))
+    name = "contracted" if contracted else "device"
+    return link(name, [*device_objects(), *fused, *rest, faulty_object(), *op_objects()])
 
 
 if __name__ == "__main__":
-    print(build())
+    print(build(contracted="contracted" in sys.argv[1:]))

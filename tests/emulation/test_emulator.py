@@ -1,6 +1,7 @@
 """The emulator itself: it names each fault of a kernel, and reports none where there is none."""
 
 import re
+import shutil
 import subprocess
 import sys
 
@@ -67,6 +68,31 @@ def test_a_result_made_of_shared_memory_that_was_never_set_differs_from_run_to_r
 def test_a_launch_beyond_the_limits_is_named_with_its_kernel(name, emulator):
     message = emulator.fault(name)
     assert message.startswith(f"emulated device: the launch of {name}: {LAUNCHES[name]}"), message
+
+
+@pytest.mark.parametrize(("capability", "held"), [(75, 1024), (86, 1536), (90, 2048), (61, None)])
+def test_a_launch_bound_beyond_what_the_device_holds_is_told(capability, held, emulator):
+    emulator.set(capability=capability)
+    message = emulator.fault("has_bounds_for_large_multiprocessors")
+    if held is None:
+        assert "an unknown capability, 61" in message
+    elif held < 20 * 64:
+        assert f"20 blocks of 64 threads are more than a multiprocessor holds, {held}" in message
+    else:
+        assert message == ""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("objdump") is None, reason="needs objdump")
+@pytest.mark.skipif(not build.CONTRACTED, reason="this processor cannot fuse a product and a sum")
+def test_kernels_that_fuse_products_and_sums_do_so():
+    def fused(flags):
+        (item,) = build.kernel_objects(("float",), flags=(*build.CALLS, *flags), sources="src/kernels/cuda/rows*.cu")
+        (path,) = build.compiled([item])
+        return re.findall("fmadd", subprocess.run(["objdump", "-d", path], capture_output=True, text=True).stdout)
+
+    assert fused(build.CONTRACTED)
+    assert not fused(())
 
 
 def test_a_kernel_without_fault_runs(emulator):

@@ -68,6 +68,7 @@ class Case:
         # There may be a gap behind each plane.
         self.gap = choose.choice([0, 0, 1, 4]) if not self.rows and len(self.shape) == 3 else 0
         self.device, self.seed = 2 if is_long else choose.randrange(4), choose.getrandbits(32)
+        self.capability = emulated.CAPABILITIES[seed % len(emulated.CAPABILITIES)]
 
     def _random_place(self):
         """Returns how many channels lie before and behind, how many batches behind, and how many elements before the
@@ -261,7 +262,7 @@ def check(case, emulator, reuse, run=run):
     results = []
     for seed in (case.seed, case.seed + 1):
         case.choose.setstate(state)
-        emulator.set(seed=seed, device=case.device)
+        emulator.set(seed=seed, device=case.device, capability=case.capability)
         results.append(run(case, emulator.ops, tensors, reuse))
     wide = {torch.bfloat16: 8, torch.float16: 8}.get(case.dtype, 1)
     allowed = wide * tolerance(case.dtype, case.activation)

@@ -118,3 +118,18 @@ def test_tables_of_nets_give_ratios_to_eager_native_and_notes():
     assert "| b, fp32 contiguous, 2x3x32x32 | - | 8.00 | - |" in text
     assert "- a, fp32 contiguous, 2x3x32x32, compiled native: why" in text
     assert report.nets_tables({"nets": []}) == ""
+
+
+@pytest.mark.parametrize("most", [0, 1, 5, 64, 1000])
+@pytest.mark.parametrize("start", [1, 64])
+def test_the_largest_batch_is_found_to_a_sixteenth(most, start):
+    tried = []
+
+    def fits(batch):
+        tried.append(batch)
+        return batch <= most
+
+    found = steps.largest(fits, start)
+    assert found <= most
+    assert most - found <= most // 16
+    assert len(tried) <= 16

@@ -315,6 +315,20 @@ def test_nothing_tells_to_install_the_other_project_of_this_name(source_tree):
         assert not re.search(r"pip install (-U |--upgrade )?inplace[-_]abn", path.read_text()), path
 
 
+def test_what_is_compiled_for_each_type_by_itself_is_compiled_for_all_types(source_tree):
+    header = (source_tree / "include/inplace_abn/kernels.h").read_text()
+    types = set(re.findall(r"INSTANTIATE\(([\w:]+)\) *\\?\n", header.split("#else")[1]))
+    assert len(types) == 4
+    kernels = source_tree / "src/kernels/cuda"
+    compiled = {}
+    for path in kernels.glob("by_type/*.cu"):
+        type_, source = re.search(r'#define INPLACE_ABN_TYPE (\S+)\n#include "../(\w+).cu"', path.read_text()).groups()
+        assert path.stem.startswith(f"{source}_")
+        compiled.setdefault(source, []).append(type_)
+    assert all((kernels / f"{source}.cu").exists() for source in compiled)
+    assert all(set(found) == types and len(found) == 4 for found in compiled.values())
+
+
 def test_source_distribution_holds_all_that_a_build_needs(source_tree, tmp_path):
     root = source_tree
     command = [sys.executable, "setup.py", "-q", "egg_info", "-e", str(tmp_path), "sdist", "-d", str(tmp_path)]

@@ -1,16 +1,22 @@
-// Kernels with one fault each, for the tests of the emulator: what it says of them is what they return.
+// Kernels with one fault each. The tests of the emulator run them, and what it says of them is what they return. nvcc
+// makes a program of them, which proves on a GPU that a checker sees faults: it runs the kernels that it is told.
 
 #include <exception>
 #include <string>
 #include <utility>
 #include <vector>
 
+#if defined(__CUDACC__)
+#include <cuda_runtime.h>
+
+#include <cstdio>
+#else
 #include "launch.cuh"
+#endif
 
+// Checkers are told to look at kernels with the name of this package.
+namespace inplace_abn::faults {
 namespace {
-
-using emulation::use_both;
-using emulation::use_read;
 
 constexpr int count = 64;
 
@@ -59,9 +65,6 @@ __global__ void writes_a_vector_over_the_end(int64_t, Operands o) {
 __global__ void reads_a_misaligned_number(int64_t, Operands o) {
   o.x[threadIdx.x] = static_cast<float>(*reinterpret_cast<const double*>(o.y + 1));
 }
-__global__ void uses_an_unknown_instruction(int64_t, Operands o) {
-  asm volatile("st.global.v2.u32 [%0], {%1, %2, %3, %4};" : : "l"(o.x), "r"(0), "r"(0), "r"(0), "r"(0) : "memory");
-}
 
 __global__ void misses_a_barrier(int64_t, Operands o) {
   __shared__ float values[count];
@@ -88,10 +91,15 @@ __global__ void writes_behind_shared_memory(int64_t, Operands o) {
   __shared__ float values[count];
   values[threadIdx.x + 1] = 0;
 }
+#if !defined(__CUDACC__)  // nvcc refuses these
+__global__ void uses_an_unknown_instruction(int64_t, Operands o) {
+  asm volatile("st.global.v2.u32 [%0], {%1, %2, %3, %4};" : : "l"(o.x), "r"(0), "r"(0), "r"(0), "r"(0) : "memory");
+}
 __global__ void has_too_much_shared_memory(int64_t, Operands) {
   __shared__ double values[48 * 128 + 1];
   values[threadIdx.x] = 0;
 }
+#endif
 
 __global__ void leaves_before_a_barrier(int64_t, Operands) {
   if (threadIdx.x == 7) return;
@@ -115,6 +123,7 @@ __global__ void shuffles_in_half_a_warp(int64_t, Operands o) {
 }
 __global__ void __launch_bounds__(count / 2) is_launched_beyond_its_bound(int64_t, Operands) {}
 __global__ void has_an_endless_block(int64_t, Operands) {}
+__global__ void __launch_bounds__(count, 20) has_bounds_for_large_multiprocessors(int64_t, Operands) {}
 
 // One grid in two launches: each writes its element of x.
 __global__ void numbers_more_blocks_than_a_grid_has(int64_t first_block, Operands o) {
@@ -142,13 +151,15 @@ const Fault faults[] = {
     FAULT(writes_a_misaligned_vector),
     FAULT(writes_a_vector_over_the_end, 1, 1),
     FAULT(reads_a_misaligned_number),
-    FAULT(uses_an_unknown_instruction),
     FAULT(misses_a_barrier),
     FAULT(races_between_blocks, 2),
     FAULT(reads_what_another_block_writes, 2),
     FAULT(reads_shared_memory_that_was_never_set),
     FAULT(writes_behind_shared_memory),
+#if !defined(__CUDACC__)
+    FAULT(uses_an_unknown_instruction),
     FAULT(has_too_much_shared_memory),
+#endif
     FAULT(leaves_before_a_barrier),
     FAULT(has_two_barriers_for_one),
     FAULT(shuffles_without_a_lane),
@@ -156,23 +167,42 @@ const Fault faults[] = {
     FAULT(shuffles_in_half_a_warp, 1, 48),
     FAULT(is_launched_beyond_its_bound),
     FAULT(has_an_endless_block, 1, 1025),
+    FAULT(has_bounds_for_large_multiprocessors),
     FAULT(numbers_more_blocks_than_a_grid_has, (int64_t{1} << 31) + 1),
 };
+
+#if defined(__CUDACC__)
+
+std::string run(const Fault& fault) {
+  Operands operands{};
+  void* y = nullptr;
+  // Memory of its own for each operand, and no byte more, so that a checker knows where it ends.
+  cudaMalloc(reinterpret_cast<void**>(&operands.x), (2 * count - 2) * sizeof(float));
+  cudaMalloc(&y, count * sizeof(float));
+  operands.y = static_cast<const float*>(y);
+  cudaMemset(operands.x, 0, (2 * count - 2) * sizeof(float));
+  cudaMemset(y, 0, count * sizeof(float));
+  fault.kernel<<<static_cast<unsigned>(fault.blocks), fault.threads>>>(0, operands);
+  const cudaError_t launched = cudaGetLastError(), ended = cudaDeviceSynchronize();
+  return cudaGetErrorString(launched == cudaSuccess ? ended : launched);
+}
+
+#else
 
 std::string run(const Fault& fault) {
   alignas(16) static float x[2 * count], y[2 * count];
   emulation::begin_call();
-  emulation::add_area({"x", x, sizeof(float), {{2 * count - 2, 1}}, use_both});
+  emulation::add_area({"x", x, sizeof(float), {{2 * count - 2, 1}}, emulation::use_both});
   // Two rows of half of `count`, with a gap between; all of it where the kernel is to find no gap.
   const bool sliced = std::string(fault.name) == "reads_the_gap_of_a_slice";
   if (sliced) {
-    emulation::add_area({"y", y, sizeof(float), {{2, count}, {count / 2, 1}}, use_read});
+    emulation::add_area({"y", y, sizeof(float), {{2, count}, {count / 2, 1}}, emulation::use_read});
   } else {
-    emulation::add_area({"y", y, sizeof(float), {{count, 1}}, use_read});
+    emulation::add_area({"y", y, sizeof(float), {{count, 1}}, emulation::use_read});
   }
   std::string message;
   try {
-    inplace_abn::cuda::launch(fault.kernel, fault.blocks, fault.threads, Operands{x, y});
+    cuda::launch(fault.kernel, fault.blocks, fault.threads, Operands{x, y});
   } catch (const std::exception& error) {
     message = error.what();
   }
@@ -180,13 +210,33 @@ std::string run(const Fault& fault) {
   return message;
 }
 
+#endif
+
 }  // namespace
+
+// What is said of the kernel of this name.
+std::string told(const std::string& name) {
+  for (const Fault& fault : faults) {
+    if (name == fault.name) return run(fault);
+  }
+  return "there is no kernel " + name;
+}
+
+}  // namespace inplace_abn::faults
+
+#if defined(__CUDACC__)
+
+int main(int count, char** names) {
+  for (int i = 1; i < count; ++i) std::printf("%s: %s\n", names[i], inplace_abn::faults::told(names[i]).c_str());
+  return 0;
+}
+
+#else
 
 extern "C" __attribute__((visibility("default"))) const char* emulation_fault(const char* name) {
   static std::string message;
-  message = std::string("there is no kernel ") + name;
-  for (const Fault& fault : faults) {
-    if (std::string(name) == fault.name) message = run(fault);
-  }
+  message = inplace_abn::faults::told(name);
   return message.c_str();
 }
+
+#endif

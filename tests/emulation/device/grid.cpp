@@ -30,6 +30,23 @@ constexpr size_t most_threads = 1024, most_parameter_bytes = 4096;
 constexpr std::array<Properties, 4> devices{
     {{"H100", 132}, {"20 multiprocessors", 20}, {"2 multiprocessors", 2}, {"4000 multiprocessors", 4000}}};
 
+// Threads that a multiprocessor holds. Other capabilities are none of the emulator's.
+int threads_of_multiprocessor(int capability) {
+  switch (capability) {
+    case 75:
+      return 1024;
+    case 86:
+    case 89:
+    case 120:
+      return 1536;
+    case 80:
+    case 90:
+    case 100:
+      return 2048;
+  }
+  throw std::runtime_error("emulated device: an unknown capability, " + std::to_string(capability));
+}
+
 enum class State { ready, at_barrier, in_shuffle, done };
 
 struct Thread {
@@ -45,8 +62,8 @@ struct Kernel {
   void (*body)(void*) = nullptr;
   void* parameters = nullptr;
   std::string name;
-  int most_threads = 0;
-  bool asked = false;  // for its name and bounds only
+  int most_threads = 0, least_blocks = 0;  // its launch bounds
+  bool asked = false;                      // for its name and bounds only
   dim3 grid, block;
   unsigned index = 0;  // of the running block
 };
@@ -55,6 +72,8 @@ std::array<Thread, most_threads> threads;
 unsigned thread_count = 0;
 // Since the settings were made: a seed gives the same orders again.
 uint64_t launches = 0;
+// These launches, a line each: the kernel, its blocks, and how many of them a multiprocessor holds.
+std::string launched;
 std::vector<uint16_t> ready;
 Thread* running = nullptr;
 Kernel kernel;
@@ -231,6 +250,10 @@ void check_launch(dim3 grid, dim3 block, size_t shared, size_t parameter_bytes) 
   require_launch(
       count <= static_cast<uint64_t>(kernel.most_threads),
       "a block of " + text(block) + " threads is beyond the launch bound of " + std::to_string(kernel.most_threads));
+  const int held = threads_of_multiprocessor(settings().capability);
+  require_launch(kernel.least_blocks * kernel.most_threads <= held,
+                 std::to_string(kernel.least_blocks) + " blocks of " + std::to_string(kernel.most_threads) +
+                     " threads are more than a multiprocessor holds, " + std::to_string(held));
   require_launch(parameter_bytes <= most_parameter_bytes,
                  std::to_string(parameter_bytes) + " bytes of parameters are beyond 4096");
   require_launch(grid.y == 1 && grid.z == 1 && block.y == 1 && block.z == 1 && shared == 0,
@@ -275,10 +298,11 @@ void fail(const char* what, ...) {
   __builtin_unreachable();
 }
 
-void enter_kernel(const char* signature, int most, int) {
+void enter_kernel(const char* signature, int most, int least_blocks) {
   if (!kernel.asked) return;
   kernel.name = short_name(signature);
   kernel.most_threads = most;
+  kernel.least_blocks = least_blocks;
   running->fiber.pause();
 }
 
@@ -341,6 +365,7 @@ void run_grid(dim3 grid, dim3 block, size_t dynamic_shared, void (*body)(void*),
   set_parameters(parameters, parameter_bytes);
   ask_kernel();
   check_launch(grid, block, dynamic_shared, parameter_bytes);
+  launched += kernel.name + "\t" + std::to_string(grid.x) + "\t" + std::to_string(kernel.least_blocks) + "\n";
   thread_count = block.x;
   const uint64_t seed = Random(settings().seed ^ ++launches << 32).next();
   if (settings().orders < 2 || settings().sample > 0) return run_blocks(seed);
@@ -363,9 +388,14 @@ void run_grid(dim3 grid, dim3 block, size_t dynamic_shared, void (*body)(void*),
 extern "C" {
 #define EMULATION_EXPORT __attribute__((visibility("default")))
 
-EMULATION_EXPORT void emulation_set(uint64_t seed, int orders, int device, int64_t sample) {
-  emulation::settings() = {seed, orders, device, sample};
+EMULATION_EXPORT void emulation_set(uint64_t seed, int orders, int device, int64_t sample, int capability) {
+  emulation::settings() = {seed, orders, device, sample, capability};
   emulation::launches = 0;
+  emulation::launched.clear();
+}
+
+EMULATION_EXPORT const char* emulation_launched() {
+  return emulation::launched.c_str();
 }
 
 EMULATION_EXPORT const char* emulation_device_name(int index) {

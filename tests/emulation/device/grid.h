@@ -26,12 +26,14 @@ int device_count();
 int current_device();
 const Properties& device_properties(int index);
 
-// How launches run. `orders`: in how many random orders each, with equal bits. `sample`: how many blocks of each run
-// at most, the first and the last among them; 0 means all.
+// How launches run. `capability`: of every device, 75 for 7.5; it decides what a multiprocessor holds. `orders`: in how
+// many random orders each, with equal bits. `sample`: how many blocks of each run at most, the first and the last among
+// them; 0 means all.
 struct Settings {
   uint64_t seed = 0;
   int orders = 2, device = 0;
   int64_t sample = 0;
+  int capability = 90;
 };
 Settings& settings();
 

@@ -89,14 +89,9 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int index)
 #define aoti_torch_empty_strided ::emulation::allocate_scratch
 #define aoti_torch_get_current_cuda_stream emulation_current_stream
 
-#if defined(EMULATION_TYPE)
-// Sources are compiled once for each type of elements, side by side.
-#include "inplace_abn/kernels.h"
-#undef INPLACE_ABN_FOR_ALL_TYPES
-#define INPLACE_ABN_FOR_ALL_TYPES(INSTANTIATE) INSTANTIATE(EMULATION_TYPE)
-#endif
-
 #if defined(EMULATION_ACTIVATION)
+#include "inplace_abn/kernels.h"
+
 // Changed kernels are compiled often, and one activation is enough to see the change.
 namespace inplace_abn {
 template <typename scalar_t, typename F>
