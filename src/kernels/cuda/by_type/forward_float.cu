@@ -1,0 +1,3 @@
+// forward.cu for one type of elements: together they take longest to compile.
+#define INPLACE_ABN_TYPE float
+#include "../forward.cu"
