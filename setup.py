@@ -92,8 +92,8 @@ nvcc_flags = CUDA_FLAGS + os.environ.get("INPLACE_ABN_NVCC_FLAGS", "").split()
 # releases, so stdc++ is the first library.
 macros, libraries, link_flags = [STABLE_ABI], ["stdc++", "torch_cpu"], []
 if cuda:
-    # What takes longest is compiled for each type by itself, and is first of these in alphabetical order, in which ninja
-    # starts: a long compilation that starts last runs alone.
+    # What takes longest is compiled for each type by itself, so that no long compilation runs alone at the end. Others
+    # would only grow by that, because nvcc compresses each source by itself.
     by_type = relative("src/kernels/cuda/by_type/*.cu")
     split = {Path(source).stem.rpartition("_")[0] for source in by_type}
     whole = [source for source in relative("src/kernels/cuda/*.cu") if Path(source).stem not in split]

@@ -1,3 +1,0 @@
-// forward.cu for one type of elements: together they take longest to compile.
-#define INPLACE_ABN_TYPE c10::BFloat16
-#include "../forward.cu"
