@@ -86,14 +86,18 @@ print(f"inplace_abn: kernels for {'manylinux_2_28' if portable else 'the runtime
 nodes_told = f"C++ nodes for {len(headers)} releases of torch" if headers else "no C++ node (INPLACE_ABN_NODE=0)"
 print(f"inplace_abn: {'with the C++ node if it compiles' if with_module else nodes_told}")
 
-# What takes longest comes first: ninja starts in this order, and a long compilation that starts last runs alone.
 kernel_sources = relative("src/kernels/cpu/*.cpp") + relative("src/kernels/*.cpp")
 nvcc_flags = CUDA_FLAGS + os.environ.get("INPLACE_ABN_NVCC_FLAGS", "").split()
 # In some releases libtorch_cpu exports some of the C++ runtime's symbols. They must come from the runtime in all
 # releases, so stdc++ is the first library.
 macros, libraries, link_flags = [STABLE_ABI], ["stdc++", "torch_cpu"], []
 if cuda:
-    kernel_sources = relative("src/kernels/cuda/*.cu") + kernel_sources
+    # What takes longest is compiled for each type by itself, so that no long compilation runs alone at the end. Others
+    # would only grow by that, because nvcc compresses each source by itself.
+    by_type = relative("src/kernels/cuda/by_type/*.cu")
+    split = {Path(source).stem.rpartition("_")[0] for source in by_type}
+    whole = [source for source in relative("src/kernels/cuda/*.cu") if Path(source).stem not in split]
+    kernel_sources = by_type + whole + kernel_sources
     macros += [("INPLACE_ABN_WITH_CUDA", None)]
     # CUDA's runtime is linked statically, so that torch may have another release of it, or none. libtorch is empty
     # itself, and brings libtorch_cuda where there is one.
