@@ -59,24 +59,31 @@ __global__ void __launch_bounds__(block_threads, resident<Op, width>)
   }
 
   if constexpr (Op::reduces) {
-    Totals totals[width];
-    __shared__ Totals shared[width][block_threads];
-#pragma unroll
-    for (int v = 0; v < width; ++v) shared[v][threadIdx.x] = totals[v] = op.totals(channel[v], sum[v], count);
+    // Room for the upper half of the rows: on small multiprocessors it is shared memory that limits the blocks.
+    __shared__ typename Op::Sum shared[width][block_threads / 2];
+    __shared__ opmath_t counts[block_threads / 2];
     for (int half = p.first_half; half > 0; half /= 2) {
-      __syncthreads();
-      if (y >= half || y + half >= p.height) continue;
+      if (y >= half && y < 2 * half) {
+        const int place = threadIdx.x - half * p.width;
+        counts[place] = count;
 #pragma unroll
-      for (int v = 0; v < width; ++v) {
-        totals[v].add(shared[v][threadIdx.x + half * p.width]);
-        shared[v][threadIdx.x] = totals[v];
+        for (int v = 0; v < width; ++v) shared[v][place] = sum[v];
       }
+      __syncthreads();
+      if (y < half && y + half < p.height) {
+        const opmath_t others = counts[threadIdx.x];
+#pragma unroll
+        for (int v = 0; v < width; ++v) sum[v].merge(shared[v][threadIdx.x], count, others);
+        count += others;
+      }
+      __syncthreads();
     }
     if (y == 0 && e < p.rows.length) {
 #pragma unroll
       for (int v = 0; v < width; ++v) {
         const int64_t share = part * p.rows.repeats() + p.rows.repeat(e + v);
-        leave(op, p.rows.channel(e + v), totals[v], shares, share, p.rows.channels);
+        const Totals totals = op.totals(channel[v], sum[v], count);
+        leave(op, p.rows.channel(e + v), totals, shares, share, p.rows.channels);
       }
     }
   }

@@ -48,10 +48,13 @@ struct Statistics {
       for (int e = 0; e < items * width; ++e) total += tile.has(e) ? static_cast<opmath_t>(in[0][e]) : opmath_t(0);
       sum.pivot = total / static_cast<opmath_t>(tile.elements());
     }
+    // Of the tile first: a sum loses as many digits as it has terms.
+    Sum of_tile{sum.pivot, 0, 0};
 #pragma unroll
     for (int e = 0; e < items * width; ++e) {
-      if (tile.has(e)) sum.add(static_cast<opmath_t>(in[0][e]));
+      if (tile.has(e)) of_tile.add(static_cast<opmath_t>(in[0][e]));
     }
+    sum.add(of_tile);
   }
 };
 

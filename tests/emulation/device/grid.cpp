@@ -22,7 +22,6 @@ Random launch_random(0);
 
 namespace {
 
-constexpr unsigned warp_lanes = 32;
 constexpr size_t most_threads = 1024, most_parameter_bytes = 4096;
 
 // An H100; two small devices, on which few blocks do everything; and one so large that each block of a huge tensor has
@@ -314,6 +313,10 @@ dim3 block_size() {
   return kernel.block;
 }
 
+unsigned lane_index() {
+  return now.thread % warp_lanes;
+}
+
 dim3 block_index() {
   return kernel.index;
 }
@@ -326,11 +329,10 @@ void synchronise(Site site) {
   wait(State::at_barrier, site);
 }
 
-uint64_t shuffle_down_bits(Site site, unsigned mask, uint64_t value, unsigned lanes) {
+uint64_t shuffle_bits(Site site, unsigned mask, uint64_t value, unsigned source) {
   const unsigned lane = now.thread % warp_lanes;
   Thread* const warp = running - lane;
   if ((mask >> lane & 1) == 0) fail("a shuffle whose mask %#x leaves out the calling lane %u", mask, lane);
-  const unsigned source = lane + lanes < warp_lanes ? lane + lanes : lane;
   if ((mask >> source & 1) == 0) fail("a shuffle from lane %u, which its mask %#x leaves out", source, mask);
   Thread& own = *running;
   own.mask = mask;
