@@ -23,7 +23,7 @@ MUTATIONS: dict[str, tuple[str, str, str]] = {
         "if (threadIdx.x == 0) leave",
         "if (threadIdx.x < 2) leave",
     ),
-    "no barrier before channels are read": ("rows.cuh", "  __syncthreads();\n  typename Op", "  typename Op"),
+    "no barrier before channels are read": ("rows.cuh", "      __syncthreads();\n#pragma", "#pragma"),
     "no barrier in the reduction over rows": (
         "rows.cuh",
         "      __syncthreads();\n      if (y",
@@ -72,8 +72,8 @@ MUTATIONS: dict[str, tuple[str, str, str]] = {
         "row + u * p.height < p.rows.count ?",
         "row + u * p.height <= p.rows.count ?",
     ),
-    "columns past the last channel are walked": ("rows.cuh", "g < p.groups && e < p.rows.length;", "g < p.groups;"),
-    "columns past the last channel are stored": ("rows.cuh", "if (y == 0 && e < p.rows.length)", "if (y == 0)"),
+    "columns past the last channel are walked": ("rows.cuh", "inside && row +", "row +"),
+    "columns past the last channel are stored": ("rows.cuh", "if (y == 0 && inside)", "if (y == 0)"),
     "channels past the last one are looked up": (
         "rows.cuh",
         "i < p.width * width && column_start + i < p.rows.length;",

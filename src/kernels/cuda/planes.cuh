@@ -181,12 +181,12 @@ void visit_planes(const Extent& extent, const Streams<typename Op::scalar_t>& io
   const PlaneAlignment alignment = align_planes<width>(extent, io);
   const int64_t resident_now = residency<Op, 1>();
   if (!alignment.agree) {
-    f(planes_kernel<Op, 1, false>, partition_planes(extent, 1, Op::unroll, 0, true, alignment.stride, resident_now),
-      io);
+    f(planes_kernel<Op, 1, false>,
+      partition_planes(extent, 1, Op::unroll, 0, true, alignment.stride, Op::reduces, resident_now), io);
     return;
   }
-  const PlanePartition p =
-      partition_planes(extent, width, Op::unroll, alignment.phase, alignment.aligned, alignment.stride, resident_now);
+  const PlanePartition p = partition_planes(extent, width, Op::unroll, alignment.phase, alignment.aligned,
+                                            alignment.stride, Op::reduces, resident_now);
   if (alignment.even && p.fits_32_bits()) {
     f(planes_kernel<Op, width, true>, p, io);
   } else {

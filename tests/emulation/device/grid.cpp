@@ -71,7 +71,7 @@ std::array<Thread, most_threads> threads;
 unsigned thread_count = 0;
 // Since the settings were made: a seed gives the same orders again.
 uint64_t launches = 0;
-// These launches, a line each: the kernel, its blocks, and how many of them a multiprocessor holds.
+// These launches, a line each: the kernel, its blocks, and how many of them a multiprocessor holds at least.
 std::string launched;
 std::vector<uint16_t> ready;
 Thread* running = nullptr;
@@ -367,7 +367,8 @@ void run_grid(dim3 grid, dim3 block, size_t dynamic_shared, void (*body)(void*),
   set_parameters(parameters, parameter_bytes);
   ask_kernel();
   check_launch(grid, block, dynamic_shared, parameter_bytes);
-  launched += kernel.name + "\t" + std::to_string(grid.x) + "\t" + std::to_string(kernel.least_blocks) + "\n";
+  const unsigned held = kernel.least_blocks * kernel.most_threads / block.x;
+  launched += kernel.name + "\t" + std::to_string(grid.x) + "\t" + std::to_string(held) + "\n";
   thread_count = block.x;
   const uint64_t seed = Random(settings().seed ^ ++launches << 32).next();
   if (settings().orders < 2 || settings().sample > 0) return run_blocks(seed);
