@@ -84,7 +84,8 @@ __global__ void __launch_bounds__(block_threads, resident<Op, width>)
 #pragma unroll
       for (int v = 0; v < width; ++v) {
         const int64_t share = part * p.rows.repeats() + p.rows.repeat(e + v);
-        const Totals totals = op.totals(channel[v], sum[v], count);
+        // Not from registers, which a channel that is of no use before would take up for all of the loop.
+        const Totals totals = op.totals(shared_channels[x * width + v], sum[v], count);
         leave(op, p.rows.channel(e + v), totals, shares, share, p.rows.channels);
       }
     }
