@@ -95,7 +95,7 @@ void check_waves(int64_t tiles, int64_t lines, bool reduces, int64_t waves, int6
   require(parts == tiles || (parts + 1) * lines > full * resident, "idle multiprocessors", shown);
   // Blocks that take enough tiles would not be done sooner in another number of waves.
   const auto in_turn = [&](int64_t of_parts) { return tiles_in_turn(tiles, lines, of_parts, resident); };
-  const int64_t least = reduces ? least_tiles : least_unreduced_tiles;
+  const int64_t least = reduces ? least_reduced_tiles : least_tiles;
   const int64_t most = std::min(waves, ceil_div(tiles, least) * lines / resident);
   for (int64_t other = 1; other <= most; ++other) {
     const int64_t others = std::clamp<int64_t>(other * resident / lines, 1, tiles);

@@ -18,10 +18,11 @@ constexpr int resident_blocks = 3;
 
 // Blocks of a large tensor come in so many waves at most, for balance, and take at least so many tiles each, to be
 // worth their start and the share of a reduction that they leave. In row order every block leaves one for each element
-// of its column. Where no share is left, blocks may have fewer tiles if that helps.
+// of its column. Where that helps, blocks have fewer tiles: four or more, to be worth the launch that merges shares, or
+// two where there is none.
 constexpr int64_t plane_waves = 8;
 constexpr int64_t row_waves = 2, reduced_row_waves = 1;
-constexpr int64_t least_tiles = 8, least_unreduced_tiles = 2;
+constexpr int64_t usual_tiles = 8, least_reduced_tiles = 4, least_tiles = 2;
 
 INPLACE_ABN_INLINE int64_t ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;
@@ -46,8 +47,8 @@ inline int64_t share_tiles(int64_t tiles, int64_t lines, bool reduces, int64_t w
     return std::max<int64_t>(1, std::min(ceil_div(tiles, least) * lines, waves * resident) / resident);
   };
   const auto parts = [&](int64_t full) { return std::clamp<int64_t>(full * resident / lines, 1, tiles); };
-  const int64_t most = most_waves(reduces ? least_tiles : least_unreduced_tiles);
-  int64_t best = parts(most_waves(least_tiles));
+  const int64_t most = most_waves(reduces ? least_reduced_tiles : least_tiles);
+  int64_t best = parts(most_waves(usual_tiles));
   for (int64_t full = 1; full <= most; ++full) {
     const int64_t other = parts(full);
     if (tiles_in_turn(tiles, lines, other, resident) < tiles_in_turn(tiles, lines, best, resident)) best = other;
