@@ -87,6 +87,9 @@ STATEMENTS = {
 """The statements to time. Each copies the leaf, because a leaf may not be overwritten. "neither" has the copy alone.
 "Python" uses the node in Python, as where there is no C++ node for the torch."""
 
+UNCOUNTED = {"in-place, Python", "converted, Python", "beside its input", "beside its input, residual"}
+"""Their instructions are not counted, because each takes a minute or two."""
+
 
 def call_overhead(device: str, threads: int, rounds: int, callgrind: bool) -> dict[str, Any]:
     """Quartiles of the microseconds per call. ``callgrind`` adds the instructions of a call, and of an unmeasured one.
@@ -102,8 +105,8 @@ def call_overhead(device: str, threads: int, rounds: int, callgrind: bool) -> di
     if callgrind:
         # torch starts the first "python" on the path, which must be this one.
         os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-        for name, timer in timers.items():
-            calls[name]["instructions"] = timer.collect_callgrind(number=100).counts(denoise=True) / 100
+        for name in (name for name in timers if name not in UNCOUNTED):
+            calls[name]["instructions"] = timers[name].collect_callgrind(number=100).counts(denoise=True) / 100
             unmeasured = Timer(STATEMENTS[name], setup + UNMEASURED, num_threads=threads).collect_callgrind(number=100)
             calls[name]["unmeasured"] = unmeasured.counts(denoise=True) / 100
     return {"shape": list(SHAPE), "calls": calls}
