@@ -5,12 +5,8 @@
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
-#include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/saved_variable.h>
-#include <torch/csrc/dynamo/compiled_autograd.h>
 
 #include <initializer_list>
-#include <memory>
 #include <mutex>
 #include <string>
 #include <tuple>
@@ -23,8 +19,6 @@
 namespace inplace_abn {
 namespace {
 
-using torch::autograd::variable_list;
-
 using LocalForwardOut = std::tuple<Tensor, Tensor>(const Tensor& x, const OptTensor& weight, const OptTensor& bias,
                                                    const OptTensor& residual, const OptTensor& running_mean,
                                                    const OptTensor& running_var, double momentum,
@@ -32,44 +26,30 @@ using LocalForwardOut = std::tuple<Tensor, Tensor>(const Tensor& x, const OptTen
                                                    int64_t activation, double activation_param, bool invertible,
                                                    int64_t shared, const Tensor& z);
 
-template <typename Kind, typename Pointer = NodePtr>
-Pointer made() {
-  if constexpr (std::is_same_v<Pointer, std::shared_ptr<torch::autograd::Node>>) {
-    return std::make_shared<Kind>();
-  } else {
-    return c10::make_intrusive<Kind>();
-  }
-}
-
-// Gives a tensor the place of a node's output in the graph.
-void place(const NodePtr& node, const Tensor& t) {
-  torch::autograd::impl::set_gradient_edge(t, {node, node->add_input_metadata(t)});
-}
-
 // The norm without activation. It saves what torch's norm saves, when torch's norm saves it. Its gradient is computed
 // by an op that conversion/waiting.py defines, which autograd sees.
-class WaitingFunction final : public torch::autograd::Node {
+class WaitingFunction final : public Node {
  public:
   static NodePtr of(const Tensor& x, const OptTensor& weight, const OptTensor& bias, const OptTensor& residual,
                     const OptTensor& mean, const Tensor& var, double eps, bool training, int64_t shared) {
-    auto result = made<WaitingFunction>();
-    auto& node = static_cast<WaitingFunction&>(*result);
-    node.set_next_edges(torch::autograd::collect_next_edges(x, weight, bias, residual));
-    node.x_ = {x, false};
-    node.weight_ = {weight, false};
-    node.mean_ = mean.value_or(Tensor());
-    node.var_ = var;
+    auto node = make_node<WaitingFunction>();
+    node->set_next_edges(torch::autograd::collect_next_edges(x, weight, bias, residual));
+    node->x_ = {x, false};
+    node->weight_ = {weight, false};
+    node->mean_ = mean.value_or(Tensor());
+    node->var_ = var;
     // The value of the bias does not matter, so torch's norm does not save it either.
     const auto bias_dtype = bias.has_value() ? static_cast<int64_t>(bias->scalar_type()) : no_bias;
-    node.settings_ = {bias_dtype, eps, training, shared};
-    return result;
+    node->settings_ = {bias_dtype, eps, training, shared};
+    return node;
   }
 
   std::string name() const override { return "WaitingFunction"; }
 
   variable_list apply(variable_list&& incoming) override {
     const std::lock_guard lock(mutex_);
-    return incoming.at(0).defined() ? gradients(incoming[0], tensors(), needed(), settings_) : variable_list(inputs);
+    if (!incoming.at(0).defined()) return variable_list(inputs);
+    return gradients(incoming[0], tensors(), needed_by_edges(*this, inputs), settings_);
   }
 
   void release_variables() override {
@@ -78,7 +58,7 @@ class WaitingFunction final : public torch::autograd::Node {
     weight_.reset_data();
   }
 
-  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
+  void compiled_args(CompiledNodeArgs& args) const override {
     args.collect(x_, false);
     args.collect(weight_, false);
     args.collect(mean_);
@@ -89,30 +69,19 @@ class WaitingFunction final : public torch::autograd::Node {
     args.collect(settings_.shared);
   }
 
-  // Compiled code calls `gradients` as it is, because autograd's compiler cannot trace what calls autograd.
-  variable_list apply_with_saved(const variable_list& incoming,
-                                 torch::dynamo::autograd::SwapSavedVariables& saved) override {
-    namespace compiler = torch::dynamo::autograd;
+  variable_list apply_with_saved(const variable_list& incoming, SwapSavedVariables& saved) override {
     saved.before(x_);
     saved.before(weight_);
     saved.before(mean_);
     saved.before(var_);
-    compiler::PackedArgs packed;
+    PackedArgs packed;
     packed.pack(tensors());
-    packed.pack(needed());
+    packed.pack(needed_by_edges(*this, inputs));
     packed.pack(settings_.bias_dtype);
     packed.pack(settings_.eps);
     packed.pack(settings_.training);
     packed.pack(settings_.shared);
-    std::vector<at::TypePtr> schema;
-    for (const auto& value : packed.vec()) schema.push_back(value.type());
-    const auto& interface = compiler::getPyCompilerInterface();
-    const auto function =
-        interface->bind_function(saved.get_py_compiler(), name(), &of_packed, std::move(schema), true, false);
-    using Edges = std::vector<std::optional<torch::autograd::InputMetadata>>;
-    const auto edges = compiler::IValuePacker<Edges>::pack(compiler::get_input_metadata(next_edges()));
-    variable_list results =
-        interface->call_function(saved.get_py_compiler(), "apply_functional", function, incoming, packed.vec(), edges);
+    variable_list results = call_when_compiled(*this, saved, incoming, packed, &of_packed);
     saved.after(x_);
     saved.after(weight_);
     saved.after(mean_);
@@ -135,12 +104,6 @@ class WaitingFunction final : public torch::autograd::Node {
 
   // x, weight, mean and var. Those that there are not are undefined.
   variable_list tensors() const { return {x_.unpack(), weight_.unpack(), mean_, var_}; }
-
-  std::vector<bool> needed() const {
-    std::vector<bool> result;
-    for (size_t i = 0; i < inputs; ++i) result.push_back(task_should_compute_output(i));
-    return result;
-  }
 
   static variable_list gradients(const Tensor& g, const variable_list& tensors, const std::vector<bool>& needed,
                                  const Settings& s) {
@@ -167,7 +130,7 @@ class WaitingFunction final : public torch::autograd::Node {
   // The same, of what compiled code passes.
   static variable_list of_packed(const variable_list& incoming, const std::vector<at::IValue>& args) {
     if (!incoming.at(0).defined()) return variable_list(inputs);
-    torch::dynamo::autograd::PackedArgs packed(args);
+    PackedArgs packed(args);
     const auto tensors = packed.unpack<variable_list>();
     const auto needed = packed.unpack<std::vector<bool>>();
     const auto bias_dtype = packed.unpack<int64_t>();
@@ -176,29 +139,26 @@ class WaitingFunction final : public torch::autograd::Node {
     return gradients(incoming[0], tensors, needed, {bias_dtype, eps, training, packed.unpack<int64_t>()});
   }
 
-  torch::autograd::SavedVariable x_, weight_;
+  SavedVariable x_, weight_;
   Tensor mean_, var_;
   Settings settings_;
 };
 
 // Places one tensor after another one in the graph. The two have the same values. So hooks on either one see gradients
 // that come through the other one.
-class StandsForFunction final : public torch::autograd::Node {
+class StandsForFunction final : public Node {
  public:
   static NodePtr after(const Tensor& t) {
-    const auto node = made<StandsForFunction>();
+    const auto node = make_node<StandsForFunction>();
     node->set_next_edges({torch::autograd::impl::gradient_edge(t)});
     return node;
   }
 
   std::string name() const override { return "StandsForFunction"; }
-  torch::autograd::variable_list apply(variable_list&& gradients) override { return std::move(gradients); }
+  variable_list apply(variable_list&& gradients) override { return std::move(gradients); }
   // It has nothing that compiled code depends on.
-  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {}
-  variable_list apply_with_saved(const variable_list& gradients,
-                                 torch::dynamo::autograd::SwapSavedVariables&) override {
-    return gradients;
-  }
+  void compiled_args(CompiledNodeArgs&) const override {}
+  variable_list apply_with_saved(const variable_list& gradients, SwapSavedVariables&) override { return gradients; }
 };
 
 constexpr int64_t identity = 0;
@@ -213,7 +173,7 @@ torch::autograd::Edge edge_of(const Tensor& x) {
 // Whether a call is like a plan's, and a graph is recorded.
 bool fits(const Plan& plan, const Tensor& x, const OptTensor& weight, const OptTensor& bias,
           const OptTensor& running_mean, const OptTensor& running_var) {
-  if (!at::GradMode::is_enabled() || x.sizes() != plan.sizes || x.strides() != plan.strides) return false;
+  if (x.sizes() != plan.sizes || x.strides() != plan.strides) return false;
   if (x.scalar_type() != plan.dtype || x.device() != plan.device) return false;
   const auto are_vectors = [&](std::initializer_list<const OptTensor*> tensors,
                                const std::optional<at::ScalarType>& dtype) {
@@ -230,8 +190,7 @@ bool fits(const Plan& plan, const Tensor& x, const OptTensor& weight, const OptT
       !are_vectors({&running_mean, &running_var}, plan.statistics_dtype)) {
     return false;
   }
-  const auto requires_grad = [](const OptTensor& t) { return t.has_value() && t->requires_grad(); };
-  return x.requires_grad() || requires_grad(weight) || requires_grad(bias);
+  return torch::autograd::compute_requires_grad(x, weight, bias);
 }
 
 // A tensor without memory, of the shape, strides, dtype and device of another one. Python makes it a subclass's, whose
@@ -279,7 +238,7 @@ void count(const OptTensor& batches) {
 
 void place(Waiting& w, const Tensor& stand_in) {
   w.node = WaitingFunction::of(w.x, w.weight, w.bias, w.residual, std::nullopt, w.var, w.plan->eps, true, 0);
-  place(w.node, stand_in);
+  place_output(w.node, stand_in);
 }
 
 }  // namespace
@@ -364,7 +323,7 @@ Tensor activate(const WaitingPtr& waiting, int64_t activation, double activation
   w.memory = Tensor();
   if (in_place) {
     w.node = StandsForFunction::after(z);
-    place(w.node, stand_in);
+    place_output(w.node, stand_in);
     bump_version(stand_in);
     // What stands for the output stands for z now, and needs nothing else.
     w.x = w.weight_value = w.bias_value = w.var = Tensor();
@@ -422,12 +381,8 @@ std::tuple<std::vector<Tensor>, std::vector<int64_t>, double> parts(const Waitin
 void wait(const Tensor& stand_in, const Tensor& x, const OptTensor& weight, const OptTensor& bias,
           const OptTensor& residual, const OptTensor& mean, const Tensor& var, double eps, bool training,
           int64_t shared) {
-  const auto requires_grad = [](const OptTensor& t) { return t.has_value() && t->requires_grad(); };
-  if (!at::GradMode::is_enabled() ||
-      !(x.requires_grad() || requires_grad(weight) || requires_grad(bias) || requires_grad(residual))) {
-    return;
-  }
-  place(WaitingFunction::of(x, weight, bias, residual, mean, var, eps, training, shared), stand_in);
+  if (!torch::autograd::compute_requires_grad(x, weight, bias, residual)) return;
+  place_output(WaitingFunction::of(x, weight, bias, residual, mean, var, eps, training, shared), stand_in);
 }
 
 }  // namespace inplace_abn
