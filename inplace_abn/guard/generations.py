@@ -14,7 +14,7 @@ from inplace_abn.guard.modes import watchers
 
 _T = TypeVar("_T")
 
-current = 0
+current: int = 0
 """The number of steps that optimizers of this process have taken."""
 
 
