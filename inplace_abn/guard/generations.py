@@ -14,7 +14,7 @@ from inplace_abn.guard.modes import watchers
 
 _T = TypeVar("_T")
 
-current = 0
+current: int = 0
 """The number of steps that optimizers of this process have taken."""
 
 
@@ -33,7 +33,7 @@ def advance(optimizer: Any = None, *_: Any) -> None:
 register_optimizer_step_pre_hook(_before_step)
 register_optimizer_step_post_hook(advance)
 
-changed_at = -1
+changed_at: int = -1
 """The last generation after which a module may do something else than it did before."""
 
 
