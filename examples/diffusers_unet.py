@@ -5,8 +5,10 @@
     python examples/diffusers_unet.py
 
 The U-Net's norms are GroupNorms, with SiLU after most of them. It learns to remove noise from pictures of discs. A
-native copy sees the same batches and the same noise, so that the losses can be compared. At the end the converted model
-is saved by ``save_pretrained``, and diffusers loads it as a model of its own.
+native copy sees the same batches and the same noise, so that the losses can be compared. At the end the model gets the
+average of its weights, is saved by ``save_pretrained``, and diffusers loads it as a model of its own. In diffusers'
+scripts call `inplace_abn.convert` before ``accelerator.prepare``. With ``--checkpointing`` blocks run again in
+backward, and less is held between.
 
 It prints:
 
@@ -57,9 +59,11 @@ def discs(batch: int, size: int, generator: torch.Generator) -> Tensor:
 
 
 def trained(model: nn.Module, steps: int, batch: int, size: int) -> Iterator[float]:
-    """The loss of each step. The same batches, noise and times for every model."""
+    """The loss of each step. Batches, noise and times are the same for every model. It ends with averaged weights."""
     from diffusers import DDPMScheduler
+    from diffusers.training_utils import EMAModel
 
+    average = EMAModel(model.parameters(), decay=0.9)
     scheduler = DDPMScheduler(num_train_timesteps=1000)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     generator = torch.Generator().manual_seed(0)
@@ -73,7 +77,9 @@ def trained(model: nn.Module, steps: int, batch: int, size: int) -> Iterator[flo
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        average.step(model.parameters())
         yield loss.item()
+    average.copy_to(model.parameters())
 
 
 def converted_norms(model: nn.Module) -> int:
@@ -85,10 +91,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--size", type=int, default=32)
+    parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing")
     options = parser.parse_args()
 
     torch.manual_seed(0)
     native = network(options.size)
+    if options.checkpointing:
+        native.enable_gradient_checkpointing()  # type: ignore[operator]
     model = inplace_abn.convert(copy.deepcopy(native))
     given = torch.randn(options.batch, 1, options.size, options.size), 10
     held = {name: measure(m, *given).held / 2**20 for name, m in (("native", native), ("converted", model))}

@@ -4,8 +4,9 @@
     pip install nnunetv2
     nnUNet_extTrainer=examples nnUNetv2_train DATASET 3d_fullres 0 -tr nnUNetTrainerInPlace
 
-The trainer takes the data and plans of nnUNetTrainer and loads its checkpoints. To find the trainer, nnU-Net imports
-all files of the folder that ``nnUNet_extTrainer`` names. A folder with a copy of this file will do.
+The trainer takes the data and plans of nnUNetTrainer and loads its checkpoints. nnU-Net converts before it compiles,
+where it does, and before DistributedDataParallel wraps. To find the trainer, nnU-Net imports all files of the folder
+that ``nnUNet_extTrainer`` names. A folder with a copy of this file will do.
 
     pip install dynamic-network-architectures
     python examples/nnunet.py
@@ -49,10 +50,6 @@ if importlib.util.find_spec("nnunetv2") is not None:
                 plans_manager, configuration_manager, num_input_channels, num_output_channels, enable_deep_supervision
             )
             return inplace_abn.convert(network)
-
-        def _do_i_compile(self) -> bool:
-            """Turns torch.compile off, because compiled instance norms do what torch's do and save no memory."""
-            return False
 
 
 def network(width: int) -> nn.Module:

@@ -12,10 +12,10 @@ wrapped the model. ultralytics has a license of its own, AGPL-3.0.
 Both runs start from the same weights and see the same batches. The example prints:
 
     native: 37.3 MiB held, 38.8 MiB at the peak of a step
-    converted: 16.5 MiB held, 19.1 MiB at the peak of a step
+    converted: 16.6 MiB held, 19.1 MiB at the peak of a step
     loss of native: 118.870 at first, 109.476 at last
-    loss of converted: 118.870 at first, 109.829 at last
-    norms while training: 3 BatchNorm2d, 78 InPlaceBatchNorm2d; of the checkpoint: 81 BatchNorm2d
+    loss of converted: 118.870 at first, 109.255 at last
+    norms while training: 81 InPlaceBatchNorm2d; of the checkpoint: 81 BatchNorm2d
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # A context in which ops run below autograd. It takes a microsecond less than no_grad, and modes still see the ops.
 BelowAutograd = torch._C._AutoDispatchBelowADInplaceOrView
@@ -300,7 +301,7 @@ _is_included = torch._C._dispatch_tls_is_dispatch_key_included
 _PreDispatch = torch._C.DispatchKey.PreDispatch
 
 
-class OwnMode(torch.utils._python_dispatch.TorchDispatchMode):
+class OwnMode(TorchDispatchMode):
     """A dispatch mode of this package, under which everything works as without it."""
 
     sees_measurements = True

@@ -2,8 +2,9 @@
 """Trains a small segmentation net twice, native and converted by `inplace_abn.convert`, and compares the two.
 
 Both start from the same weights and see the same batches. They take turns. They learn to read handwritten digits that
-are pasted over photographs, both of which scikit-learn brings. With --data they learn from a folder instead. The script
-writes to --out: result.json, demo.png, and the weights of the last converted net, which a native net can load.
+are pasted over photographs, both of which scikit-learn brings. With --data they learn from a folder instead. With
+several nets or dtypes, each pair is compared. The script writes to --out: result.json, demo.png, and the weights of the
+last converted net, which a native net can load.
 
 Several processes train with synchronised statistics: torchrun --nproc-per-node 2 scripts/demo.py
 """
@@ -23,8 +24,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from segmentation.data import IGNORE, STRIDE, DataError, DigitScenes, FolderData, SegmentationData, seeded_generator
-from segmentation.net import ACTIVATIONS, UNet
-from segmentation.report import Run, mean_iou, save_picture, table
+from segmentation.net import ACTIVATIONS, LEARNING_RATES, NETS
+from segmentation.report import Comparison, Run, conclusion, mean_iou, save_picture, table
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
@@ -44,13 +45,14 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--activation", choices=ACTIVATIONS, default="silu")
+    add("--net", choices=NETS, nargs="+", default=["unet"], help="default %(default)s")
+    add("--dtype", choices=["fp32", "bf16"], nargs="+", default=["fp32"], help="bf16 autocasts (default %(default)s)")
+    add("--activation", choices=ACTIVATIONS, default="silu", help="of the U-Net (default %(default)s)")
     add("--steps", type=count, default=650, help="of each net and seed (default %(default)s)")
     add("--seeds", type=count, default=3, help="how many times both are trained (default %(default)s)")
     add("--batch-size", type=count, default=16, help="images per step, over all processes (default %(default)s)")
     add("--size", type=count, default=64, help=f"side of the images, a multiple of {STRIDE} (default %(default)s)")
-    add("--lr", type=float, default=5e-3, help="highest learning rate of the one-cycle schedule (default %(default)s)")
-    add("--amp", choices=["bf16"], help="autocast to bfloat16")
+    add("--lr", type=float, help=f"highest learning rate of the one-cycle schedule (default {LEARNING_RATES})")
     add("--device", type=torch.device, help="default: cuda if there is one, else cpu")
     add("--data", type=Path, metavar="DIR", help="a folder with images/ and masks/ of equal stems")
     add("--classes", type=count, help=f"number of classes in --data, background included ({IGNORE} is ignored)")
@@ -72,17 +74,17 @@ class Trainee(nn.Module):
     """A net with its loss, its optimiser and its schedule. A call computes the loss. The losses and times of all steps
     are recorded."""
 
-    def __init__(self, args: argparse.Namespace, net: nn.Module, class_weights: Tensor) -> None:
+    def __init__(self, net: nn.Module, autocasts: bool, lr: float, steps: int, class_weights: Tensor) -> None:
         super().__init__()
-        self.net, self.amp = net, args.amp == "bf16"
+        self.net, self.autocasts = net, autocasts
         self.register_buffer("class_weights", class_weights, persistent=False)
-        self.optimizer = torch.optim.AdamW(self.parameters(), lr=args.lr)
-        self.schedule = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, args.lr, total_steps=args.steps)
+        self.optimizer = torch.optim.AdamW(self.parameters(), lr=lr)
+        self.schedule = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, lr, total_steps=steps)
         self.losses: list[float] = []
         self.seconds: list[float] = []
 
     def forward(self, images: Tensor, labels: Tensor) -> Tensor:
-        with torch.autocast(images.device.type, torch.bfloat16, enabled=self.amp):
+        with torch.autocast(images.device.type, torch.bfloat16, enabled=self.autocasts):
             logits = self.net(images)
         total = F.cross_entropy(logits.float(), labels, self.class_weights, ignore_index=IGNORE, reduction="sum")
         # reduction="mean" would be NaN for a batch without a labelled pixel.
@@ -122,22 +124,39 @@ def batch(args: argparse.Namespace, data: SegmentationData, seed: int, step: int
     return images.to(args.device), labels.to(args.device)
 
 
-def train(args: argparse.Namespace, data: SegmentationData, seed: int, bar: tqdm) -> dict[str, Trainee]:
+def train(
+    args: argparse.Namespace, name: str, dtype: str, data: SegmentationData, seed: int, bar: tqdm
+) -> dict[str, Trainee]:
     """Trains a native net and its converted copy in turns, with the same batches."""
     torch.manual_seed(seed)
-    native = UNet(len(data.class_names), args.activation).to(args.device)
+    native = NETS[name](len(data.class_names), args.activation).to(args.device)
     converted = inplace_abn.convert(copy.deepcopy(native), sync=WORLD > 1)
-    weights = data.class_weights.to(args.device)
-    nets = {name: Trainee(args, net, weights) for name, net in (("native", native), ("converted", converted))}
+    options = dtype == "bf16", args.lr or LEARNING_RATES[name], args.steps, data.class_weights.to(args.device)
+    nets = {"native": Trainee(native, *options), "converted": Trainee(converted, *options)}
     pairs = [(net, DistributedDataParallel(net) if WORLD > 1 else net) for net in nets.values()]
     for step in range(args.steps):
         images, labels = batch(args, data, seed, step)
         # The second net finds the batch in the processor's caches, so the order alternates.
         for net, parallel in pairs[:: 1 if step % 2 else -1]:
             net.update(parallel, images, labels)
-        bar.set_postfix({"seed": seed} | {name: f"{net.losses[-1]:.3f}" for name, net in nets.items()})
+        bar.set_postfix({"seed": seed} | {norm: f"{net.losses[-1]:.3f}" for norm, net in nets.items()})
         bar.update()
     return nets
+
+
+def compare(
+    args: argparse.Namespace, name: str, dtype: str, data: SegmentationData, bar: tqdm
+) -> tuple[Comparison, nn.Module]:
+    """Trains a net from all seeds, and returns its last converted copy, too. Other processes return no runs."""
+    runs: list[Run] = []
+    for seed in range(args.seeds):
+        nets = train(args, name, dtype, data, seed, bar)
+        if RANK == 0:
+            runs += [Run(seed, norm, net.miou(data), net.losses, net.seconds) for norm, net in nets.items()]
+            bar.write(f"{name}, {dtype}, seed {seed}: mIoU {runs[-2].miou:.3f} native, {runs[-1].miou:.3f} converted")
+    # Memory is measured in one more step of both nets, with their trained weights.
+    memory = MemoryReport(*(measure(net, *batch(args, data, seed, args.steps)) for net in nets.values()))
+    return Comparison(name, dtype, runs, memory), nets["converted"].net
 
 
 def run(args: argparse.Namespace) -> None:
@@ -149,36 +168,29 @@ def run(args: argparse.Namespace) -> None:
     data = FolderData(args.data, args.size, args.classes) if args.data else DigitScenes(args.size)
     args.out.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
-    runs: list[Run] = []
-    with tqdm(total=args.seeds * args.steps, unit="step", disable=RANK > 0 or not sys.stderr.isatty()) as bar:
-        for seed in range(args.seeds):
-            nets = train(args, data, seed, bar)
-            if RANK == 0:
-                runs += [Run(seed, name, net.miou(data), net.losses, net.seconds) for name, net in nets.items()]
-                bar.write(f"seed {seed}: mIoU {runs[-2].miou:.3f} native, {runs[-1].miou:.3f} converted")
-    # Memory is measured in one more step of both nets, with their trained weights.
-    memory = MemoryReport(*(measure(net, *batch(args, data, seed, args.steps)) for net in nets.values()))
+    pairs = [(net, dtype) for net in args.net for dtype in args.dtype]
+    total = len(pairs) * args.seeds * args.steps
+    with tqdm(total=total, unit="step", disable=RANK > 0 or not sys.stderr.isatty()) as bar:
+        results = [compare(args, net, dtype, data, bar) for net, dtype in pairs]
     if RANK > 0:
         return
-    settings = {
-        name: value if isinstance(value, int | float | None) else str(value) for name, value in vars(args).items()
-    }
+    comparisons = [comparison for comparison, _ in results]
+    kept = int | float | list | None
+    settings = {name: value if isinstance(value, kept) else str(value) for name, value in vars(args).items()}
     result = {
         "settings": settings | {"processes": WORLD, "threads": torch.get_num_threads()},
         "torch": torch.__version__,
         "platform": platform.platform(),
         "seconds": time.perf_counter() - began,
-        "runs": [asdict(run) for run in runs],
-        "memory": {name: asdict(usage) for name, usage in zip(nets, (memory.before, memory.after), strict=True)},
+        "comparisons": [asdict(comparison) for comparison in comparisons],
     }
     (args.out / "result.json").write_text(json.dumps(result) + "\n")
-    torch.save(nets["converted"].net.state_dict(), args.out / "weights.pt")
-    save_picture(args.out / "demo.png", runs, memory)
-    print(
-        table(runs, memory),
-        f"{result['seconds']:.0f} s; written to {args.out}: demo.png, result.json, weights.pt",
-        sep="\n\n",
-    )
+    torch.save(results[-1][1].state_dict(), args.out / "weights.pt")
+    save_picture(args.out / "demo.png", comparisons)
+    for each in comparisons:
+        title = [f"{each.net}, {each.dtype}"] if len(comparisons) > 1 else []
+        print(*title, table(each), conclusion(each), sep="\n\n", end="\n\n")
+    print(f"{result['seconds']:.0f} s; written to {args.out}: demo.png, result.json, weights.pt")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -41,20 +41,30 @@ COLUMNS = ("model", "gradients", "in place", "held", "converted", "step")
 
 README = Path(__file__).parents[1] / "README.md"
 README_MARKERS = ("<!-- models -->\n", "<!-- /models -->")
-README_COLUMNS = ("model", "input", "held: native → in place", "peak: native → in place", "time of a step")
-README_INPUTS = {
-    "timm resnet50": (8, 3, 224, 224),
-    "timm efficientnet_b0": (8, 3, 224, 224),
-    "ultralytics yolo11n": (8, 3, 320, 320),
-    "smp Unet": (8, 3, 256, 256),
-    "smp DeepLabV3Plus": (8, 3, 256, 256),
-    "nnU-Net PlainConvUNet 3d": (2, 1, 64, 64, 64),
-    "HF UperNet": (8, 3, 256, 256),
-    "timm vit_small_patch16_224": (8, 3, 224, 224),
-    "timm convnext_tiny": (8, 3, 224, 224),
-    "HF SegFormer": (2, 3, 512, 512),
+README_COLUMNS = ("", "model", "held", "held, bf16", "peak", "peak, bf16", "time of a step, and in bf16")
+README_DTYPES = (torch.float32, torch.bfloat16)
+
+
+class Shown(NamedTuple):
+    """A row of the table of README.md."""
+
+    family: str
+    shape: tuple[int, ...]
+    """The input's, for which activations take more memory than parameters."""
+
+
+README_MODELS = {
+    "timm resnet50": Shown("CNN", (8, 3, 224, 224)),
+    "timm efficientnet_b0": Shown("CNN", (8, 3, 224, 224)),
+    "smp Unet": Shown("segmentation", (8, 3, 256, 256)),
+    "HF SegFormer": Shown("segmentation", (2, 3, 512, 512)),
+    "ultralytics yolo11n": Shown("detection", (8, 3, 320, 320)),
+    "nnU-Net PlainConvUNet 3d": Shown("medical", (2, 1, 64, 64, 64)),
+    "timm vit_small_patch16_224": Shown("transformer", (8, 3, 224, 224)),
+    "timm convnext_tiny": Shown("transformer", (8, 3, 224, 224)),
+    "diffusers UNet2DModel, attention": Shown("diffusion", (4, 3, 64, 64)),
 }
-"""Shapes, by names of the zoo, for which activations take more memory than parameters."""
+
 
 PAGE = """# Public models
 
@@ -347,10 +357,11 @@ def verdict(found: Verification) -> str:
     return f"DIFFER: {error:.1e} {name}"
 
 
-def time_share(net: nn.Module, x: Tensor, steps: int) -> float:
-    """The time of a training step of a converted copy, in the net's own time. It is the median over the steps."""
+def time_share(net: nn.Module, x: Tensor, steps: int, dtype: torch.dtype = torch.float32) -> float:
+    """The time of a training step of a converted copy, in the net's own time. It is the median over the steps, which
+    autocast to ``dtype``."""
     trainings = {
-        label: course.Training(model, model, torch.optim.SGD(model.parameters(), lr=1e-4), x, torch.float32)
+        label: course.Training(model, model, torch.optim.SGD(model.parameters(), lr=1e-4), x, dtype)
         for label, model in (("native", net.train()), ("converted", convert(copy.deepcopy(net))))
     }
     for training in trainings.values():
@@ -393,21 +404,42 @@ def entry_row(name: str, entry: Entry, batch: int, verified: bool, steps: int) -
     return row(name, model, torch.randn(batch, *entry.shape), verified, steps)
 
 
-def readme_row(name: str, before: Usage, after: Usage, time: float | None) -> tuple[str, ...]:
-    """The cells of `README_COLUMNS` for what a step takes before and after ``convert``, and for its time in the
-    original's."""
-    shares = [
-        f"{readable(native)} → {readable(converted)}, **-{1 - converted / native:.0%}**"
-        for native, converted in ((before.held, after.held), (before.peak, after.peak))
-    ]
-    return (name, shape_in_words(README_INPUTS[name]), *shares, "-" if time is None else f"{time:.2f} of native")
+class Found(NamedTuple):
+    """What was measured of a model in a dtype."""
+
+    before: Usage
+    after: Usage
+    time: float | None
+    """The time of a step after ``convert``, in the original's."""
 
 
-def measured_readme_row(name: str, steps: int) -> tuple[str, ...]:
-    model, x = ZOO[name].build(), torch.randn(README_INPUTS[name])
-    memory = memory_report(model, x)
+def measured(name: str, dtype: torch.dtype, steps: int) -> Found:
+    model, x = ZOO[name].build(), torch.randn(README_MODELS[name].shape)
+    with course.autocast(x.device, dtype):
+        memory = memory_report(model, x)
     assert memory.after is not None
-    return readme_row(name, memory.before, memory.after, time_share(model, x, steps) if steps else None)
+    return Found(memory.before, memory.after, time_share(model, x, steps, dtype) if steps else None)
+
+
+def less(native: int, converted: int) -> str:
+    return f"{native / 2**20:.0f} → {converted / 2**20:.0f} MiB, **-{1 - converted / native:.0%}**"
+
+
+def readme_row(name: str, found: Iterable[Found]) -> tuple[str, ...]:
+    """The cells of `README_COLUMNS` for what was measured in each of `README_DTYPES`."""
+    held, peaks, times = zip(
+        *(
+            (
+                less(each.before.held, each.after.held),
+                less(each.before.peak, each.after.peak),
+                "-" if each.time is None else f"{each.time:.2f}",
+            )
+            for each in found
+        ),
+        strict=True,
+    )
+    family, shape = README_MODELS[name]
+    return (family, f"{name}, {shape_in_words(shape)}", *held, *peaks, " / ".join(times))
 
 
 def with_table(text: str, table: str) -> str:
@@ -450,12 +482,12 @@ def main() -> None:
     if args.readme and (args.names or args.write):
         parser.error("the table of README.md has models of its own, so --readme takes neither names nor --write")
     columns = README_COLUMNS if args.readme else COLUMNS
-    chosen = [*README_INPUTS] if args.readme else [n for n in ZOO if not args.names or any(p in n for p in args.names)]
+    chosen = [*README_MODELS] if args.readme else [n for n in ZOO if not args.names or any(p in n for p in args.names)]
     lines = [line(columns), line(["---"] * len(columns))]
     print(*lines, sep="\n", flush=True)
     for name in chosen:
         if args.readme:
-            cells = measured_readme_row(name, args.steps)
+            cells = readme_row(name, [measured(name, dtype, args.steps) for dtype in README_DTYPES])
         else:
             cells = entry_row(name, ZOO[name], args.batch, not args.no_verify, args.steps)
         lines.append(line(cells))
@@ -465,7 +497,7 @@ def main() -> None:
     threads = f"{torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''}"
     table = "\n".join(lines) + "\n"
     if args.readme:
-        table += f"\nfloat32, CPU, {threads}, {text}.\n"
+        table += f"\nfloat32, and autocast to bfloat16; CPU, {threads}, {text}.\n"
         README.write_text(with_table(README.read_text(encoding="utf-8"), table), encoding="utf-8")
     elif args.write:
         page = PAGE.format(versions=text, threads=threads)

@@ -25,7 +25,7 @@ class _Versions:
         # A detached tensor shares the version counter, even after its memory is replaced.
         self._counter = t.detach()
         self._counter.data = t.new_empty(0)
-        self.first = 0
+        self.first: int = 0
 
     def start(self) -> None:
         self.first = self._counter._version
@@ -128,13 +128,18 @@ class _Call:
         self, x: Tensor, result: Result, operands: Operands, values: Values, settings: Settings, edge: Any
     ) -> None:
         weight, bias, residual = operands.of_graph()
-        z, self.saved, of_residual = result
-        self.residual = residual if of_residual is None else of_residual
-        self.settings, self.written, self.verbatim = settings, None if z is x else z, values.verbatim
+        z = result.z
+        self.saved: Tensor | None = result.saved
+        self.residual: Tensor | None = residual if result.residual is None else result.residual
+        self.settings: Settings = settings
+        self.written: Tensor | None = None if z is x else z
+        self.verbatim: Tensor | None = values.verbatim
         # Parameters that stand for themselves are saved with their places in the graph.
-        self.copies = None if values.weight is weight and values.bias is bias else values[:2]
+        self.copies: tuple[Tensor | None, Tensor | None] | None = (
+            None if values.weight is weight and values.bias is bias else values[:2]
+        )
         pairs = (weight, values.weight), (bias, values.bias), (residual, self.residual)
-        self.edges = Edges(edge, *(edge_of_value(t, value) for t, value in pairs))
+        self.edges: Edges = Edges(edge, *(edge_of_value(t, value) for t, value in pairs))
         hooks = _torch.top_saved_tensors_hooks(True)
         self.hooked: _Hooked | _Aliased | None = None
         if hooks is not None:

@@ -34,7 +34,7 @@ class Exchange:
     """What the node of the product leaves to the node of the linear layer: dW for a certain du."""
 
     du: Tensor | None = None
-    version = 0
+    version: int = 0
     dweight: Tensor | None = None
 
     def give(self, du: Tensor, dweight: Tensor) -> None:

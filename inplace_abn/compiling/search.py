@@ -51,9 +51,9 @@ class Search:
     """Finds the norms of a graph that can be fused."""
 
     def __init__(self, graph: fx.Graph) -> None:
-        self.norms = [node for node in graph.nodes if node.target is NORM]
-        self.gradients = gradients_of(self.norms, NORM_BACKWARD)
-        self.readers = Readers(graph)
+        self.norms: list[fx.Node] = [node for node in graph.nodes if node.target is NORM]
+        self.gradients: dict[fx.Node, list[fx.Node]] = gradients_of(self.norms, NORM_BACKWARD)
+        self.readers: Readers = Readers(graph)
         self.found: dict[fx.Node, Fusion] = {}
 
     def run(self, inputs: Iterable[fx.Node]) -> list[Fusion]:

@@ -178,7 +178,10 @@ def _told(found: frozenset[str]) -> str:
 def _review(*_: Any) -> None:
     """Runs after each optimizer step. Makes compilers compile those modules anew whose answer has changed."""
     for module, answers in list(_answers.items()):
-        interval = module.guard_interval
+        interval = getattr(module, "guard_interval", None)
+        if interval is None:  # It was reverted.
+            del _answers[module]
+            continue
         # Compiled code does not see who writes to its weights, so that is found out here.
         is_written = interval > 0 and guard.renew_if_written(module)
         if interval == 0 or (not is_written and guard.generations.current % interval):

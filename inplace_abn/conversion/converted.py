@@ -38,18 +38,18 @@ class Past:
     )
 
     def __init__(self, eps: float) -> None:
-        self.note = Note()
-        self.was_watched = False
+        self.note: Note = Note()
+        self.was_watched: bool = False
         """Whether the last forward pass was watched (`conversion.watch`)."""
-        self.eps = eps
+        self.eps: float = eps
         """The eps of the last call of a norm."""
         self.plan: Any = None
         """For calls of a norm that are like an earlier one (`conversion.plan`)."""
-        self.follows_norm = False
+        self.follows_norm: bool = False
         """Whether an activation was ever part of a converted norm."""
-        self.is_known = False
+        self.is_known: bool = False
         """Whether what follows an activation was watched, ever."""
-        self.is_widened = False
+        self.is_widened: bool = False
         """Whether autocast made a norm compute in float32."""
         self.narrow: tuple[int, tuple[str, float]] | None = None
         """The generation in which it was found, and the activation, if all readers of the result take it in 16 bits."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import Counter
 from typing import Any
@@ -14,6 +15,7 @@ from inplace_abn.conversion import called, watch
 from inplace_abn.conversion.narrowed import wide
 from inplace_abn.conversion.offered import settled
 from inplace_abn.conversion.pending import Pending, plain
+from inplace_abn.guard import generations
 from inplace_abn.trial import tensors_in
 
 
@@ -21,15 +23,17 @@ class _Root:
     """When a model was watched."""
 
     def __init__(self) -> None:
-        self.watched_at, self.interval = -1, 0
+        self.watched_at = -1
+        self.due_at: float = 0
+        """The generation in which the model is to be watched again."""
         self.calls: Counter[tuple[bool, bool]] = Counter()
         """The watched calls of the generation, by training and evaluation, with and without gradients."""
 
     def is_due(self, model: nn.Module) -> bool:
-        if self.watched_at == guard.generations.current:
+        at = generations.current
+        if self.watched_at == at:
             return self.calls[_kind(model)] < guard.CALLS
-        passed = self.interval > 0 and guard.has_passed(self.watched_at, self.interval)
-        return passed or guard.has_changed_since(self.watched_at)
+        return at >= self.due_at or self.watched_at <= generations.changed_at
 
 
 def _kind(model: nn.Module) -> tuple[bool, bool]:
@@ -46,9 +50,12 @@ def begin(model: nn.Module, args: Any) -> None:
     """
     if torch.compiler.is_compiling():
         return
-    watch.end_what_was_interrupted()
+    if watch.active:
+        watch.end_what_was_interrupted()
+        if watch.current() is not None:
+            return
     root = _roots.get(model)
-    if (root is not None and not root.is_due(model)) or watch.current() is not None:
+    if root is not None and not root.is_due(model):
         return
     kind = _kind(model)
     if not any(kind) or torch.is_inference_mode_enabled():
@@ -61,10 +68,12 @@ def begin(model: nn.Module, args: Any) -> None:
         return
     if root is None:
         root = _roots[model] = _Root()
-    if root.watched_at != guard.generations.current:
+    at = generations.current
+    if root.watched_at != at:
         root.calls.clear()
     intervals = [layer.guard_interval for _, layer in guard.layers_of(model) if layer.guard_interval]
-    root.watched_at, root.interval = guard.generations.current, min(intervals, default=0)
+    interval = min(intervals, default=0)
+    root.watched_at, root.due_at = at, (at // interval + 1) * interval if interval else math.inf
     root.calls[kind] += 1
     for part in model.modules():
         if part is not model:
@@ -91,7 +100,8 @@ def finish(model: nn.Module, args: Any, result: Any) -> Any:
         for t in tensors_in(result):
             wide(settled(t))
         result = torch.utils._pytree.tree_map_only(Pending, plain, result)
-    _end(model, result)
+    if watch.active:
+        _end(model, result)
     return result
 
 

@@ -44,7 +44,7 @@ class ConvertedLayerNorm(Alone):
     """
 
     per_instance = True
-    verbatim_above = 6.0
+    verbatim_above: float | None = 6.0
     signed_weight = False
     track_running_stats = False
 

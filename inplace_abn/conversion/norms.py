@@ -247,7 +247,7 @@ class InPlaceGroupNorms(InPlaceNorm):
 
     per_instance = True
     # Next to minima errors are larger, whatever the weights are.
-    verbatim_above = math.inf
+    verbatim_above: float | None = math.inf
     returns_view = False
     momentum = None
     track_running_stats = False

@@ -59,13 +59,13 @@ class Plan:
         mode: guard.Mode,
         node: Node,
     ) -> None:
-        self.settings = settings
-        self.node = node
+        self.settings: Settings = settings
+        self.node: Node = node
         self._look, self._mode, self._decision = look, mode, look.decision
-        self.name = settings.name or type(module).__name__
+        self.name: str = settings.name or type(module).__name__
         self._state, self._eps, self._momentum = module._guard, module.eps, module.momentum
         options = (module.momentum, settings.eps, find(applied[0]).code, applied[1], settings.name)
-        self.in_cpp = node.plan(x, parameters(module)[0], _statistics(module)[0], *options)
+        self.in_cpp: Any = node.plan(x, parameters(module)[0], _statistics(module)[0], *options)
         self._approved: dict[tuple[str, float, bool], Activation] = {}
         self._called: dict[tuple[Any, ...], Activation] = {}
         """The activations, by the functions and the options that were called, and whether a sum came before."""

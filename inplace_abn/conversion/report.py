@@ -27,33 +27,42 @@ from inplace_abn.trial import loss, randomness_restored, trainable
 
 @dataclass(frozen=True)
 class Layer:
-    """What a norm, or an activation without a norm, did in its last call."""
+    """What a norm, or an activation without a norm, did in its last call.
+
+    Attributes:
+        name: of the module in the model.
+        kind: the name of its class before conversion.
+        follows: an activation, "add" and an activation, or a function; empty if what followed is not known.
+        in_place: whether it was in place.
+        why: why it was not in place; empty if it was.
+        bytes_saved: bytes that the forward pass did not hold for backward because of this layer, in all its calls. None
+            if that was not measured: it is measured in the steps in which the model is watched.
+        is_norm: False for an activation without a norm, and for a linear layer that is scaled.
+    """
 
     name: str
     kind: str
-    """The name of its class before conversion."""
     follows: str
-    """What followed: an activation, "add" and an activation, or a function; empty if that is not known."""
     in_place: bool
     why: str
-    """Why it was not in place; empty if it was."""
     bytes_saved: int | None
-    """Bytes that the forward pass did not hold for backward because of this layer, in all its calls.
-
-    None if that was not measured: it is measured in the steps in which the model is watched.
-    """
     is_norm: bool = True
 
 
 @dataclass(frozen=True)
 class Report:
-    """What the norms and activations of a model did. Print it, or use `to_dict`."""
+    """What the norms and activations of a model did. Print it, or use `to_dict`.
+
+    Attributes:
+        layers: one for each norm and activation, with ``name``, ``kind``, ``follows``, ``in_place``, ``why`` and
+            ``bytes_saved``.
+        unsupported: how many norms there are of each class that is not converted.
+        built: how many in-place modules there are that were not converted, but built.
+    """
 
     layers: tuple[Layer, ...]
     unsupported: dict[str, int]
-    """How many norms there are of each class that is not converted."""
     built: int = 0
-    """How many in-place modules there are that were not converted, but built."""
 
     @property
     def in_place(self) -> tuple[Layer, ...]:

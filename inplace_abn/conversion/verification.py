@@ -30,31 +30,32 @@ _LARGEST_TOLERANCE = 1e-6
 
 @dataclass(frozen=True)
 class Verification:
-    """The result of `verify`. It is true if the models agree."""
+    """The result of `verify`. It is true if the models agree.
+
+    Attributes:
+        loss_error: the relative error of the training loss.
+        gradient_errors: the errors of the gradients of parameters and inputs, in the 2-norm. Each is relative to the
+            tensor's own gradient, or to a millionth of the whole gradient, whichever is larger. It is infinite where
+            only one model has a gradient.
+        buffer_errors: the relative errors of floating-point buffers, such as running statistics, after the step. The
+            error of a running mean of nearly zero is relative to a millionth of the deviation.
+        evaluation_error: the relative error of the outputs in evaluation.
+        tolerance: what is accepted for each error, whatever the model's own sensitivity is.
+        output_error: the relative error of outputs in training that take no part in the loss, as masks and indices do.
+        sensitivity: the differences of the original from itself when its inputs, parameters and buffers, and its norms'
+            inputs and outputs, are moved by one rounding of float64. They have the names of `errors`. Empty if all
+            errors are within ``tolerance``, or if `verify` was called with a tolerance.
+        shape_differences: where the models return other numbers or shapes of outputs, in words.
+    """
 
     loss_error: float
-    """The relative error of the training loss."""
     gradient_errors: dict[str, float]
-    """The errors of the gradients of parameters and inputs, in the 2-norm.
-
-    Each is relative to the tensor's own gradient, or to a millionth of the whole gradient, whichever is larger. It is
-    infinite where only one model has a gradient.
-    """
     buffer_errors: dict[str, float]
-    """The relative errors of floating-point buffers, such as running statistics, after the step. The error of a running
-    mean of nearly zero is relative to a millionth of the deviation."""
     evaluation_error: float
-    """The relative error of the outputs in evaluation."""
     tolerance: float
-    """What is accepted for each error, whatever the model's own sensitivity is."""
     output_error: float = 0.0
-    """The relative error of outputs in training that take no part in the loss, such as masks and indices."""
     sensitivity: dict[str, float] = field(default_factory=dict)
-    """The differences of the original from itself when its inputs, parameters and buffers, and its norms' inputs and
-    outputs, are moved by one rounding of float64. They have the names of `errors`. Empty if all errors are within
-    ``tolerance``, or if `verify` was called with a tolerance."""
     shape_differences: tuple[str, ...] = ()
-    """Where the models return other numbers or shapes of outputs, in words."""
 
     @property
     def errors(self) -> dict[str, float]:
@@ -83,6 +84,7 @@ class Verification:
 
     @property
     def ok(self) -> bool:
+        """Whether every error is accepted, and both models return outputs of the same shapes."""
         return not self.shape_differences and all(error <= self.accepted(name) for name, error in self.errors.items())
 
     def __bool__(self) -> bool:

@@ -5,7 +5,7 @@ This is a norm's call, the memory that holds its result, and the graph nodes tha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -51,12 +51,16 @@ class NormCall:
         settings: Settings,
         look: guard.Look,
     ) -> None:
-        self.module, self.x, self.look = module, x, look
+        self.module: Any = module
+        self.x: Tensor = x
+        self.look: guard.Look = look
         # Only parameters are kept. The statistics of the call are the mean and the variance among the values.
-        self.operands = Operands(operands.weight, operands.bias)
-        self.mean, self.values, self.settings = mean, values, settings
+        self.operands: Operands = Operands(operands.weight, operands.bias)
+        self.mean: Tensor | None = mean
+        self.values: Values = values
+        self.settings: Settings = settings
         self.called_with(seen(x), (x.grad_fn, x.output_nr), self._present(), _torch.top_saved_tensors_hooks(True))
-        self.trusted = True
+        self.trusted: bool = True
 
     def called_with(self, x: Seen, edge: tuple[Any, int], parameters: tuple[Seen, Seen], hooks: Any) -> None:
         """Notes what the tensors were like when the norm was called, x's place in the graph, and the saved-tensor
@@ -169,11 +173,12 @@ class PendingState:
         applied: tuple[str, float],
         narrow: Tensor | None = None,
     ) -> None:
-        self.norm, self.memory = norm, memory
+        self.norm: NormCall = norm
+        self.memory: Tensor | None = memory
         self.residual = residual
         self.narrow = narrow
         """The activated output in 16 bits, if autocast computes in float32 and there is no memory."""
-        self.applied = applied
+        self.applied: tuple[str, float] = applied
         """The activation whose result memory holds. It was applied in expectation, and nobody has asked for it yet."""
         self.made_of(0 if memory is None else memory._version, seen(residual))
 
@@ -332,7 +337,7 @@ class StandsForFunction(torch.autograd.Function):
 
 # As in autograd/nodes.py, this is ``apply`` without the binding of default arguments.
 _wait = super(torch.autograd.Function, WaitingFunction).apply
-stand = super(torch.autograd.Function, StandsForFunction).apply
+stand: Callable[..., Any] = super(torch.autograd.Function, StandsForFunction).apply
 
 
 def wait(norm: NormCall, residual: Tensor | None, t: Tensor) -> None:

@@ -32,6 +32,9 @@ from inplace_abn.trial import tensors_in
 
 _logger = logging.getLogger("inplace_abn")
 _local = threading.local()
+
+active: set[int] = set()
+"""The threads that watch. Next to no call finds one, so this is asked before anything else."""
 _KINDS = (Tensor, nn.Parameter)
 _OWN = ("prim", "inplace_abn")
 """The namespaces of ops that are not looked at."""
@@ -416,6 +419,7 @@ def give_up(layer: Any, why: str) -> None:
 
 def start(model: nn.Module) -> None:
     """Makes the calling thread watch a model's forward pass."""
+    active.add(threading.get_ident())
     _local.watch, _local.root = Watch(), weakref.ref(model)
     _local.frame, _local.pause = next(_frames_of_callers()), compiler.paused()
     _local.pause.__enter__()
@@ -448,6 +452,7 @@ def end(model: nn.Module, output: Any) -> bool:
 
 
 def _stop() -> None:
+    active.discard(threading.get_ident())
     watch, _local.watch, _local.frame = _local.watch, None, None
     _local.pause.__exit__(None, None, None)
     modes = _torch.dispatch_modes()

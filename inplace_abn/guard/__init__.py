@@ -25,8 +25,6 @@ time, the norm runs as torch's until the next generation, in which it is measure
 
 from inplace_abn.guard import generations as generations
 from inplace_abn.guard.generations import happened_in_forward_pass as happened_in_forward_pass
-from inplace_abn.guard.generations import has_changed_since as has_changed_since
-from inplace_abn.guard.generations import has_passed as has_passed
 from inplace_abn.guard.generations import is_paused as is_paused
 from inplace_abn.guard.generations import now as now
 from inplace_abn.guard.generations import of_forward_pass as of_forward_pass

@@ -14,7 +14,7 @@ from inplace_abn.guard.modes import watchers
 
 _T = TypeVar("_T")
 
-current = 0
+current: int = 0
 """The number of steps that optimizers of this process have taken."""
 
 
@@ -33,18 +33,14 @@ def advance(optimizer: Any = None, *_: Any) -> None:
 register_optimizer_step_pre_hook(_before_step)
 register_optimizer_step_post_hook(advance)
 
-_changed_at = -1
+changed_at: int = -1
+"""The last generation after which a module may do something else than it did before."""
 
 
 def note_change() -> None:
     """Something was measured, or seen, that a module does differently in the next generation."""
-    global _changed_at
-    _changed_at = current
-
-
-def has_changed_since(generation: int) -> bool:
-    """Whether a module may do something else than it did in that generation."""
-    return generation <= _changed_at
+    global changed_at
+    changed_at = current
 
 
 _of_checkpoints: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()

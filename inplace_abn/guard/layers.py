@@ -299,9 +299,10 @@ class Watch(Frozen):
     """
 
     def __init__(self, module: Any, x: Tensor, residual: Tensor | None) -> None:
-        self.module, self.residual = module, residual
-        self.look = look(module, x, residual, empty=True)
-        self.measures = self.look.due and x.numel() > x.shape[1]
+        self.module: Any = module
+        self.residual: Tensor | None = residual
+        self.look: Look = look(module, x, residual, empty=True)
+        self.measures: bool = self.look.due and x.numel() > x.shape[1]
         super().__init__(self.look.trusted)
 
     def figures(self, x: Tensor) -> Tensor:

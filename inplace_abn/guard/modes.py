@@ -236,9 +236,9 @@ class Writes:
     __slots__ = ("__weakref__", "_bias", "_found", "_version", "_weight", "count", "counted_at")
 
     def __init__(self, count: int = 0) -> None:
-        self.count = count
+        self.count: int = count
         """The number of times that somebody else wrote."""
-        self.counted_at = 0
+        self.counted_at: int = 0
         """The generation of the last one."""
         self._weight: Tensor | None = None
         self._bias: Tensor | None = None

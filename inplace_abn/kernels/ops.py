@@ -33,7 +33,7 @@ Callers that go below autograd (`torch._C._AutoDispatchBelowADInplaceOrView`) mu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +55,12 @@ if not _kernels.exists():
     )
 try:
     torch.ops.load_library(str(_kernels))
-except OSError as error:
+except OSError as _error:
     raise ImportError(
         f"inplace_abn's kernels cannot be loaded under torch {torch.__version__}; they were built for another "
         f"platform, or for a later torch. Build them again from their source tree: `{_BUILD_SOURCE}`. "
-        f"The loader said: {error}"
-    ) from error
+        f"The loader said: {_error}"
+    ) from _error
 
 _has_cuda_kernels = _torch.has_kernel("inplace_abn::forward", "CUDA")
 with_cuda: bool = _has_cuda_kernels and torch.version.hip is None
@@ -85,20 +85,20 @@ def why_not_on(device: torch.device | str) -> str:
     return f"inplace_abn: no kernels for {device}, {remedy}. ABN, and models after convert, run torch's own ops there"
 
 
-statistics = torch.ops.inplace_abn.statistics.default
-combine = torch.ops.inplace_abn.combine.default
-forward = torch.ops.inplace_abn.forward.default
-forward_out = torch.ops.inplace_abn.forward.out
-local_forward = torch.ops.inplace_abn.local_forward.default
-local_forward_out = torch.ops.inplace_abn.local_forward.out
-backward_reduce = torch.ops.inplace_abn.backward_reduce.default
-backward_reduce_out = torch.ops.inplace_abn.backward_reduce.out
-backward = torch.ops.inplace_abn.backward.default
-backward_out = torch.ops.inplace_abn.backward.out
-local_backward = torch.ops.inplace_abn.local_backward.default
-rows_backward = torch.ops.inplace_abn.rows_backward.default
-inverse = torch.ops.inplace_abn.inverse.default
-check = torch.ops.inplace_abn.check.default
+statistics: Callable[..., Any] = torch.ops.inplace_abn.statistics.default
+combine: Callable[..., Any] = torch.ops.inplace_abn.combine.default
+forward: Callable[..., Any] = torch.ops.inplace_abn.forward.default
+forward_out: Callable[..., Any] = torch.ops.inplace_abn.forward.out
+local_forward: Callable[..., Any] = torch.ops.inplace_abn.local_forward.default
+local_forward_out: Callable[..., Any] = torch.ops.inplace_abn.local_forward.out
+backward_reduce: Callable[..., Any] = torch.ops.inplace_abn.backward_reduce.default
+backward_reduce_out: Callable[..., Any] = torch.ops.inplace_abn.backward_reduce.out
+backward: Callable[..., Any] = torch.ops.inplace_abn.backward.default
+backward_out: Callable[..., Any] = torch.ops.inplace_abn.backward.out
+local_backward: Callable[..., Any] = torch.ops.inplace_abn.local_backward.default
+rows_backward: Callable[..., Any] = torch.ops.inplace_abn.rows_backward.default
+inverse: Callable[..., Any] = torch.ops.inplace_abn.inverse.default
+check: Callable[..., Any] = torch.ops.inplace_abn.check.default
 
 
 def as_python_error(raised: Exception) -> Exception:

@@ -85,6 +85,7 @@ def _keywords(text: str) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    """The command ``python -m inplace_abn.memory``, with these arguments instead of its own."""
     described = "Memory of a training step, measured by the allocator's own events, before and after conversion."
     parser = argparse.ArgumentParser(prog="python -m inplace_abn.memory", description=described)
     parser.add_argument(

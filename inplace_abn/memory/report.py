@@ -18,12 +18,17 @@ from inplace_abn.trial import randomness_restored, trainable
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """The memory of a model's training step, and that of a converted copy if it was measured."""
+    """The memory of a model's training step, and that of a converted copy if it was measured. Print it to see a table.
+
+    Attributes:
+        before: of the model as it is.
+        after: of the converted copy.
+        norms: what each norm and activation of the converted copy did.
+    """
 
     before: Usage
     after: Usage | None = None
     norms: Report | None = None
-    """What each norm of the converted copy did."""
 
     def __str__(self) -> str:
         rows = [("", "held for backward", "peak of a step")]

@@ -21,16 +21,19 @@ _END = "inplace_abn.memory: end"
 
 @dataclass(frozen=True)
 class Usage:
-    """Memory of one training step, in bytes above what was allocated before it."""
+    """Memory of one training step, in bytes above what was allocated before it.
+
+    Attributes:
+        held: what the forward pass holds for backward.
+        peak: the most at any moment of forward and backward.
+        timeline: (milliseconds since the start, bytes allocated), at each event of the allocator.
+        backward_start: when backward starts, in milliseconds since the start.
+    """
 
     held: int
-    """What the forward pass holds for backward."""
     peak: int
-    """The most at any moment of forward and backward."""
     timeline: tuple[tuple[float, int], ...]
-    """(milliseconds since the start, bytes allocated), at each event of the allocator."""
     backward_start: float
-    """When backward starts, in milliseconds since the start."""
 
 
 def measure(model: nn.Module, /, *args: Any, tick: Callable[[], None] | None = None, **kwargs: Any) -> Usage:

@@ -191,7 +191,7 @@ class ABN(ActivatedNorm):
         return z
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """``act(norm(x) + residual)`` in a new tensor of x's shape and dtype."""
+        """``act(norm(x) + residual)`` in a new tensor of x's shape and dtype. ValueError if the channels do not fit."""
         if isinstance(x, fx.Proxy):
             return as_leaf(self, x, residual)  # type: ignore[no-any-return]
         return self._call(plain.abn, x, residual)

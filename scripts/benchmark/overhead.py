@@ -35,6 +35,7 @@ def layer():
     return nn.BatchNorm2d({channels}), nn.LeakyReLU(0.01, inplace=True)
 
 on = torch.device("{device}")
+neither = nn.Identity()
 in_place = InPlaceABN({channels}).to(on)
 kept = InPlaceABN({channels}, overwrite_input=False).to(on)
 native = nn.Sequential(*layer()).to(on)
@@ -59,6 +60,16 @@ for _ in range(40):
     for module in (in_place, kept, converted, converted_sum, converted_four):
         run(module)
 """
+UNMEASURED = """
+from inplace_abn import set_guard
+
+for module in (in_place, kept, converted, converted_sum, converted_four):
+    set_guard(module, interval=1 << 20)
+# The distances between measurements double: the next one comes after 512 calls.
+for _ in range(300):
+    for module in (in_place, kept, converted, converted_sum, converted_four):
+        run(module)
+"""
 STATEMENTS = {
     "in-place": "run(in_place)",
     "in-place, Python": "without_node(in_place)",
@@ -71,15 +82,20 @@ STATEMENTS = {
     "eager, sum": "run(native_sum)",
     "converted, four layers": "run(converted_four)",
     "eager, four layers": "run(native_four)",
-    "neither": "run(nn.Identity())",
+    "neither": "run(neither)",
 }
 """The statements to time. Each copies the leaf, because a leaf may not be overwritten. "neither" has the copy alone.
 "Python" uses the node in Python, as where there is no C++ node for the torch."""
 
+UNCOUNTED = {"in-place, Python", "converted, Python", "beside its input", "beside its input, residual"}
+"""Their instructions are not counted, because each takes a minute or two."""
+
 
 def call_overhead(device: str, threads: int, rounds: int, callgrind: bool) -> dict[str, Any]:
-    """Quartiles of the microseconds per call, and with ``callgrind`` the instructions per call. The statements take
-    turns. One call in a hundred is measured by the guard."""
+    """Quartiles of the microseconds per call. ``callgrind`` adds the instructions of a call, and of an unmeasured one.
+
+    The statements take turns. One call in a hundred is measured by the guard.
+    """
     setup = SETUP.format(shape=SHAPE, channels=SHAPE[1], device=device)
     timers = {name: Timer(stmt, setup, num_threads=threads) for name, stmt in STATEMENTS.items()}
     with no_garbage_collection():
@@ -89,6 +105,8 @@ def call_overhead(device: str, threads: int, rounds: int, callgrind: bool) -> di
     if callgrind:
         # torch starts the first "python" on the path, which must be this one.
         os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-        for name, timer in timers.items():
-            calls[name]["instructions"] = timer.collect_callgrind(number=100).counts(denoise=True) / 100
+        for name in (name for name in timers if name not in UNCOUNTED):
+            calls[name]["instructions"] = timers[name].collect_callgrind(number=100).counts(denoise=True) / 100
+            unmeasured = Timer(STATEMENTS[name], setup + UNMEASURED, num_threads=threads).collect_callgrind(number=100)
+            calls[name]["unmeasured"] = unmeasured.counts(denoise=True) / 100
     return {"shape": list(SHAPE), "calls": calls}

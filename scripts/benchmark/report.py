@@ -142,7 +142,7 @@ def overhead_table(run: Record) -> str:
     if "overhead" not in run:
         return ""
     calls = run["overhead"]["calls"]
-    counts = {name: (call["us"][1], call.get("instructions")) for name, call in calls.items()}
+    counts = {name: (c["us"][1], c.get("instructions"), c.get("unmeasured")) for name, c in calls.items()}
 
     def net(name: str, column: int) -> str:
         """A statement's cost beyond that of "neither", over the same difference of eager's statement of its kind."""
@@ -152,8 +152,8 @@ def overhead_table(run: Record) -> str:
         return number(None if mine is None or name == "neither" else (mine - neither) / (eager - neither))
 
     header = [f"forward and backward on {dimensions(run['overhead']['shape'])}", "µs", "instructions"]
-    header += ["µs net of neither / eager's", "instructions net of neither / eager's"]
-    rows = [[n, spread(calls[n]["us"]), number(counts[n][1]), net(n, 0), net(n, 1)] for n in calls]
+    header += [f"{what} net of neither / eager's" for what in ("µs", "instructions", "the same, of calls not measured")]
+    rows = [[n, spread(calls[n]["us"]), number(counts[n][1]), *(net(n, i) for i in range(3))] for n in calls]
     return table(header, rows)
 
 

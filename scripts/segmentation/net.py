@@ -1,4 +1,4 @@
-"""A small residual U-Net of torch's own layers, in which activations take far more memory than weights."""
+"""Two small nets of torch's own layers, in which activations take far more memory than weights."""
 
 from collections.abc import Callable
 
@@ -54,3 +54,50 @@ class UNet(nn.Module):
         for reduce, stage, skip in zip(self.reduce, self.decoder, skips[-2::-1], strict=True):
             x = stage(F.interpolate(reduce(x), scale_factor=2) + skip)
         return self.head(x)
+
+
+class Attention(nn.Module):
+    """A block of a transformer, [N, tokens, WIDTH] in and out."""
+
+    WIDTH, HEADS = 96, 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        width = self.WIDTH
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        queries, keys, values = self.qkv(self.norm1(x)).unflatten(2, (3, self.HEADS, -1)).permute(2, 0, 3, 1, 4)
+        found = F.scaled_dot_product_attention(queries, keys, values)
+        x = x + self.out(found.transpose(1, 2).flatten(2))
+        return x + self.mlp(self.norm2(x))
+
+
+class ViT(nn.Module):
+    """Maps images [N, 3, H, W] to logits [N, classes, H / 2, W / 2]. H and W are multiples of 16."""
+
+    PATCH, DEPTH = 4, 4
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        width = Attention.WIDTH
+        self.patches = nn.Conv2d(3, width, self.PATCH, self.PATCH)
+        # The zeros beyond the border tell where a patch lies, in images of any size.
+        self.position = nn.Conv2d(width, width, 3, padding=1, groups=width)
+        self.blocks = nn.Sequential(*(Attention() for _ in range(self.DEPTH)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, classes * (self.PATCH // 2) ** 2)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.patches(images)
+        x = x + self.position(x)
+        tokens = self.blocks(x.flatten(2).transpose(1, 2))
+        logits = self.head(self.norm(tokens)).transpose(1, 2).unflatten(2, x.shape[2:])
+        return F.pixel_shuffle(logits, self.PATCH // 2)
+
+
+NETS: dict[str, Callable[[int, str], nn.Module]] = {"unet": UNet, "vit": lambda classes, activation: ViT(classes)}
+"""The nets by name; made for a number of classes and, for the U-Net, an activation."""
+LEARNING_RATES = {"unet": 5e-3, "vit": 1e-3}

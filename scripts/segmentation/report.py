@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
@@ -14,6 +15,8 @@ from inplace_abn.memory import MemoryReport, draw_timeline
 from inplace_abn.memory.plot import CONVERTED, NATIVE
 
 WARM_UP_STEPS = 5
+ENOUGH_STEPS = 300
+"""In fewer steps the nets learn too little to be compared."""
 COLOURS = {"native": NATIVE, "converted": CONVERTED}
 
 
@@ -29,6 +32,20 @@ class Run:
     """The seconds of each step."""
 
 
+@dataclass(frozen=True)
+class Comparison:
+    """A net and its converted copy, trained from some seeds."""
+
+    net: str
+    dtype: str
+    runs: list[Run]
+    """The native and the converted net of each seed."""
+    memory: MemoryReport
+
+    def mious(self, norm: str) -> list[float]:
+        return [run.miou for run in self.runs if run.norm == norm]
+
+
 def mean_iou(confusion: Tensor) -> float:
     """The mean intersection over union of those classes that are labels or predictions of any pixel; NaN if there are
     none.
@@ -40,14 +57,14 @@ def mean_iou(confusion: Tensor) -> float:
     return (hits[union > 0] / union[union > 0]).mean().item()
 
 
-def table(runs: Sequence[Run], memory: MemoryReport) -> str:
+def table(comparison: Comparison) -> str:
     """A Markdown table of both nets and of their differences."""
+    runs, memory = comparison.runs, comparison.memory
     assert memory.after is not None
     rows = [("", f"mIoU, {seeds(len(runs) // 2)}", "held for backward", "peak of a step", "time of a step")]
     figures = []
     for norm, usage in zip(COLOURS, (memory.before, memory.after), strict=True):
-        of = [run for run in runs if run.norm == norm]
-        mious = [run.miou for run in of]
+        of, mious = [run for run in runs if run.norm == norm], comparison.mious(norm)
         ms = 1e3 * statistics.median(t for run in of for t in run.seconds[WARM_UP_STEPS:] or run.seconds)
         rows.append((norm, spread(mious), readable(usage.held), readable(usage.peak), f"{ms:.0f} ms"))
         figures.append((mious, usage.held, usage.peak, ms))
@@ -60,6 +77,25 @@ def table(runs: Sequence[Run], memory: MemoryReport) -> str:
     return "\n".join([lines[0], f"|{rule}|", *lines[1:]])
 
 
+def conclusion(comparison: Comparison) -> str:
+    """What the numbers tell, in a sentence or two."""
+    if len(comparison.runs[0].losses) < ENOUGH_STEPS:
+        return (
+            "This was a smoke test: in so few steps the nets have learned next to nothing, so the mIoU compares "
+            "nothing. Memory is what it is after any number of steps. Training without --steps takes some minutes."
+        )
+    native, converted = comparison.mious("native"), comparison.mious("converted")
+    differences = [b - a for a, b in zip(native, converted, strict=True)]
+    if len(differences) < 2:
+        return f"From the same seed, the converted net's mIoU differs by {differences[0]:+.4f}."
+    between = statistics.stdev(native)
+    share = f", {abs(statistics.mean(differences)) / between:.2f} of that" if between else ""
+    return (
+        f"Seeds alone move the native net's mIoU by {between:.4f} (standard deviation). From the same seed, the "
+        f"converted net's differs by {statistics.mean(differences):+.4f} ± {statistics.stdev(differences):.4f}{share}."
+    )
+
+
 def seeds(count: int) -> str:
     return f"{count} seed" if count == 1 else f"{count} seeds"
 
@@ -70,29 +106,33 @@ def spread(values: Sequence[float], sign: str = "") -> str:
     return f"{mean} ± {statistics.stdev(values):.3f}" if len(values) > 1 else mean
 
 
-def save_picture(path: Path, runs: Sequence[Run], memory: MemoryReport) -> None:
-    """Writes a PNG with the memory over a step of both nets, and with the smoothed losses of all runs."""
-    figure = Figure(figsize=(12, 4.5), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    draw_timeline(left, memory)
-    left.set_title("memory over one training step")
+def save_picture(path: Path, comparisons: Sequence[Comparison]) -> None:
+    """Writes a PNG. A row for each comparison has the memory over a step of both nets, and the smoothed losses of all
+    runs."""
+    figure = Figure(figsize=(12, 4.5 * len(comparisons)), layout="constrained")
+    rows = figure.subplots(len(comparisons), 2, squeeze=False)
+    for (left, right), comparison in zip(rows, comparisons, strict=True):
+        name = f"{comparison.net}, {comparison.dtype}: "
+        draw_timeline(left, comparison.memory)
+        left.set_title(f"{name}memory over one training step")
+        _draw_losses(right, comparison.runs, name)
+    figure.savefig(path, dpi=120)
+
+
+def _draw_losses(axes: Axes, runs: Sequence[Run], name: str) -> None:
     window = max(1, len(runs[0].losses) // 40)
     for run in runs:
         # The losses of the converted net are drawn thin, over those of the native net.
         converted = run.norm == "converted"
-        label = f"{run.norm}, {seeds(len(runs) // 2)}" if run.seed == 0 else None
-        losses = np.convolve(run.losses, np.ones(window) / window, mode="valid")
-        right.plot(
-            np.arange(len(losses)) + window,
-            losses,
+        axes.plot(
+            np.arange(len(run.losses) - window + 1) + window,
+            np.convolve(run.losses, np.ones(window) / window, mode="valid"),
             color=COLOURS[run.norm],
             linewidth=1 if converted else 3,
             alpha=1 if converted else 0.4,
-            label=label,
+            label=f"{run.norm}, {seeds(len(runs) // 2)}" if run.seed == 0 else None,
         )
-    right.set(
-        title="losses" if window == 1 else f"losses, means of {window} steps", xlabel="step", ylabel="cross entropy"
-    )
-    right.set_ylim(bottom=0)
-    right.legend()
-    figure.savefig(path, dpi=120)
+    means = "" if window == 1 else f", means of {window} steps"
+    axes.set(title=f"{name}losses{means}", xlabel="step", ylabel="cross entropy")
+    axes.set_ylim(bottom=0)
+    axes.legend()

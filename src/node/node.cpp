@@ -10,23 +10,21 @@
 #include <c10/core/Allocator.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/PyInterpreter.h>
-#include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <initializer_list>
+#include <mutex>
 #include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
 
 #include "calls.h"
+#include "graph.h"
 #include "usual.h"
 
 namespace inplace_abn {
 namespace {
-
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
 
 using LocalForward = std::tuple<Tensor, Tensor>(const Tensor& x, const OptTensor& weight, const OptTensor& bias,
                                                 const OptTensor& residual, const OptTensor& running_mean,
@@ -83,18 +81,6 @@ struct Settings {
   double activation_param;
   bool training;
   int64_t shared;
-
-  // One value takes less time than six, and is a constant for autograd's compiler.
-  void save(AutogradContext* ctx) const {
-    ctx->saved_data["settings"] =
-        c10::List<double>({eps, static_cast<double>(signed_weight), static_cast<double>(activation), activation_param,
-                           static_cast<double>(training), static_cast<double>(shared)});
-  }
-  static Settings of(AutogradContext* ctx) {
-    const auto data = ctx->saved_data.at("settings").toDoubleList();
-    return {data.get(0), data.get(1) != 0, static_cast<int64_t>(data.get(2)),
-            data.get(3), data.get(4) != 0, static_cast<int64_t>(data.get(5))};
-  }
 };
 
 struct Arguments {
@@ -107,14 +93,6 @@ struct Arguments {
 struct Values {
   OptTensor weight, bias;
   Tensor var;
-};
-
-// A result that is not in x's memory, optionally a tensor that stands for the result and gets the same place in the
-// graph, and the layer's name for messages.
-struct Written {
-  Tensor z;
-  Values values;
-  std::string name;
 };
 
 struct Saved {
@@ -210,87 +188,150 @@ variable_list differentiable(const Saved& saved, const Tensor& dz, const std::ve
   return found;
 }
 
-variable_list saved_variables(AutogradContext* ctx) {
-  try {
-    return ctx->get_saved_variables();
-  } catch (const c10::Error& error) {
-    const std::string message = error.what();
-    const bool is_output = message.find("InPlaceABNFunction") != std::string::npos;
-    const auto name = ctx->saved_data.find("name");
-    TORCH_CHECK(message.find("modified by an inplace operation") == std::string::npos, "inplace_abn: the ",
-                is_output ? "output" : "residual", " of ",
-                name == ctx->saved_data.end() ? "an in-place ABN" : name->second.toStringRef(),
-                " has been modified in place, but its backward needs it. Replace that operation by one out of place "
-                "(z = z + y for z += y), use ABN, or leave the layer out of the conversion (filter_fn)");
-    throw;
-  }
-}
-
 // Its name is what profiles and messages show.
-class InPlaceABNFunction final : public torch::autograd::Function<InPlaceABNFunction> {
+class InPlaceABNFunction final : public Node {
  public:
-  static variable_list forward(AutogradContext* ctx, const Tensor& x, const OptTensor& weight, const OptTensor& bias,
-                               const OptTensor& residual, const std::optional<Written>& written, const Arguments& given,
-                               const Settings& settings, AutogradContext** context) {
-    const Values values = written ? written->values : write(x, weight, bias, residual, given, settings, true);
-    const Tensor z = written ? written->z : x;
-    if (!written) ctx->mark_dirty({x});
-    ctx->set_materialize_grads(false);
-    ctx->save_for_backward(
-        {z, values.weight.value_or(Tensor()), values.bias.value_or(Tensor()), residual.value_or(Tensor()), values.var});
-    settings.save(ctx);
-    if (written && !written->name.empty()) ctx->saved_data["name"] = written->name;
-    *context = ctx;
-    return {z};
+  // Makes z the output of a node. `name` is the layer's, for messages. z was written over x, or elsewhere.
+  static void attach(const Tensor& z, bool is_x, const Tensor& x, const OptTensor& weight, const OptTensor& bias,
+                     const OptTensor& residual, const Values& values, const Settings& settings,
+                     const std::string& name) {
+    const auto node = make_node<InPlaceABNFunction>();
+    node->set_next_edges(torch::autograd::collect_next_edges(x, weight, bias, residual));
+    if (is_x) {
+      bump_version(z);
+      torch::autograd::impl::rebase_history(z, {node, node->add_input_metadata(z)});
+    } else {
+      place_output(node, z);
+    }
+    node->z_ = {z, true};
+    node->residual_ = {residual, false};
+    node->values_ = values;
+    node->settings_ = settings;
+    node->layer_ = name;
   }
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& incoming) {
-    variable_list results(8);
-    const Tensor& dz = incoming[0];
-    if (!dz.defined()) return results;
+  std::string name() const override { return "InPlaceABNFunction"; }
+
+  variable_list apply(variable_list&& incoming) override {
+    const std::lock_guard lock(mutex_);
+    if (!incoming.at(0).defined()) return variable_list(inputs);
+    // Only the engine gives up what it passes to backward. Other callers hold it, and may call again.
+    const bool by_engine = torch::autograd::get_current_node().get() == this;
+    const bool own_dz = by_engine && owns_gradient(incoming[0]);
+    return gradients_of(incoming[0], saved(), needed_by_edges(*this, inputs), settings_, by_engine, own_dz, this);
+  }
+
+  void release_variables() override {
+    const std::lock_guard lock(mutex_);
+    z_.reset_data();
+    residual_.reset_data();
+    values_ = {};
+  }
+
+  void compiled_args(CompiledNodeArgs& args) const override {
+    args.collect(z_, true);
+    args.collect(residual_, false);
+    for (const OptTensor* t : {&values_.weight, &values_.bias}) args.collect(*t);
+    args.collect(values_.var);
+    args.collect(settings_.eps);
+    args.collect(settings_.signed_weight);
+    args.collect(settings_.activation);
+    args.collect(settings_.activation_param);
+    args.collect(settings_.training);
+    args.collect(settings_.shared);
+  }
+
+  variable_list apply_with_saved(const variable_list& incoming, SwapSavedVariables& saved_variables) override {
+    saved_variables.before(z_);
+    saved_variables.before(residual_);
+    for (OptTensor* t : {&values_.weight, &values_.bias}) saved_variables.before(*t);
+    saved_variables.before(values_.var);
+    PackedArgs packed;
+    const auto [z, weight, bias, residual, var] = saved();
+    packed.pack(variable_list{z, weight.value_or(Tensor()), bias.value_or(Tensor()), residual.value_or(Tensor()), var});
+    packed.pack(needed_by_edges(*this, inputs));
+    packed.pack(settings_.eps);
+    packed.pack(settings_.signed_weight);
+    packed.pack(settings_.activation);
+    packed.pack(settings_.activation_param);
+    packed.pack(settings_.training);
+    packed.pack(settings_.shared);
+    variable_list results = call_when_compiled(*this, saved_variables, incoming, packed, &of_packed);
+    saved_variables.after(z_);
+    saved_variables.after(residual_);
+    for (OptTensor* t : {&values_.weight, &values_.bias}) saved_variables.after(*t);
+    saved_variables.after(values_.var);
+    return results;
+  }
+
+ private:
+  // The number of tensors that may need a gradient: x, weight, bias and residual.
+  static constexpr size_t inputs = 4;
+
+  Saved saved() {
+    const Tensor z = unpacked(z_, "output");
+    return {z, values_.weight, values_.bias, optional(unpacked(residual_, "residual")), values_.var};
+  }
+
+  Tensor unpacked(const SavedVariable& t, const char* what) {
+    try {
+      return t.unpack(getptr());
+    } catch (const c10::Error& error) {
+      const std::string message = error.what();
+      TORCH_CHECK(message.find("modified by an inplace operation") == std::string::npos, "inplace_abn: the ", what,
+                  " of ", layer_.empty() ? "an in-place ABN" : layer_,
+                  " has been modified in place, but its backward needs it. Replace that operation by one out of place "
+                  "(z = z + y for z += y), use ABN, or leave the layer out of the conversion (filter_fn)");
+      throw;
+    }
+  }
+
+  // Without a node, which compiled code has not, nothing is reused.
+  static variable_list gradients_of(const Tensor& dz, Saved saved, const std::vector<bool>& needed,
+                                    const Settings& settings, bool by_engine, bool own_dz, const Node* node) {
     TORCH_CHECK(
         !dz.key_set().has(c10::DispatchKey::FuncTorchBatched) && !dz.key_set().has(c10::DispatchKey::Batched),
         "inplace_abn: gradients in batches are not supported. Use ABN, or leave the layer out of the conversion "
         "(filter_fn)");
-    const Settings settings = Settings::of(ctx);
-    const auto running = torch::autograd::get_current_node();
-    const bool sole_gradient_given = running && owns_gradient(dz);
-    const variable_list unpacked = saved_variables(ctx);
-    // Only the engine gives up what it passes to backward. Other callers hold it, and may call again. In code that
-    // autograd's compiler made there is no node: nothing is reused, because it is functional.
-    const auto node = unpacked[0].grad_fn();
-    const bool by_engine = node && running.get() == node.get();
-    const bool own_dz = by_engine && sole_gradient_given;
-    Saved saved{unpacked[0], optional(unpacked[1]), optional(unpacked[2]), optional(unpacked[3]), unpacked[4]};
-
-    // Edges exist for the tensors that were given only.
-    size_t edge = 0;
-    const auto needs = [&](bool given) { return given && ctx->needs_input_grad(edge++); };
-    const bool need_x = needs(true), need_weight = needs(saved.weight.has_value());
-    const bool need_bias = needs(saved.bias.has_value()), need_residual = needs(saved.residual.has_value());
-
-    variable_list found;
     if (at::GradMode::is_enabled()) {
-      auto placed = [&, next = 0U](bool given) mutable -> OptTensor {
-        const auto place = node && given ? node->next_edge(next++) : torch::autograd::Edge();
+      const auto placed = [&](size_t edge) -> OptTensor {
+        const auto place = node != nullptr ? node->next_edge(edge) : torch::autograd::Edge();
         if (!place.is_valid()) return std::nullopt;
         const Tensor result = at::empty({0}, saved.z.options());
         torch::autograd::impl::set_gradient_edge(result, place);
         return result;
       };
-      const OptTensor of_x = placed(true), of_weight = placed(saved.weight.has_value());
-      const OptTensor of_bias = placed(saved.bias.has_value());
-      found = differentiable(saved, dz, {of_x, of_weight, of_bias}, settings);
-    } else {
-      const bool reuse_dz = own_dz && saved.z.strides() == dz.strides();
-      const bool reuse_z = by_engine && owns_output(unpacked[0]);
-      // z itself is part of the graph, its memory as a gradient must not be.
-      saved.z = saved.z.detach();
-      found = gradients(saved, dz, {need_x, need_weight, need_bias, need_residual}, reuse_z, reuse_dz, settings);
+      return differentiable(saved, dz, {placed(0), placed(1), placed(2)}, settings);
     }
-    std::move(found.begin(), found.end(), results.begin());
-    return results;
+    const bool reuse_dz = own_dz && saved.z.strides() == dz.strides();
+    const bool reuse_z = by_engine && owns_output(saved.z);
+    // z itself is part of the graph, its memory as a gradient must not be.
+    saved.z = saved.z.detach();
+    const Needed need{needed.at(0), needed.at(1), needed.at(2), needed.at(3)};
+    return gradients(saved, dz, need, reuse_z, reuse_dz, settings);
   }
+
+  // The same, of what compiled code passes.
+  static variable_list of_packed(const variable_list& incoming, const std::vector<at::IValue>& args) {
+    if (!incoming.at(0).defined()) return variable_list(inputs);
+    PackedArgs packed(args);
+    const auto tensors = packed.unpack<variable_list>();
+    const auto needed = packed.unpack<std::vector<bool>>();
+    const auto eps = packed.unpack<double>();
+    const auto signed_weight = packed.unpack<bool>();
+    const auto activation = packed.unpack<int64_t>();
+    const auto activation_param = packed.unpack<double>();
+    const auto training = packed.unpack<bool>();
+    const Settings settings{eps, signed_weight, activation, activation_param, training, packed.unpack<int64_t>()};
+    const Saved saved{tensors.at(0), optional(tensors.at(1)), optional(tensors.at(2)), optional(tensors.at(3)),
+                      tensors.at(4)};
+    return gradients_of(incoming[0], saved, needed, settings, false, false, nullptr);
+  }
+
+  SavedVariable z_, residual_;
+  Values values_;
+  Settings settings_{};
+  std::string layer_;
 };
 
 // Whether x may be overwritten without functions.py: it is no view (a C++ function would save an overwritten view in a
@@ -301,7 +342,7 @@ bool is_simple(const Tensor& x, std::initializer_list<const OptTensor*> others, 
   if (training && x.numel() == x.size(1)) return false;
   if (!requires_grad) return true;
   const auto& producer = x.grad_fn();
-  const bool ours = producer && dynamic_cast<torch::autograd::CppNode<InPlaceABNFunction>*>(producer.get()) != nullptr;
+  const bool ours = producer && dynamic_cast<InPlaceABNFunction*>(producer.get()) != nullptr;
   return is_calibrated && !x.is_view() && !ours && !(x.is_leaf() && x.requires_grad());
 }
 
@@ -311,9 +352,7 @@ Tensor inplace_abn(const Tensor& x, const OptTensor& weight, const OptTensor& bi
                    const OptTensor& running_mean, const OptTensor& running_var, bool training, double momentum,
                    const OptTensor& momentum_tensor, double eps, bool signed_weight, int64_t activation,
                    double activation_param, int64_t shared) {
-  const auto is_trained = [](const OptTensor& t) { return t.has_value() && t->requires_grad(); };
-  const bool requires_grad = at::GradMode::is_enabled() &&
-                             (x.requires_grad() || is_trained(weight) || is_trained(bias) || is_trained(residual));
+  const bool requires_grad = torch::autograd::compute_requires_grad(x, weight, bias, residual);
   if (running_mean.has_value() != running_var.has_value() ||
       !is_simple(x, {&weight, &bias, &residual, &running_mean, &running_var}, training, requires_grad)) {
     return {};
@@ -325,11 +364,9 @@ Tensor inplace_abn(const Tensor& x, const OptTensor& weight, const OptTensor& bi
     bump_version(x);
     return x;
   }
-  AutogradContext* context = nullptr;
-  const Tensor z = InPlaceABNFunction::apply(x, weight, bias, residual, std::nullopt, given, settings, &context)[0];
-  // The graph knows by now that x was overwritten; a context that lists it is refused by autograd's compiler.
-  context->mark_dirty({});
-  return z;
+  const Values values = write(x, weight, bias, residual, given, settings, true);
+  InPlaceABNFunction::attach(x, true, x, weight, bias, residual, values, settings, "");
+  return x;
 }
 
 Tensor attached(const Tensor& x, const Tensor& z, const OptTensor& weight, const OptTensor& bias,
@@ -339,11 +376,10 @@ Tensor attached(const Tensor& x, const Tensor& z, const OptTensor& weight, const
   if (!is_calibrated || !is_usual(z, {&weight, &bias, &residual}, true) || x.key_set().has_any(opaque)) {
     return {};
   }
-  AutogradContext* context = nullptr;
-  const Written written{z, {weight_value, bias_value, var}, name};
-  return InPlaceABNFunction::apply(x, weight, bias, residual, written, Arguments{},
-                                   Settings{eps, signed_weight, activation, activation_param, training, shared},
-                                   &context)[0];
+  if (!torch::autograd::compute_requires_grad(x, weight, bias, residual)) return z;
+  InPlaceABNFunction::attach(z, false, x, weight, bias, residual, {weight_value, bias_value, var},
+                             {eps, signed_weight, activation, activation_param, training, shared}, name);
+  return z;
 }
 
 void set_sole_holders(const Holders& holders) {

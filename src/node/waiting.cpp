@@ -5,10 +5,9 @@
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
-#include <torch/csrc/autograd/custom_function.h>
 
 #include <initializer_list>
-#include <memory>
+#include <mutex>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -20,9 +19,6 @@
 namespace inplace_abn {
 namespace {
 
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
-
 using LocalForwardOut = std::tuple<Tensor, Tensor>(const Tensor& x, const OptTensor& weight, const OptTensor& bias,
                                                    const OptTensor& residual, const OptTensor& running_mean,
                                                    const OptTensor& running_var, double momentum,
@@ -30,103 +26,139 @@ using LocalForwardOut = std::tuple<Tensor, Tensor>(const Tensor& x, const OptTen
                                                    int64_t activation, double activation_param, bool invertible,
                                                    int64_t shared, const Tensor& z);
 
-// What stands for the dtype of a bias that there is not.
-constexpr double no_bias = -1;
-
 // The norm without activation. It saves what torch's norm saves, when torch's norm saves it. Its gradient is computed
 // by an op that conversion/waiting.py defines, which autograd sees.
-class WaitingFunction final : public torch::autograd::Function<WaitingFunction> {
+class WaitingFunction final : public Node {
  public:
-  struct Norm {
-    Tensor stand_in;
-    OptTensor mean;
-    Tensor var;
-    double eps;
-    bool training;
-    int64_t shared;
-  };
-
-  static variable_list forward(AutogradContext* ctx, const Tensor& x, const OptTensor& weight, const OptTensor& bias,
-                               const OptTensor& residual, const Norm& norm) {
-    ctx->set_materialize_grads(false);
-    ctx->save_for_backward({x, weight.value_or(Tensor())});
-    // One value takes less time than several, and is a constant for autograd's compiler. The value of the bias does not
-    // matter, so torch's norm does not save it either.
-    const auto dtype = bias.has_value() ? static_cast<double>(bias->scalar_type()) : no_bias;
-    ctx->saved_data["call"] =
-        c10::List<double>({norm.eps, static_cast<double>(norm.training), static_cast<double>(norm.shared),
-                           static_cast<double>(weight.has_value()), dtype, static_cast<double>(residual.has_value())});
-    if (norm.mean.has_value()) ctx->saved_data["mean"] = norm.mean;
-    ctx->saved_data["var"] = norm.var;
-    return {norm.stand_in};
+  static NodePtr of(const Tensor& x, const OptTensor& weight, const OptTensor& bias, const OptTensor& residual,
+                    const OptTensor& mean, const Tensor& var, double eps, bool training, int64_t shared) {
+    auto node = make_node<WaitingFunction>();
+    node->set_next_edges(torch::autograd::collect_next_edges(x, weight, bias, residual));
+    node->x_ = {x, false};
+    node->weight_ = {weight, false};
+    node->mean_ = mean.value_or(Tensor());
+    node->var_ = var;
+    // The value of the bias does not matter, so torch's norm does not save it either.
+    const auto bias_dtype = bias.has_value() ? static_cast<int64_t>(bias->scalar_type()) : no_bias;
+    node->settings_ = {bias_dtype, eps, training, shared};
+    return node;
   }
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& incoming) {
+  std::string name() const override { return "WaitingFunction"; }
+
+  variable_list apply(variable_list&& incoming) override {
+    const std::lock_guard lock(mutex_);
+    if (!incoming.at(0).defined()) return variable_list(inputs);
+    return gradients(incoming[0], tensors(), needed_by_edges(*this, inputs), settings_);
+  }
+
+  void release_variables() override {
+    const std::lock_guard lock(mutex_);
+    x_.reset_data();
+    weight_.reset_data();
+  }
+
+  void compiled_args(CompiledNodeArgs& args) const override {
+    args.collect(x_, false);
+    args.collect(weight_, false);
+    args.collect(mean_);
+    args.collect(var_);
+    args.collect(settings_.bias_dtype);
+    args.collect(settings_.eps);
+    args.collect(settings_.training);
+    args.collect(settings_.shared);
+  }
+
+  variable_list apply_with_saved(const variable_list& incoming, SwapSavedVariables& saved) override {
+    saved.before(x_);
+    saved.before(weight_);
+    saved.before(mean_);
+    saved.before(var_);
+    PackedArgs packed;
+    packed.pack(tensors());
+    packed.pack(needed_by_edges(*this, inputs));
+    packed.pack(settings_.bias_dtype);
+    packed.pack(settings_.eps);
+    packed.pack(settings_.training);
+    packed.pack(settings_.shared);
+    variable_list results = call_when_compiled(*this, saved, incoming, packed, &of_packed);
+    saved.after(x_);
+    saved.after(weight_);
+    saved.after(mean_);
+    saved.after(var_);
+    return results;
+  }
+
+ private:
+  // The number of tensors that may need a gradient: x, weight, bias and residual.
+  static constexpr size_t inputs = 4;
+  // What stands for the dtype of a bias that there is not.
+  static constexpr int64_t no_bias = -1;
+
+  struct Settings {
+    int64_t bias_dtype = no_bias;
+    double eps = 0;
+    bool training = true;
+    int64_t shared = 0;
+  };
+
+  // x, weight, mean and var. Those that there are not are undefined.
+  variable_list tensors() const { return {x_.unpack(), weight_.unpack(), mean_, var_}; }
+
+  static variable_list gradients(const Tensor& g, const variable_list& tensors, const std::vector<bool>& needed,
+                                 const Settings& s) {
     using Op = std::vector<Tensor>(const Tensor& g, const Tensor& x, const OptTensor& weight,
                                    std::optional<at::ScalarType> bias_dtype, const OptTensor& mean, const Tensor& var,
                                    const std::vector<bool>& needed, double eps, bool training, int64_t shared);
     static const auto handle =
         c10::Dispatcher::singleton().findSchemaOrThrow("inplace_abn::waiting_backward", "").typed<Op>();
-    variable_list results(5);
-    const Tensor& g = incoming[0];
-    if (!g.defined()) return results;
-    const variable_list saved = ctx->get_saved_variables();
-    const auto& data = ctx->saved_data;
-    const auto call = data.at("call").toDoubleList();
-    const double eps = call.get(0);
-    const bool training = call.get(1) != 0, has_weight = call.get(3) != 0;
-    const auto shared = static_cast<int64_t>(call.get(2));
-    const bool has_bias = call.get(4) != no_bias, has_residual = call.get(5) != 0;
-    // Edges exist for the tensors that were given only.
-    size_t edge = 0;
-    const auto needs = [&](bool given) { return given && ctx->needs_input_grad(edge++); };
-    const bool need_x = needs(true), need_weight = needs(has_weight), need_bias = needs(has_bias),
-               need_residual = needs(has_residual);
-    const std::vector<bool> needed{need_x, need_weight, need_bias};
     std::optional<at::ScalarType> bias_dtype;
-    if (has_bias) bias_dtype = static_cast<at::ScalarType>(call.get(4));
-    const auto mean = data.find("mean");
-    const std::vector<Tensor> gradients =
-        handle.call(g, saved[0], optional(saved[1]), bias_dtype,
-                    mean == data.end() ? OptTensor() : OptTensor(mean->second.toTensor()), data.at("var").toTensor(),
-                    needed, eps, training, shared);
+    if (s.bias_dtype != no_bias) bias_dtype = static_cast<at::ScalarType>(s.bias_dtype);
+    const std::vector<bool> of_norm(needed.begin(), needed.begin() + 3);
+    const std::vector<Tensor> found =
+        handle.call(g, tensors.at(0), optional(tensors.at(1)), bias_dtype, optional(tensors.at(2)), tensors.at(3),
+                    of_norm, s.eps, s.training, s.shared);
+    variable_list results(inputs);
     size_t next = 0;
-    for (size_t i = 0; i < needed.size(); ++i) {
-      if (needed[i]) results[i] = gradients.at(next++);
+    for (size_t i = 0; i < of_norm.size(); ++i) {
+      if (of_norm[i]) results[i] = found.at(next++);
     }
-    if (need_residual) results[3] = g;
+    if (needed.at(3)) results[3] = g;
     return results;
   }
-};
 
-template <typename Kind, typename Pointer = NodePtr>
-Pointer made() {
-  if constexpr (std::is_same_v<Pointer, std::shared_ptr<torch::autograd::Node>>) {
-    return std::make_shared<Kind>();
-  } else {
-    return c10::make_intrusive<Kind>();
+  // The same, of what compiled code passes.
+  static variable_list of_packed(const variable_list& incoming, const std::vector<at::IValue>& args) {
+    if (!incoming.at(0).defined()) return variable_list(inputs);
+    PackedArgs packed(args);
+    const auto tensors = packed.unpack<variable_list>();
+    const auto needed = packed.unpack<std::vector<bool>>();
+    const auto bias_dtype = packed.unpack<int64_t>();
+    const auto eps = packed.unpack<double>();
+    const auto training = packed.unpack<bool>();
+    return gradients(incoming[0], tensors, needed, {bias_dtype, eps, training, packed.unpack<int64_t>()});
   }
-}
+
+  SavedVariable x_, weight_;
+  Tensor mean_, var_;
+  Settings settings_;
+};
 
 // Places one tensor after another one in the graph. The two have the same values. So hooks on either one see gradients
 // that come through the other one.
-class StandsForFunction final : public torch::autograd::Node {
+class StandsForFunction final : public Node {
  public:
-  static NodePtr place(const Tensor& t, const Tensor& after) {
-    const auto node = made<StandsForFunction>();
-    node->set_next_edges({torch::autograd::impl::gradient_edge(after)});
-    torch::autograd::impl::set_gradient_edge(t, {node, node->add_input_metadata(t)});
+  static NodePtr after(const Tensor& t) {
+    const auto node = make_node<StandsForFunction>();
+    node->set_next_edges({torch::autograd::impl::gradient_edge(t)});
     return node;
   }
 
   std::string name() const override { return "StandsForFunction"; }
-  torch::autograd::variable_list apply(variable_list&& gradients) override { return std::move(gradients); }
+  variable_list apply(variable_list&& gradients) override { return std::move(gradients); }
   // It has nothing that compiled code depends on.
-  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {}
-  variable_list apply_with_saved(const variable_list& gradients,
-                                 torch::dynamo::autograd::SwapSavedVariables&) override {
-    return gradients;
-  }
+  void compiled_args(CompiledNodeArgs&) const override {}
+  variable_list apply_with_saved(const variable_list& gradients, SwapSavedVariables&) override { return gradients; }
 };
 
 constexpr int64_t identity = 0;
@@ -141,7 +173,7 @@ torch::autograd::Edge edge_of(const Tensor& x) {
 // Whether a call is like a plan's, and a graph is recorded.
 bool fits(const Plan& plan, const Tensor& x, const OptTensor& weight, const OptTensor& bias,
           const OptTensor& running_mean, const OptTensor& running_var) {
-  if (!at::GradMode::is_enabled() || x.sizes() != plan.sizes || x.strides() != plan.strides) return false;
+  if (x.sizes() != plan.sizes || x.strides() != plan.strides) return false;
   if (x.scalar_type() != plan.dtype || x.device() != plan.device) return false;
   const auto are_vectors = [&](std::initializer_list<const OptTensor*> tensors,
                                const std::optional<at::ScalarType>& dtype) {
@@ -158,8 +190,7 @@ bool fits(const Plan& plan, const Tensor& x, const OptTensor& weight, const OptT
       !are_vectors({&running_mean, &running_var}, plan.statistics_dtype)) {
     return false;
   }
-  const auto requires_grad = [](const OptTensor& t) { return t.has_value() && t->requires_grad(); };
-  return x.requires_grad() || requires_grad(weight) || requires_grad(bias);
+  return torch::autograd::compute_requires_grad(x, weight, bias);
 }
 
 // A tensor without memory, of the shape, strides, dtype and device of another one. Python makes it a subclass's, whose
@@ -206,8 +237,8 @@ void count(const OptTensor& batches) {
 }
 
 void place(Waiting& w, const Tensor& stand_in) {
-  wait(stand_in, w.x, w.weight, w.bias, w.residual, std::nullopt, w.var, w.plan->eps, true, false);
-  w.node = stand_in.grad_fn();
+  w.node = WaitingFunction::of(w.x, w.weight, w.bias, w.residual, std::nullopt, w.var, w.plan->eps, true, 0);
+  place_output(w.node, stand_in);
 }
 
 }  // namespace
@@ -280,7 +311,6 @@ Tensor activate(const WaitingPtr& waiting, int64_t activation, double activation
   if (!is_fusible(w, stand_in)) return {};
   if (w.activation != activation || w.activation_param != activation_param) {
     if (w.activation != identity) return {};
-    const at::AutoDispatchBelowADInplaceOrView guard;
     call<Forward>("inplace_abn::forward", "", w.memory, w.plan->identity_mean, w.plan->identity_var, std::nullopt,
                   std::nullopt, std::nullopt, identity_eps, true, activation, activation_param, true);
     w.activation = activation;
@@ -292,7 +322,8 @@ Tensor activate(const WaitingPtr& waiting, int64_t activation, double activation
   if (!z.defined()) return z;
   w.memory = Tensor();
   if (in_place) {
-    w.node = StandsForFunction::place(stand_in, z);
+    w.node = StandsForFunction::after(z);
+    place_output(w.node, stand_in);
     bump_version(stand_in);
     // What stands for the output stands for z now, and needs nothing else.
     w.x = w.weight_value = w.bias_value = w.var = Tensor();
@@ -350,7 +381,8 @@ std::tuple<std::vector<Tensor>, std::vector<int64_t>, double> parts(const Waitin
 void wait(const Tensor& stand_in, const Tensor& x, const OptTensor& weight, const OptTensor& bias,
           const OptTensor& residual, const OptTensor& mean, const Tensor& var, double eps, bool training,
           int64_t shared) {
-  WaitingFunction::apply(x, weight, bias, residual, WaitingFunction::Norm{stand_in, mean, var, eps, training, shared});
+  if (!torch::autograd::compute_requires_grad(x, weight, bias, residual)) return;
+  place_output(WaitingFunction::of(x, weight, bias, residual, mean, var, eps, training, shared), stand_in);
 }
 
 }  // namespace inplace_abn

@@ -3,15 +3,14 @@
 
 #include <c10/core/Device.h>
 #include <c10/core/ScalarType.h>
-#include <torch/csrc/autograd/edge.h>
 #include <torch/custom_class.h>
 
 #include <string>
 #include <tuple>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
+#include "graph.h"
 #include "node.h"
 
 namespace inplace_abn {
@@ -47,9 +46,6 @@ struct Seen {
   explicit Seen(const OptTensor& t);
   bool operator==(const Seen&) const = default;
 };
-
-// Releases of torch count references to nodes in different ways.
-using NodePtr = std::decay_t<decltype(std::declval<Tensor>().grad_fn())>;
 
 // A norm's call: what it was called with, what it computed, and what was added since.
 struct Waiting final : torch::CustomClassHolder {

@@ -166,6 +166,58 @@ def test_compiled_autograd(device):
     assert_same(actual, expected)
 
 
+class Doubled(torch.autograd.Function):
+    """Code that gets what stands for a norm's output, and not its values."""
+
+    @staticmethod
+    def forward(x):
+        return 2 * x
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, g):
+        return 2 * g
+
+
+def half_trained():
+    norm = nn.BatchNorm2d(4)
+    norm.weight.requires_grad = False
+    return norm
+
+
+@pytest.mark.parametrize("adds", [False, True], ids=["alone", "sum"])
+@pytest.mark.parametrize(
+    "norm",
+    [
+        lambda: nn.BatchNorm2d(4),
+        lambda: nn.BatchNorm2d(4, affine=False),
+        half_trained,
+        lambda: nn.BatchNorm2d(4).eval(),
+        lambda: nn.GroupNorm(2, 4),
+        lambda: nn.InstanceNorm2d(4, affine=True),
+    ],
+    ids=["batch norm", "without parameters", "a weight without a gradient", "frozen", "group norm", "instance norm"],
+)
+def test_compiled_autograd_of_a_norm_that_custom_code_reads(norm, adds, device):
+    def forward(m, x):
+        x = m.conv(x)
+        y = m.bn(x)
+        return m.last(Doubled.apply(y + x if adds else y))
+
+    native = OneNorm(forward)
+    native.bn = norm()
+    native = spread(native).to(device, torch.float64)
+    module, x = convert(copy.deepcopy(native)), batch(device)
+    for _ in range(3):
+        expected = step(native, native, x)
+        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):
+            actual = step(module, module, x)
+        assert_same(actual, expected)
+
+
 def test_a_checkpointed_region(device):
     native, x = made(device=device), batch(device)
     module = convert(copy.deepcopy(native))

@@ -6,7 +6,7 @@ import torch
 from modes import distrust, optimize
 from torch import nn
 
-from inplace_abn import InPlaceABN, convert, guard
+from inplace_abn import InPlaceABN, convert, guard, revert
 from inplace_abn.compiling import trust
 from inplace_abn.compiling.spelled import activation_key
 from inplace_abn.guard.figures import THRESHOLDS
@@ -108,6 +108,16 @@ def test_what_was_measured_is_reviewed_with_the_weights_of_later():
     assert trust.converted(module.norm, torch.float32).split()[:-1] == ["identity"]
     optimize(1.0, module.norm)
     assert trust.converted(module.norm, torch.float32).split()[:-1] == [activation_key("elu", 1.0), "identity"]
+
+
+def test_a_norm_that_was_reverted_is_not_reviewed():
+    """Each optimizer step of the process raised an error once a compiled model had been reverted."""
+    module = block()
+    assert trust.converted(module.norm, torch.float32)
+    revert(module)
+    optimize(1.0, nn.BatchNorm2d(4))
+    assert module.norm not in trust._answers
+    assert trust.converted(convert(module).norm, torch.float32)
 
 
 def test_a_weight_within_eps_of_zero_and_a_pausing_guard_decide_for_all():

@@ -257,11 +257,12 @@ def test_tables_tell_means_and_net_overhead():
     assert text.startswith("Means over the shapes, malloc default / warmed:")
     assert text.endswith("| core | relu | fp32 | contiguous | 4.00 / 8.00 | 4.00 / 4.00 | 4.00 / 4.00 |")
     calls = {OURS: 70, EAGER: 50, "neither": 10, "converted, sum": 90, "eager, sum": 60}
-    calls = {name: {"us": [us - 1, us, us + 1], "instructions": 100 * us} for name, us in calls.items()}
+    calls = {n: {"us": [t - 1, t, t + 1], "instructions": 100 * t, "unmeasured": 100 * t} for n, t in calls.items()}
+    calls[OURS]["unmeasured"] = 6000
     text = report.overhead_table({"overhead": {"shape": [2, 8, 4, 4], "calls": calls}})
-    assert "| in-place | 70.0 (69.0-71.0) | 7000 | 1.50 | 1.50 |" in text
-    assert "| neither | 10.0 (9.00-11.0) | 1000 | - | - |" in text
-    assert "| converted, sum | 90.0 (89.0-91.0) | 9000 | 1.60 | 1.60 |" in text
+    assert "| in-place | 70.0 (69.0-71.0) | 7000 | 1.50 | 1.50 | 1.25 |" in text
+    assert "| neither | 10.0 (9.00-11.0) | 1000 | - | - | - |" in text
+    assert "| converted, sum | 90.0 (89.0-91.0) | 9000 | 1.60 | 1.60 | 1.60 |" in text
 
 
 def test_cuda_report_without_cuda(tiny):

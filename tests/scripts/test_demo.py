@@ -19,18 +19,19 @@ pytest.importorskip("tqdm")
 import demo
 from PIL import Image
 from segmentation.data import IGNORE, DigitScenes, FolderData, seeded_generator
-from segmentation.net import ACTIVATIONS, UNet
-from segmentation.report import mean_iou, spread
+from segmentation.net import ACTIVATIONS, UNet, ViT
+from segmentation.report import ENOUGH_STEPS, Comparison, Run, conclusion, mean_iou, spread
 
 import inplace_abn
 from inplace_abn.conversion.norms import InPlaceNorm
 
+NORMS = ("native", "converted")
 TINY = ["--device", "cpu", "--steps", "3", "--seeds", "1", "--batch-size", "2", "--size", "48"]
 
 
 def run(out, *options):
     demo.main([*TINY, "--out", str(out), *options])
-    return json.loads((out / "result.json").read_text())
+    return json.loads((out / "result.json").read_text())["comparisons"]
 
 
 @pytest.fixture
@@ -62,10 +63,9 @@ def test_iou_is_averaged_over_the_classes_that_there_are():
 
 
 def test_ignored_pixels_count_neither_for_the_loss_nor_for_the_iou(few_val_batches):
-    args = demo.parse_args(TINY)
     data = DigitScenes(48)
     torch.manual_seed(0)
-    net = demo.Trainee(args, UNet(11, "relu"), data.class_weights)
+    net = demo.Trainee(UNet(11, "relu"), False, 5e-3, 3, data.class_weights)
     images, labels = data.train_batch(2, seeded_generator(0))
     half = labels.clone()
     half[1] = IGNORE
@@ -185,7 +185,7 @@ def test_bad_options(options, tmp_path, capsys):
 
 
 def test_train_on_a_folder(folder, tmp_path):
-    result = run(tmp_path / "run", "--data", str(folder), "--classes", "3")
+    (result,) = run(tmp_path / "run", "--data", str(folder), "--classes", "3")
     assert all(len(one["losses"]) == 3 for one in result["runs"])
     UNet(3, "silu").load_state_dict(torch.load(tmp_path / "run/weights.pt"))
 
@@ -193,19 +193,25 @@ def test_train_on_a_folder(folder, tmp_path):
 # Both nets hold autocast's copies of the weights.
 @pytest.mark.parametrize(
     ("options", "held"),
-    [([], 0.4), (["--activation", "relu"], 0.56), (["--activation", "relu", "--amp", "bf16"], 0.65)],
+    [
+        ([], 0.4),
+        (["--activation", "relu"], 0.56),
+        (["--activation", "relu", "--dtype", "bf16"], 0.65),
+        (["--net", "vit"], 0.65),
+        (["--net", "vit", "--dtype", "bf16"], 0.7),
+    ],
 )
 def test_both_nets_learn_the_same_and_the_converted_one_takes_less_memory(
     options, held, tmp_path, few_val_batches, capfd
 ):
-    result = run(tmp_path, "--seeds", "2", "--size", "64", "--batch-size", "8", *options)
-    native, converted = ([one for one in result["runs"] if one["norm"] == norm] for norm in ("native", "converted"))
+    (result,) = run(tmp_path, "--seeds", "2", "--size", "64", "--batch-size", "8", *options)
+    native, converted = ([one for one in result["runs"] if one["norm"] == norm] for norm in NORMS)
     assert [one["seed"] for one in native] == [one["seed"] for one in converted] == [0, 1]
     for one, other in zip(native, converted, strict=True):
-        assert one["losses"] == pytest.approx(other["losses"], rel=0.1 if "--amp" in options else 1e-3)
-        assert one["losses"][0] == pytest.approx(other["losses"][0], rel=1e-2 if "--amp" in options else 1e-5)
+        assert one["losses"] == pytest.approx(other["losses"], rel=0.1 if "bf16" in options else 1e-3)
+        assert one["losses"][0] == pytest.approx(other["losses"][0], rel=1e-2 if "bf16" in options else 1e-5)
     assert native[0]["losses"] != native[1]["losses"]
-    before, after = (result["memory"][norm] for norm in ("native", "converted"))
+    before, after = (result["memory"][which] for which in ("before", "after"))
     assert after["held"] < held * before["held"]
     assert after["peak"] < (held + 0.15) * before["peak"]
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
@@ -214,6 +220,30 @@ def test_both_nets_learn_the_same_and_the_converted_one_takes_less_memory(
     assert [row.split("|")[1].strip() for row in (rows[0], *rows[2:])] == ["", "native", "converted", "difference"]
     assert len({len(row) for row in rows}) == 1
     assert out.count("seed ") == 2
+    assert "This was a smoke test" in out
+
+
+def test_several_nets_and_dtypes_are_compared_one_after_the_other(tmp_path, few_val_batches, capfd):
+    results = run(tmp_path, "--net", "unet", "vit", "--dtype", "fp32", "bf16")
+    pairs = [("unet", "fp32"), ("unet", "bf16"), ("vit", "fp32"), ("vit", "bf16")]
+    assert [(result["net"], result["dtype"]) for result in results] == pairs
+    out, _ = capfd.readouterr()
+    assert [line for line in out.splitlines() if line in {f"{net}, {dtype}" for net, dtype in pairs}] == [
+        f"{net}, {dtype}" for net, dtype in pairs
+    ]
+
+
+def test_differences_are_told_beside_what_seeds_do():
+    def comparison(*mious, steps=ENOUGH_STEPS):
+        runs = [Run(i, NORMS[i % 2], miou, [1.0] * steps, []) for i, miou in enumerate(mious)]
+        return Comparison("unet", "fp32", runs, None)
+
+    assert conclusion(comparison(0.7, 0.71, 0.8, 0.81)) == (
+        "Seeds alone move the native net's mIoU by 0.0707 (standard deviation). From the same seed, the converted "
+        "net's differs by +0.0100 ± 0.0000, 0.14 of that."
+    )
+    assert conclusion(comparison(0.7, 0.69)) == "From the same seed, the converted net's mIoU differs by -0.0100."
+    assert conclusion(comparison(0.7, 0.69, steps=ENOUGH_STEPS - 1)).startswith("This was a smoke test")
 
 
 def test_where_no_terminal_is_steps_and_torchs_profiler_print_nothing(tmp_path):
@@ -222,7 +252,7 @@ def test_where_no_terminal_is_steps_and_torchs_profiler_print_nothing(tmp_path):
         [sys.executable, demo.__file__, *TINY, "--out", str(tmp_path)], capture_output=True, text=True, timeout=240
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.count("seed 0:") == 1 == len(re.findall(r"^seed", done.stdout, re.MULTILINE))
+    assert done.stdout.count("seed 0:") == 1 == len(re.findall(r", seed \d", done.stdout))
 
 
 def test_spread_is_of_several_values():
@@ -242,6 +272,14 @@ def test_every_norm_of_the_net_converts_and_gradients_are_the_same(activation):
     assert inplace_abn.verify(native, converted, images)
 
 
+def test_the_transformer_converts_and_gradients_are_the_same():
+    torch.manual_seed(0)
+    native = ViT(11)
+    images, _ = DigitScenes(64).train_batch(2, seeded_generator(0))
+    assert native(images).shape == (2, 11, 32, 32)
+    assert inplace_abn.verify(native, inplace_abn.convert(copy.deepcopy(native)), images)
+
+
 @pytest.mark.slow
 def test_two_processes_train_with_synchronised_statistics(folder, tmp_path):
     # Validation of a folder is shorter than that of scenes.
@@ -254,5 +292,5 @@ def test_two_processes_train_with_synchronised_statistics(folder, tmp_path):
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["settings"]["processes"] == 2
-    assert [len(one["losses"]) for one in result["runs"]] == [3, 3]
+    assert [len(one["losses"]) for one in result["comparisons"][0]["runs"]] == [3, 3]
     assert done.stdout.count("written to") == 1

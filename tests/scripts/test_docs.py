@@ -1,6 +1,7 @@
 """The Python in README.md and in the pages of docs runs and prints what they show, their links lead somewhere, and
 their commands name files and options that exist."""
 
+import ast
 import contextlib
 import importlib.util
 import io
@@ -193,6 +194,27 @@ def test_commands_name_files_and_options_that_there_are(page):
                 elif argument.startswith(("scripts/", "docs/", "examples/")) and not (ROOT / argument).exists():
                     wrong.append(argument)
     assert not wrong
+
+
+def texts(tree):
+    """The string constants of a program. Other values within a text are …."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def test_messages_that_are_explained_are_those_of_the_package():
+    page = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
+    explained = [re.sub(r"\s+", " ", text) for text in re.findall(r"\*\*(.+?)\*\*", page, re.DOTALL)]
+    explained += re.findall(r"^\| ((?!reason|---)[^|]+?) \|", page, re.MULTILINE)
+    assert len(explained) > 30
+    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "inplace_abn").rglob("*.py")]
+    known = "\n".join(text for source in sources for text in texts(ast.parse(source)))
+    torchs = {"Expected more than 1 value per channel when training"}
+    parts = [part.strip(" .") for text in explained for part in re.split(r"…|\bNAME\b|\bN\b|cuda:0,", text)]
+    assert [part for part in parts if part not in known and part not in torchs] == []
 
 
 def test_every_page_is_in_the_navigation():

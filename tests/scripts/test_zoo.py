@@ -72,17 +72,17 @@ def test_the_models_table_is_written_between_its_markers():
     with pytest.raises(ValueError, match="expected one"):
         zoo.with_table("a", "new\n")
     name, usages = "timm resnet50", (Usage(4 << 20, 8 << 20, (), 0.0), Usage(1 << 20, 6 << 20, (), 0.0))
-    assert zoo.line(zoo.readme_row(name, *usages, 0.98)) == (
-        "| timm resnet50 | 8x3x224x224 | 4.0 MiB → 1.0 MiB, **-75%** | 8.0 MiB → 6.0 MiB, **-25%** | 0.98 of native |"
+    assert zoo.line(zoo.readme_row(name, [zoo.Found(*usages, 0.98), zoo.Found(*usages, None)])) == (
+        "| CNN | timm resnet50, 8x3x224x224 | 4 → 1 MiB, **-75%** | 4 → 1 MiB, **-75%** "
+        "| 8 → 6 MiB, **-25%** | 8 → 6 MiB, **-25%** | 0.98 / - |"
     )
-    assert zoo.readme_row(name, *usages, None)[-1] == "-"
 
 
 def test_the_table_of_the_readme_is_of_its_models_alone(monkeypatch, tmp_path):
     readme = tmp_path / "README.md"
     readme.write_text("a\n<!-- models -->\nold\n<!-- /models -->\nb", encoding="utf-8")
     monkeypatch.setattr(zoo, "README", readme)
-    monkeypatch.setattr(zoo, "README_INPUTS", {"its model": (2, 3, 32, 32)})
+    monkeypatch.setattr(zoo, "README_MODELS", {"its model": zoo.Shown("CNN", (2, 3, 32, 32))})
     entry = zoo.Entry("torch", "torch", lambda package: block())
     monkeypatch.setattr(zoo, "ZOO", {"its model": entry, "another": entry})
     monkeypatch.setattr(sys, "argv", ["zoo.py", "--readme", "--steps", "0"])
@@ -90,7 +90,7 @@ def test_the_table_of_the_readme_is_of_its_models_alone(monkeypatch, tmp_path):
     before, _, columns, _, row, _, versions, _, after = readme.read_text(encoding="utf-8").splitlines()
     assert (before, after) == ("a", "b")
     assert columns == zoo.line(zoo.README_COLUMNS)
-    assert row.startswith("| its model | 2x3x32x32 | ")
+    assert row.startswith("| CNN | its model, 2x3x32x32 | ")
     assert f"torch {torch.__version__}" in versions
     monkeypatch.setattr(sys, "argv", ["zoo.py", "--readme", "its"])
     with pytest.raises(SystemExit):
