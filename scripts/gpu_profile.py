@@ -1,4 +1,4 @@
-"""Times each kernel by itself, for twelve tensors, and compares it with a copy.
+"""Times each kernel by itself, for thirteen tensors, and compares it with a copy.
 
 A kernel's bytes are what its op must read and write, once each. Bytes over time, over the same of a copy that was
 measured in the same run, is its share of the bandwidth. Before each call the cache is filled with other memory. Rows
@@ -53,6 +53,7 @@ SHAPES = (
     Shape("U-Net, top", (16, 32, 256, 256), "bf16", "channels_last"),
     Shape("odd channels", (64, 19, 129, 129), "bf16", "channels_last"),
     Shape("ResNet-50, stage 1", (64, 256, 56, 56), "bf16", "contiguous"),
+    Shape("ResNet-50, stage 2", (64, 512, 28, 28), "bf16", "contiguous"),
     Shape("odd planes", (64, 256, 57, 57), "bf16", "contiguous"),
     Shape("ResNet-50, stage 4", (64, 2048, 7, 7), "bf16", "contiguous"),
     Shape("ResNet-50, stage 1", (32, 256, 56, 56), "fp32", "contiguous"),

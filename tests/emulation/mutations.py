@@ -7,13 +7,13 @@ MUTATIONS: dict[str, tuple[str, str, str]] = {
     "no barrier before a block's warps are merged": ("planes.cuh", "  __syncthreads();\n  if (warp", "  if (warp"),
     "a barrier for the first warp only": (
         "planes.cuh",
-        "  __syncthreads();\n  if (warp != 0) return totals;",
-        "  if (warp != 0) return totals;\n  __syncthreads();",
+        "  __syncthreads();\n  if (warp != 0) return {};",
+        "  if (warp != 0) return {};\n  __syncthreads();",
     ),
     "another lane gives the warp's result": (
         "planes.cuh",
-        "if (lane == 0) shared[warp]",
-        "if (lane == 1) shared[warp]",
+        "if (lane == 0) {\n    sums[warp]",
+        "if (lane == 1) {\n    sums[warp]",
     ),
     "half a warp is merged": ("planes.cuh", "int lanes = 16;", "int lanes = 8;"),
     "one warp too many is merged": ("planes.cuh", "lane < warps ?", "lane <= warps ?"),
@@ -23,11 +23,16 @@ MUTATIONS: dict[str, tuple[str, str, str]] = {
         "if (threadIdx.x == 0) leave",
         "if (threadIdx.x < 2) leave",
     ),
-    "no barrier before channels are read": ("rows.cuh", "  __syncthreads();\n  typename Op", "  typename Op"),
+    "no barrier before channels are read": ("rows.cuh", "      __syncthreads();\n#pragma", "#pragma"),
     "no barrier in the reduction over rows": (
         "rows.cuh",
         "      __syncthreads();\n      if (y",
         "      if (y",
+    ),
+    "no barrier before rows' room is used again": (
+        "rows.cuh",
+        "      __syncthreads();\n    }\n",
+        "    }\n",
     ),
     "a barrier that threads past the last row miss": (
         "rows.cuh",
@@ -67,14 +72,14 @@ MUTATIONS: dict[str, tuple[str, str, str]] = {
         "row + u * p.height < p.rows.count ?",
         "row + u * p.height <= p.rows.count ?",
     ),
-    "columns past the last channel are walked": ("rows.cuh", "g < p.groups && e < p.rows.length;", "g < p.groups;"),
-    "columns past the last channel are stored": ("rows.cuh", "if (y == 0 && e < p.rows.length)", "if (y == 0)"),
+    "columns past the last channel are walked": ("rows.cuh", "inside && row +", "row +"),
+    "columns past the last channel are stored": ("rows.cuh", "if (y == 0 && inside)", "if (y == 0)"),
     "channels past the last one are looked up": (
         "rows.cuh",
         "i < p.width * width && column_start + i < p.rows.length;",
         "i < p.width * width;",
     ),
-    "rows that are not there are merged": ("rows.cuh", "y >= half || y + half >= p.height)", "y >= half)"),
+    "rows that are not there are merged": ("rows.cuh", "y < half && y + half < p.height)", "y < half)"),
     "channels past the last one are finished": (
         "reduction.cuh",
         "if (lane == 0 && channel < channels)",
@@ -126,8 +131,8 @@ MUTATIONS: dict[str, tuple[str, str, str]] = {
     "every second group is left out": ("rows.cuh", "g += p.parts)", "g += 2 * p.parts)"),
     "the neighbour in the reduction is another column": (
         "rows.cuh",
-        "threadIdx.x + half * p.width",
-        "threadIdx.x + half",
+        "threadIdx.x - half * p.width",
+        "threadIdx.x - half",
     ),
     "the walk backward starts too late": ("rows.cuh", "p.groups - 1 - g)", "p.groups - g)"),
     "all items of a row are stored in the first": (
@@ -248,8 +253,8 @@ MUTATIONS: dict[str, tuple[str, str, str]] = {
         "c <= args.columns; c += row_threads",
     ),
     "each row is the first": ("rows_backward.cu", "row = first_block + blockIdx.x;", "row = first_block;"),
-    "dx of RMS norms is centred": ("rows_backward.cu", "args.centred ? sums.first / count : 0.0", "sums.first / count"),
-    "the sums of a row are not means": ("rows_backward.cu", "(sums.second / count)", "(sums.second)"),
+    "dx of RMS norms is centred": ("rows_backward.cu", "args.centred ? sums.dy / count : 0", "sums.dy / count"),
+    "the sums of a row are not means": ("rows_backward.cu", " = sums.dy_centred / count", " = sums.dy_centred"),
     "a row is not scaled": ("rows_backward.cu", "args.rstd[row] * (g", "(g"),
     # What is computed
     "sums are not moved to the channel's pivot": (
@@ -258,6 +263,12 @@ MUTATIONS: dict[str, tuple[str, str, str]] = {
         "static_cast<double>(sum)",
     ),
     "squares are moved as if sums were zero": ("reduction.cuh", "(static_cast<double>(sum) + moved)", "(moved)"),
+    "pivots of two threads are taken for equal": (
+        "reduction.cuh",
+        "    other.move(between, others);\n",
+        "",
+    ),
+    "pivots of a warp are taken for equal": ("planes.cuh", "  sum.share_pivot(count);\n", ""),
     "the mean's shift is left out of the variance": ("reduction.cuh", "count - shift * shift", "count"),
     "the mean is the pivot": ("reduction.cuh", "return {pivot + shift,", "return {pivot,"),
     "means of ranks are taken for equal": ("statistics.cu", " + shift * shift)", ")"),

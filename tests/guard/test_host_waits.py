@@ -11,8 +11,10 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func
 from ranks import on_each_rank
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
@@ -29,7 +31,7 @@ from inplace_abn import (
 from inplace_abn.guard import figures
 from inplace_abn.guard.figures import are_known, no_figures, unpacked, worst
 
-WAITING = {"_local_scalar_dense", "lift_fresh", "nonzero", "is_nonzero", "equal"}
+WAITING = {"_local_scalar_dense", "lift_fresh", "lift_fresh_copy", "nonzero", "is_nonzero", "equal"}
 """Ops that give the host a number of the device, or the device numbers of the host."""
 
 
@@ -103,6 +105,13 @@ UNTRUSTED = {
     "converted group norm": lambda: convert(hard(nn.Sequential(conv(), nn.GroupNorm(2, 8), nn.SiLU(), conv()))),
     "transformer": lambda: convert(hard(Transformer())),
 }
+
+
+def with_small_weights(net):
+    """The net with a norm that keeps two columns as they are, because its output does not determine them."""
+    with torch.no_grad():
+        net.norm.weight[[2, 5]], net.norm.bias[[2, 5]] = 1e-12, 1.0
+    return net
 
 
 @contextmanager
@@ -215,3 +224,29 @@ def test_a_copy_of_a_net_does_not_wait_after_its_first_steps():
     net = NETS["transformer"]()
     steps_without_waits(net)
     steps_without_waits(copy.deepcopy(net))
+
+
+COMPILED = {**NETS, "transformer that keeps columns": lambda: convert(with_small_weights(Transformer()))}
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("dynamic", [None, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("name", COMPILED)
+def test_graphs_of_compilers_hold_no_numbers_of_the_host(name, dynamic):
+    """Tensors that were made of columns while the compiler traced were copied to the device in each call."""
+    graphs = []
+
+    def kept(module, _):
+        graphs.append(module)
+        return make_boxed_func(module)
+
+    net = torch.compile(COMPILED[name](), backend=aot_autograd(fw_compiler=kept), fullgraph=True, dynamic=dynamic)
+    net(torch.randn(4, 8, 6, 6)).square().mean().backward()
+    nodes = [node for module in graphs for node in module.graph.nodes]
+    ops = [node.target for node in nodes if isinstance(node.target, torch._ops.OpOverload)]
+    names = {op._schema.name.split("::")[1] for op in ops}
+    assert names
+    assert not names & WAITING
+    # Tensors that a graph has as attributes are the host's.
+    assert not [node for node in nodes if node.op == "get_attr"]
+    assert ("index" in names) == ("keeps columns" in name)

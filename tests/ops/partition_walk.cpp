@@ -31,7 +31,8 @@ template <int width>
 void walk_planes(const Extent& extent, int unroll, int64_t resident) {
   const bool even = extent.space % width == 0;
   const int64_t phase = even ? 0 : random_size(width) - 1, plane_stride = extent.channels * extent.space;
-  const PlanePartition p = partition_planes(extent, width, unroll, phase, even, plane_stride, resident);
+  const bool reduces = random_size(2) == 1;
+  const PlanePartition p = partition_planes(extent, width, unroll, phase, even, plane_stride, reduces, resident);
   require(p.fits_32_bits(), "planes in 32 bits", extent);
   std::vector<int> visits(extent.elements());
   for (int64_t unit = 0; unit < p.blocks(); ++unit) {
@@ -56,9 +57,9 @@ void walk_planes(const Extent& extent, int unroll, int64_t resident) {
 }
 
 // Rows of `repeats` times all channels, of which each has `space` elements in turn.
-void walk_rows(const Rows& rows, int width, int unroll, int64_t waves, int64_t resident) {
+void walk_rows(const Rows& rows, int width, int unroll, bool reduces, int64_t resident) {
   const Extent extent{Order::rows, rows.count, rows.length, rows.space};
-  const RowPartition p = partition_rows(rows, width, unroll, waves, resident);
+  const RowPartition p = partition_rows(rows, width, unroll, reduces, resident);
   require(p.threads <= block_threads && p.width <= most_across(width), "block", extent);
   std::vector<int> visits(rows.count * rows.length);
   for (int64_t block = 0; block < p.blocks(); ++block) {
@@ -83,8 +84,8 @@ void walk_rows(const Rows& rows, int width, int unroll, int64_t waves, int64_t r
   for (const int count : shares) require(count == 1, "shares", extent);
 }
 
-void check_waves(int64_t tiles, int64_t lines, int64_t waves, int64_t resident) {
-  const int64_t parts = share_tiles(tiles, lines, waves, resident);
+void check_waves(int64_t tiles, int64_t lines, bool reduces, int64_t waves, int64_t resident) {
+  const int64_t parts = share_tiles(tiles, lines, reduces, waves, resident);
   const Extent shown{Order::planes, tiles, lines, waves};
   require(parts >= 1 && parts <= tiles, "parts", shown);
   // Only a block for each line, which none can do without, may be more than whole waves.
@@ -92,6 +93,14 @@ void check_waves(int64_t tiles, int64_t lines, int64_t waves, int64_t resident) 
   // One more for each line would begin another wave, or be a block of too few tiles; unless there are no more tiles.
   const int64_t full = std::max<int64_t>(1, parts * lines / resident + (parts * lines % resident != 0));
   require(parts == tiles || (parts + 1) * lines > full * resident, "idle multiprocessors", shown);
+  // Blocks that take enough tiles would not be done sooner in another number of waves.
+  const auto in_turn = [&](int64_t of_parts) { return tiles_in_turn(tiles, lines, of_parts, resident); };
+  const int64_t least = reduces ? least_reduced_tiles : least_tiles;
+  const int64_t most = std::min(waves, ceil_div(tiles, least) * lines / resident);
+  for (int64_t other = 1; other <= most; ++other) {
+    const int64_t others = std::clamp<int64_t>(other * resident / lines, 1, tiles);
+    require(in_turn(parts) <= in_turn(others), "too many tiles in turn", shown);
+  }
 }
 
 }  // namespace
@@ -102,7 +111,7 @@ int main() {
   require(!PlanePartition{.plane_stride = 1ll << 31}.fits_32_bits(), "a stride beyond 32 bits", none);
   for (int i = 0; i < 2000; ++i) {
     const int64_t resident = random_size(16) * (1 + random_size(2));
-    check_waves(random_size(10000), random_size(3000), random_size(8), resident);
+    check_waves(random_size(10000), random_size(3000), random_size(2) == 1, random_size(8), resident);
     const int unroll = 1 << random_size(3) >> 1;
     const Extent planes{Order::planes, random_size(40), random_size(40), random_size(3000)};
     if (planes.elements() > 1 << 18) continue;
@@ -113,9 +122,9 @@ int main() {
     for (const int width : {1, 2, 4, 8}) {
       const int64_t space = random_size(7), channels = random_size(40), repeats = random_size(8);
       const Rows folded{random_size(200), repeats * channels * space, channels, space};
-      if (folded.length % width == 0) walk_rows(folded, width, unroll, random_size(2), resident);
+      if (folded.length % width == 0) walk_rows(folded, width, unroll, random_size(2) == 1, resident);
       const Rows plain{rows.batch, rows.channels, rows.channels, 1};
-      if (plain.length % width == 0) walk_rows(plain, width, unroll, random_size(2), resident);
+      if (plain.length % width == 0) walk_rows(plain, width, unroll, random_size(2) == 1, resident);
     }
   }
 }

@@ -16,12 +16,13 @@ namespace inplace_abn::cuda {
 constexpr int block_threads = 256;
 constexpr int resident_blocks = 3;
 
-// Blocks of a large tensor come in so many waves, for balance, and take at least so many tiles each, to be worth their
-// start and the share of a reduction that they leave. In row order every block leaves one for each element of its
-// column.
+// Blocks of a large tensor come in so many waves at most, for balance, and take at least so many tiles each, to be
+// worth their start and the share of a reduction that they leave. In row order every block leaves one for each element
+// of its column. Where that helps, blocks have fewer tiles: four or more, to be worth the launch that merges shares, or
+// two where there is none.
 constexpr int64_t plane_waves = 8;
 constexpr int64_t row_waves = 2, reduced_row_waves = 1;
-constexpr int64_t least_tiles = 8;
+constexpr int64_t usual_tiles = 8, least_reduced_tiles = 4, least_tiles = 2;
 
 INPLACE_ABN_INLINE int64_t ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;
@@ -33,12 +34,26 @@ INPLACE_ABN_INLINE int64_t quotient(int64_t a, int64_t b) {
   return a / b;
 }
 
+// How many tiles one after another it takes, where `parts` blocks share the `tiles` of each line.
+inline int64_t tiles_in_turn(int64_t tiles, int64_t lines, int64_t parts, int64_t resident) {
+  return ceil_div(parts * lines, resident) * ceil_div(tiles, parts);
+}
+
 // The number of blocks that share the `tiles` of one line; all `lines` are alike. All blocks together are whole waves
-// of the `resident` ones that the device holds, or a little less: a few more would take as long as another wave.
-inline int64_t share_tiles(int64_t tiles, int64_t lines, int64_t waves, int64_t resident) {
-  const int64_t wanted = std::min(ceil_div(tiles, least_tiles) * lines, waves * resident);
-  const int64_t full = std::max<int64_t>(1, wanted / resident);
-  return std::clamp<int64_t>(full * resident / lines, 1, tiles);
+// of the `resident` ones that the device holds, or a little less: a few more would take as long as another wave. There
+// are as many waves as there may be, unless another number has fewer tiles in turn.
+inline int64_t share_tiles(int64_t tiles, int64_t lines, bool reduces, int64_t waves, int64_t resident) {
+  const auto most_waves = [&](int64_t least) {
+    return std::max<int64_t>(1, std::min(ceil_div(tiles, least) * lines, waves * resident) / resident);
+  };
+  const auto parts = [&](int64_t full) { return std::clamp<int64_t>(full * resident / lines, 1, tiles); };
+  const int64_t most = most_waves(reduces ? least_reduced_tiles : least_tiles);
+  int64_t best = parts(most_waves(usual_tiles));
+  for (int64_t full = 1; full <= most; ++full) {
+    const int64_t other = parts(full);
+    if (tiles_in_turn(tiles, lines, other, resident) < tiles_in_turn(tiles, lines, best, resident)) best = other;
+  }
+  return best;
 }
 
 // --- Plane order -----------------------------------------------------------------------------------------------------
@@ -97,7 +112,7 @@ struct PlanePartition {
 
 // `even`: all planes start at multiples of the width. `resident`: blocks that the device holds.
 inline PlanePartition partition_planes(const Extent& extent, int width, int unroll, int64_t phase, bool even,
-                                       int64_t plane_stride, int64_t resident) {
+                                       int64_t plane_stride, bool reduces, int64_t resident) {
   PlanePartition p{};
   p.channels = extent.channels;
   p.space = extent.space;
@@ -105,9 +120,11 @@ inline PlanePartition partition_planes(const Extent& extent, int width, int unro
   p.plane_stride = plane_stride;
   p.slots = ceil_div(extent.space + (even ? 0 : width - 1), width);
   p.items = extent.batch * p.slots;
-  p.threads = static_cast<int>(std::min<int64_t>(block_threads, ceil_div(p.items, 32) * 32));
+  // A multiprocessor holds more of smaller blocks, whose threads have all their loads in flight.
+  p.threads = static_cast<int>(std::min<int64_t>(block_threads, ceil_div(p.items, 32 * unroll) * 32));
   p.tile = static_cast<int64_t>(p.threads) * unroll;
-  p.parts = share_tiles(ceil_div(p.items, p.tile), p.channels, plane_waves, resident);
+  const int64_t resident_now = resident * (block_threads / p.threads);
+  p.parts = share_tiles(ceil_div(p.items, p.tile), p.channels, reduces, plane_waves, resident_now);
   p.next_item = split(p.threads, p.slots);
   p.next_tile = split((p.parts - 1) * p.tile, p.slots);
   return p;
@@ -150,7 +167,7 @@ struct RowPartition {
   int64_t shares() const { return parts * rows.repeats(); }
 };
 
-inline RowPartition partition_rows(const Rows& rows, int vector_width, int unroll, int64_t waves, int64_t resident) {
+inline RowPartition partition_rows(const Rows& rows, int vector_width, int unroll, bool reduces, int64_t resident) {
   RowPartition p{};
   p.rows = rows;
   const int64_t across = ceil_div(rows.length, vector_width);
@@ -160,7 +177,7 @@ inline RowPartition partition_rows(const Rows& rows, int vector_width, int unrol
   p.threads = p.width * p.height;
   p.first_half = static_cast<int>(std::bit_ceil(static_cast<unsigned>(p.height)) / 2);
   p.groups = ceil_div(rows.count, static_cast<int64_t>(p.height) * unroll);
-  p.parts = share_tiles(p.groups, p.columns, waves, resident);
+  p.parts = share_tiles(p.groups, p.columns, reduces, reduces ? reduced_row_waves : row_waves, resident);
   return p;
 }
 

@@ -6,16 +6,26 @@
 
 namespace inplace_abn::cuda {
 
-// The merged totals of all threads of a block, in thread 0. All threads call it, once in a kernel.
-__device__ __forceinline__ Totals merge_block(Totals totals) {
+// The totals of all threads of a block, in thread 0. All threads call it, once in a kernel.
+template <typename Op>
+__device__ __forceinline__ Totals merge_block(const typename Op::Channel& channel, typename Op::Sum sum,
+                                              typename Op::opmath_t count) {
   constexpr int most_warps = block_threads / 32;
-  __shared__ Totals shared[most_warps];
+  __shared__ typename Op::Sum sums[most_warps];
+  __shared__ typename Op::opmath_t counts[most_warps];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
-  for (int lanes = 16; lanes > 0; lanes /= 2) totals.add(totals.shuffled_down(lanes));
-  if (lane == 0) shared[warp] = totals;
+  sum.share_pivot(count);
+  for (int lanes = 16; lanes > 0; lanes /= 2) {
+    sum.add(sum.shuffled_down(lanes));
+    count += __shfl_down_sync(~0u, count, lanes);
+  }
+  if (lane == 0) {
+    sums[warp] = sum;
+    counts[warp] = count;
+  }
   __syncthreads();
-  if (warp != 0) return totals;
-  totals = lane < warps ? shared[lane] : Totals{};
+  if (warp != 0) return {};
+  Totals totals = lane < warps ? Op::totals(channel, sums[lane], counts[lane]) : Totals{};
   for (int lanes = most_warps / 2; lanes > 0; lanes /= 2) totals.add(totals.shuffled_down(lanes));
   return totals;
 }
@@ -128,7 +138,7 @@ __global__ void __launch_bounds__(block_threads, resident<Op, 1>)
     cursor.advance(next_tile, slots);
   }
   if constexpr (Op::reduces) {
-    const Totals merged = merge_block(op.totals(channel, sum, count));
+    const Totals merged = merge_block<Op>(channel, sum, count);
     if (threadIdx.x == 0) leave(op, c, merged, shares, part, p.channels);
   }
 }
@@ -171,12 +181,12 @@ void visit_planes(const Extent& extent, const Streams<typename Op::scalar_t>& io
   const PlaneAlignment alignment = align_planes<width>(extent, io);
   const int64_t resident_now = residency<Op, 1>();
   if (!alignment.agree) {
-    f(planes_kernel<Op, 1, false>, partition_planes(extent, 1, Op::unroll, 0, true, alignment.stride, resident_now),
-      io);
+    f(planes_kernel<Op, 1, false>,
+      partition_planes(extent, 1, Op::unroll, 0, true, alignment.stride, Op::reduces, resident_now), io);
     return;
   }
-  const PlanePartition p =
-      partition_planes(extent, width, Op::unroll, alignment.phase, alignment.aligned, alignment.stride, resident_now);
+  const PlanePartition p = partition_planes(extent, width, Op::unroll, alignment.phase, alignment.aligned,
+                                            alignment.stride, Op::reduces, resident_now);
   if (alignment.even && p.fits_32_bits()) {
     f(planes_kernel<Op, width, true>, p, io);
   } else {

@@ -1,5 +1,7 @@
-// What a channel is reduced to, and how the blocks' shares of it are merged: two sums, in double. Sums are merged by
-// adding, without counts or divisions; the order is fixed by the partition, so results do not vary from run to run.
+// What a channel is reduced to, and how threads' and blocks' shares of it are merged. Threads of a block merge what
+// they have summed up in the type of their arithmetic, because many GPUs do 1/64 as many operations on doubles. Blocks
+// leave two sums in double, which are merged by adding. The order is fixed by the partition, so results do not vary
+// from run to run.
 #pragma once
 
 #include <cstdint>
@@ -22,9 +24,9 @@ struct Totals {
   }
 };
 
-// The sum of all threads' totals, in all threads. `memory` is shared, and may be used again after the next barrier.
-template <int threads>
-__device__ Totals sum_of_block(const Totals& own, Totals* memory) {
+// The sum of all threads' values, in all threads. `memory` is shared, and may be used again after the next barrier.
+template <int threads, typename T>
+__device__ T sum_of_block(const T& own, T* memory) {
   const int thread = static_cast<int>(threadIdx.x);
   memory[thread] = own;
   for (int half = threads / 2; half > 0; half /= 2) {
@@ -46,12 +48,46 @@ struct ShiftedSums {
     sum += shifted;
     square += shifted * shifted;
   }
+  // Of sums about the same pivot.
+  INPLACE_ABN_INLINE void add(const ShiftedSums& other) {
+    sum += other.sum;
+    square += other.square;
+  }
+  // To another pivot; of `count` values.
+  INPLACE_ABN_INLINE void move(opmath_t to, opmath_t count) {
+    const opmath_t shift = pivot - to, moved = sum + count * shift;
+    square += shift * (sum + moved);
+    sum = moved;
+    pivot = to;
+  }
+  // Takes up `others` values, whose pivot is as good as the own one.
+  INPLACE_ABN_INLINE void merge(ShiftedSums other, opmath_t count, opmath_t others) {
+    if (others == 0) return;
+    if (count == 0) {
+      *this = other;
+      return;
+    }
+    const opmath_t between = pivot + (other.pivot - pivot) / 2;
+    move(between, count);
+    other.move(between, others);
+    add(other);
+  }
+  // Gives all lanes of a warp one pivot, so that their sums can be added.
+  __device__ void share_pivot(opmath_t count) {
+    const unsigned lanes_with_values = __ballot_sync(~0u, count > 0);
+    opmath_t pivots = pivot;
+    for (int lanes = 16; lanes > 0; lanes /= 2) pivots += __shfl_xor_sync(~0u, pivots, lanes);
+    if (lanes_with_values != 0) move(pivots / static_cast<opmath_t>(__popc(lanes_with_values)), count);
+  }
   // Of `count` values, about another pivot. That of a channel is one of its values, hence at most sqrt(values) standard
   // deviations from the mean, which costs a variance in double at most the digits of the number of values.
   INPLACE_ABN_INLINE Totals about(double other, double count) const {
     if (count == 0) return {};
     const double shift = static_cast<double>(pivot) - other, moved = static_cast<double>(sum) + count * shift;
     return {moved, static_cast<double>(square) + shift * (static_cast<double>(sum) + moved)};
+  }
+  __device__ ShiftedSums shuffled_down(int lanes) const {
+    return {pivot, __shfl_down_sync(~0u, sum, lanes), __shfl_down_sync(~0u, square, lanes)};
   }
 };
 
@@ -71,6 +107,16 @@ INPLACE_ABN_INLINE Moments moments(const Totals& totals, double pivot, double co
 template <typename opmath_t>
 struct Sums {
   opmath_t dy, dy_centred;
+
+  INPLACE_ABN_INLINE void add(const Sums& other) {
+    dy += other.dy;
+    dy_centred += other.dy_centred;
+  }
+  INPLACE_ABN_INLINE void merge(const Sums& other, opmath_t, opmath_t) { add(other); }
+  __device__ void share_pivot(opmath_t) {}
+  __device__ Sums shuffled_down(int lanes) const {
+    return {__shfl_down_sync(~0u, dy, lanes), __shfl_down_sync(~0u, dy_centred, lanes)};
+  }
 };
 
 struct NoSum {};

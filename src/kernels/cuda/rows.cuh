@@ -19,21 +19,14 @@ __global__ void __launch_bounds__(block_threads, resident<Op, width>)
   const int x = threadIdx.x % p.width, y = threadIdx.x / p.width;
   const int64_t block = first_block + blockIdx.x, part = quotient(block, p.columns), column = block - part * p.columns;
   const int64_t column_start = column * p.width * width, e = column_start + x * width;
+  // Threads past the last element only take part in the synchronisation.
+  const bool inside = e < p.rows.length;
 
-  // Worked out once per element of the column, not once per thread.
   __shared__ typename Op::Channel shared_channels[most_across(width) * width];
-  for (int i = threadIdx.x; i < p.width * width && column_start + i < p.rows.length; i += blockDim.x) {
-    shared_channels[i] = op.channel(p.rows.channel(column_start + i));
-  }
-  __syncthreads();
-  typename Op::Channel channel[width];
-#pragma unroll
-  for (int v = 0; v < width; ++v) channel[v] = shared_channels[x * width + v];
-
+  typename Op::Channel channel[width] = {};
   typename Op::Sum sum[width] = {};
   opmath_t count = 0;
-  // Threads past the last element only take part in the synchronisation.
-  for (int64_t g = part; g < p.groups && e < p.rows.length; g += p.parts) {
+  for (int64_t g = part; g < p.groups; g += p.parts) {
     // A second pass goes backward: what the first pass read last is still in the cache.
     const int64_t row = (Op::reduces ? g : p.groups - 1 - g) * unroll * p.height + y;
     const auto locate = [&](int u) {
@@ -43,8 +36,17 @@ __global__ void __launch_bounds__(block_threads, resident<Op, width>)
     Mask exists[unroll];
 #pragma unroll
     for (int u = 0; u < unroll; ++u) {
-      exists[u] = row + u * p.height < p.rows.count ? 1 : 0;
+      exists[u] = inside && row + u * p.height < p.rows.count ? 1 : 0;
       if (exists[u] != 0) load<Op, width>(io, locate(u), in[u]);
+    }
+    if (g == part) {
+      // Worked out once per element of the column, not once per thread, while the first elements are on their way.
+      for (int i = threadIdx.x; i < p.width * width && column_start + i < p.rows.length; i += blockDim.x) {
+        shared_channels[i] = op.channel(p.rows.channel(column_start + i));
+      }
+      __syncthreads();
+#pragma unroll
+      for (int v = 0; v < width; ++v) channel[v] = shared_channels[x * width + v];
     }
 #pragma unroll
     for (int u = 0; u < unroll; u += together) {
@@ -59,24 +61,32 @@ __global__ void __launch_bounds__(block_threads, resident<Op, width>)
   }
 
   if constexpr (Op::reduces) {
-    Totals totals[width];
-    __shared__ Totals shared[width][block_threads];
-#pragma unroll
-    for (int v = 0; v < width; ++v) shared[v][threadIdx.x] = totals[v] = op.totals(channel[v], sum[v], count);
+    // Room for the upper half of the rows: on small multiprocessors it is shared memory that limits the blocks.
+    __shared__ typename Op::Sum shared[width][block_threads / 2];
+    __shared__ opmath_t counts[block_threads / 2];
     for (int half = p.first_half; half > 0; half /= 2) {
-      __syncthreads();
-      if (y >= half || y + half >= p.height) continue;
+      if (y >= half && y < 2 * half) {
+        const int place = threadIdx.x - half * p.width;
+        counts[place] = count;
 #pragma unroll
-      for (int v = 0; v < width; ++v) {
-        totals[v].add(shared[v][threadIdx.x + half * p.width]);
-        shared[v][threadIdx.x] = totals[v];
+        for (int v = 0; v < width; ++v) shared[v][place] = sum[v];
       }
+      __syncthreads();
+      if (y < half && y + half < p.height) {
+        const opmath_t others = counts[threadIdx.x];
+#pragma unroll
+        for (int v = 0; v < width; ++v) sum[v].merge(shared[v][threadIdx.x], count, others);
+        count += others;
+      }
+      __syncthreads();
     }
-    if (y == 0 && e < p.rows.length) {
+    if (y == 0 && inside) {
 #pragma unroll
       for (int v = 0; v < width; ++v) {
         const int64_t share = part * p.rows.repeats() + p.rows.repeat(e + v);
-        leave(op, p.rows.channel(e + v), totals[v], shares, share, p.rows.channels);
+        // Not from registers, which a channel that is of no use before would take up for all of the loop.
+        const Totals totals = op.totals(shared_channels[x * width + v], sum[v], count);
+        leave(op, p.rows.channel(e + v), totals, shares, share, p.rows.channels);
       }
     }
   }
@@ -108,15 +118,14 @@ void visit_rows(const Extent& extent, const Streams<typename Op::scalar_t>& io, 
   };
   const int64_t by_vectors = aligned && fold * length % width == 0 ? extent.batch / fold : 0;
   const int64_t rest = extent.batch - by_vectors * fold;
-  const int waves = Op::reduces ? reduced_row_waves : row_waves;
   if (by_vectors > 0) {
     const Rows rows{by_vectors, fold * length, extent.channels, extent.space};
-    f(rows_kernel<Op, width>, partition_rows(rows, width, Op::unroll, waves, residency<Op, width>()),
+    f(rows_kernel<Op, width>, partition_rows(rows, width, Op::unroll, Op::reduces, residency<Op, width>()),
       rows_from(0, fold));
   }
   if (rest > 0) {
     const Rows rows{rest, length, extent.channels, extent.space};
-    f(rows_kernel<Op, 1>, partition_rows(rows, 1, Op::unroll, waves, residency<Op, 1>()),
+    f(rows_kernel<Op, 1>, partition_rows(rows, 1, Op::unroll, Op::reduces, residency<Op, 1>()),
       rows_from(by_vectors * fold, 1));
   }
 }

@@ -12,7 +12,7 @@ template <typename scalar_t>
 __global__ void __launch_bounds__(row_threads)
     row_gradient_kernel(const int64_t first_block, const RowsBackwardArgs<scalar_t> args) {
   using opmath_t = opmath_type<scalar_t>;
-  __shared__ Totals memory[row_threads];
+  __shared__ Sums<opmath_t> memory[row_threads];
   const int64_t row = first_block + blockIdx.x;
   const scalar_t *y = args.y + row * args.columns, *dy = args.dy + row * args.columns;
   const auto xhat = [&](int64_t c) { return (static_cast<opmath_t>(y[c]) - args.beta(c)) * args.inverse_gamma(c); };
@@ -22,11 +22,9 @@ __global__ void __launch_bounds__(row_threads)
     sum_g += g;
     sum_g_xhat += g * xhat(c);
   }
-  const Totals own{static_cast<double>(sum_g), static_cast<double>(sum_g_xhat)};
-  const Totals sums = sum_of_block<row_threads>(own, memory);
-  const auto count = static_cast<double>(args.columns);
-  const auto mean_g = static_cast<opmath_t>(args.centred ? sums.first / count : 0.0);
-  const auto mean_g_xhat = static_cast<opmath_t>(sums.second / count);
+  const Sums<opmath_t> sums = sum_of_block<row_threads>(Sums<opmath_t>{sum_g, sum_g_xhat}, memory);
+  const auto count = static_cast<opmath_t>(args.columns);
+  const opmath_t mean_g = args.centred ? sums.dy / count : 0, mean_g_xhat = sums.dy_centred / count;
   for (int64_t c = threadIdx.x; c < args.columns; c += row_threads) {
     const opmath_t g = static_cast<opmath_t>(dy[c]) * args.gamma(c);
     args.dx[row * args.columns + c] = static_cast<scalar_t>(args.rstd[row] * (g - mean_g - xhat(c) * mean_g_xhat));

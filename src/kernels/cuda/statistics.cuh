@@ -48,9 +48,16 @@ struct Statistics {
       for (int e = 0; e < items * width; ++e) total += tile.has(e) ? static_cast<opmath_t>(in[0][e]) : opmath_t(0);
       sum.pivot = total / static_cast<opmath_t>(tile.elements());
     }
+    // Few at a time, because a sum is the less precise the more terms it has.
+    constexpr int few = width > 1 ? width : items;
 #pragma unroll
-    for (int e = 0; e < items * width; ++e) {
-      if (tile.has(e)) sum.add(static_cast<opmath_t>(in[0][e]));
+    for (int first = 0; first < items * width; first += few) {
+      Sum part{sum.pivot, 0, 0};
+#pragma unroll
+      for (int e = first; e < first + few; ++e) {
+        if (tile.has(e)) part.add(static_cast<opmath_t>(in[0][e]));
+      }
+      sum.add(part);
     }
   }
 };

@@ -22,7 +22,6 @@ Random launch_random(0);
 
 namespace {
 
-constexpr unsigned warp_lanes = 32;
 constexpr size_t most_threads = 1024, most_parameter_bytes = 4096;
 
 // An H100; two small devices, on which few blocks do everything; and one so large that each block of a huge tensor has
@@ -72,7 +71,7 @@ std::array<Thread, most_threads> threads;
 unsigned thread_count = 0;
 // Since the settings were made: a seed gives the same orders again.
 uint64_t launches = 0;
-// These launches, a line each: the kernel, its blocks, and how many of them a multiprocessor holds.
+// These launches, a line each: the kernel, its blocks, and how many of them a multiprocessor holds at least.
 std::string launched;
 std::vector<uint16_t> ready;
 Thread* running = nullptr;
@@ -314,6 +313,10 @@ dim3 block_size() {
   return kernel.block;
 }
 
+unsigned lane_index() {
+  return now.thread % warp_lanes;
+}
+
 dim3 block_index() {
   return kernel.index;
 }
@@ -326,11 +329,10 @@ void synchronise(Site site) {
   wait(State::at_barrier, site);
 }
 
-uint64_t shuffle_down_bits(Site site, unsigned mask, uint64_t value, unsigned lanes) {
+uint64_t shuffle_bits(Site site, unsigned mask, uint64_t value, unsigned source) {
   const unsigned lane = now.thread % warp_lanes;
   Thread* const warp = running - lane;
   if ((mask >> lane & 1) == 0) fail("a shuffle whose mask %#x leaves out the calling lane %u", mask, lane);
-  const unsigned source = lane + lanes < warp_lanes ? lane + lanes : lane;
   if ((mask >> source & 1) == 0) fail("a shuffle from lane %u, which its mask %#x leaves out", source, mask);
   Thread& own = *running;
   own.mask = mask;
@@ -365,7 +367,8 @@ void run_grid(dim3 grid, dim3 block, size_t dynamic_shared, void (*body)(void*),
   set_parameters(parameters, parameter_bytes);
   ask_kernel();
   check_launch(grid, block, dynamic_shared, parameter_bytes);
-  launched += kernel.name + "\t" + std::to_string(grid.x) + "\t" + std::to_string(kernel.least_blocks) + "\n";
+  const unsigned held = kernel.least_blocks * kernel.most_threads / block.x;
+  launched += kernel.name + "\t" + std::to_string(grid.x) + "\t" + std::to_string(held) + "\n";
   thread_count = block.x;
   const uint64_t seed = Random(settings().seed ^ ++launches << 32).next();
   if (settings().orders < 2 || settings().sample > 0) return run_blocks(seed);

@@ -51,21 +51,41 @@ extern Moment now;
 
 [[gnu::const]] dim3 thread_index();
 [[gnu::const]] dim3 block_size();
+[[gnu::const]] unsigned lane_index();
 dim3 block_index();
 dim3 grid_size();
 
 void synchronise(Site site);
 
-// `value` of the lane so many lanes up, or of the calling one where there is none.
-uint64_t shuffle_down_bits(Site site, unsigned mask, uint64_t value, unsigned lanes);
+constexpr unsigned warp_lanes = 32;
+
+// `value` of the lane `source`.
+uint64_t shuffle_bits(Site site, unsigned mask, uint64_t value, unsigned source);
 template <typename T>
-T shuffle_down(Site site, unsigned mask, T value, unsigned lanes) {
+T shuffle(Site site, unsigned mask, T value, unsigned source) {
   static_assert(std::is_arithmetic_v<T> && sizeof(T) <= sizeof(uint64_t));
   uint64_t bits = 0;
   __builtin_memcpy(&bits, &value, sizeof(T));
-  bits = shuffle_down_bits(site, mask, bits, lanes);
+  bits = shuffle_bits(site, mask, bits, source);
   __builtin_memcpy(&value, &bits, sizeof(T));
   return value;
+}
+
+// Of the lane so many lanes up, or of the calling one where there is none.
+template <typename T>
+T shuffle_down(Site site, unsigned mask, T value, unsigned lanes) {
+  const unsigned lane = lane_index();
+  return shuffle(site, mask, value, lane + lanes < warp_lanes ? lane + lanes : lane);
+}
+template <typename T>
+T shuffle_xor(Site site, unsigned mask, T value, unsigned lanes) {
+  return shuffle(site, mask, value, lane_index() ^ lanes);
+}
+// A bit for each lane.
+inline unsigned ballot(Site site, unsigned mask, bool value) {
+  unsigned bits = value ? 1u << lane_index() : 0;
+  for (unsigned lanes = 1; lanes < warp_lanes; lanes *= 2) bits |= shuffle_xor(site, mask, bits, lanes);
+  return bits;
 }
 
 // Runs body(parameters) once for every thread of the grid.

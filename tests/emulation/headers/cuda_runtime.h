@@ -39,6 +39,8 @@
 #define EMULATION_SITE (::emulation::Site{__FILE__, __LINE__})
 #define __syncthreads() ::emulation::synchronise(EMULATION_SITE)
 #define __shfl_down_sync(mask, value, lanes) ::emulation::shuffle_down(EMULATION_SITE, mask, value, lanes)
+#define __shfl_xor_sync(mask, value, lanes) ::emulation::shuffle_xor(EMULATION_SITE, mask, value, lanes)
+#define __ballot_sync(mask, value) ::emulation::ballot(EMULATION_SITE, mask, value)
 
 inline int __popc(unsigned v) {
   return std::popcount(v);
