@@ -191,13 +191,13 @@ variable_list differentiable(const Saved& saved, const Tensor& dz, const std::ve
 // Its name is what profiles and messages show.
 class InPlaceABNFunction final : public Node {
  public:
-  // Makes z the output of a node. `name` is the layer's, for messages. z was written over x, or elsewhere.
-  static void attach(const Tensor& z, bool is_x, const Tensor& x, const OptTensor& weight, const OptTensor& bias,
+  // Makes z, which was written over x or elsewhere, the output of a node. `name` is the layer's, for messages.
+  static void attach(const Tensor& z, const Tensor& x, const OptTensor& weight, const OptTensor& bias,
                      const OptTensor& residual, const Values& values, const Settings& settings,
                      const std::string& name) {
     const auto node = make_node<InPlaceABNFunction>();
     node->set_next_edges(torch::autograd::collect_next_edges(x, weight, bias, residual));
-    if (is_x) {
+    if (z.is_same(x)) {
       bump_version(z);
       torch::autograd::impl::rebase_history(z, {node, node->add_input_metadata(z)});
     } else {
@@ -365,7 +365,7 @@ Tensor inplace_abn(const Tensor& x, const OptTensor& weight, const OptTensor& bi
     return x;
   }
   const Values values = write(x, weight, bias, residual, given, settings, true);
-  InPlaceABNFunction::attach(x, true, x, weight, bias, residual, values, settings, "");
+  InPlaceABNFunction::attach(x, x, weight, bias, residual, values, settings, "");
   return x;
 }
 
@@ -377,7 +377,7 @@ Tensor attached(const Tensor& x, const Tensor& z, const OptTensor& weight, const
     return {};
   }
   if (!torch::autograd::compute_requires_grad(x, weight, bias, residual)) return z;
-  InPlaceABNFunction::attach(z, false, x, weight, bias, residual, {weight_value, bias_value, var},
+  InPlaceABNFunction::attach(z, x, weight, bias, residual, {weight_value, bias_value, var},
                              {eps, signed_weight, activation, activation_param, training, shared}, name);
   return z;
 }
