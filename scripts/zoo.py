@@ -62,7 +62,7 @@ README_MODELS = {
     "nnU-Net PlainConvUNet 3d": Shown("medical", (2, 1, 64, 64, 64)),
     "timm vit_small_patch16_224": Shown("transformer", (8, 3, 224, 224)),
     "timm convnext_tiny": Shown("transformer", (8, 3, 224, 224)),
-    "diffusers UNet2DModel, attention": Shown("diffusion", (4, 3, 64, 64)),
+    "diffusers UNet2DModel, attention": Shown("diffusion", (8, 3, 32, 32)),
 }
 
 
