@@ -98,7 +98,8 @@ class Converted(guard.Guarded):
         A recomputation does what its forward pass did.
         """
         found, activation = self._past.narrow or (guard.generations.current, None)
-        is_later = found < guard.now() or found > guard.generations.current
+        # The guard is paused for a step whose memory is measured after one that was watched.
+        is_later = guard.is_paused() or found < guard.now() or found > guard.generations.current
         is_narrow = is_later and not self._past.was_watched and watch.current() is None
         return activation if guard.of_forward_pass(f"narrow {id(self)}", is_narrow) else None
 
