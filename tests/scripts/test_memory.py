@@ -128,6 +128,20 @@ def test_what_a_first_batch_must_decide_is_decided_before_memory_is_measured():
     assert measure(converted, x).held == measure(converted, x).held < 0.52 * native
 
 
+def test_what_is_held_under_autocast_is_what_later_steps_hold():
+    """A layer norm keeps its result in 16 bits from the second step on."""
+    model = nn.Sequential(*(layer for _ in range(3) for layer in (nn.LayerNorm(64), nn.Linear(64, 64)))).train()
+    converted, x = convert(copy.deepcopy(model)), torch.randn(512, 64, requires_grad=True)
+    optimizer = torch.optim.SGD(converted.parameters(), 1e-3)
+    with torch.autocast("cpu", torch.bfloat16):
+        told = memory_report(model, x)
+        for _ in range(3):
+            converted(x).float().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert told.after.held == measure(converted, x).held < 0.7 * told.before.held
+
+
 class BeginsAtZero(nn.Module):
     """A residual block as public models initialise it. Its last norm has a weight of zero, so that it is torch's at
     first."""
