@@ -4,7 +4,6 @@
 #include <torch/extension.h>
 #include <torch/version.h>
 
-#include <string>
 #include <utility>
 
 #include "waiting.h"
@@ -12,10 +11,6 @@
 namespace {
 
 using inplace_abn::Holders;
-using inplace_abn::OptTensor;
-using inplace_abn::Plan;
-using inplace_abn::Tensor;
-using inplace_abn::Waiting;
 
 auto set_sole_holders(std::optional<std::pair<int64_t, int64_t>> gradient, std::optional<int64_t> output) {
   inplace_abn::set_sole_holders({gradient, output});
@@ -33,14 +28,7 @@ PYBIND11_MODULE(_node, m) {
   m.def("inplace_abn", &inplace_abn::inplace_abn, without_gil);
   m.def("attached", &inplace_abn::attached, without_gil);
   m.def("wait", &inplace_abn::wait, without_gil);
-  // Both are opaque for Python.
-  pybind11::class_<Plan, c10::intrusive_ptr<Plan>>(m, "Plan");
-  pybind11::class_<Waiting, inplace_abn::WaitingPtr>(m, "Waiting");
-  m.def("plan", [](const Tensor& x, const OptTensor& weight, const OptTensor& running_mean, double momentum, double eps,
-                   int64_t activation, double activation_param, std::string name) {
-    return c10::make_intrusive<Plan>(x, weight, running_mean, momentum, eps, activation, activation_param,
-                                     std::move(name));
-  });
+  m.def("plan", &inplace_abn::plan, without_gil);
   m.def("norm", &inplace_abn::norm, without_gil);
   m.def("activate", &inplace_abn::activate, without_gil);
   m.def("add", &inplace_abn::add, without_gil);

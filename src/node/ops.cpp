@@ -19,10 +19,10 @@ void set_sole_holders_op(const std::vector<int64_t>& gradient, std::optional<int
   set_sole_holders(holders);
 }
 
-c10::intrusive_ptr<Plan> plan(const Tensor& x, const OptTensor& weight, const OptTensor& running_mean, double momentum,
-                              double eps, int64_t activation, double activation_param, std::string_view name) {
-  return c10::make_intrusive<Plan>(x, weight, running_mean, momentum, eps, activation, activation_param,
-                                   std::string(name));
+// Ops get strings as views.
+Tensor plan_op(const Tensor& x, const OptTensor& weight, const OptTensor& running_mean, double momentum, double eps,
+               int64_t activation, double activation_param, std::string_view name) {
+  return plan(x, weight, running_mean, momentum, eps, activation, activation_param, std::string(name));
 }
 
 std::tuple<std::vector<int64_t>, std::optional<int64_t>> last_counts_op() {
@@ -49,29 +49,18 @@ TORCH_LIBRARY(inplace_abn_node, m) {
         return attached(x, z, weight, bias, residual, weight_value, bias_value, var, training, eps, signed_weight,
                         activation, activation_param, shared, std::string(name));
       });
-  // Both are opaque for Python.
-  m.class_<Plan>("Plan");
-  m.class_<Waiting>("Waiting");
   m.def(
-      "plan(Tensor x, Tensor? weight, Tensor? running_mean, float momentum, float eps, int activation, float "
-      "activation_param, str name) "
-      "-> __torch__.torch.classes.inplace_abn_node.Plan",
-      &plan);
+      "plan(Tensor x, Tensor? weight, Tensor? running_mean, float momentum, float eps, int activation, "
+      "float activation_param, str name) -> Tensor",
+      &plan_op);
   m.def(
-      "norm(__torch__.torch.classes.inplace_abn_node.Plan plan, Tensor x, Tensor? weight, Tensor? bias, "
-      "Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor(c!)? batches) "
-      "-> (Tensor, __torch__.torch.classes.inplace_abn_node.Waiting?)",
+      "norm(Tensor plan, Tensor x, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
+      "Tensor(c!)? batches) -> (Tensor, Tensor)",
       &norm);
-  m.def(
-      "activate(__torch__.torch.classes.inplace_abn_node.Waiting waiting, int activation, float activation_param, "
-      "bool in_place) -> Tensor",
-      &activate);
-  m.def(
-      "add(__torch__.torch.classes.inplace_abn_node.Waiting waiting, Tensor residual, bool in_place) "
-      "-> (Tensor, __torch__.torch.classes.inplace_abn_node.Waiting?)",
-      &add);
-  m.def("is_placed(__torch__.torch.classes.inplace_abn_node.Waiting waiting) -> bool", &is_placed);
-  m.def("parts(__torch__.torch.classes.inplace_abn_node.Waiting waiting) -> (Tensor[], int[], float)", &parts);
+  m.def("activate(Tensor waiting, int activation, float activation_param, bool in_place) -> Tensor", &activate);
+  m.def("add(Tensor waiting, Tensor residual, bool in_place) -> (Tensor, Tensor)", &add);
+  m.def("is_placed(Tensor waiting) -> bool", &is_placed);
+  m.def("parts(Tensor waiting) -> (Tensor[], int[], float)", &parts);
   m.def(
       "wait(Tensor(a!) stand_in, Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor? mean, Tensor var, "
       "float eps, bool training, int shared) -> ()",

@@ -7,6 +7,7 @@
 #include <ATen/ops/zeros.h>
 
 #include <initializer_list>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <tuple>
@@ -14,6 +15,7 @@
 #include <vector>
 
 #include "calls.h"
+#include "owner.h"
 #include "usual.h"
 
 namespace inplace_abn {
@@ -237,7 +239,8 @@ void count(const OptTensor& batches) {
 }
 
 void place(Waiting& w, const Tensor& stand_in) {
-  w.node = WaitingFunction::of(w.x, w.weight, w.bias, w.residual, std::nullopt, w.var, w.plan->eps, true, 0);
+  w.node =
+      WaitingFunction::of(w.x, w.weight, w.bias, w.residual, std::nullopt, w.var, owned_by<Plan>(w.plan).eps, true, 0);
   place_output(w.node, stand_in);
 }
 
@@ -271,20 +274,27 @@ Seen::Seen(const OptTensor& t) {
   requires_grad = t->requires_grad();
 }
 
-Output norm(const c10::intrusive_ptr<Plan>& plan, const Tensor& x, const OptTensor& weight, const OptTensor& bias,
+Tensor plan(const Tensor& x, const OptTensor& weight, const OptTensor& running_mean, double momentum, double eps,
+            int64_t activation, double activation_param, std::string name) {
+  return owner_of(
+      std::make_unique<Plan>(x, weight, running_mean, momentum, eps, activation, activation_param, std::move(name)));
+}
+
+Output norm(const Tensor& plan, const Tensor& x, const OptTensor& weight, const OptTensor& bias,
             const OptTensor& running_mean, const OptTensor& running_var, const OptTensor& batches) {
-  if (!fits(*plan, x, weight, bias, running_mean, running_var) ||
+  const Plan& p = owned_by<Plan>(plan);
+  if (!fits(p, x, weight, bias, running_mean, running_var) ||
       !is_usual(x, {&weight, &bias, &running_mean, &running_var, &batches}, true)) {
     return {};
   }
   const Tensor stand_in = stand_in_like(x);
-  auto waiting = c10::make_intrusive<Waiting>(stand_in);
+  auto waiting = std::make_unique<Waiting>(stand_in);
   {
     const at::AutoDispatchBelowADInplaceOrView guard;
     waiting->memory = uninitialised_like(x);
-    waiting->var = std::get<1>(call<LocalForwardOut>(
-        "inplace_abn::local_forward", "out", x, weight, bias, std::nullopt, running_mean, running_var, plan->momentum,
-        std::nullopt, plan->eps, true, plan->activation, plan->activation_param, true, false, waiting->memory));
+    waiting->var = std::get<1>(call<LocalForwardOut>("inplace_abn::local_forward", "out", x, weight, bias, std::nullopt,
+                                                     running_mean, running_var, p.momentum, std::nullopt, p.eps, true,
+                                                     p.activation, p.activation_param, true, false, waiting->memory));
     waiting->weight_value = copy(weight);
     waiting->bias_value = copy(bias);
     count(batches);
@@ -294,31 +304,32 @@ Output norm(const c10::intrusive_ptr<Plan>& plan, const Tensor& x, const OptTens
   waiting->x = x;
   waiting->weight = weight;
   waiting->bias = bias;
-  waiting->activation = plan->activation;
-  waiting->activation_param = plan->activation_param;
+  waiting->activation = p.activation;
+  waiting->activation_param = p.activation_param;
   waiting->seen_x = Seen(x);
   waiting->seen_weight = Seen(weight);
   waiting->seen_bias = Seen(bias);
   waiting->version_of_memory = waiting->memory._version();
   waiting->edge = edge_of(x);
   place(*waiting, stand_in);
-  return {stand_in, std::move(waiting)};
+  return {stand_in, owner_of(std::move(waiting))};
 }
 
-Tensor activate(const WaitingPtr& waiting, int64_t activation, double activation_param, bool in_place) {
-  Waiting& w = *waiting;
+Tensor activate(const Tensor& waiting, int64_t activation, double activation_param, bool in_place) {
+  Waiting& w = owned_by<Waiting>(waiting);
+  const Plan& p = owned_by<Plan>(w.plan);
   const Tensor stand_in = stand_in_of(w);
   if (!is_fusible(w, stand_in)) return {};
   if (w.activation != activation || w.activation_param != activation_param) {
     if (w.activation != identity) return {};
-    call<Forward>("inplace_abn::forward", "", w.memory, w.plan->identity_mean, w.plan->identity_var, std::nullopt,
-                  std::nullopt, std::nullopt, identity_eps, true, activation, activation_param, true);
+    call<Forward>("inplace_abn::forward", "", w.memory, p.identity_mean, p.identity_var, std::nullopt, std::nullopt,
+                  std::nullopt, identity_eps, true, activation, activation_param, true);
     w.activation = activation;
     w.activation_param = activation_param;
   }
   const Tensor z =
       attached(w.x, w.memory, w.weight, w.bias, w.residual, optional(w.weight_value), optional(w.bias_value), w.var,
-               true, w.plan->eps, true, activation, activation_param, false, w.plan->name);
+               true, p.eps, true, activation, activation_param, false, p.name);
   if (!z.defined()) return z;
   w.memory = Tensor();
   if (in_place) {
@@ -333,21 +344,22 @@ Tensor activate(const WaitingPtr& waiting, int64_t activation, double activation
   return z;
 }
 
-Output add(const WaitingPtr& waiting, const Tensor& residual, bool in_place) {
-  Tensor sum = stand_in_of(*waiting);
-  if (!is_fusible(*waiting, sum) || waiting->residual.has_value() || waiting->activation != identity) return {};
-  const Tensor& memory = waiting->memory;
+Output add(const Tensor& waiting, const Tensor& residual, bool in_place) {
+  Waiting& w = owned_by<Waiting>(waiting);
+  Tensor sum = stand_in_of(w);
+  if (!is_fusible(w, sum) || w.residual.has_value() || w.activation != identity) return {};
+  const Tensor& memory = w.memory;
   const bool is_alike = residual.sizes() == memory.sizes() && residual.strides() == memory.strides() &&
                         residual.scalar_type() == memory.scalar_type() && !residual.is_alias_of(memory);
-  if (!is_alike || !is_usual(memory, {&waiting->weight, &waiting->bias}, true) || !is_usual(residual, {}, true)) {
+  if (!is_alike || !is_usual(memory, {&w.weight, &w.bias}, true) || !is_usual(residual, {}, true)) {
     return {};
   }
   {
     const at::AutoDispatchBelowADInplaceOrView guard;
     memory.add_(residual);
   }
-  auto added = c10::make_intrusive<Waiting>(*waiting);
-  waiting->memory = Tensor();
+  auto added = std::make_unique<Waiting>(w);
+  w.memory = Tensor();
   added->residual = residual;
   added->seen_residual = Seen(residual);
   if (in_place) {
@@ -357,15 +369,16 @@ Output add(const WaitingPtr& waiting, const Tensor& residual, bool in_place) {
     added->stand_in = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>(sum.getIntrusivePtr());
   }
   place(*added, sum);
-  return {sum, std::move(added)};
+  return {sum, owner_of(std::move(added))};
 }
 
-bool is_placed(const WaitingPtr& waiting) {
-  return has_place(*waiting, stand_in_of(*waiting));
+bool is_placed(const Tensor& waiting) {
+  const Waiting& w = owned_by<Waiting>(waiting);
+  return has_place(w, stand_in_of(w));
 }
 
-std::tuple<std::vector<Tensor>, std::vector<int64_t>, double> parts(const WaitingPtr& waiting) {
-  Waiting& w = *waiting;
+std::tuple<std::vector<Tensor>, std::vector<int64_t>, double> parts(const Tensor& waiting) {
+  Waiting& w = owned_by<Waiting>(waiting);
   std::vector<int64_t> numbers{w.activation, is_placed(waiting), w.edge.function != nullptr, w.edge.input_nr,
                                w.version_of_memory};
   for (const Seen& seen : {w.seen_x, w.seen_weight, w.seen_bias, w.seen_residual}) {

@@ -3,7 +3,6 @@
 
 #include <c10/core/Device.h>
 #include <c10/core/ScalarType.h>
-#include <torch/custom_class.h>
 
 #include <string>
 #include <tuple>
@@ -17,7 +16,7 @@ namespace inplace_abn {
 
 // What the calls of a norm are like: training, by local statistics, with these settings. conversion/plan.py makes it of
 // a call that it has looked at in full, and tells when it holds.
-struct Plan final : torch::CustomClassHolder {
+struct Plan final {
   std::vector<int64_t> sizes, strides;
   at::ScalarType dtype;
   c10::Device device;
@@ -48,8 +47,9 @@ struct Seen {
 };
 
 // A norm's call: what it was called with, what it computed, and what was added since.
-struct Waiting final : torch::CustomClassHolder {
-  c10::intrusive_ptr<Plan> plan;
+struct Waiting final {
+  // The tensor that owns the plan.
+  Tensor plan;
   Tensor x;
   OptTensor weight, bias, residual;
   // Copies of the parameters, for backward; undefined where there is none.
@@ -70,30 +70,32 @@ struct Waiting final : torch::CustomClassHolder {
   explicit Waiting(const Tensor& stand_in) : stand_in(stand_in.getIntrusivePtr()) {}
 };
 
-using WaitingPtr = c10::intrusive_ptr<Waiting>;
+// A tensor that owns a plan. Plans and waiting outputs are passed as the tensors that own them.
+Tensor plan(const Tensor& x, const OptTensor& weight, const OptTensor& running_mean, double momentum, double eps,
+            int64_t activation, double activation_param, std::string name);
 
 // A tensor that stands for an output, and what it stands for. Both are undefined, and nothing was done, if the call
 // needs Python.
-using Output = std::tuple<Tensor, std::optional<WaitingPtr>>;
+using Output = std::tuple<Tensor, Tensor>;
 
 // A norm's call by a plan. Autograd does not notice the update of the running statistics, as in torch. `batches`, the
 // number of batches, is counted. The result is undefined, too, if the call is not like the plan's.
-Output norm(const c10::intrusive_ptr<Plan>& plan, const Tensor& x, const OptTensor& weight, const OptTensor& bias,
+Output norm(const Tensor& plan, const Tensor& x, const OptTensor& weight, const OptTensor& bias,
             const OptTensor& running_mean, const OptTensor& running_var, const OptTensor& batches);
 
 // The activation of a waiting output. If it is in place, what stands for the output comes right after the result in the
 // graph, and nothing waits any more. Returns an undefined tensor, and does nothing, if the call needs Python.
-Tensor activate(const WaitingPtr& waiting, int64_t activation, double activation_param, bool in_place);
+Tensor activate(const Tensor& waiting, int64_t activation, double activation_param, bool in_place);
 
 // The sum of a waiting output and a residual, which waits again. If it is in place, what stands for the output stands
 // for the sum.
-Output add(const WaitingPtr& waiting, const Tensor& residual, bool in_place);
+Output add(const Tensor& waiting, const Tensor& residual, bool in_place);
 
 // Whether what stands for the output has the place in the graph that it was given.
-bool is_placed(const WaitingPtr& waiting);
+bool is_placed(const Tensor& waiting);
 
 // All that Python needs to go on with a waiting output (conversion/plan.py). `waiting` gives up the memory.
-std::tuple<std::vector<Tensor>, std::vector<int64_t>, double> parts(const WaitingPtr& waiting);
+std::tuple<std::vector<Tensor>, std::vector<int64_t>, double> parts(const Tensor& waiting);
 
 // Gives the tensor that stands for a norm's output its place in the graph. `mean` is that of frozen statistics.
 void wait(const Tensor& stand_in, const Tensor& x, const OptTensor& weight, const OptTensor& bias,
