@@ -119,6 +119,9 @@ dispatch_modes: Callable[[], list[Any]] = torch.utils._python_dispatch._get_curr
 # The number of active dispatch modes. It is zero in almost every call, and then no mode needs to be looked at.
 count_dispatch_modes = torch._C._len_torch_dispatch_stack
 
+# What torch.jit.trace records; None in almost every call.
+tracing_state = torch._C._get_tracing_state
+
 _BATCHED: list[Any] = [torch._C._parse_dispatch_key(key) for key in ("FuncTorchBatched", "Batched")]
 
 _SelectiveCheckpointModes = (
@@ -254,7 +257,7 @@ def uncompiled_autograd() -> AbstractContextManager[Any]:
 
 def is_captured() -> bool:
     """Whether a tracer is recording the ops that run: torch.jit.trace or make_fx."""
-    return torch._C._get_tracing_state() is not None or get_proxy_mode() is not None
+    return tracing_state() is not None or get_proxy_mode() is not None
 
 
 def read_while_tracing(function: Any) -> Any:
@@ -296,7 +299,6 @@ def decompositions() -> Mapping[Any, Callable[..., Any]] | None:
     return None if inductor is None else inductor.select_decomp_table()  # type: ignore[no-any-return]
 
 
-_tracing_state = torch._C._get_tracing_state
 _is_included = torch._C._dispatch_tls_is_dispatch_key_included
 _PreDispatch = torch._C.DispatchKey.PreDispatch
 
@@ -314,16 +316,12 @@ def is_watched() -> bool:
     `is_captured` is about tracers only, and takes longer.
     """
     modes = count_dispatch_modes() and any(not isinstance(mode, OwnMode) for mode in dispatch_modes())
-    return bool(modes) or _are_ops_traced()
+    return bool(modes) or tracing_state() is not None or _is_included(_PreDispatch) or transforms_active()
 
 
-def are_ops_seen() -> bool:
-    """Whether any dispatch mode, this package's own ones too, a tracer or a transform sees the ops that run."""
-    return count_dispatch_modes() > 0 or _are_ops_traced()
-
-
-def _are_ops_traced() -> bool:
-    return _tracing_state() is not None or _is_included(_PreDispatch) or transforms_active()
+def builtin_of(op: Any) -> Callable[..., Any]:
+    """The function in C++ that the overload of an op calls with the arguments that it is given."""
+    return op._op  # type: ignore[no-any-return]
 
 
 def unwatched() -> AbstractContextManager[Any]:

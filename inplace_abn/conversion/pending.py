@@ -430,7 +430,8 @@ def _activated_at_once(t: Any, called: tuple[Any, ...]) -> Tensor | None:
 def _added_at_once(t: Any, residual: Tensor, in_place: bool) -> Pending | None:
     """The sum of what waits in C++ and a residual; None if Python has to look at them."""
     waiting, plan, module, _ = t._waiting
-    result, waiting = plan.node.add(waiting, residual, in_place)
+    add = plan.node.add_ if in_place else plan.node.add
+    result, waiting = add(waiting, residual)
     if waiting is None:
         return None
     if not in_place:

@@ -28,6 +28,8 @@ class Activation(NamedTuple):
     """What the guard is told: the activation, and whether a sum came before."""
     note: Note
     """What the norm then says that it did."""
+    in_cpp: Any = None
+    """The activation for the node."""
     in_place: bool = False
 
 
@@ -100,7 +102,8 @@ class Plan:
         """Remembers which activation was called. Returns whether it is approved."""
         found = self._approved.get((activation, param, adds))
         if found is not None:
-            self._called[called] = found._replace(in_place=in_place)
+            in_cpp = self.node.activation(found.code, param, in_place)
+            self._called[called] = found._replace(in_cpp=in_cpp, in_place=in_place)
         return found is not None
 
     def activate(self, module: Any, waiting: Any, called: tuple[Any, ...]) -> tuple[Tensor | None, bool]:
@@ -111,8 +114,8 @@ class Plan:
             found = None
         if found is None:
             return None, False
-        code, consumer, note, in_place = found
-        z = self.node.activate(waiting, code, consumer[1], in_place)
+        _, consumer, note, in_cpp, in_place = found
+        z = self.node.activate(waiting, in_cpp)
         if z is not None:
             self._look.saw(consumer)
             module._past.note = note

@@ -20,10 +20,22 @@ from inplace_abn import _torch
 
 _FOLDER = Path(__file__).parents[1]
 _MODULE = "inplace_abn._node"
-_CALLED = ("inplace_abn", "attached", "plan", "norm", "activate", "add", "is_placed", "parts", "wait")
+_CALLED = (
+    "inplace_abn",
+    "attached",
+    "plan",
+    "norm",
+    "activation",
+    "activate",
+    "add",
+    "add_",
+    "is_placed",
+    "parts",
+    "wait",
+)
 """The functions that are torch ops of the same signature in the wheel."""
 
-_REFUSALS = {"norm": (None, None), "activate": None, "add": (None, None)}
+_REFUSALS = {"norm": (None, None), "activate": None, "add": (None, None), "add_": (None, None)}
 """What those return that take calls over, if the call needs Python."""
 
 Counts = tuple[int, int]
@@ -39,14 +51,19 @@ class Node(NamedTuple):
     attached: Callable[..., Any]
     """`functions.attached`. Returns None, and does nothing, if the call needs Python."""
     plan: Callable[..., Any]
-    """What a converted norm's calls are like (``src/node/waiting.h``)."""
+    """What a converted norm's calls are like (``src/node/waiting.h``), as a tensor that owns it."""
     norm: Callable[..., Any]
     """The part of such a call that does not depend on what follows. Returns a tensor that stands for the output, and
-    what waits. Like the next two, it returns None instead, and does nothing, if the call needs Python."""
+    what waits, as a tensor that owns it. Like `activate`, `add` and `add_`, it returns None instead, and does nothing,
+    if the call needs Python."""
+    activation: Callable[..., Any]
+    """An activation as `activate` takes it."""
     activate: Callable[..., Any]
     """The activation of an output that waits."""
     add: Callable[..., Any]
     """The sum of an output that waits and a residual, which waits again."""
+    add_: Callable[..., Any]
+    """The same in place."""
     is_placed: Callable[..., bool]
     """Whether what stands for the output has the place in the graph that it was given."""
     parts: Callable[..., Any]
@@ -100,16 +117,20 @@ def _of_wheel() -> Node:
         gradient, output = ops.last_counts()
         return (gradient[0], gradient[1]) if gradient else None, output
 
-    called = {name: getattr(ops, name).default for name in _CALLED}
+    called = {name: _torch.builtin_of(getattr(ops, name).default) for name in _CALLED}
     for name, refusal in _REFUSALS.items():
-        called[name] = _unless_seen(called[name], refusal)
+        called[name] = _unless_traced(called[name], refusal)
     return Node(**called, set_sole_holders=set_sole_holders, last_counts=last_counts)
 
 
-def _unless_seen(op: Callable[..., Any], refusal: Any) -> Callable[..., Any]:
-    """The op; it refuses where something sees ops, which would see this one, and not what it does."""
+def _unless_traced(op: Callable[..., Any], refusal: Any) -> Callable[..., Any]:
+    """The op; it refuses where torch.jit.trace would record this one, and not what it does.
+
+    Modes and transforms do not see the op, which itself refuses there.
+    """
+    tracing_state = _torch.tracing_state
 
     def call(*args: Any) -> Any:
-        return refusal if _torch.are_ops_seen() else op(*args)
+        return op(*args) if tracing_state() is None else refusal
 
     return call

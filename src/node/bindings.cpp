@@ -30,8 +30,10 @@ PYBIND11_MODULE(_node, m) {
   m.def("wait", &inplace_abn::wait, without_gil);
   m.def("plan", &inplace_abn::plan, without_gil);
   m.def("norm", &inplace_abn::norm, without_gil);
+  m.def("activation", &inplace_abn::activation);
   m.def("activate", &inplace_abn::activate, without_gil);
   m.def("add", &inplace_abn::add, without_gil);
+  m.def("add_", &inplace_abn::add_, without_gil);
   m.def("is_placed", &inplace_abn::is_placed);
   m.def("parts", &inplace_abn::parts, without_gil);
   m.def("set_sole_holders", &set_sole_holders);

@@ -57,8 +57,10 @@ TORCH_LIBRARY(inplace_abn_node, m) {
       "norm(Tensor plan, Tensor x, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
       "Tensor(c!)? batches) -> (Tensor, Tensor)",
       &norm);
-  m.def("activate(Tensor waiting, int activation, float activation_param, bool in_place) -> Tensor", &activate);
-  m.def("add(Tensor waiting, Tensor residual, bool in_place) -> (Tensor, Tensor)", &add);
+  m.def("activation(int activation, float activation_param, bool in_place) -> Tensor", &activation);
+  m.def("activate(Tensor waiting, Tensor activation) -> Tensor", &activate);
+  m.def("add(Tensor waiting, Tensor residual) -> (Tensor, Tensor)", &add);
+  m.def("add_(Tensor waiting, Tensor residual) -> (Tensor, Tensor)", &add_);
   m.def("is_placed(Tensor waiting) -> bool", &is_placed);
   m.def("parts(Tensor waiting) -> (Tensor[], int[], float)", &parts);
   m.def(
@@ -68,5 +70,18 @@ TORCH_LIBRARY(inplace_abn_node, m) {
   m.def("set_sole_holders(int[] gradient, int? output) -> ()", &set_sole_holders_op);
   m.def("last_counts() -> (int[], int?)", &last_counts_op);
 }
+
+// Modes and transforms do not see these, which look for them themselves, and then refuse.
+#define INPLACE_ABN_UNSEEN(key)                  \
+  TORCH_LIBRARY_IMPL(inplace_abn_node, key, m) { \
+    m.impl("norm", &norm);                       \
+    m.impl("activate", &activate);               \
+    m.impl("add", &add);                         \
+    m.impl("add_", &add_);                       \
+  }
+
+INPLACE_ABN_UNSEEN(Python)
+INPLACE_ABN_UNSEEN(PreDispatch)
+INPLACE_ABN_UNSEEN(FuncTorchDynamicLayerFrontMode)
 
 }  // namespace inplace_abn

@@ -244,6 +244,34 @@ void place(Waiting& w, const Tensor& stand_in) {
   place_output(w.node, stand_in);
 }
 
+Output sum_of(const Tensor& waiting, const Tensor& residual, bool in_place) {
+  Waiting& w = owned_by<Waiting>(waiting);
+  Tensor sum = stand_in_of(w);
+  if (!is_fusible(w, sum) || w.residual.has_value() || w.activation != identity) return {};
+  const Tensor& memory = w.memory;
+  const bool is_alike = residual.sizes() == memory.sizes() && residual.strides() == memory.strides() &&
+                        residual.scalar_type() == memory.scalar_type() && !residual.is_alias_of(memory);
+  if (!is_alike || !is_usual(memory, {&w.weight, &w.bias}, true) || !is_usual(residual, {}, true)) {
+    return {};
+  }
+  {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    memory.add_(residual);
+  }
+  auto added = std::make_unique<Waiting>(w);
+  w.memory = Tensor();
+  added->residual = residual;
+  added->seen_residual = Seen(residual);
+  if (in_place) {
+    bump_version(sum);
+  } else {
+    sum = stand_in_like(added->memory);
+    added->stand_in = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>(sum.getIntrusivePtr());
+  }
+  place(*added, sum);
+  return {sum, owner_of(std::move(added))};
+}
+
 }  // namespace
 
 Plan::Plan(const Tensor& x, const OptTensor& weight, const OptTensor& running_mean, double momentum, double eps,
@@ -315,24 +343,29 @@ Output norm(const Tensor& plan, const Tensor& x, const OptTensor& weight, const 
   return {stand_in, owner_of(std::move(waiting))};
 }
 
-Tensor activate(const Tensor& waiting, int64_t activation, double activation_param, bool in_place) {
+Tensor activation(int64_t activation, double activation_param, bool in_place) {
+  return owner_of(std::make_unique<Activation>(Activation{activation, activation_param, in_place}));
+}
+
+Tensor activate(const Tensor& waiting, const Tensor& activation) {
   Waiting& w = owned_by<Waiting>(waiting);
+  const Activation& a = owned_by<Activation>(activation);
   const Plan& p = owned_by<Plan>(w.plan);
   const Tensor stand_in = stand_in_of(w);
   if (!is_fusible(w, stand_in)) return {};
-  if (w.activation != activation || w.activation_param != activation_param) {
+  if (w.activation != a.activation || w.activation_param != a.activation_param) {
     if (w.activation != identity) return {};
     call<Forward>("inplace_abn::forward", "", w.memory, p.identity_mean, p.identity_var, std::nullopt, std::nullopt,
-                  std::nullopt, identity_eps, true, activation, activation_param, true);
-    w.activation = activation;
-    w.activation_param = activation_param;
+                  std::nullopt, identity_eps, true, a.activation, a.activation_param, true);
+    w.activation = a.activation;
+    w.activation_param = a.activation_param;
   }
   const Tensor z =
       attached(w.x, w.memory, w.weight, w.bias, w.residual, optional(w.weight_value), optional(w.bias_value), w.var,
-               true, p.eps, true, activation, activation_param, false, p.name);
+               true, p.eps, true, a.activation, a.activation_param, false, p.name);
   if (!z.defined()) return z;
   w.memory = Tensor();
-  if (in_place) {
+  if (a.in_place) {
     w.node = StandsForFunction::after(z);
     place_output(w.node, stand_in);
     bump_version(stand_in);
@@ -344,32 +377,12 @@ Tensor activate(const Tensor& waiting, int64_t activation, double activation_par
   return z;
 }
 
-Output add(const Tensor& waiting, const Tensor& residual, bool in_place) {
-  Waiting& w = owned_by<Waiting>(waiting);
-  Tensor sum = stand_in_of(w);
-  if (!is_fusible(w, sum) || w.residual.has_value() || w.activation != identity) return {};
-  const Tensor& memory = w.memory;
-  const bool is_alike = residual.sizes() == memory.sizes() && residual.strides() == memory.strides() &&
-                        residual.scalar_type() == memory.scalar_type() && !residual.is_alias_of(memory);
-  if (!is_alike || !is_usual(memory, {&w.weight, &w.bias}, true) || !is_usual(residual, {}, true)) {
-    return {};
-  }
-  {
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    memory.add_(residual);
-  }
-  auto added = std::make_unique<Waiting>(w);
-  w.memory = Tensor();
-  added->residual = residual;
-  added->seen_residual = Seen(residual);
-  if (in_place) {
-    bump_version(sum);
-  } else {
-    sum = stand_in_like(added->memory);
-    added->stand_in = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>(sum.getIntrusivePtr());
-  }
-  place(*added, sum);
-  return {sum, owner_of(std::move(added))};
+Output add(const Tensor& waiting, const Tensor& residual) {
+  return sum_of(waiting, residual, false);
+}
+
+Output add_(const Tensor& waiting, const Tensor& residual) {
+  return sum_of(waiting, residual, true);
 }
 
 bool is_placed(const Tensor& waiting) {

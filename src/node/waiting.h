@@ -36,6 +36,13 @@ struct Plan final {
        int64_t activation, double activation_param, std::string name);
 };
 
+// An activation that follows a norm.
+struct Activation final {
+  int64_t activation;
+  double activation_param;
+  bool in_place;
+};
+
 // A tensor at the time of a call. Whoever writes to it, or frees its memory, changes this.
 struct Seen {
   int64_t version = 0, address = 0;
@@ -70,7 +77,8 @@ struct Waiting final {
   explicit Waiting(const Tensor& stand_in) : stand_in(stand_in.getIntrusivePtr()) {}
 };
 
-// A tensor that owns a plan. Plans and waiting outputs are passed as the tensors that own them.
+// A tensor that owns a plan. Plans, activations and waiting outputs are passed as the tensors that own them, because
+// torch takes long to pass numbers to ops.
 Tensor plan(const Tensor& x, const OptTensor& weight, const OptTensor& running_mean, double momentum, double eps,
             int64_t activation, double activation_param, std::string name);
 
@@ -83,13 +91,18 @@ using Output = std::tuple<Tensor, Tensor>;
 Output norm(const Tensor& plan, const Tensor& x, const OptTensor& weight, const OptTensor& bias,
             const OptTensor& running_mean, const OptTensor& running_var, const OptTensor& batches);
 
+// A tensor that owns an activation, as `activate` takes it.
+Tensor activation(int64_t activation, double activation_param, bool in_place);
+
 // The activation of a waiting output. If it is in place, what stands for the output comes right after the result in the
 // graph, and nothing waits any more. Returns an undefined tensor, and does nothing, if the call needs Python.
-Tensor activate(const Tensor& waiting, int64_t activation, double activation_param, bool in_place);
+Tensor activate(const Tensor& waiting, const Tensor& activation);
 
-// The sum of a waiting output and a residual, which waits again. If it is in place, what stands for the output stands
-// for the sum.
-Output add(const Tensor& waiting, const Tensor& residual, bool in_place);
+// The sum of a waiting output and a residual, which waits again.
+Output add(const Tensor& waiting, const Tensor& residual);
+
+// The same in place: what stands for the output stands for the sum.
+Output add_(const Tensor& waiting, const Tensor& residual);
 
 // Whether what stands for the output has the place in the graph that it was given.
 bool is_placed(const Tensor& waiting);

@@ -179,23 +179,43 @@ def test_dispatch_modes_are_counted():
         assert not _torch.is_checkpointed_selectively()
 
 
-def test_ops_are_seen_by_any_mode_by_tracers_and_by_transforms():
+def test_ops_are_watched_by_foreign_modes_tracers_and_transforms():
     class PassOn(_torch.OwnMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    class Foreign(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             return func(*args, **(kwargs or {}))
 
     seen = []
 
     def look(x):
-        seen.append((_torch.are_ops_seen(), _torch.is_watched()))
+        seen.append((_torch.is_watched(), _torch.tracing_state() is not None))
         return x + 1
 
     look(torch.ones(2))
     with PassOn():
         look(torch.ones(2))
+    with Foreign():
+        look(torch.ones(2))
     torch.jit.trace(look, torch.ones(2), check_trace=False)
     torch.func.vmap(look)(torch.ones(2))
-    assert seen == [(False, False), (True, False), (True, True), (True, True)]
+    assert seen == [(False, False), (False, False), (True, False), (True, True), (True, False)]
+
+
+def test_builtin_of_an_op_is_called_like_the_op_and_seen_by_modes():
+    class Count(TorchDispatchMode):
+        calls = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            Count.calls += func is torch.ops.aten.add.Tensor
+            return func(*args, **(kwargs or {}))
+
+    add = _torch.builtin_of(torch.ops.aten.add.Tensor)
+    with Count():
+        assert add(torch.ones(2), torch.ones(2), alpha=2).tolist() == [3, 3]
+    assert Count.calls == 1
 
 
 @pytest.mark.parametrize("sees_measurements", [True, False])
