@@ -17,6 +17,7 @@ from inplace_abn.conversion.layer_norms import ConvertedLayerNorm
 from inplace_abn.conversion.norms import InPlaceGroupNorms, InPlaceInstanceNorms, InPlaceNorm
 from inplace_abn.conversion.offered import settled
 from inplace_abn.conversion.pending import plain
+from inplace_abn.conversion.plan import NATIVE
 from inplace_abn.modules.abn import as_leaf
 from inplace_abn.settings import check_hyperparameters
 
@@ -158,6 +159,8 @@ def _forward_with_activation(base: type[nn.Module]) -> Callable[[Any, Tensor], T
         if isinstance(x, fx.Proxy):
             return as_leaf(self, x)
         y = self._planned(x)
+        if y is NATIVE:
+            return base.forward(self, x)  # type: ignore[no-any-return]
         if y is None:
             x = plain(settled(x))
             y = self._normalised(x)

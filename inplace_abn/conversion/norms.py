@@ -48,20 +48,27 @@ class InPlaceNorm(Converted):
 
     def forward(self, input: Tensor) -> Tensor:
         y = self._planned(input)
+        if y is plan.NATIVE:
+            return self._native(input)
         if y is not None:
-            return y
+            return y  # type: ignore[no-any-return]
         if isinstance(input, fx.Proxy):
             return as_leaf(self, input)
         x = plain(settled(input))
         y = self._normalised(x)
         return self._noted(self._native(x)) if y is None else y
 
-    def _planned(self, x: Any) -> Tensor | None:
-        """The norm's output by a plan; None if the call is not like any that has one."""
+    def _planned(self, x: Any) -> Any:
+        """The norm's output by a plan; None if the call is not like any that has one.
+
+        `plan.NATIVE` if the norm does what it did before conversion.
+        """
         past = self._past
         if torch.compiler.is_compiling() or past.plan is None or past.was_watched or type(x) is not Tensor:
             return None
-        return planned(past.plan, self, x)
+        if type(past.plan) is not plan.Native:
+            return planned(past.plan, self, x)
+        return plan.NATIVE if not watch.active and past.plan.holds(self, x) else None
 
     def _noted(self, y: Tensor) -> Tensor:
         """y as torch computes it. A pass without gradients is watched, too: backward may repeat it with gradients."""
@@ -105,6 +112,7 @@ class InPlaceNorm(Converted):
         x = self._laid_out(x)
         if not decision.trusted and not decision.measures:
             past.note = past.note._replace(in_place=False, why=self.why_untrusted)
+            past.plan = None if look.mode is None or self.is_synchronised() else plan.Native(self, look, look.mode)
             return None
         module._check_input_dim(x)
         functions.calibrate()

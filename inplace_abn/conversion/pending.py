@@ -202,6 +202,13 @@ class Pending(Tensor):
         self._plain, self._state = plain, None
         self._record_position()
 
+    def _settle_at_once(self, plain: Tensor) -> None:
+        """The same for what waits in C++, which has placed this tensor after the plain one."""
+        assert self._waiting is not None
+        waiting, plan, _, _ = self._waiting
+        self._plain, self._version_of_plain, self._name = plain, plain._version, plan.name
+        self._waiting, self._node = None, (plan.node, waiting)
+
     def _record_position(self) -> None:
         if self._plain is not None:
             self._version_of_plain = self._plain._version
@@ -330,6 +337,10 @@ def plain(t: Any, is_kept: bool = False, reader: str = "") -> Tensor:
         # The pending tensor was made outside of the transforms.
         with _torch.outside_of_transforms():
             return plain(t, is_kept, reader)
+    if is_kept and t._waiting is not None:
+        y = _kept_at_once(t, reader)
+        if y is not None:
+            return y
     moved = t._has_moved()
     if t._plain is not None and not moved:
         if t._is_left_behind():
@@ -416,15 +427,28 @@ def _fusible(t: Any) -> PendingState | None:
 def _activated_at_once(t: Any, called: tuple[Any, ...]) -> Tensor | None:
     """The activation of what waits in C++; None if Python has to look at it."""
     waiting, plan, module, _ = t._waiting
+    z: Tensor | None
     z, in_place = plan.activate(module, waiting, called)
     if z is None:
         return None
     if in_place:
-        t._waiting, t._name, t._node = None, plan.name, (plan.node, waiting)
-        t._plain, t._version_of_plain, t._is_named = z, z._version, True
+        t._settle_at_once(z)
+        t._is_named = True
     else:
         t._is_taken = True
-    return z  # type: ignore[no-any-return]
+    return z
+
+
+def _kept_at_once(t: Any, reader: str) -> Tensor | None:
+    """The plain tensor of what waits in C++, which a function keeps; None if Python has to look at it."""
+    waiting, plan, module, adds = t._waiting
+    called = None if _torch.in_custom_function() else plan.learn_keeper(reader, adds)
+    if called is None:
+        return None
+    y: Tensor | None = plan.activate(module, waiting, called)[0]
+    if y is not None:
+        t._settle_at_once(y)
+    return y
 
 
 def _added_at_once(t: Any, residual: Tensor, in_place: bool) -> Pending | None:
@@ -479,9 +503,12 @@ def _activated_narrowly(t: Pending, call: Activating) -> Tensor | None:
 
 def _added(call: Adding) -> Tensor | None:
     """The sum of y and a residual, still pending; None if the other operand cannot be a residual."""
-    t, other = (call.first, call.second) if type(call.first) is Pending else (call.second, call.first)
-    if type(other) is Tensor and t._waiting is not None and (t is call.first or not call.in_place):
-        result = _added_at_once(t, other, call.in_place)
+    t, other = call.first, call.second
+    if type(t) is not Pending or t._waiting is None:
+        t, other = other, t
+    if type(t) is Pending and t._waiting is not None and (t is call.first or not call.in_place):
+        residual = plain(other) if type(other) is Pending and other._plain is not None else other
+        result = _added_at_once(t, residual, call.in_place) if type(residual) is Tensor else None
         if result is not None:
             return result
     for t, other in ((call.first, call.second), (call.second, call.first)):

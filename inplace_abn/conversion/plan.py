@@ -8,29 +8,63 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from inplace_abn import _torch, functions, guard
-from inplace_abn.activations import find, name_of
+from inplace_abn.activations import IDENTITY, find, name_of
 from inplace_abn.autograd.backward import Values
 from inplace_abn.conversion.converted import Note
 from inplace_abn.conversion.waiting import NormCall, PendingState, seen_as
 from inplace_abn.kernels.node import Node
 from inplace_abn.settings import Operands, Settings
 
+NATIVE = object()
+"""What stands for the output of a norm that does what it did before conversion."""
 
-class Activation(NamedTuple):
+
+class Approved(NamedTuple):
     """An activation that the guard lets follow."""
 
     code: int
     """Its number in the kernels."""
-    consumer: tuple[str, float, bool]
-    """What the guard is told: the activation, and whether a sum came before."""
     note: Note
     """What the norm then says that it did."""
-    in_cpp: Any = None
+
+
+class Following(NamedTuple):
+    """What is done with the output, and how."""
+
+    in_cpp: Any
     """The activation for the node."""
-    in_place: bool = False
+    consumer: tuple[Any, ...]
+    """What the guard is told: the activation, and whether a sum came before."""
+    note: Note
+    in_place: bool
+
+
+class Native:
+    """A norm's calls in which it does what it did before conversion, because the guard does not trust it."""
+
+    __slots__ = ("_decision", "_eps", "_mode", "_state")
+
+    def __init__(self, module: Any, look: guard.Look, mode: guard.Mode) -> None:
+        self._state, self._mode, self._decision, self._eps = module._guard, mode, look.decision, module.eps
+
+    def holds(self, module: Any, x: Tensor) -> bool:
+        """Whether a call that nobody watches is one of these."""
+        state, mode = module._guard, self._mode
+        return (
+            state is self._state
+            and mode.decisions[-1] is self._decision
+            and x.dtype is mode.dtype
+            and module.eps is self._eps
+            and torch.is_grad_enabled()
+            and guard.settled(module, x.dtype) is mode
+        )
+
+    def approve(self, *_: Any) -> None:
+        """What follows an earlier call does not matter."""
 
 
 class Plan:
@@ -68,9 +102,9 @@ class Plan:
         self._state, self._eps, self._momentum = module._guard, module.eps, module.momentum
         options = (module.momentum, settings.eps, find(applied[0]).code, applied[1], settings.name)
         self.in_cpp: Any = node.plan(x, parameters(module)[0], _statistics(module)[0], *options)
-        self._approved: dict[tuple[str, float, bool], Activation] = {}
-        self._called: dict[tuple[Any, ...], Activation] = {}
-        """The activations, by the functions and the options that were called, and whether a sum came before."""
+        self._approved: dict[tuple[str, float, bool], Approved] = {}
+        self._called: dict[tuple[Any, ...], Following] = {}
+        """What follows, by the functions and the options that were called, and whether a sum came before."""
 
     def call(self, module: Any, x: Tensor) -> Any:
         """Calls the norm. Returns a tensor that stands for the output, and what waits, in C++.
@@ -95,16 +129,24 @@ class Plan:
     def approve(self, look: guard.Look, activation: tuple[str, float], adds: bool, note: Note) -> None:
         """Lets an activation follow in calls by this plan, as the guard did in this one."""
         if look.decision is self._decision:
-            consumer = *activation, adds
-            self._approved[consumer] = Activation(find(activation[0]).code, consumer, note)
+            self._approved[(*activation, adds)] = Approved(find(activation[0]).code, note)
 
     def learn(self, called: tuple[Any, ...], activation: str, param: float, adds: bool, in_place: bool) -> bool:
         """Remembers which activation was called. Returns whether it is approved."""
         found = self._approved.get((activation, param, adds))
         if found is not None:
-            in_cpp = self.node.activation(found.code, param, in_place)
-            self._called[called] = found._replace(in_cpp=in_cpp, in_place=in_place)
+            in_cpp = self.node.activation(found.code, param, in_place, in_place)
+            self._called[called] = Following(in_cpp, (activation, param, adds), found.note, in_place)
         return found is not None
+
+    def learn_keeper(self, reader: str, adds: bool) -> tuple[Any, ...] | None:
+        """What `activate` is called with if a function keeps the output for backward; None if it is not approved."""
+        called = "kept", reader, adds
+        found = self._approved.get((*IDENTITY, adds))
+        if called not in self._called and found is not None:
+            in_cpp = self.node.activation(found.code, IDENTITY[1], True, False)
+            self._called[called] = Following(in_cpp, ("kept",), found.note._replace(follows=reader), False)
+        return None if found is None else called
 
     def activate(self, module: Any, waiting: Any, called: tuple[Any, ...]) -> tuple[Tensor | None, bool]:
         """The activation of what waits, and whether it is in place; None if Python has to look at it."""
@@ -114,7 +156,7 @@ class Plan:
             found = None
         if found is None:
             return None, False
-        _, consumer, note, in_cpp, in_place = found
+        in_cpp, consumer, note, in_place = found
         z = self.node.activate(waiting, in_cpp)
         if z is not None:
             self._look.saw(consumer)

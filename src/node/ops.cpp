@@ -57,7 +57,7 @@ TORCH_LIBRARY(inplace_abn_node, m) {
       "norm(Tensor plan, Tensor x, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
       "Tensor(c!)? batches) -> (Tensor, Tensor)",
       &norm);
-  m.def("activation(int activation, float activation_param, bool in_place) -> Tensor", &activation);
+  m.def("activation(int activation, float activation_param, bool settles, bool in_place) -> Tensor", &activation);
   m.def("activate(Tensor waiting, Tensor activation) -> Tensor", &activate);
   m.def("add(Tensor waiting, Tensor residual) -> (Tensor, Tensor)", &add);
   m.def("add_(Tensor waiting, Tensor residual) -> (Tensor, Tensor)", &add_);

@@ -343,8 +343,8 @@ Output norm(const Tensor& plan, const Tensor& x, const OptTensor& weight, const 
   return {stand_in, owner_of(std::move(waiting))};
 }
 
-Tensor activation(int64_t activation, double activation_param, bool in_place) {
-  return owner_of(std::make_unique<Activation>(Activation{activation, activation_param, in_place}));
+Tensor activation(int64_t activation, double activation_param, bool settles, bool in_place) {
+  return owner_of(std::make_unique<Activation>(Activation{activation, activation_param, settles, in_place}));
 }
 
 Tensor activate(const Tensor& waiting, const Tensor& activation) {
@@ -365,10 +365,10 @@ Tensor activate(const Tensor& waiting, const Tensor& activation) {
                true, p.eps, true, a.activation, a.activation_param, false, p.name);
   if (!z.defined()) return z;
   w.memory = Tensor();
-  if (a.in_place) {
+  if (a.settles) {
     w.node = StandsForFunction::after(z);
     place_output(w.node, stand_in);
-    bump_version(stand_in);
+    if (a.in_place) bump_version(stand_in);
     // What stands for the output stands for z now, and needs nothing else.
     w.x = w.weight_value = w.bias_value = w.var = Tensor();
     w.weight = w.bias = w.residual = std::nullopt;

@@ -40,6 +40,9 @@ struct Plan final {
 struct Activation final {
   int64_t activation;
   double activation_param;
+  // Whether what stands for the output comes right after the result in the graph, and nothing waits any more.
+  bool settles;
+  // Whether that is a write to it.
   bool in_place;
 };
 
@@ -92,10 +95,9 @@ Output norm(const Tensor& plan, const Tensor& x, const OptTensor& weight, const 
             const OptTensor& running_mean, const OptTensor& running_var, const OptTensor& batches);
 
 // A tensor that owns an activation, as `activate` takes it.
-Tensor activation(int64_t activation, double activation_param, bool in_place);
+Tensor activation(int64_t activation, double activation_param, bool settles, bool in_place);
 
-// The activation of a waiting output. If it is in place, what stands for the output comes right after the result in the
-// graph, and nothing waits any more. Returns an undefined tensor, and does nothing, if the call needs Python.
+// The activation of a waiting output. Returns an undefined tensor, and does nothing, if the call needs Python.
 Tensor activate(const Tensor& waiting, const Tensor& activation);
 
 // The sum of a waiting output and a residual, which waits again.
