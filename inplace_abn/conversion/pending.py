@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,15 +44,23 @@ from inplace_abn.conversion.waiting import NormCall, PendingState, stand, wait
 _logger = logging.getLogger("inplace_abn")
 
 
+class Waiting(NamedTuple):
+    """What a tensor stands for that waits in C++."""
+
+    in_cpp: Any
+    plan: Plan
+    module: Any
+    """The norm."""
+    adds: bool
+    """Whether a residual was added."""
+
+
 class Pending(Tensor):
     """A tensor without memory that stands for a norm's output."""
 
     _held: PendingState | None = None
-    _waiting: tuple[Any, Plan, Any, bool] | None = None
-    """What the tensor stands for, in C++, the plan and the norm of this call, and whether a residual was added.
-
-    Python takes it over once it does more with it than the next op.
-    """
+    _waiting: Waiting | None = None
+    """What the tensor stands for, in C++. Python takes it over once it does more with it than the next op."""
     _plain: Tensor | None = None
     _shown: Tensor | None = None
     """The values that ops below autograd have seen."""
@@ -86,8 +94,8 @@ class Pending(Tensor):
 
     def _take_over(self) -> None:
         if self._waiting is not None:
-            (waiting, plan, module, _), self._waiting = self._waiting, None
-            self._held, self._node = plan.state(module, waiting, self)
+            (in_cpp, plan, module, _), self._waiting = self._waiting, None
+            self._held, self._node = plan.state(module, in_cpp, self)
             self._name = plan.name
 
     @classmethod
@@ -98,13 +106,15 @@ class Pending(Tensor):
         read = KNOWN.get(func)
         if read is not None:
             called: Any = None
-            if len(args) == 1 and type(args[0]) is Pending and args[0]._waiting is not None:
-                called = func, args[0]._waiting[3], *kwargs.items()
-                z = _activated_at_once(args[0], called)
+            waiting = args[0]._waiting if len(args) == 1 and type(args[0]) is Pending else None
+            if waiting is not None:
+                called = func, waiting.adds, *kwargs.items()
+                z = _activated_at_once(args[0], waiting, called)
                 if z is not None:
                     return z
             for t in args:
-                settled(t)
+                if type(t) is not Pending:
+                    settled(t)
             call = read(args, kwargs)
             result = None
             if isinstance(call, Activating):
@@ -202,12 +212,10 @@ class Pending(Tensor):
         self._plain, self._state = plain, None
         self._record_position()
 
-    def _settle_at_once(self, plain: Tensor) -> None:
+    def _settle_at_once(self, plain: Tensor, waiting: Waiting) -> None:
         """The same for what waits in C++, which has placed this tensor after the plain one."""
-        assert self._waiting is not None
-        waiting, plan, _, _ = self._waiting
-        self._plain, self._version_of_plain, self._name = plain, plain._version, plan.name
-        self._waiting, self._node = None, (plan.node, waiting)
+        self._plain, self._version_of_plain, self._name = plain, plain._version, waiting.plan.name
+        self._waiting, self._node = None, (waiting.plan.node, waiting.in_cpp)
 
     def _record_position(self) -> None:
         if self._plain is not None:
@@ -299,7 +307,7 @@ def planned(plan: Plan, module: Any, x: Tensor) -> Pending | None:
     t, waiting = plan.call(module, x)
     if waiting is not None:
         t.__class__ = Pending
-        t._waiting = (waiting, plan, module, False)
+        t._waiting = Waiting(waiting, plan, module, False)
     return t  # type: ignore[no-any-return]
 
 
@@ -337,8 +345,9 @@ def plain(t: Any, is_kept: bool = False, reader: str = "") -> Tensor:
         # The pending tensor was made outside of the transforms.
         with _torch.outside_of_transforms():
             return plain(t, is_kept, reader)
-    if is_kept and t._waiting is not None:
-        y = _kept_at_once(t, reader)
+    waiting = t._waiting if is_kept else None
+    if waiting is not None:
+        y = _kept_at_once(t, waiting, reader)
         if y is not None:
             return y
     moved = t._has_moved()
@@ -424,53 +433,57 @@ def _fusible(t: Any) -> PendingState | None:
     return state if state is not None and state.memory is not None and state.has_its_residual() else None
 
 
-def _activated_at_once(t: Any, called: tuple[Any, ...]) -> Tensor | None:
+def _activated_at_once(t: Any, waiting: Waiting, called: tuple[Any, ...]) -> Tensor | None:
     """The activation of what waits in C++; None if Python has to look at it."""
-    waiting, plan, module, _ = t._waiting
     z: Tensor | None
-    z, in_place = plan.activate(module, waiting, called)
+    z, in_place = waiting.plan.activate(waiting.module, waiting.in_cpp, called)
     if z is None:
         return None
     if in_place:
-        t._settle_at_once(z)
+        t._settle_at_once(z, waiting)
         t._is_named = True
     else:
         t._is_taken = True
     return z
 
 
-def _kept_at_once(t: Any, reader: str) -> Tensor | None:
+def _kept_at_once(t: Any, waiting: Waiting, reader: str) -> Tensor | None:
     """The plain tensor of what waits in C++, which a function keeps; None if Python has to look at it."""
-    waiting, plan, module, adds = t._waiting
-    called = None if _torch.in_custom_function() else plan.learn_keeper(reader, adds)
+    called = None if _torch.in_custom_function() else waiting.plan.learn_keeper(reader, waiting.adds)
     if called is None:
         return None
-    y: Tensor | None = plan.activate(module, waiting, called)[0]
+    y: Tensor | None = waiting.plan.activate(waiting.module, waiting.in_cpp, called)[0]
     if y is not None:
-        t._settle_at_once(y)
+        t._settle_at_once(y, waiting)
     return y
 
 
-def _added_at_once(t: Any, residual: Tensor, in_place: bool) -> Pending | None:
+def _sum_at_once(t: Any, residual: Any, in_place: bool) -> Pending | None:
     """The sum of what waits in C++ and a residual; None if Python has to look at them."""
-    waiting, plan, module, _ = t._waiting
-    add = plan.node.add_ if in_place else plan.node.add
-    result, waiting = add(waiting, residual)
+    waiting = t._waiting if type(t) is Pending else None
     if waiting is None:
+        return None
+    if type(residual) is Pending and residual._plain is not None:
+        residual = plain(residual)
+    if type(residual) is not Tensor:
+        return None
+    node = waiting.plan.node
+    result, in_cpp = (node.add_ if in_place else node.add)(waiting.in_cpp, residual)
+    if in_cpp is None:
         return None
     if not in_place:
         result.__class__ = Pending
         t._is_taken = True
-    result._waiting = (waiting, plan, module, True)
+    result._waiting = Waiting(in_cpp, waiting.plan, waiting.module, True)
     return result  # type: ignore[no-any-return]
 
 
 def _activated(call: Activating, called: tuple[Any, ...] | None = None) -> Tensor | None:
     t = call.input
     if called is not None and t._waiting is not None:
-        _, plan, _, adds = t._waiting
-        if plan.learn(called, call.activation, call.param, adds, call.in_place):
-            z = _activated_at_once(t, called)
+        waiting: Waiting = t._waiting
+        if waiting.plan.learn(called, call.activation, call.param, waiting.adds, call.in_place):
+            z = _activated_at_once(t, waiting, called)
             if z is not None:
                 return z
     if type(t) is Pending and t._held is not None and t._held.narrow is not None:
@@ -503,14 +516,11 @@ def _activated_narrowly(t: Pending, call: Activating) -> Tensor | None:
 
 def _added(call: Adding) -> Tensor | None:
     """The sum of y and a residual, still pending; None if the other operand cannot be a residual."""
-    t, other = call.first, call.second
-    if type(t) is not Pending or t._waiting is None:
-        t, other = other, t
-    if type(t) is Pending and t._waiting is not None and (t is call.first or not call.in_place):
-        residual = plain(other) if type(other) is Pending and other._plain is not None else other
-        result = _added_at_once(t, residual, call.in_place) if type(residual) is Tensor else None
-        if result is not None:
-            return result
+    result = _sum_at_once(call.first, call.second, call.in_place)
+    if result is None and not call.in_place:
+        result = _sum_at_once(call.second, call.first, False)
+    if result is not None:
+        return result
     for t, other in ((call.first, call.second), (call.second, call.first)):
         state = _fusible(t)
         if t is other or state is None or state.residual is not None:
