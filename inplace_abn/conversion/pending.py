@@ -458,7 +458,7 @@ def _kept_at_once(t: Any, waiting: Waiting, reader: str) -> Tensor | None:
     return y
 
 
-def _sum_at_once(t: Any, residual: Any, in_place: bool) -> Pending | None:
+def _added_at_once(t: Any, residual: Any, in_place: bool) -> Pending | None:
     """The sum of what waits in C++ and a residual; None if Python has to look at them."""
     waiting = t._waiting if type(t) is Pending else None
     if waiting is None:
@@ -516,9 +516,9 @@ def _activated_narrowly(t: Pending, call: Activating) -> Tensor | None:
 
 def _added(call: Adding) -> Tensor | None:
     """The sum of y and a residual, still pending; None if the other operand cannot be a residual."""
-    result = _sum_at_once(call.first, call.second, call.in_place)
+    result = _added_at_once(call.first, call.second, call.in_place)
     if result is None and not call.in_place:
-        result = _sum_at_once(call.second, call.first, False)
+        result = _added_at_once(call.second, call.first, False)
     if result is not None:
         return result
     for t, other in ((call.first, call.second), (call.second, call.first)):

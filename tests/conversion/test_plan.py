@@ -11,9 +11,9 @@ from modes import end_beginning
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from inplace_abn import convert, functions, guard
+from inplace_abn import convert, functions, guard, set_guard
 from inplace_abn.conversion import pending
-from inplace_abn.conversion.plan import Plan
+from inplace_abn.conversion.plan import Native, Plan
 
 pytestmark = pytest.mark.skipif(functions._node is None, reason="plans are of the node in C++")
 
@@ -55,13 +55,13 @@ def steps(model, change=lambda model: None, x=None):
         batch = batch if x is None or step < 3 else x(batch)
         try:
             y = model(batch)
+            if y.requires_grad:
+                optimizer.zero_grad()
+                (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view(y.shape)).sum().backward()
+                optimizer.step()
         except Exception as error:
             found.append(str(type(error)))
             break
-        if y.requires_grad:
-            optimizer.zero_grad()
-            (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view(y.shape)).sum().backward()
-            optimizer.step()
         found += [y.detach().clone(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
         found += [b.clone() for b in model.buffers()]
     return found
@@ -135,6 +135,61 @@ INPUTS = {
 }
 
 
+@pytest.fixture
+def native(monkeypatch):
+    """The calls of norms that stayed as they were before conversion, by a plan."""
+    calls, holds = [], Native.holds
+
+    def counted(*args):
+        found = holds(*args)
+        if found:
+            calls.append(args)
+        return found
+
+    monkeypatch.setattr(Native, "holds", counted)
+    return calls
+
+
+def untrusted(model):
+    model = convert(model)
+    set_guard(model, threshold=1e-30)
+    return model
+
+
+@pytest.mark.parametrize("name", [*CHANGES, "nothing"])
+def test_a_change_between_two_calls_of_an_untrusted_norm_is_seen(name, native, planned):
+    change = CHANGES.get(name, lambda model: None)
+    check_alike(steps(untrusted(net()), change), steps(net(), change))
+    assert len(native) >= (4 if name == "nothing" else 1)
+    assert not planned
+
+
+def test_an_untrusted_norm_that_is_measured_again_is_in_place_again(native, planned):
+    model, plain = untrusted(net()), net()
+    check_alike(steps(model), steps(plain))
+    assert native
+    assert not planned
+    set_guard(model, threshold=1.0)
+    for each in (model, plain):
+        each.load_state_dict(net().state_dict())
+    check_alike(steps(model), steps(plain))
+    assert planned
+
+
+@pytest.mark.parametrize("kept_in", ["a checkpoint", "saved-tensor hooks"])
+def test_an_untrusted_norm_under_saved_tensor_hooks_is_torchs(kept_in, native):
+    def outcome(model):
+        found = steps(model)
+        x = torch.randn(2, 3, 5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
+        model.zero_grad()
+        y = checkpoint(model, x, use_reentrant=False) if kept_in == "a checkpoint" else saved(lambda: model(x))
+        y.square().sum().backward()
+        return [*found, y.detach(), *(p.grad for p in model[1:].parameters()), *model.buffers()]
+
+    check_alike(outcome(untrusted(net())), outcome(net()))
+    assert native
+
+
 @pytest.mark.parametrize("name", INPUTS)
 def test_another_input_is_seen(name, planned):
     expected = steps(net(), x=INPUTS[name])
@@ -173,6 +228,7 @@ class Between(nn.Module):
     def __init__(self, use):
         super().__init__()
         self.conv, self.bn, self.last, self.use = nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1), use
+        self.other = nn.BatchNorm2d(4)
 
     def forward(self, x):
         x = self.conv(x)
@@ -199,7 +255,36 @@ def in_order(*functions):
     return use
 
 
+def residual_of_a_norm(m, x, y):
+    """A sum with the output of another norm, which a convolution has kept before."""
+    other = m.other(x)
+    return m.last(other) + (y + other)
+
+
 USES = {
+    "kept": lambda m, x, y: y,
+    "kept, then activated": lambda m, x, y: m.last(y) + torch.relu(y),
+    "kept, then activated in place": lambda m, x, y: (z := m.last(y).sin(), z + F.relu(y, inplace=True))[1],
+    "kept, and read": lambda m, x, y: m.last(y) * y.cos(),
+    "kept, then written to": lambda m, x, y: (z := m.last(y), y.mul_(2), z)[2],
+    "kept twice": lambda m, x, y: m.last(y) - F.conv2d(y, m.last.weight.sin()),
+    "kept by a product": lambda m, x, y: y * x,
+    "kept, with a hook": lambda m, x, y: (y.register_hook(lambda g: 2 * g), m.last(y))[1],
+    "kept, then a hook": lambda m, x, y: (z := m.last(y), y.register_hook(lambda g: 2 * g), z + y)[2],
+    "kept, then the gradient retained": lambda m, x, y: (z := m.last(y), y.retain_grad(), z + y)[2],
+    "kept under a checkpoint": lambda m, x, y: checkpoint(m.last, y, use_reentrant=False),
+    "kept under no_grad": lambda m, x, y: torch.no_grad()(m.last)(y) + y.sin(),
+    "a kept sum": lambda m, x, y: m.last(y + x) + x,
+    "a kept sum in place": lambda m, x, y: m.last(y.add_(x)) + y,
+    "residual of a norm": residual_of_a_norm,
+    "residual of a norm, in place": lambda m, x, y: (o := m.other(x), z := m.last(o), z + y.add_(o).relu_())[2],
+    "residual of a norm first": lambda m, x, y: (o := m.other(x), z := m.last(o), z * torch.relu(o + y))[2],
+    "residual of a norm that was written to": lambda m, x, y: (
+        o := m.other(x),
+        z := F.conv2d(o * 1, m.last.weight),
+        o.mul_(0.5),
+        z + torch.relu(y + o),
+    )[3],
     "sum": lambda m, x, y: torch.relu(y + x),
     "sum of the other order": lambda m, x, y: torch.relu(x + y),
     "sum in place": lambda m, x, y: F.silu(y.add_(x)),
@@ -242,13 +327,13 @@ def saved(function):
         return function()
 
 
-@pytest.mark.parametrize("begins_with", ["relu", "sum", "itself"])
+@pytest.mark.parametrize("begins_with", ["relu", "sum", "kept", "itself"])
 @pytest.mark.parametrize("name", USES)
 def test_whatever_becomes_of_a_planned_output_training_is_torchs(name, begins_with, planned):
     """In the third step, after two that may have made a plan, something else becomes of the norm's output."""
     torch.manual_seed(0)
-    begin = {"relu": in_order(torch.relu), "sum": USES["sum"], "itself": USES[name]}[begins_with]
-    model = Between(begin).double()
+    begin = {"relu": in_order(torch.relu), "itself": USES[name]} | USES
+    model = Between(begin[begins_with]).double()
     nn.init.uniform_(model.bn.weight, 0.5, 1.5)
 
     def change(model):
@@ -268,10 +353,16 @@ def test_sums_and_activations_of_planned_calls_are_made_by_the_node(monkeypatch)
         )
     monkeypatch.setattr(Plan, "state", None)
     steps(convert(Between(USES["sum, all in place"]).double()))
-    # A function is read when it is called for the first time.
-    assert made.count(("_activated_at_once", False)) == 1
-    made.remove(("_activated_at_once", False))
-    assert made == [("_added_at_once", True), ("_activated_at_once", True)] * 4
+    # Nothing waits in C++ in the first two steps, and a function is read when it is called for the first time.
+    assert made[:2] == [("_added_at_once", False)] * 2
+    assert made[3] == ("_activated_at_once", False)
+    del made[3]
+    assert made[2:] == [("_added_at_once", True), ("_activated_at_once", True)] * 4
+
+
+@pytest.mark.parametrize("name", ["kept", "a kept sum in place", "residual of a norm"])
+def test_outputs_that_are_kept_are_made_by_the_node(name, monkeypatch):
+    steps(convert(Between(USES[name]).double()), lambda model: monkeypatch.setattr(Plan, "state", None))
 
 
 def test_a_momentum_that_is_written_to_is_read_in_every_call():
