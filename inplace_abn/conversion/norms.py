@@ -64,7 +64,8 @@ class InPlaceNorm(Converted):
         `plan.NATIVE` if the norm does what it did before conversion.
         """
         past = self._past
-        if torch.compiler.is_compiling() or past.plan is None or past.was_watched or type(x) is not Tensor:
+        # Compilers that are not Dynamo pass tensors of classes of their own.
+        if torch.compiler.is_dynamo_compiling() or past.plan is None or past.was_watched or type(x) is not Tensor:
             return None
         if type(past.plan) is not plan.Native:
             return planned(past.plan, self, x)

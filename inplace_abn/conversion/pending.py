@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,15 +44,11 @@ from inplace_abn.conversion.waiting import NormCall, PendingState, stand, wait
 _logger = logging.getLogger("inplace_abn")
 
 
-class Waiting(NamedTuple):
-    """What a tensor stands for that waits in C++."""
+Waiting = tuple[Any, Plan, Any, bool]
+"""What a tensor stands for that waits in C++, the plan and the norm of this call, and whether a residual was added.
 
-    in_cpp: Any
-    plan: Plan
-    module: Any
-    """The norm."""
-    adds: bool
-    """Whether a residual was added."""
+A class would take longer.
+"""
 
 
 class Pending(Tensor):
@@ -108,7 +104,7 @@ class Pending(Tensor):
             called: Any = None
             waiting = args[0]._waiting if len(args) == 1 and type(args[0]) is Pending else None
             if waiting is not None:
-                called = func, waiting.adds, *kwargs.items()
+                called = func, waiting[3], *kwargs.items()
                 z = _activated_at_once(args[0], waiting, called)
                 if z is not None:
                     return z
@@ -214,8 +210,9 @@ class Pending(Tensor):
 
     def _settle_at_once(self, plain: Tensor, waiting: Waiting) -> None:
         """The same for what waits in C++, which has placed this tensor after the plain one."""
-        self._plain, self._version_of_plain, self._name = plain, plain._version, waiting.plan.name
-        self._waiting, self._node = None, (waiting.plan.node, waiting.in_cpp)
+        in_cpp, plan, _, _ = waiting
+        self._plain, self._version_of_plain, self._name = plain, plain._version, plan.name
+        self._waiting, self._node = None, (plan.node, in_cpp)
 
     def _record_position(self) -> None:
         if self._plain is not None:
@@ -307,7 +304,7 @@ def planned(plan: Plan, module: Any, x: Tensor) -> Pending | None:
     t, waiting = plan.call(module, x)
     if waiting is not None:
         t.__class__ = Pending
-        t._waiting = Waiting(waiting, plan, module, False)
+        t._waiting = waiting, plan, module, False
     return t  # type: ignore[no-any-return]
 
 
@@ -435,8 +432,8 @@ def _fusible(t: Any) -> PendingState | None:
 
 def _activated_at_once(t: Any, waiting: Waiting, called: tuple[Any, ...]) -> Tensor | None:
     """The activation of what waits in C++; None if Python has to look at it."""
-    z: Tensor | None
-    z, in_place = waiting.plan.activate(waiting.module, waiting.in_cpp, called)
+    in_cpp, plan, module, _ = waiting
+    z, in_place = plan.activate(module, in_cpp, called)
     if z is None:
         return None
     if in_place:
@@ -449,10 +446,11 @@ def _activated_at_once(t: Any, waiting: Waiting, called: tuple[Any, ...]) -> Ten
 
 def _kept_at_once(t: Any, waiting: Waiting, reader: str) -> Tensor | None:
     """The plain tensor of what waits in C++, which a function keeps; None if Python has to look at it."""
-    called = None if _torch.in_custom_function() else waiting.plan.learn_keeper(reader, waiting.adds)
+    in_cpp, plan, module, adds = waiting
+    called = None if _torch.in_custom_function() else plan.learn_keeper(reader, adds)
     if called is None:
         return None
-    y: Tensor | None = waiting.plan.activate(waiting.module, waiting.in_cpp, called)[0]
+    y, _ = plan.activate(module, in_cpp, called)
     if y is not None:
         t._settle_at_once(y, waiting)
     return y
@@ -467,23 +465,23 @@ def _added_at_once(t: Any, residual: Any, in_place: bool) -> Pending | None:
         residual = plain(residual)
     if type(residual) is not Tensor:
         return None
-    node = waiting.plan.node
-    result, in_cpp = (node.add_ if in_place else node.add)(waiting.in_cpp, residual)
+    in_cpp, plan, module, _ = waiting
+    result, in_cpp = (plan.node.add_ if in_place else plan.node.add)(in_cpp, residual)
     if in_cpp is None:
         return None
     if not in_place:
         result.__class__ = Pending
         t._is_taken = True
-    result._waiting = Waiting(in_cpp, waiting.plan, waiting.module, True)
+    result._waiting = in_cpp, plan, module, True
     return result  # type: ignore[no-any-return]
 
 
 def _activated(call: Activating, called: tuple[Any, ...] | None = None) -> Tensor | None:
     t = call.input
     if called is not None and t._waiting is not None:
-        waiting: Waiting = t._waiting
-        if waiting.plan.learn(called, call.activation, call.param, waiting.adds, call.in_place):
-            z = _activated_at_once(t, waiting, called)
+        _, plan, _, adds = t._waiting
+        if plan.learn(called, call.activation, call.param, adds, call.in_place):
+            z = _activated_at_once(t, t._waiting, called)
             if z is not None:
                 return z
     if type(t) is Pending and t._held is not None and t._held.narrow is not None:

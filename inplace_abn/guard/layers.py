@@ -109,7 +109,7 @@ def is_settled(module: Any, state: State, mode: Mode) -> bool:
 
 def _is_due(mode: Mode, interval: int) -> bool:
     """Whether it is time to measure a layer again."""
-    return generations.has_passed(mode.measured_at, min(mode.gap, interval))
+    return generations.has_passed(mode.measured_at, interval if interval < mode.gap else mode.gap)
 
 
 def look(module: Any, x: Tensor, residual: Tensor | None, empty: bool = False) -> Look:
