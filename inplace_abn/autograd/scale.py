@@ -50,7 +50,7 @@ class Exchange:
 
 
 class LinearFunction(torch.autograd.Function):
-    """The node of u as a matrix, which is computed already."""
+    """The node of u, which is computed already."""
 
     @staticmethod
     def forward(h: Tensor, weight: Tensor, bias: Tensor | None, u: tuple[Tensor], exchange: Exchange) -> Tensor:
@@ -67,6 +67,7 @@ class LinearFunction(torch.autograd.Function):
     def backward(ctx: Any, du: Tensor | None) -> tuple[Tensor | None, ...]:
         if du is None:
             return (None,) * 5
+        du = _rows(du)
         (h, weight), need = ctx.saved_tensors, ctx.needs_input_grad
         exchanged = None if torch.is_grad_enabled() else ctx.exchange.take(du)
         dh = (du @ weight.to(du.dtype)).view(h.shape) if need[0] else None
@@ -131,11 +132,13 @@ class ScaleFunction(torch.autograd.Function):
 
 def linear(given: Linear, u: Tensor, exchange: Exchange) -> Tensor:
     """u, the output of a linear layer, with a node that `scaled` works together with."""
+    # Some releases of torch return a view of a matrix, for some layouts of h. Hooks on a view stay behind when it is
+    # written to.
+    is_view = _torch.is_view(u)
     # An output that is a view could not be written to.
-    values = _rows(u.detach()).detach()
-    matrix: Tensor = LinearFunction.apply(*given, (values,), exchange)
-    # What torch returns for more than two dimensions is a view of a matrix, too.
-    return matrix if u.dim() == 2 else matrix.view(u.shape)
+    values = _rows(u.detach()).detach() if is_view else u.detach()
+    result: Tensor = LinearFunction.apply(*given, (values,), exchange)
+    return result.view(u.shape) if is_view else result
 
 
 def scaled(
