@@ -65,11 +65,13 @@ class InPlaceNorm(Converted):
         """
         past = self._past
         # Compilers that are not Dynamo pass tensors of classes of their own.
-        if torch.compiler.is_dynamo_compiling() or past.plan is None or past.was_watched or type(x) is not Tensor:
+        if torch.compiler.is_dynamo_compiling() or past.was_watched or type(x) is not Tensor:
             return None
-        if type(past.plan) is not plan.Native:
-            return planned(past.plan, self, x)
-        return plan.NATIVE if not watch.active and past.plan.holds(self, x) else None
+        # Another thread may set another one.
+        found = past.plan
+        if type(found) is not plan.Native:
+            return None if found is None else planned(found, self, x)
+        return plan.NATIVE if not watch.active and found.holds(self, x) else None
 
     def _noted(self, y: Tensor) -> Tensor:
         """y as torch computes it. A pass without gradients is watched, too: backward may repeat it with gradients."""

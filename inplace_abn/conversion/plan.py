@@ -133,7 +133,7 @@ class Plan:
 
     def learn(self, called: tuple[Any, ...], activation: str, param: float, adds: bool, in_place: bool) -> bool:
         """Remembers which activation was called. Returns whether it is approved."""
-        found = self._approved.get((activation, param, adds))
+        found = None if _torch.is_watched() else self._approved.get((activation, param, adds))
         if found is not None:
             in_cpp = self.node.activation(found.code, param, in_place, in_place)
             self._called[called] = Following(in_cpp, (activation, param, adds), found.note, in_place)
@@ -143,7 +143,7 @@ class Plan:
         """What `activate` is called with if a function keeps the output for backward; None if it is not approved."""
         called = "kept", reader, adds
         found = self._approved.get((*IDENTITY, adds))
-        if called not in self._called and found is not None:
+        if called not in self._called and found is not None and not _torch.is_watched():
             in_cpp = self.node.activation(found.code, IDENTITY[1], True, False)
             self._called[called] = Following(in_cpp, ("kept",), found.note._replace(follows=reader), False)
         return None if found is None else called

@@ -213,12 +213,16 @@ class InPlaceABNFunction final : public Node {
   std::string name() const override { return "InPlaceABNFunction"; }
 
   variable_list apply(variable_list&& incoming) override {
-    const std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_);
     if (!incoming.at(0).defined()) return variable_list(inputs);
     // Only the engine gives up what it passes to backward. Other callers hold it, and may call again.
     const bool by_engine = torch::autograd::get_current_node().get() == this;
     const bool own_dz = by_engine && owns_gradient(incoming[0]);
-    return gradients_of(incoming[0], saved(), needed_by_edges(*this, inputs), settings_, by_engine, own_dz, this);
+    Saved values = saved();
+    // Gradients with a graph overwrite nothing. Under the hooks of a checkpoint their computation may come back here.
+    if (at::GradMode::is_enabled()) lock.unlock();
+    return gradients_of(incoming[0], std::move(values), needed_by_edges(*this, inputs), settings_, by_engine, own_dz,
+                        this);
   }
 
   void release_variables() override {
@@ -373,13 +377,16 @@ Tensor attached(const Tensor& x, const Tensor& z, const OptTensor& weight, const
                 const OptTensor& residual, const OptTensor& weight_value, const OptTensor& bias_value,
                 const Tensor& var, bool training, double eps, bool signed_weight, int64_t activation,
                 double activation_param, int64_t shared, const std::string& name) {
-  if (!is_calibrated || !is_usual(z, {&weight, &bias, &residual}, true) || x.key_set().has_any(opaque)) {
-    return {};
-  }
+  if (!may_attach(x, z, weight, bias, residual)) return {};
   if (!torch::autograd::compute_requires_grad(x, weight, bias, residual)) return z;
   InPlaceABNFunction::attach(z, x, weight, bias, residual, {weight_value, bias_value, var},
                              {eps, signed_weight, activation, activation_param, training, shared}, name);
   return z;
+}
+
+bool may_attach(const Tensor& x, const Tensor& z, const OptTensor& weight, const OptTensor& bias,
+                const OptTensor& residual) {
+  return is_calibrated && is_usual(z, {&weight, &bias, &residual}, true) && !x.key_set().has_any(opaque);
 }
 
 void set_sole_holders(const Holders& holders) {

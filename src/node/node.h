@@ -28,6 +28,10 @@ Tensor attached(const Tensor& x, const Tensor& z, const OptTensor& weight, const
                 const Tensor& var, bool training, double eps, bool signed_weight, int64_t activation,
                 double activation_param, int64_t shared, const std::string& name);
 
+// Whether `attached` does it, if nothing changes in between.
+bool may_attach(const Tensor& x, const Tensor& z, const OptTensor& weight, const OptTensor& bias,
+                const OptTensor& residual);
+
 // The references to a gradient that Python has seen, from Python and from C++, and to a saved output's storage.
 struct Holders {
   std::optional<std::pair<int64_t, int64_t>> gradient;

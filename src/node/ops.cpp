@@ -71,13 +71,18 @@ TORCH_LIBRARY(inplace_abn_node, m) {
   m.def("last_counts() -> (int[], int?)", &last_counts_op);
 }
 
-// Modes and transforms do not see these, which look for them themselves, and then refuse.
+// Modes and transforms do not see these. Those that compute look for modes themselves, and then refuse. The others must
+// give what owns an object as it is.
 #define INPLACE_ABN_UNSEEN(key)                  \
   TORCH_LIBRARY_IMPL(inplace_abn_node, key, m) { \
+    m.impl("plan", &plan_op);                    \
     m.impl("norm", &norm);                       \
+    m.impl("activation", &activation);           \
     m.impl("activate", &activate);               \
     m.impl("add", &add);                         \
     m.impl("add_", &add_);                       \
+    m.impl("is_placed", &is_placed);             \
+    m.impl("parts", &parts);                     \
   }
 
 INPLACE_ABN_UNSEEN(Python)

@@ -49,9 +49,14 @@ class WaitingFunction final : public Node {
   std::string name() const override { return "WaitingFunction"; }
 
   variable_list apply(variable_list&& incoming) override {
-    const std::lock_guard lock(mutex_);
     if (!incoming.at(0).defined()) return variable_list(inputs);
-    return gradients(incoming[0], tensors(), needed_by_edges(*this, inputs), settings_);
+    variable_list saved;
+    {
+      // Under the hooks of a checkpoint the gradients' computation may come back here.
+      const std::lock_guard lock(mutex_);
+      saved = tensors();
+    }
+    return gradients(incoming[0], saved, needed_by_edges(*this, inputs), settings_);
   }
 
   void release_variables() override {
@@ -352,7 +357,10 @@ Tensor activate(const Tensor& waiting, const Tensor& activation) {
   const Activation& a = owned_by<Activation>(activation);
   const Plan& p = owned_by<Plan>(w.plan);
   const Tensor stand_in = stand_in_of(w);
-  if (!is_fusible(w, stand_in)) return {};
+  // An activation that was applied cannot always be taken back.
+  if (!is_fusible(w, stand_in) || !may_attach(w.x, w.memory, w.weight, w.bias, w.residual)) return {};
+  // A function that keeps the output is no reason to do without x, which torch's norm keeps and misses.
+  if (a.settles && !a.in_place && Seen(w.x) != w.seen_x) return {};
   if (w.activation != a.activation || w.activation_param != a.activation_param) {
     if (w.activation != identity) return {};
     call<Forward>("inplace_abn::forward", "", w.memory, p.identity_mean, p.identity_var, std::nullopt, std::nullopt,

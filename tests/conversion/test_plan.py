@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from modes import end_beginning
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from inplace_abn import convert, functions, guard, set_guard
 from inplace_abn.conversion import pending
@@ -267,6 +268,8 @@ USES = {
     "kept, then activated in place": lambda m, x, y: (z := m.last(y).sin(), z + F.relu(y, inplace=True))[1],
     "kept, and read": lambda m, x, y: m.last(y) * y.cos(),
     "kept, then written to": lambda m, x, y: (z := m.last(y), y.mul_(2), z)[2],
+    "x written to, then kept": lambda m, x, y: (torch.no_grad()(x.mul_)(2), m.last(y))[1],
+    "x written to through an alias, then kept": lambda m, x, y: (x.detach().mul_(2), m.last(y))[1],
     "kept twice": lambda m, x, y: m.last(y) - F.conv2d(y, m.last.weight.sin()),
     "kept by a product": lambda m, x, y: y * x,
     "kept, with a hook": lambda m, x, y: (y.register_hook(lambda g: 2 * g), m.last(y))[1],
@@ -316,6 +319,64 @@ USES = {
     "other activation": lambda m, x, y: F.silu(y) if guard.generations.current % 100 == 4 else torch.relu(y),
     "sum at times": lambda m, x, y: torch.relu(y + x) if guard.generations.current % 100 == 4 else torch.relu(y),
 }
+
+
+ALTERNATIVES = {
+    "checkpoint": lambda f: checkpoint(lambda _: f(), torch.ones(1, requires_grad=True), use_reentrant=False),
+    "saved-tensor hooks": lambda f: saved(f),
+    "save_on_cpu": lambda f: in_context(torch.autograd.graph.save_on_cpu(), f),
+    "dispatch mode": lambda f: in_context(FlopCounterMode(display=False), f),
+    "vmap": lambda f: torch.func.vmap(lambda q: f() * q)(torch.ones(1, dtype=torch.float64))[0],
+    "functional gradient": lambda f: f() + torch.func.grad(lambda q: (f() * q).mean())(torch.tensor(0.1).double()),
+}
+
+
+def in_context(context, function):
+    with context:
+        return function()
+
+
+@pytest.mark.parametrize("adds", [False, True], ids=["alone", "sum"])
+@pytest.mark.parametrize("activation", [F.elu, F.silu, torch.relu, F.leaky_relu, torch.sin])
+@pytest.mark.parametrize("surroundings", ALTERNATIVES)
+def test_what_begins_between_a_planned_norm_and_its_activation_is_seen(surroundings, activation, adds, planned):
+    def of(x, y):
+        return activation(y + x if adds else y)
+
+    def change(model):
+        model.use = lambda m, x, y: ALTERNATIVES[surroundings](lambda: of(x, y))
+
+    torch.manual_seed(0)
+    model = Between(lambda m, x, y: of(x, y)).double()
+    expected = steps(copy.deepcopy(model), change)
+    check_alike(steps(convert(model), change), expected)
+    assert planned
+
+
+def test_a_backward_pass_in_a_checkpoint_through_a_norm_outside_does_not_block(planned):
+    def outcome(model):
+        found = steps(model)
+        x = torch.randn(2, 3, 5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
+
+        def use(model, x, y):
+            def inner(y):
+                z = y.sin()
+                (gradient,) = torch.autograd.grad(z.mean(), model.conv.weight, retain_graph=True)
+                return z + gradient.sum()
+
+            return checkpoint(inner, y, use_reentrant=False)
+
+        model.use = use
+        y = model(x)
+        model.zero_grad()
+        y.mean().backward()
+        return [*found, y.detach(), model.last.weight.grad]
+
+    torch.manual_seed(0)
+    model = Between(in_order(torch.relu)).double()
+    expected = outcome(copy.deepcopy(model))
+    check_alike(outcome(convert(model)), expected)
+    assert planned
 
 
 class OtherParameter(nn.Parameter):
