@@ -14,6 +14,8 @@ pytest.importorskip("matplotlib")
 from benchmark import report, steps
 from benchmark.cases import Setting
 
+from inplace_abn import guard
+
 CPU = torch.device("cpu")
 FP32 = Setting("fp32", "contiguous")
 EAGER = [name for name, contender in steps.CONTENDERS.items() if not contender.compiled]
@@ -91,12 +93,22 @@ def test_a_contender_that_fails_while_it_is_timed_is_a_note():
     runs = {"first": [None, RuntimeError("CUDA out of memory")], "second": [None, None, None]}
     trainings = {}
     for name, effects in runs.items():
-        trainings[name] = SimpleNamespace(images=torch.zeros(1), step=Mock(side_effect=effects))
+        trainings[name] = SimpleNamespace(net=nn.Identity(), images=torch.zeros(1), step=Mock(side_effect=effects))
     notes = {}
     timed = steps.time_steps(trainings, 3, notes)
     assert list(timed) == list(trainings) == ["second"]
     assert len(timed["second"]) == 3
     assert notes == {"first": "RuntimeError: CUDA out of memory"}
+
+
+def test_timed_steps_are_not_measured_by_the_guard():
+    training = tiny_course().training(steps.CONTENDERS[steps.EAGER_CONVERTED], 2, warm_up=2)
+    modes = [mode for _, layer in guard.layers_of(training.net) for mode in layer._guard.modes.values()]
+    measured_at = [mode.measured_at for mode in modes]
+    guard.generations.current += 1000
+    steps.time_steps({"converted": training}, 3, {})
+    assert [mode.measured_at for mode in modes] == measured_at
+    assert min(measured_at) >= 0
 
 
 def test_without_time_no_contender_is_begun():
