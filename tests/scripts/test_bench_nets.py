@@ -103,7 +103,8 @@ def test_a_contender_that_fails_while_it_is_timed_is_a_note():
 
 def test_timed_steps_are_not_measured_by_the_guard():
     training = tiny_course().training(steps.CONTENDERS[steps.EAGER_CONVERTED], 2, warm_up=2)
-    modes = [mode for _, layer in guard.layers_of(training.net) for mode in layer._guard.modes.values()]
+    states = [layer._guard for _, layer in guard.layers_of(training.net) if layer._guard is not None]
+    modes = [mode for state in states for mode in state.modes.values()]
     measured_at = [mode.measured_at for mode in modes]
     guard.generations.current += 1000
     steps.time_steps({"converted": training}, 3, {})
