@@ -6,6 +6,7 @@ of names for compilers are in ``tests/compiling/test_private_names_of_compilers.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 import weakref
@@ -82,9 +83,6 @@ def is_shared(t: Tensor) -> bool:
     return _is_as_allocated is None or not _is_as_allocated(storage._cdata)
 
 
-# Whether a tensor has no memory, because all of it is zero.
-is_zero_tensor = Tensor._is_zerotensor
-
 # The saved-tensor hooks that are set. They may keep a saved tensor, or replace it.
 top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
@@ -121,8 +119,6 @@ count_dispatch_modes = torch._C._len_torch_dispatch_stack
 
 # What torch.jit.trace records; None in almost every call.
 tracing_state = torch._C._get_tracing_state
-
-_BATCHED: list[Any] = [torch._C._parse_dispatch_key(key) for key in ("FuncTorchBatched", "Batched")]
 
 _SelectiveCheckpointModes = (
     torch.utils.checkpoint._CachingTorchDispatchMode,
@@ -190,8 +186,25 @@ def kinds_of_wrappers(t: Tensor) -> set[str]:
 
 def is_batched(t: Tensor) -> bool:
     """Whether the tensor stands for a batch of tensors, by vmap or ``torch.autograd.grad(is_grads_batched=True)``."""
-    keys = torch._C._dispatch_keys(t)
-    return any(keys.has(key) for key in _BATCHED)
+    functorch = torch._C._functorch
+    return functorch.is_batchedtensor(t) or functorch.is_legacy_batchedtensor(t)  # type: ignore[attr-defined]
+
+
+# The dispatch keys of a tensor. They tell subclasses, wrappers, layouts, and whether memory is what it seems to be.
+_keys_of = torch._C._dispatch_keys
+_KEYS_ON_CPU = _keys_of(torch.inference_mode(False)(torch.empty)(0, device="cpu"))
+
+
+@functools.cache
+def _plain_keys(device: torch.device) -> Any:
+    with torch.inference_mode(False), torch._C._DisableTorchDispatch():
+        return _keys_of(torch.empty(0, device=device))
+
+
+def is_plain(t: Tensor) -> bool:
+    """Whether the tensor is a usual one: strided, without a negative or conjugate bit, wrapped by no transform, of no
+    class with ops of its own, and not made in inference mode."""
+    return _keys_of(t) == (_KEYS_ON_CPU if t.is_cpu else _plain_keys(t.device))  # type: ignore[no-any-return]
 
 
 def use_count(t: Tensor) -> int:
@@ -241,7 +254,13 @@ def is_exporting() -> bool:
 
 def saves_its_result(t: Tensor) -> bool:
     """Whether the op that made the tensor keeps it for its own backward."""
-    return hasattr(type(t.grad_fn), "_saved_result")
+    kind: Any = type(t.grad_fn)
+    return _saves_its_result(kind)
+
+
+@functools.lru_cache(maxsize=256)
+def _saves_its_result(kind: Any) -> bool:
+    return hasattr(kind, "_saved_result")
 
 
 def in_backward() -> bool:

@@ -5,6 +5,7 @@ It reuses the memory of z and dz where backward owns it.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -85,28 +86,28 @@ def _local(need: Needed, saved: Saved, dz: Tensor, own_z: bool, own_dz: bool, se
     z, weight, bias, residual, var, _ = saved
     reusable = [t for t, own in ((z, own_z), (dz, own_dz)) if own]
 
-    def activation_sized(needed: bool) -> Tensor | None:
-        if not needed:
-            return None
+    def activation_sized() -> Tensor:
         return reusable.pop() if reusable else torch.empty_like(z)
 
-    dresidual, dx = activation_sized(need.residual), activation_sized(need.x)
-    dweight, dbias = _like(weight, need.weight, saved, settings), _like(bias, need.bias, saved, settings)
-    weight, bias = _of_samples(weight, bias, z, settings)
-    given = z, dz, var, weight, bias, residual, *settings.arithmetic(), settings.training, settings.shared
-    written = {"dx": dx, "dweight": dweight, "dbias": dbias, "dresidual": dresidual}
+    dresidual = activation_sized() if need.residual else None
+    dx = activation_sized() if need.x else None
     xhat = z if own_z and own_dz and need.x else None
-    ops.run(ops.local_backward, [t for t in written.values() if t is not None], *given, **written, xhat=xhat)
-    if settings.per_instance:
+    dweight = _like(weight, saved, settings) if need.weight else None
+    dbias = _like(bias, saved, settings) if need.bias else None
+    if settings.shared:
+        weight, bias = _of_samples(weight, bias, z, settings)
+    given = z, dz, var, weight, bias, residual, *settings.arithmetic(), settings.training, settings.shared
+    written = [t for t in (dx, dresidual, xhat) if t is not None]
+    buffers = {"dx": dx, "dweight": dweight, "dbias": dbias, "dresidual": dresidual, "xhat": xhat}
+    ops.run(ops.local_backward, written, *given, **buffers)
+    if settings.shared:
         dweight, dbias = _summed(dweight, saved.weight, z, settings), _summed(dbias, saved.bias, z, settings)
     return dx, dweight, dbias, dresidual
 
 
-def _like(t: Tensor | None, needed: bool, saved: Saved, settings: Settings) -> Tensor | None:
+def _like(t: Tensor | None, saved: Saved, settings: Settings) -> Tensor | None:
     """Memory for a parameter's gradient, or for those of all samples, which are summed in the statistics' dtype."""
-    if t is None or not needed:
-        return None
-    return torch.empty_like(saved.var if settings.per_instance else t)
+    return None if t is None else torch.empty_like(saved.var if settings.shared else t)
 
 
 def _summed(t: Tensor | None, like: Tensor | None, z: Tensor, settings: Settings) -> Tensor | None:
@@ -200,10 +201,16 @@ class _WithEdge(torch.autograd.Function):
 def input_edge(x: Tensor) -> Tensor:
     """A tensor without memory that has x's place in the graph. It keeps this place when x gets another one."""
     # The tensor must not be a view of x, because autograd renews the place of views when x is overwritten.
-    (edge,) = torch.unsafe_split(x, max(1, x.shape[0]))
+    (edge,) = torch.unsafe_split(x, x.shape[0] or 1)
     if not _torch.transforms_active():
-        edge.data = x.new_empty(0)
+        edge.data = _without_memory(x.dtype, x.device)
     return edge
+
+
+@functools.cache
+def _without_memory(dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.empty(0, dtype=dtype, device=device)
 
 
 class Edges(NamedTuple):

@@ -122,34 +122,37 @@ class Result(NamedTuple):
 
 
 class _Call:
-    """What autograd may not see of a call. The node keeps parts of it only: it would otherwise hold its own output."""
+    """What autograd need not see of a call. It has no activations, because the node would hold its own output."""
+
+    __slots__ = ("beside", "edges", "has_copies", "hooked", "is_alias", "is_of_view", "overwrites", "settings")
 
     def __init__(
-        self, x: Tensor, result: Result, operands: Operands, values: Values, settings: Settings, edge: Any
+        self, x: Tensor, result: Result, operands: Operands, values: Values, settings: Settings, edge: Tensor | None
     ) -> None:
-        weight, bias, residual = operands.of_graph()
-        z = result.z
-        self.saved: Tensor | None = result.saved
-        self.residual: Tensor | None = residual if result.residual is None else result.residual
+        weight, bias, residual, *_ = operands
+        z, saved, of_residual = result
         self.settings: Settings = settings
-        self.written: Tensor | None = None if z is x else z
-        self.verbatim: Tensor | None = values.verbatim
+        self.overwrites: bool = z is x
+        self.is_of_view: bool = self.overwrites and _torch.is_view(x)
+        self.is_alias: bool = saved is not None
         # Parameters that stand for themselves are saved with their places in the graph.
-        self.copies: tuple[Tensor | None, Tensor | None] | None = (
-            None if values.weight is weight and values.bias is bias else values[:2]
-        )
-        pairs = (weight, values.weight), (bias, values.bias), (residual, self.residual)
-        self.edges: Edges = Edges(edge, *(edge_of_value(t, value) for t, value in pairs))
+        self.has_copies: bool = values.weight is not weight or values.bias is not bias
+        places = (edge_of_value(weight, values.weight), edge_of_value(bias, values.bias))
+        self.edges: Edges = Edges(edge, *places, None if of_residual is None else edge_of_value(residual, of_residual))
         hooks = _torch.top_saved_tensors_hooks(True)
+        is_usual = hooks is None and values.verbatim is None and not settings.rows and not _torch.transforms_active()
+        self.beside: Values | None = values if is_usual else None
+        """Vectors that the node keeps beside what autograd saves, which takes longer. Hooks and transforms get all."""
         self.hooked: _Hooked | _Aliased | None = None
         if hooks is not None:
-            self.hooked = _Hooked(values.saved(z if self.saved is None else self.saved, self.residual), hooks)
-        elif self.saved is not None and self.saved.data_ptr() == z.data_ptr():
-            self.hooked = _Aliased(z, self.saved)
+            given = z if saved is None else saved, residual if of_residual is None else of_residual
+            self.hooked = _Hooked(values.saved(*given), hooks)
+        elif saved is not None and saved.data_ptr() == z.data_ptr():
+            self.hooked = _Aliased(z, saved)
 
 
 class InPlaceABNFunction(torch.autograd.Function):
-    """The node of z, which is x after the op has overwritten it, or ``call.written`` if the op wrote elsewhere."""
+    """The node of z, which is x after the op has overwritten it, or ``result.z`` if the op wrote elsewhere."""
 
     @staticmethod
     def forward(
@@ -159,52 +162,56 @@ class InPlaceABNFunction(torch.autograd.Function):
         residual: Tensor | None,
         var: Tensor,
         edge: Tensor | None,
+        result: Result,
+        values: Values,
         call: _Call,
     ) -> Tensor:
-        return x if call.written is None else call.written
+        return x if call.overwrites else result.z
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, weight, bias, _, var, edge, call = inputs
-        ctx.settings, ctx.hooked, ctx.edges = call.settings, call.hooked, call.edges if edge is None else Edges(edge)
-        ctx.of_view = call.written is None and _torch.is_view(x)
-        if call.written is None:
-            ctx.mark_dirty(x)
+        x, weight, bias, residual, var, edge, (_, saved, of_residual), values, call = inputs
+        ctx.call, ctx.edges = call, call.edges if edge is None else Edges(edge)
         ctx.set_materialize_grads(False)
-        ctx.is_alias = call.saved is not None
-        parameters = call.copies or (weight, bias)
-        z = output if call.saved is None else call.saved
-        ctx.save_for_backward(z, *parameters, call.residual, var, call.verbatim)
+        if call.overwrites:
+            ctx.mark_dirty(x)
+        z, residual = output if saved is None else saved, residual if of_residual is None else of_residual
+        if call.beside is None:
+            parameters = values[:2] if call.has_copies else (weight, bias)
+            ctx.save_for_backward(z, *parameters, residual, var, values.verbatim)
+        else:
+            ctx.save_for_backward(z, residual)
 
     @staticmethod
     def backward(ctx: Any, dz: Tensor | None) -> tuple[Tensor | None, ...]:
         if dz is None:
-            return (None,) * 7
+            return (None,) * 9
         if _torch.is_batched(dz):
             raise RuntimeError(
                 "inplace_abn: gradients in batches are not supported. Use ABN, or leave the layer out of the "
                 "conversion (filter_fn)"
             )
-        settings: Settings = ctx.settings
-        maths, need = rows if settings.rows else backward, Needed(*ctx.needs_input_grad[:4])
+        call: _Call = ctx.call
+        settings, need = call.settings, Needed(*ctx.needs_input_grad[:4])
+        maths = rows if settings.rows else backward
         # Compiled code is functional. The compiler reuses memory, so nothing is reused here.
         if torch.compiler.is_compiling():
-            return *maths.gradients(need, Saved(*ctx.saved_tensors), dz, False, False, settings), *(None,) * 3
+            return *maths.gradients(need, _saved(ctx), dz, False, False, settings), *(None,) * 5
         # Only the engine passes gradients that nobody else holds. Other callers hold theirs, and may call again. If x
         # is a view, the engine runs the CopySlices node of its base, and that node calls this one.
         node = _torch.current_node()
-        by_engine = node is ctx or (ctx.of_view and node is not None and node.name().endswith("CopySlices"))
+        by_engine = node is ctx or (call.is_of_view and node is not None and node.name().endswith("CopySlices"))
         own_dz = by_engine and ownership.owns_gradient(dz, sys.getrefcount(dz))
         saved = _unpacked(ctx)
         if torch.is_grad_enabled():
-            return *maths.differentiable(saved, dz, ctx.edges, settings), *(None,) * 3
+            return *maths.differentiable(saved, dz, ctx.edges, settings), *(None,) * 5
         z = saved.z
         own_dz = own_dz and z.stride() == dz.stride()
         # Counts of holders are those of an output. They do not tell who else holds an alias.
-        own_z = by_engine and not ctx.is_alias and not _is_hooked(ctx) and ownership.owns_output(z)
+        own_z = by_engine and not call.is_alias and not _is_hooked(ctx) and ownership.owns_output(z)
         # The tensor z is part of the graph. A gradient that takes its memory must be another tensor.
-        saved = saved._replace(z=z.detach())
-        return *maths.gradients(need, saved, dz, own_z, own_dz, settings), *(None,) * 3
+        saved = Saved(z.detach(), *saved[1:])
+        return *maths.gradients(need, saved, dz, own_z, own_dz, settings), *(None,) * 5
 
 
 # This is `torch.autograd.Function.apply` without its binding of default arguments, which takes longer than the rest of
@@ -212,9 +219,19 @@ class InPlaceABNFunction(torch.autograd.Function):
 _apply = super(torch.autograd.Function, InPlaceABNFunction).apply
 
 
+def is_ours(node: Any) -> bool:
+    """Whether a node of the graph is one of the op's, in Python or in C++."""
+    return "InPlaceABNFunction" in node.name()
+
+
 def _is_hooked(ctx: Any) -> bool:
     """Whether saved-tensor hooks have packed the saved output. They may keep it or hand it out again."""
     return ctx._raw_saved_tensors[0].unpack_hook is not None
+
+
+def _saved(ctx: Any) -> Saved:
+    beside: Values | None = ctx.call.beside
+    return Saved(*ctx.saved_tensors) if beside is None else beside.saved(*ctx.saved_tensors)
 
 
 def _unpacked(ctx: Any) -> Saved:
@@ -224,16 +241,16 @@ def _unpacked(ctx: Any) -> Saved:
         RuntimeError: the output was modified in place, or saved-tensor hooks gave back something else.
     """
     try:
-        saved = Saved(*ctx.saved_tensors)
+        saved = _saved(ctx)
     except RuntimeError as error:
         text = str(error)
         if "modified by an inplace operation" in text:
             what = "output" if "InPlaceABNFunction" in text else "residual"
-            raise RuntimeError(_modified(what, ctx.settings.name)) from error
+            raise RuntimeError(_modified(what, ctx.call.settings.name)) from error
         raise
-    hooked: _Hooked | _Aliased | None = ctx.hooked
+    hooked: _Hooked | _Aliased | None = ctx.call.hooked
     if hooked is not None:
-        hooked.check(saved, ctx.settings.name)
+        hooked.check(saved, ctx.call.settings.name)
     return saved
 
 
@@ -277,11 +294,12 @@ def attached(
     If z is x itself, the op has overwritten x. Otherwise only x's place in the graph is read.
     """
     call = _Call(x, result, operands, values, settings, edge)
-    if call.written is None and _torch.transforms_active():
+    weight, bias, residual, *_ = operands
+    if call.overwrites and _torch.transforms_active():
         # Transforms wrap the edge at each of their levels, so it must be a visible input.
-        z: Tensor = InPlaceABNFunction.apply(x, *operands.of_graph(), values.var, edge, call)
+        z: Tensor = InPlaceABNFunction.apply(x, weight, bias, residual, values.var, edge, result, values, call)
     else:
-        z = _apply(x, *operands.of_graph(), values.var, None, call)
+        z = _apply(x, weight, bias, residual, values.var, None, result, values, call)
     if call.hooked is not None:
         call.hooked.start()
     return z

@@ -69,10 +69,9 @@ def _has_one_owner(t: Tensor) -> bool:
     It cannot if torch did not allocate it, if it is a lazy copy, or if other processes share it. A tensor without
     memory, whose values are all zero, has no owner.
     """
-    if type(t) is not Tensor or t.layout is not torch.strided or _torch.transforms_active():
+    if type(t) is not Tensor or _torch.transforms_active() or not _torch.is_plain(t):
         return False
-    own = t.untyped_storage().resizable() and not _torch.is_shared(t)
-    return own and not (t.is_neg() or t.is_conj() or _torch.is_lazy_copy(t) or _torch.is_zero_tensor(t))
+    return t.untyped_storage().resizable() and not _torch.is_shared(t) and not _torch.is_lazy_copy(t)
 
 
 def counts(t: Tensor, references: int) -> Counts | None:

@@ -1,7 +1,8 @@
 """What a norm does in most of its calls: what it did in the call before.
 
 A call makes a plan, by which later calls that are like it need not look at everything again. The node in C++ makes such
-a call, and the activation or the sum that follows, in one step each. If anything else follows, Python goes on.
+a call, and the activation or the sum that follows, in one step each. If anything else follows, Python goes on. Without
+that node the call is made here, and Python goes on.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from inplace_abn import _torch, functions, guard
 from inplace_abn.activations import IDENTITY, find, name_of
+from inplace_abn.autograd import usual
 from inplace_abn.autograd.backward import Values
 from inplace_abn.conversion.converted import Note
 from inplace_abn.conversion.waiting import NormCall, PendingState, seen_as
@@ -67,23 +69,70 @@ class Native:
         """What follows an earlier call does not matter."""
 
 
-class Plan:
+class _Alike:
     """A norm's calls in training, by statistics of their own, which nobody measures or watches."""
 
-    __slots__ = (
-        "_approved",
-        "_called",
-        "_decision",
-        "_eps",
-        "_look",
-        "_mode",
-        "_momentum",
-        "_state",
-        "in_cpp",
-        "name",
-        "node",
-        "settings",
-    )
+    __slots__ = ("_decision", "_eps", "_look", "_mode", "_momentum", "_state", "settings")
+
+    def __init__(self, module: Any, settings: Settings, look: guard.Look, mode: guard.Mode) -> None:
+        self.settings: Settings = settings
+        self._look, self._mode, self._decision = look, mode, look.decision
+        self._state, self._eps, self._momentum = module._guard, module.eps, module.momentum
+
+    def holds(self, module: Any) -> bool:
+        """Whether the module is as it was. Nothing is said about tensors, and about what surrounds the call."""
+        state, mode = module._guard, self._mode
+        return (
+            state is self._state
+            and state.given_up is None
+            and mode.decisions[-1] is self._decision
+            and module.training
+            and module.eps is self._eps
+            and module.momentum is self._momentum
+            and guard.is_settled(module, state, mode)
+        )
+
+
+class PlanInPython(_Alike):
+    """Calls that are made in Python, where there is no node in C++. What follows them has no plan."""
+
+    __slots__ = ("_activating", "_applied", "_kind")
+
+    def __init__(
+        self, module: Any, x: Tensor, settings: Settings, applied: tuple[str, float], look: guard.Look, mode: guard.Mode
+    ) -> None:
+        super().__init__(module, settings, look, mode)
+        self._applied, self._activating = applied, settings.activating(applied)
+        self._kind = _kind(x, (*parameters(module), *_statistics(module)))
+
+    def call(self, module: Any, x: Tensor) -> tuple[NormCall, Tensor, None, tuple[str, float]] | None:
+        """Calls the norm. Returns the call, the memory of its output, no residual, and the activation of the memory.
+
+        None if the call is not like the plan's, and nothing was done.
+        """
+        tensors = weight, bias, mean, var, batches = *parameters(module), *_statistics(module)
+        if not self.holds(module) or _kind(x, tensors) != self._kind or not usual.are_usual(x, *tensors):
+            return None
+        if functions.node_in_cpp() is not None or not any(t is not None and t.requires_grad for t in (x, weight, bias)):
+            return None
+        memory = torch.empty_like(x, requires_grad=False)
+        operands = Operands(weight, bias, None, mean, var, self._momentum)
+        # Autograd does not notice the update of the running statistics, as in torch.
+        values = usual.written(x, memory, operands, self._activating)
+        if values is None:
+            return None
+        if batches is not None:
+            batches.add_(1)
+        return NormCall(module, x, operands, None, values, self.settings, self._look), memory, None, self._applied
+
+    def approve(self, *_: Any) -> None:
+        """What follows is looked at in each call."""
+
+
+class Plan(_Alike):
+    """Calls that the node in C++ makes."""
+
+    __slots__ = ("_approved", "_called", "in_cpp", "name", "node")
 
     def __init__(
         self,
@@ -95,11 +144,9 @@ class Plan:
         mode: guard.Mode,
         node: Node,
     ) -> None:
-        self.settings: Settings = settings
+        super().__init__(module, settings, look, mode)
         self.node: Node = node
-        self._look, self._mode, self._decision = look, mode, look.decision
         self.name: str = settings.name or type(module).__name__
-        self._state, self._eps, self._momentum = module._guard, module.eps, module.momentum
         options = (module.momentum, settings.eps, find(applied[0]).code, applied[1], settings.name)
         self.in_cpp: Any = node.plan(x, parameters(module)[0], _statistics(module)[0], *options)
         self._approved: dict[tuple[str, float, bool], Approved] = {}
@@ -112,17 +159,7 @@ class Plan:
         Both are None, and nothing was done, if the call is not like the plan's. The node looks at the tensors, and at
         what surrounds the call.
         """
-        state, mode = module._guard, self._mode
-        if (
-            state is not self._state
-            or state.given_up is not None
-            or mode.decisions[-1] is not self._decision
-            or not module.training
-            or module.eps is not self._eps
-            or module.momentum is not self._momentum
-            or self.node is not functions.node_in_cpp()
-            or not guard.is_settled(module, state, mode)
-        ):
+        if not self.holds(module) or self.node is not functions.node_in_cpp():
             return None, None
         return self.node.norm(self.in_cpp, x, *parameters(module), *_statistics(module))
 
@@ -186,15 +223,18 @@ class Plan:
         return state, node
 
 
-def of_call(module: Any, x: Tensor, settings: Settings, applied: tuple[str, float], look: guard.Look) -> Plan | None:
+def of_call(
+    module: Any, x: Tensor, settings: Settings, applied: tuple[str, float], look: guard.Look
+) -> Plan | PlanInPython | None:
     """The plan for calls that are like this one, which is not measured; None if there is none."""
     is_simple = module.training and not settings.per_instance and not module.is_synchronised()
-    node = functions.node_in_cpp()
     # Tensors may be written to.
     are_numbers = isinstance(module.momentum, (int, float)) and isinstance(module.eps, (int, float))
-    if node is None or look.mode is None or not is_simple or not are_numbers:
+    if look.mode is None or not is_simple or not are_numbers:
         return None
-    return Plan(module, x, settings, applied, look, look.mode, node)
+    node = functions.node_in_cpp()
+    given = module, x, settings, applied, look, look.mode
+    return PlanInPython(*given) if node is None else Plan(*given, node)
 
 
 def parameters(module: Any) -> tuple[Tensor | None, Tensor | None]:
@@ -211,3 +251,8 @@ def _statistics(module: Any) -> tuple[Tensor | None, Tensor | None, Tensor | Non
         return None, None, None
     buffers = module._buffers
     return buffers.get("running_mean"), buffers.get("running_var"), buffers.get("num_batches_tracked")
+
+
+def _kind(x: Tensor, tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+    """What the tensors of a call are like."""
+    return x.shape, x.stride(), x.dtype, x.device, *[None if t is None else t.dtype for t in tensors]

@@ -122,7 +122,7 @@ def run(op: Any, written: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
             return op(*args, **kwargs)
     try:
         with _torch.BelowAutograd():
-            result = op(*args, **kwargs)
+            result = _torch.builtin_of(op)(*args, **kwargs)
     except (ValueError, RuntimeError) as raised:
         raise as_python_error(raised) from None
     increment_version(written)

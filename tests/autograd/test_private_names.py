@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -157,9 +159,24 @@ def test_is_lazy_copy():
     assert not _torch.is_lazy_copy(torch.ones(2))
 
 
-def test_is_zero_tensor():
-    assert _torch.is_zero_tensor(torch._efficientzerotensor((2, 3)))
-    assert not _torch.is_zero_tensor(torch.zeros(2, 3))
+def test_is_plain():
+    with torch.inference_mode():
+        made_in_inference = torch.ones(2)
+    unusual = {
+        "zero tensor": torch._efficientzerotensor((2, 3)),
+        "negative bit": torch._neg_view(torch.ones(2)),
+        "conjugate bit": torch.ones(2, dtype=torch.complex64).conj(),
+        "sparse": torch.ones(2).to_sparse(),
+        "inference": made_in_inference,
+        "meta": FakeTensorMode().from_tensor(torch.ones(2)),
+    }
+    assert [name for name, t in unusual.items() if _torch.is_plain(t)] == []
+    seen = []
+    torch.func.vmap(lambda t: (seen.append(_torch.is_plain(t)), t)[1])(torch.ones(2))
+    torch.func.grad(lambda t: (seen.append(_torch.is_plain(t)), t.sum())[1])(torch.ones(2))
+    assert seen == [False, False]
+    for t in (torch.ones(2), torch.ones(2, device="meta"), nn.Parameter(torch.ones(2)), torch.ones(3, 2).t()[1:]):
+        assert _torch.is_plain(t)
 
 
 def test_top_saved_tensors_hooks():
