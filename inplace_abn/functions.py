@@ -102,8 +102,7 @@ def local(x: Tensor, operands: Operands, settings: Settings, overwrite_input: bo
     # Transforms would look for rules of the node's op, before it could say that it is not for them.
     refuses = torch.compiler.is_compiling() or _torch.transforms_active()
     z: Tensor | None = None
-    has_kernels = x.is_cpu or ops.run_on(x.device)
-    if not _DISABLED and not refuses and has_kernels and not _torch.saves_its_result(x):
+    if not _DISABLED and not refuses and ops.run_on(x.device) and not _torch.saves_its_result(x):
         z = _usual(x, operands, settings) if _node is None else _by_node(_node, x, operands, settings)
     return _forward(x, operands, settings) if z is None else z
 
