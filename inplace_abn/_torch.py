@@ -28,6 +28,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # A context in which ops run below autograd. It takes a microsecond less than no_grad, and modes still see the ops.
 BelowAutograd = torch._C._AutoDispatchBelowADInplaceOrView
 
+# A context in which no dispatch mode sees the ops.
+NoDispatch = torch._C._DisableTorchDispatch
+
 # The dispatch keys below autograd. A call that will bump versions itself goes on with these.
 BELOW_AUTOGRAD = torch._C._after_ADInplaceOrView_keyset
 
@@ -120,6 +123,8 @@ count_dispatch_modes = torch._C._len_torch_dispatch_stack
 # What torch.jit.trace records; None in almost every call.
 tracing_state = torch._C._get_tracing_state
 
+_BATCHED: list[Any] = [torch._C._parse_dispatch_key(key) for key in ("FuncTorchBatched", "Batched")]
+
 _SelectiveCheckpointModes = (
     torch.utils.checkpoint._CachingTorchDispatchMode,
     torch.utils.checkpoint._CachedTorchDispatchMode,
@@ -186,6 +191,10 @@ def kinds_of_wrappers(t: Tensor) -> set[str]:
 
 def is_batched(t: Tensor) -> bool:
     """Whether the tensor stands for a batch of tensors, by vmap or ``torch.autograd.grad(is_grads_batched=True)``."""
+    if torch.compiler.is_compiling():
+        # The compiler does not trace the functions below.
+        keys = _keys_of(t)
+        return any(keys.has(key) for key in _BATCHED)
     functorch = torch._C._functorch
     return functorch.is_batchedtensor(t) or functorch.is_legacy_batchedtensor(t)  # type: ignore[attr-defined]
 
@@ -197,7 +206,7 @@ _KEYS_ON_CPU = _keys_of(torch.inference_mode(False)(torch.empty)(0, device="cpu"
 
 @functools.cache
 def _plain_keys(device: torch.device) -> Any:
-    with torch.inference_mode(False), torch._C._DisableTorchDispatch():
+    with torch.inference_mode(False), NoDispatch():
         return _keys_of(torch.empty(0, device=device))
 
 
@@ -347,7 +356,7 @@ def unwatched() -> AbstractContextManager[Any]:
     """A context for the ops of the guard's measurements. There are so many that a mode takes longer than they do."""
     modes = dispatch_modes()
     is_blind = bool(modes) and all(isinstance(mode, OwnMode) and not mode.sees_measurements for mode in modes)
-    return torch._C._DisableTorchDispatch() if is_blind else nullcontext()
+    return NoDispatch() if is_blind else nullcontext()
 
 
 def is_checkpointed_selectively() -> bool:

@@ -200,16 +200,20 @@ class _WithEdge(torch.autograd.Function):
 
 def input_edge(x: Tensor) -> Tensor:
     """A tensor without memory that has x's place in the graph. It keeps this place when x gets another one."""
+    if torch.is_inference_mode_enabled():
+        # In inference mode the tensor would have no place.
+        with torch.inference_mode(False):
+            return input_edge(x)
     # The tensor must not be a view of x, because autograd renews the place of views when x is overwritten.
     (edge,) = torch.unsafe_split(x, x.shape[0] or 1)
     if not _torch.transforms_active():
-        edge.data = _without_memory(x.dtype, x.device)
+        edge.data = _without_memory(x.dtype, x.device) if type(edge) is Tensor else x.new_empty(0)
     return edge
 
 
 @functools.cache
 def _without_memory(dtype: torch.dtype, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):
+    with torch.inference_mode(False), _torch.NoDispatch():
         return torch.empty(0, dtype=dtype, device=device)
 
 

@@ -211,7 +211,10 @@ class InPlaceABNFunction(torch.autograd.Function):
         own_z = by_engine and not call.is_alias and not _is_hooked(ctx) and ownership.owns_output(z)
         # The tensor z is part of the graph. A gradient that takes its memory must be another tensor.
         saved = Saved(z.detach(), *saved[1:])
-        return *maths.gradients(need, saved, dz, own_z, own_dz, settings), *(None,) * 5
+        found = maths.gradients(need, saved, dz, own_z, own_dz, settings)
+        if by_engine and not _torch.keeps_graph():
+            call.beside = None
+        return *found, *(None,) * 5
 
 
 # This is `torch.autograd.Function.apply` without its binding of default arguments, which takes longer than the rest of

@@ -111,9 +111,15 @@ class PlanInPython(_Alike):
         None if the call is not like the plan's, and nothing was done.
         """
         tensors = weight, bias, mean, var, batches = *parameters(module), *_statistics(module)
-        if not self.holds(module) or _kind(x, tensors) != self._kind or not usual.are_usual(x, *tensors):
+        if functions.node_in_cpp() is not None or not self.holds(module) or _kind(x, tensors) != self._kind:
             return None
-        if functions.node_in_cpp() is not None or not any(t is not None and t.requires_grad for t in (x, weight, bias)):
+        # In inference mode no tensor that is made here has a version.
+        if not usual.are_usual(x, *tensors) or torch.is_inference_mode_enabled():
+            return None
+        if not any(t is not None and t.requires_grad for t in (x, weight, bias)):
+            return None
+        # What is no number may not be counted, which torch finds out before it writes.
+        if batches is not None and batches.dim() > 0:
             return None
         memory = torch.empty_like(x, requires_grad=False)
         operands = Operands(weight, bias, None, mean, var, self._momentum)

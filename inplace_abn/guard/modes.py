@@ -261,10 +261,12 @@ class Writes:
         """
         parameters = module._parameters
         weight, bias = parameters.get("weight"), parameters.get("bias")
-        if weight is None:
-            return self._weight is None
-        version = weight._version if bias is None else weight._version + bias._version
-        return version == self._version and weight is self._weight and bias is self._bias
+        if weight is None or self._weight is None:
+            return weight is self._weight
+        # A tensor that replaces one of them need not have a version.
+        if weight is not self._weight or bias is not self._bias:
+            return False
+        return (weight._version if bias is None else weight._version + bias._version) == self._version
 
     def take(self, module: Any) -> bool:
         """Whether somebody else wrote. From now on the present values are the expected ones."""

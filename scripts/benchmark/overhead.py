@@ -87,7 +87,7 @@ STATEMENTS = {
 """The statements to time. Each copies the leaf, because a leaf may not be overwritten. "neither" has the copy alone.
 "Python" uses the node in Python, as where there is no C++ node for the torch."""
 
-UNCOUNTED = {"in-place, Python", "converted, Python", "beside its input", "beside its input, residual"}
+UNCOUNTED = {"beside its input", "beside its input, residual"}
 """Their instructions are not counted, because each takes a minute or two."""
 
 

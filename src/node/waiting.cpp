@@ -5,6 +5,7 @@
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/InferenceMode.h>
 
 #include <initializer_list>
 #include <memory>
@@ -316,6 +317,8 @@ Tensor plan(const Tensor& x, const OptTensor& weight, const OptTensor& running_m
 Output norm(const Tensor& plan, const Tensor& x, const OptTensor& weight, const OptTensor& bias,
             const OptTensor& running_mean, const OptTensor& running_var, const OptTensor& batches) {
   const Plan& p = owned_by<Plan>(plan);
+  // In inference mode no tensor that is made here has a version. What is no number may not be counted.
+  if (c10::InferenceMode::is_enabled() || (batches.has_value() && batches->dim() > 0)) return {};
   if (!fits(p, x, weight, bias, running_mean, running_var) ||
       !is_usual(x, {&weight, &bias, &running_mean, &running_var, &batches}, true)) {
     return {};

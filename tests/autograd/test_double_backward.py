@@ -1,5 +1,7 @@
 """``create_graph=True``: gradients of gradients are those of the out-of-place formulas, and nothing is overwritten."""
 
+from contextlib import contextmanager, nullcontext
+
 import maths
 import pytest
 import torch
@@ -290,3 +292,22 @@ def test_gradients_of_functional_gradients(activation, param, training, inner, o
         return outer(twice(f)[inner], tensors)
 
     torch.testing.assert_close(compute(inplace_abn), compute(maths.forward), rtol=1e-8, atol=1e-9)
+
+
+@contextmanager
+def recording_in_inference_mode():
+    with torch.inference_mode(), torch.enable_grad():
+        yield
+
+
+def test_a_graph_that_is_recorded_in_inference_mode_has_gradients_of_gradients(device):
+    (x, weight, _), _ = leaves(device, "weight")
+
+    def norms(surrounding):
+        a = x * 1.5
+        with surrounding:
+            z = inplace_abn(a, weight, None, None, None, activation="silu", signed_weight=True)
+        given = torch.autograd.grad(z.sin().sum(), [x, weight], create_graph=True)
+        return [*given, *torch.autograd.grad(sum(t.square().sum() for t in given), [x, weight])]
+
+    torch.testing.assert_close(norms(recording_in_inference_mode()), norms(nullcontext()))

@@ -179,6 +179,11 @@ def test_is_plain():
         assert _torch.is_plain(t)
 
 
+def test_no_mode_sees_what_is_made_without_dispatch():
+    with FakeTensorMode(), _torch.NoDispatch():
+        assert type(torch.empty(0)) is torch.Tensor
+
+
 def test_top_saved_tensors_hooks():
     assert _torch.top_saved_tensors_hooks(True) is None
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):

@@ -246,12 +246,15 @@ def test_retain_graph_and_compiled_autograd(device):
 
 
 @pytest.mark.parametrize("consume", [lambda z: z * 2, lambda z: z], ids=["weighted", "expanded"])
+@pytest.mark.parametrize("node", ["C++ node", "Python node"], indirect=True)
 def test_an_eager_graph_under_compiled_autograd(consume, device):
     def function(a, *affine):
         return consume(abn(a * 2, *affine))
 
     expected = gradients(lambda a, *affine: consume(expected_abn(a * 2, *affine)), device)
-    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+    # The node in C++ is called as it is.
+    compiler = torch.compile(backend="eager", fullgraph=functions._node is None)
+    with torch._dynamo.compiled_autograd._enable(compiler):
         actual = gradients(function, device)
     assert_same(actual, expected)
 

@@ -109,6 +109,9 @@ CHANGES = {
     "one running statistic removed": lambda model: setattr(model[1], "running_mean", None),
     "number of batches removed": lambda model: setattr(model[1], "num_batches_tracked", None),
     "weight removed": lambda model: setattr(model[1], "weight", None),
+    "bias made in inference mode": lambda model: model[1]._parameters.update(
+        bias=torch.inference_mode()(torch.zeros)(4, dtype=torch.float64)
+    ),
     "bias removed": lambda model: setattr(model[1], "bias", None),
     "both removed": lambda model: (setattr(model[1], "weight", None), setattr(model[1], "bias", None)),
     "weight replaced": lambda model: setattr(model[1], "weight", nn.Parameter(torch.full((4,), 2.0).double())),
@@ -493,6 +496,34 @@ def test_an_option_that_cannot_be_hashed_is_torchs_error():
         model.use = lambda m, x, y: F.leaky_relu(y, negative_slope=[])
 
     assert steps(model, change)[-1] == str(TypeError)
+
+
+def test_a_batch_that_cannot_be_counted_changes_nothing():
+    model = convert(net())
+
+    def change(model):
+        model[1].num_batches_tracked = model[1].num_batches_tracked.reshape(1).expand(3)
+        before.extend(b.clone() for b in model.buffers())
+
+    before = []
+    assert "RuntimeError" in steps(model, change)[-1]
+    torch.testing.assert_close([*model.buffers()], before, rtol=0, atol=0)
+
+
+def test_a_graph_may_be_recorded_in_inference_mode():
+    def x(batch):
+        return batch.requires_grad_()
+
+    def recording(model):
+        forward = model.forward
+
+        def call(batch):
+            with torch.inference_mode(), torch.enable_grad():
+                return forward(batch)
+
+        model.forward = call
+
+    check_alike(steps(convert(net()), recording, x), steps(net(), recording, x))
 
 
 @pytest.mark.parametrize("use", [torch.relu_, torch.sin], ids=["activated in place", "read"])
