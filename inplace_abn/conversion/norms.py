@@ -87,11 +87,13 @@ class InPlaceNorm(Converted):
 
     def _normalised(self, x: Tensor) -> Tensor | None:
         """The norm's output, mostly a `Pending` tensor; None where the norm does what it did before conversion."""
-        # In inference mode no tensor that is made here has a version.
-        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        if not torch.is_grad_enabled():
             return None
         if torch.compiler.is_compiling():
             return self._compiled(x)
+        # In inference mode no tensor that is made here has a version.
+        if torch.is_inference_mode_enabled():
+            return None
         return self._looked(x)
 
     def _looked(self, x: Tensor) -> Tensor | None:
