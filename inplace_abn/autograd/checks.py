@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from inplace_abn import _torch
+from inplace_abn.autograd import nodes
 from inplace_abn.autograd.backward import values_per_channel
 from inplace_abn.kernels import ops
 from inplace_abn.settings import Operands
@@ -92,10 +93,9 @@ def check_overwritable(x: Tensor, requires_grad: bool) -> None:
     for t in (x, base):
         if t is None or t.grad_fn is None:
             continue
-        name = t.grad_fn.name()
-        ours = "InPlaceABNFunction" in name
+        ours = nodes.is_ours(t.grad_fn)
         if ours or _torch.saves_its_result(t):
-            producer = "InPlaceABNFunction" if ours else name
+            producer = "InPlaceABNFunction" if ours else t.grad_fn.name()
             raise RuntimeError(
                 f"inplace_abn: x is the output of {producer}, which needs it for its own backward, so it cannot be "
                 f"overwritten{_REMEDY}"
