@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -70,6 +70,39 @@ class Settings(NamedTuple):
     def arithmetic(self) -> tuple[float, bool, int, float]:
         """The arguments that every op has in common."""
         return self.eps, self.signed_weight, activations.find(self.activation).code, self.activation_param
+
+
+def parameters(module: Any) -> tuple[Tensor | None, Tensor | None]:
+    """The weight and the bias of a norm at this moment; None for what it has not.
+
+    Wrappers replace parameters by plain tensors (FSDP, pruning) or compute them whenever they are read (parametrize).
+    """
+    held = module._parameters
+    if "weight" in held and "bias" in held:
+        return held["weight"], held["bias"]
+    return _present(module, "weight"), _present(module, "bias")
+
+
+def running_statistics(module: Any) -> tuple[Tensor | None, Tensor | None]:
+    """The running mean and the running variance of a norm at this moment; None for what it has not."""
+    held = module._buffers
+    if "running_mean" in held and "running_var" in held:
+        return held["running_mean"], held["running_var"]
+    return _present(module, "running_mean"), _present(module, "running_var")
+
+
+def counted_batches(module: Any) -> Tensor | None:
+    """The counter of batches of a norm at this moment; None if it has none."""
+    batches: Tensor | None = _present(module, "num_batches_tracked")
+    return batches
+
+
+def _present(module: Any, name: str) -> Any:
+    """An attribute of a module; None if it has none of that name. For those ``getattr`` takes microseconds."""
+    for held in (module._buffers, module._parameters, module.__dict__):
+        if name in held:
+            return held[name]
+    return getattr(module, name) if hasattr(type(module), name) else None
 
 
 def check_hyperparameters(eps: float, momentum: float | Tensor | None) -> None:

@@ -1,13 +1,18 @@
 """A linear layer whose output u is multiplied by a vector (LayerScale, arXiv 2103.17239), without keeping u.
 
     u = h W^T + b        z = u * gamma        G = dz^T h
-    du = dz * gamma      dgamma_i = sum_j G_ij W_ij + b_i sum(dz_i)      dW = gamma * G
+    du = dz * gamma      dgamma_i = sum_r dz_ri u_ri      dW = gamma * G
 
-So the product that dW needs is computed once, if u was multiplied only.
+dgamma is computed from the product that dW needs, which is computed once if u was multiplied only. Where h W^T and b
+cancel, sum_j G_ij W_ij + b_i sum(dz_i) would lose the digits of u. So dz is taken apart into its mean over the rows and
+the rest d. The mean is multiplied by the mean of u, which the forward pass has computed. In 16 bits sum(d) is not zero.
+
+    dgamma_i = sum_j (d^T h - sum(d) mean(h)^T)_ij W_ij + (sum(d_i) + N mean(dz_i)) mean(u_i)
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +21,8 @@ from torch import Tensor
 
 from inplace_abn import _torch
 from inplace_abn.autograd.backward import input_edge, placed
+from inplace_abn.kernels import ops
+from inplace_abn.reference import wide
 
 
 class Linear(NamedTuple):
@@ -28,6 +35,31 @@ class Linear(NamedTuple):
 
 def _rows(t: Tensor) -> Tensor:
     return t.reshape(-1, t.shape[-1])
+
+
+def mean_of_rows(t: Tensor) -> Tensor:
+    """The mean of a matrix over its rows, in the dtype of sums."""
+    return t.mean(dim=0, dtype=wide(t.dtype))
+
+
+def _quick_mean(t: Tensor) -> Tensor:
+    """`mean_of_rows` by the kernel for statistics: on the CPU torch would copy a matrix of 16 bits."""
+    if _torch.is_batched(t) or len(t) < 2 or not ops.run_on(t.device):
+        return mean_of_rows(t)
+    mean, _ = ops.run(ops.statistics, [], t, 0)
+    return mean  # type: ignore[no-any-return]
+
+
+def gradients(
+    dz: Tensor, h: Tensor, weight: Tensor, mean_of_u: Tensor, mean: Callable[[Tensor], Tensor] = mean_of_rows
+) -> tuple[Tensor, Tensor]:
+    """G and dgamma, in the dtype of sums. ``mean`` computes `mean_of_rows`."""
+    of_dz, of_h = mean(dz), mean(h)
+    rest = (dz - of_dz).to(h.dtype)
+    product, sum_of_rest = (rest.t() @ h).to(of_h.dtype), len(dz) * mean(rest)
+    dgamma = ((product - torch.outer(sum_of_rest, of_h)) * weight).sum(dim=1)
+    of_dz = len(dz) * of_dz
+    return product + torch.outer(of_dz, of_h), dgamma + (sum_of_rest + of_dz) * mean_of_u
 
 
 class Exchange:
@@ -83,6 +115,8 @@ class Product(NamedTuple):
     linear: Linear
     back: tuple[int, ...]
     """The permutation that makes u of t."""
+    mean: Tensor
+    """Of u over its rows."""
     exchange: Exchange | None
     edge: Tensor
     """A tensor without memory that has t's place in the graph."""
@@ -101,7 +135,7 @@ class ScaleFunction(torch.autograd.Function):
         h, weight, bias = product.linear
         # Autograd notices writes to h and W, as it does for the linear layer. Nobody else keeps the bias.
         values = None if bias is None else bias.detach().clone()
-        ctx.save_for_backward(gamma, h.detach(), weight.detach(), values)
+        ctx.save_for_backward(gamma, h.detach(), weight.detach(), values, product.mean)
         ctx.back, ctx.exchange, ctx.edge, ctx.dtype = product.back, product.exchange, product.edge, t.dtype
         ctx.set_materialize_grads(False)
 
@@ -109,8 +143,8 @@ class ScaleFunction(torch.autograd.Function):
     def backward(ctx: Any, dz: Tensor | None) -> tuple[Tensor | None, ...]:
         if dz is None:
             return (None,) * 4
-        gamma, h, weight, bias = ctx.saved_tensors
-        need, back, wide = ctx.needs_input_grad, ctx.back, torch.promote_types(ctx.dtype, torch.float32)
+        gamma, h, weight, bias, mean_of_u = ctx.saved_tensors
+        need, back = ctx.needs_input_grad, ctx.back
         forth = [back.index(i) for i in range(len(back))]
         # Here all tensors are laid out as u.
         dz = dz.permute(back).contiguous()
@@ -121,12 +155,9 @@ class ScaleFunction(torch.autograd.Function):
             t: Any = placed(values, ctx.edge)
             dgamma = _rows(dz * t.permute(back)).sum(dim=0)
         elif need[1]:
-            product = _rows(dz).to(ctx.dtype).t() @ _rows(h)
-            dgamma = (product.to(wide) * weight).sum(dim=1)
-            if bias is not None:
-                dgamma = dgamma + bias * _rows(dz).sum(dim=0, dtype=wide)
+            product, dgamma = gradients(_rows(dz), _rows(h), weight, mean_of_u, _quick_mean)
             if du is not None and ctx.exchange is not None:
-                ctx.exchange.give(du, product * gamma.unsqueeze(1).to(wide))
+                ctx.exchange.give(du, product * gamma.unsqueeze(1).to(product.dtype))
         return None if du is None else du.permute(forth), None if dgamma is None else dgamma.to(gamma.dtype), None, None
 
 
@@ -153,5 +184,6 @@ def scaled(
         back: the permutation that makes u of t.
         exchange: that of the linear layer; None if it has torch's node.
     """
-    result: Tensor = ScaleFunction.apply(t, gamma, (z,), Product(given, back, exchange, input_edge(t)))
+    mean = _quick_mean(_rows(t.detach().permute(back)))
+    result: Tensor = ScaleFunction.apply(t, gamma, (z,), Product(given, back, mean, exchange, input_edge(t)))
     return result

@@ -63,16 +63,27 @@ _OPS = norms.PLAIN.keys() | rows.PLAIN.keys() | {alone.ALONE}
 def _without_copies(graph: fx.Graph) -> None:
     """Replaces copies by what they copy.
 
-    No op writes to a tensor, so only returned tensors need memory of their own.
+    No op of the graph writes to a tensor. What the graph is given or returns may be written to outside of it.
     """
+    outside = {_memory(node) for each in graph.nodes if each.op == "output" for node in each.all_input_nodes}
     for node in list(graph.nodes):
         source = node.args[-1] if node.target in _COPIES else None
         if not isinstance(source, fx.Node) or node.kwargs or not is_alike(node, source):
             continue
-        same = node.meta["val"].stride() == source.meta["val"].stride()
-        if same and all(user.op != "output" for user in node.users):
+        same, memory = node.meta["val"].stride() == source.meta["val"].stride(), _memory(source)
+        if same and node not in outside and memory not in outside and memory.op != "placeholder":
             node.replace_all_uses_with(source)
             graph.erase_node(node)
+
+
+def _memory(node: fx.Node) -> fx.Node:
+    """The node that made the memory of a node's result."""
+    while isinstance(node.target, torch._ops.OpOverload):
+        returned = _torch.schema_of(node.target).returns
+        if not returned or returned[0].alias_info is None or node.target in _COPIES:
+            break
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _keep_parameters(graph: fx.Graph) -> None:

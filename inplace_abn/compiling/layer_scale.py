@@ -1,7 +1,6 @@
 """LayerScale for compilers: a linear layer's output that is multiplied by a vector need not be kept.
 
-The formulas are those of `inplace_abn.autograd.scale`. The product of matrices that the weight's gradient needs is
-computed once, for both gradients.
+The formulas are those of `inplace_abn.autograd.scale`.
 """
 
 from __future__ import annotations
@@ -13,9 +12,9 @@ import torch
 from torch import Tensor, fx
 
 from inplace_abn._torch import is_backward
+from inplace_abn.autograd.scale import gradients, mean_of_rows
 from inplace_abn.compiling.inlining import inlined
 from inplace_abn.compiling.search import is_cast, is_read_again
-from inplace_abn.reference import wide
 
 _aten = torch.ops.aten
 _VIEWS = frozenset([_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default])
@@ -166,20 +165,15 @@ def _is_inverse(step: fx.Node, other: fx.Node) -> bool:
 def _write(graph: fx.Graph, scaled: _Scaled) -> None:
     linear, steps, gamma, weight, dz, products, sums, dweight = scaled
     h: Any = linear.args[-2]
-    bias = linear.args[0] if linear.target is _aten.addmm.default else None
     dtype, shape = dweight.meta["val"].dtype, sums.meta["val"].shape
 
-    def gradients(dz: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None, gamma: Tensor) -> tuple[Tensor, ...]:
-        dz = _back(dz, steps)
-        product = dz.to(h.dtype).t() @ h
-        wide_product = product.to(wide(product.dtype))
-        dgamma = (wide_product * weight).sum(dim=1)
-        if bias is not None:
-            dgamma = dgamma + bias * dz.sum(dim=0)
-        of_weight = wide_product * gamma.reshape(-1, 1)
-        return dgamma.to(sums.meta["val"].dtype).view(shape), of_weight.to(dtype)
+    def found(dz: Tensor, h: Tensor, weight: Tensor, mean: Tensor, gamma: Tensor) -> tuple[Tensor, ...]:
+        product, dgamma = gradients(_back(dz, steps), h, weight, mean)
+        return dgamma.to(sums.meta["val"].dtype).view(shape), (product * gamma.reshape(-1, 1)).to(dtype)
 
+    with graph.inserting_before(linear.next):
+        (mean,) = inlined(graph, mean_of_rows, (linear,), linear)
     with graph.inserting_before(min(products, dweight)):
-        dgamma, of_weight = inlined(graph, gradients, (dz, h, weight, bias, gamma), products)
+        dgamma, of_weight = inlined(graph, found, (dz, h, weight, mean, gamma), products)
     sums.replace_all_uses_with(dgamma)
     dweight.replace_all_uses_with(of_weight)

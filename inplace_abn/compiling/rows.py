@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, fx
 
-from inplace_abn._torch import is_backward, read_while_tracing
+from inplace_abn._torch import is_backward
 from inplace_abn.compiling.inlining import inline
 from inplace_abn.compiling.search import gradients_of, is_cast, is_read_again
 from inplace_abn.reference import RMS, wide
@@ -45,18 +45,11 @@ def statistics(x: Tensor, rows: str, eps: float) -> list[Any]:
     return [mean, torch.rsqrt(var + eps)]
 
 
-def verbatim(x: Tensor, statistics: Sequence[Any], columns: tuple[int, ...]) -> Verbatim:
+def verbatim(x: Tensor, statistics: Sequence[Any], columns: Tensor) -> Verbatim:
     """What a call keeps of the given columns."""
-    kept = _columns(columns, x.device)
-    values = _standardised(x[..., kept], *statistics)
-    places = torch.full(x.shape[-1:], -1, device=x.device).scatter(0, kept, torch.arange(len(columns), device=x.device))
-    return Verbatim(places, values.to(x.dtype))
-
-
-@read_while_tracing
-def _columns(columns: tuple[int, ...], device: torch.device) -> Tensor:
-    """The columns' numbers. A list of numbers in the graph would be copied to the device in each call."""
-    return torch.tensor(columns, device=device)
+    values = _standardised(x[..., columns], *statistics)
+    numbers = torch.arange(len(columns), device=x.device)
+    return Verbatim(torch.full(x.shape[-1:], -1, device=x.device).scatter(0, columns, numbers), values.to(x.dtype))
 
 
 def normalised(

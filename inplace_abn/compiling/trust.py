@@ -33,7 +33,7 @@ from inplace_abn.guard.modes import Mode
 from inplace_abn.guard.rows import figures as figures_of_rows
 from inplace_abn.guard.verbatim import chosen
 from inplace_abn.kernels import ops
-from inplace_abn.settings import Settings
+from inplace_abn.settings import Settings, parameters
 
 _CHANNELS = 32
 """The largest number of channels that are looked at in a layer."""
@@ -52,14 +52,18 @@ _Candidates = dict[str, tuple[str, float]]
 _TYPICAL: _Candidates = {activation_key(*what): what for what in TYPICAL} | {"residual": IDENTITY}
 
 _LATE = (
-    "%s: something other than an optimizer wrote to its weight, which compiled code sees only now; if a weight was set "
+    "something other than an optimizer wrote to its weight, which compiled code sees only now; if a weight was set "
     "to zero, its gradient in this step was not torch's"
 )
 _logger = logging.getLogger("inplace_abn")
+_KINDS = (Tensor, torch.nn.Parameter)
 
-_Answers = dict[tuple[int, Any, torch.dtype], frozenset[str]]
+_HIDDEN = "its weights are sharded or computed, so nobody can tell how they change; compiled code does as torch does"
+_Shapes = tuple[torch.Size | None, ...]
+_Answers = dict[tuple[int, Any, _Shapes, torch.dtype], frozenset[str]]
 _answers: weakref.WeakKeyDictionary[Any, _Answers] = weakref.WeakKeyDictionary()
-"""The answers for each module, by revision, eps and dtype. All programs of a revision get the same answer."""
+"""The answers for each module, by revision, eps, shapes of parameters and dtype. All programs of a revision get the
+same answer."""
 
 
 @_torch.read_while_tracing
@@ -97,7 +101,7 @@ def trusts(module: Any, dtype: torch.dtype) -> bool:
 
 
 def _answer(module: Any, dtype: torch.dtype) -> frozenset[str]:
-    answers, key = _answers.setdefault(module, {}), (*_state(module), dtype)
+    answers, key = _answers.setdefault(module, {}), (*_state(module), _shapes(module), dtype)
     if key not in answers:
         guard.notice_writes(module)
         answers[key] = _found(module, dtype, None)
@@ -108,10 +112,22 @@ def _state(module: Any) -> tuple[int, Any]:
     return module._revision, getattr(module, "eps", None)
 
 
+def _shapes(module: Any) -> _Shapes:
+    """The shapes of weight and bias; none of what has no values, is computed, or is a share of a process."""
+    if module.is_parametrized():
+        return ()
+    given = parameters(module)
+    if any(t is not None and (type(t) not in _KINDS or t.is_meta) for t in given):
+        return ()
+    return tuple(None if t is None else t.shape for t in given)
+
+
 def _found(module: Any, dtype: torch.dtype, before: frozenset[str] | None) -> frozenset[str]:
     """What a compiled norm may be fused with. Arguments are those of `_tolerated`."""
     mode = guard.mode_of(module, dtype)
-    if mode is not None and not mode.decisions[-1].trusted:
+    if guard.given_up(module) is not None or (mode is not None and not mode.decisions[-1].trusted):
+        return frozenset()
+    if not _shapes(module):
         return frozenset()
     measured = mode is not None and mode.measured_at >= 0
     if hasattr(module, "known_kind"):
@@ -139,8 +155,6 @@ def _found_of_rows(
     weight, bias = (None if t is None else t.detach() for t in module.scale_and_offset())
     if module.guard_interval == 0:
         return frozenset({"identity"})
-    if any(t is not None and t.is_meta for t in (weight, bias)):
-        return frozenset()
     if measured is not None and before is None:
         return _with_columns(measured.decisions[-1].verbatim)
     kind = module.known_kind()
@@ -181,18 +195,30 @@ def _review(*_: Any) -> None:
         interval = getattr(module, "guard_interval", None)
         if interval is None:  # It was reverted.
             del _answers[module]
-            continue
-        # Compiled code does not see who writes to its weights, so that is found out here.
-        is_written = interval > 0 and guard.renew_if_written(module)
-        if interval == 0 or (not is_written and guard.generations.current % interval):
-            continue
-        before = {dtype: found for (*state, dtype), found in answers.items() if tuple(state) == _state(module)}
-        now = {dtype: _found(module, dtype, found) for dtype, found in before.items()}
-        if now != before:
-            if is_written:
-                _logger.warning(_LATE, guard.name(module))
-            guard.renew(module)
-            _answers[module] = {(*_state(module), dtype): found for dtype, found in now.items()}
+        elif interval > 0:
+            before = {key: found for key, found in answers.items() if key[:2] == _state(module)}
+            try:
+                now, why = _reviewed(module, before, interval)
+            except Exception as error:
+                # Optimizers of other models must not fail, whatever became of this module.
+                now, why = dict.fromkeys(before, frozenset()), f"its weights cannot be looked at: {error}"
+            if now != before:
+                if why:
+                    _logger.warning("%s: %s", guard.name(module), why)
+                guard.renew(module)
+                _answers[module] = {(*_state(module), *key[2:]): found for key, found in now.items()}
+
+
+def _reviewed(module: Any, before: _Answers, interval: int) -> tuple[_Answers, str]:
+    """The answers, and why they are others now, if that is worth a message."""
+    shapes = _shapes(module)
+    if any(key[2] != shapes for key in before):
+        return dict.fromkeys(before, frozenset()), _HIDDEN
+    # Compiled code does not see who writes to its weights, so that is found out here.
+    is_written = guard.renew_if_written(module)
+    if not is_written and guard.generations.current % interval:
+        return before, ""
+    return {key: _found(module, key[-1], found) for key, found in before.items()}, _LATE if is_written else ""
 
 
 register_optimizer_step_post_hook(_review)
@@ -205,13 +231,13 @@ def _tolerated(
 
     ``before`` is the previous answer, or None if there was none. A name that is not in it needs better figures.
     """
-    if dtype not in THRESHOLDS or any(t is not None and t.is_meta for t in (module.weight, module.bias)):
+    if dtype not in THRESHOLDS:
         return frozenset()
     if module.guard_interval == 0:
         return frozenset(candidates)
     given = module.guard_threshold
     threshold = THRESHOLDS[dtype] if given is None else Threshold(given, given)
-    gamma, beta = _channels(module.weight, module.bias, torch.promote_types(dtype, torch.float32), module.shared)
+    gamma, beta = _channels(*parameters(module), torch.promote_types(dtype, torch.float32), module.shared)
     values, others = _normal(len(gamma))
     x, residual = (_MEAN + _DEVIATION * values).to(dtype), (_RESIDUAL * others).to(dtype)
     shared = module.shared if module.shared > 1 else 0

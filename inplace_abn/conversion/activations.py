@@ -98,14 +98,15 @@ class InPlaceActivation(ActivationAlone):
         """x for compilers, which see whether what follows keeps the result."""
         if not torch.is_grad_enabled() or not x.requires_grad or not x.is_floating_point() or functions.is_disabled():
             return x
-        if _torch.transforms_active() or _torch.is_exporting() or not self._is_applied():
+        # Compilers compile anew when the module is given up.
+        if _torch.transforms_active() or _torch.is_exporting() or self._revision < 0 or not self._is_applied():
             return x
         return alone.marked(x)
 
     @_torch.read_while_tracing
     def _is_applied(self) -> bool:
         joint.install()
-        return applied(self) is not None
+        return applied(self) is not None and guard.given_up(self) is None
 
     def activations(self) -> set[str]:
         activation = applied(self)
@@ -137,7 +138,7 @@ def _is_suitable(x: Tensor, activation: tuple[str, float]) -> bool:
     """
     if x.dtype == torch.float16 and find(activation[0]).zeros == "positive":
         return False
-    if not may_have_node(x) or not x.requires_grad or x.layout is not torch.strided or x.is_nested:
+    if not may_have_node(x) or not x.requires_grad or x.layout is not torch.strided:
         return False
     if not ops.run_on(x.device):
         return False

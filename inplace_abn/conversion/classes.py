@@ -128,7 +128,8 @@ def is_made_by_conversion(kind: type[nn.Module]) -> bool:
 
 def original_class(kind: type) -> type[nn.Module]:
     """The class that a norm had before conversion."""
-    return kind.__bases__[1]
+    # torch.nn.utils.parametrize makes a subclass for each module.
+    return kind.__bases__[1] if is_made_by_conversion(kind) else original_class(kind.__bases__[0])
 
 
 def _made(base: type[nn.Module]) -> type[nn.Module]:

@@ -125,7 +125,8 @@ class Converted(guard.Guarded):
     def release(self) -> None:
         """Removes what conversion has stored on the module. The class stays."""
         guard.strip(self)
-        self.__dict__.pop("_past", None)
+        for name in ("_past", "_columns"):
+            self.__dict__.pop(name, None)
 
     def extra_repr(self) -> str:
         text: str = super().extra_repr()  # type: ignore[misc]
@@ -145,7 +146,9 @@ class Converted(guard.Guarded):
 
 def may_have_node(x: Tensor) -> bool:
     """Whether a node may be made for a result of this tensor: it is a plain one, and nobody watches the ops."""
-    return type(x) is Tensor and not (_torch.is_watched() or _torch.in_forward_mode() or functions.is_disabled())
+    if type(x) is not Tensor or x.is_nested:
+        return False
+    return not (_torch.is_watched() or _torch.in_forward_mode() or functions.is_disabled())
 
 
 def has_standard_strides(x: Tensor) -> bool:

@@ -21,10 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from inplace_abn.reference import LAYER, RMS, normalised_rows, wide
+from inplace_abn.settings import parameters
 
 _PACKAGES = ("torch", "timm", "transformers", "diffusers", "torchvision", "monai")
 """The packages whose norms are tried without a look at their code."""
-ATTRIBUTES = ("eps", "variance_epsilon", "normalized_shape", "data_format")
+ATTRIBUTES = ("eps", "variance_epsilon", "normalized_shape", "data_format", "dim")
 """The attributes of a module, besides its parameters, by which it may compute."""
 _NAMES = frozenset(
     [
@@ -36,6 +37,7 @@ _NAMES = frozenset(
 )
 """The attributes that code may refer to, besides methods of its class whose code is like that, too."""
 _SIMPLE = (int, float, str, tuple, type(None))
+_PARAMETERS = ("weight", "bias")
 _WRITING = (
     "STORE_ATTR",
     "STORE_GLOBAL",
@@ -63,21 +65,16 @@ class Kind(NamedTuple):
     eps: float
     is_torch: bool
     """Whether the result has the bits and the strides of ``torch.native_layer_norm``."""
-
-
-def parameters(module: Any) -> tuple[Tensor | None, Tensor | None]:
-    """The weight and the bias, which a norm of rows need not have."""
-    given = module._parameters
-    return given.get("weight"), given.get("bias")
+    dtype: torch.dtype
+    """That of the result."""
 
 
 def length(module: Any) -> int:
     """The length of the rows that a module normalises; 0 if it does not normalise rows as far as can be seen."""
-    if module._buffers or module._modules or not module._parameters.keys() <= {"weight", "bias"}:
-        return 0
     weight, bias = parameters(module)
-    if any(t is not None and (nn.parameter.is_lazy(t) or t.dim() != 1) for t in (weight, bias)):
-        return 0
+    for t in (weight, bias):
+        if t is not None and (not isinstance(t, Tensor) or nn.parameter.is_lazy(t) or t.dim() != 1):
+            return 0
     shape = vars(module).get("normalized_shape")
     if weight is not None or not isinstance(shape, tuple) or len(shape) != 1 or not isinstance(shape[0], int):
         return 0 if weight is None else weight.numel()
@@ -86,10 +83,13 @@ def length(module: Any) -> int:
 
 def does_nothing_else(module: nn.Module) -> bool:
     """Whether the forward pass of a module may be tried."""
-    given = vars(module)
-    if any(name in given and not isinstance(given[name], _SIMPLE) for name in ATTRIBUTES):
+    if module._buffers or module._modules or not module._parameters.keys() <= set(_PARAMETERS):
         return False
-    return not given.keys() & (_NAMES - set(ATTRIBUTES)) and _is_plain_class(type(module))  # type: ignore[arg-type]
+    # Wrappers make parameters plain tensors.
+    kinds = dict.fromkeys(ATTRIBUTES, _SIMPLE) | dict.fromkeys(_PARAMETERS, (Tensor, type(None)))
+    given = {name: value for name, value in vars(module).items() if name in _NAMES}
+    are_known = all(isinstance(value, kinds.get(name, ())) for name, value in given.items())
+    return are_known and _is_plain_class(type(module))  # type: ignore[arg-type]
 
 
 @cache
@@ -140,9 +140,9 @@ def key_of(module: Any, x: Tensor) -> tuple[Any, ...]:
     """What a module's way of computing may depend on, as far as its code may be tried."""
     device, given = x.device.type, vars(module)
     state = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-    weight = module._parameters.get("weight")
-    of_module = (None if weight is None else weight.dtype, *(given.get(name) for name in ATTRIBUTES))
-    return x.dtype, x.dim(), x.shape[1], x.shape[-1], state, *of_module
+    of_parameters = (None if t is None else (t.dtype, t.shape) for t in parameters(module))
+    attributes = (given.get(name) for name in ATTRIBUTES)
+    return x.dtype, x.dim(), x.shape[1], x.shape[-1], state, *of_parameters, *attributes
 
 
 def kind_of(module: Any, original: type, x: Tensor) -> Kind | None:
@@ -155,31 +155,30 @@ def kind_of(module: Any, original: type, x: Tensor) -> Kind | None:
     values = {torch.finfo(wide(x.dtype)).eps, torch.finfo(x.dtype).eps} if eps is None else {float(eps)}
     axes = [axis for axis in (-1, 1) if x.shape[axis] == size and (axis < 0 or x.dim() > 2)]
     # In 16 bits formulas are near each other that are not the same.
-    dtypes = {torch.promote_types(x.dtype, torch.float32), x.dtype}
+    dtypes = dict.fromkeys([x.dtype, torch.promote_types(x.dtype, torch.float32)])
     found = [
         {kind for axis in axes for value in values for kind in _kinds(module, original, x, axis, value, dtype)}
         for dtype in dtypes
     ]
-    alike = {kind._replace(is_torch=False) for kind in set.union(*found)}
+    alike = {kind._replace(is_torch=False, dtype=x.dtype) for kind in set.union(*found)}
     if len(alike) != 1 or not all(found):
         return None
     (kind,) = alike
-    return kind._replace(is_torch=all(each.is_torch for each in set.union(*found)))
+    is_torch = all(each.is_torch for each in set.union(*found))
+    return kind._replace(is_torch=is_torch, dtype=next(iter(found[0])).dtype)
 
 
 def _kinds(module: Any, original: Any, x: Tensor, axis: int, eps: float, dtype: torch.dtype) -> Iterator[Kind]:
     """What the module may compute along an axis of an x of this dtype. It is tried on a copy with other weights."""
     size, device = length(module), x.device
     line = torch.arange(size, device=device, dtype=torch.float64)
+    weight, bias = (
+        None if t is None else nn.Parameter((torch.cos(3 * line + i) + 2 - i).to(torch.promote_types(t.dtype, dtype)))
+        for i, t in enumerate(parameters(module))
+    )
     other = object.__new__(type(module))
-    other.__dict__.update(vars(module))
-    other.__dict__["_parameters"] = {
-        name: None
-        if t is None
-        else nn.Parameter((torch.cos(3 * line + i) + 2 - i).to(torch.promote_types(t.dtype, dtype)))
-        for i, (name, t) in enumerate(module._parameters.items())
-    }
-    weight, bias = parameters(other)
+    other.__dict__.update({name: value for name, value in vars(module).items() if name not in _PARAMETERS})
+    other.__dict__.update(_buffers={}, _parameters={"weight": weight, "bias": bias})
     # The rows have means and sizes that tell layer norms from RMS norms, and where eps is added.
     middle = [2] * (x.dim() - 2)
     number = torch.arange(4 * 2 ** len(middle), device=device, dtype=torch.float64).unsqueeze(1)
@@ -215,7 +214,7 @@ def _kinds(module: Any, original: Any, x: Tensor, axis: int, eps: float, dtype: 
                 _are_near(t, gradient, min(128 * unit, 2.0**-4)) for t, gradient in zip(found, gradients, strict=True)
             ):
                 is_torch = kind == LAYER and not offset and _is_torchs(y, placed, weight, bias, axis, eps)
-                yield Kind(kind, axis, offset, eps, is_torch)
+                yield Kind(kind, axis, offset, eps, is_torch, y.dtype)
 
 
 def _are_near(t: Tensor | None, expected: Tensor, allowed: float) -> bool:

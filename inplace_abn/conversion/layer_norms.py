@@ -21,7 +21,7 @@ from inplace_abn.autograd.backward import Values, by_value
 from inplace_abn.compiling import norms, rows, trust
 from inplace_abn.conversion.alone import Alone
 from inplace_abn.conversion.converted import Note, may_have_node
-from inplace_abn.conversion.formulas import ATTRIBUTES, Kind, key_of, kind_of, length, parameters
+from inplace_abn.conversion.formulas import ATTRIBUTES, Kind, key_of, kind_of, length
 from inplace_abn.conversion.narrowed import narrowed, wide
 from inplace_abn.conversion.offered import settled
 from inplace_abn.conversion.pending import Pending
@@ -29,7 +29,7 @@ from inplace_abn.guard.figures import THRESHOLDS
 from inplace_abn.guard.rows import figures
 from inplace_abn.kernels import ops
 from inplace_abn.modules.abn import as_leaf
-from inplace_abn.settings import Operands, Settings
+from inplace_abn.settings import Operands, Settings, parameters
 
 _CONSUMER = (*IDENTITY, False)
 _UNSUITABLE = "its input, its parameters or the mode of the call are not supported"
@@ -47,6 +47,8 @@ class ConvertedLayerNorm(Alone):
     verbatim_above: float | None = 6.0
     signed_weight = False
     track_running_stats = False
+    _columns: Tensor
+    """The columns whose xhat compiled code keeps."""
 
     @property
     def num_features(self) -> int:
@@ -94,8 +96,6 @@ class ConvertedLayerNorm(Alone):
         if not self._is_suitable(x):
             self._past.note = Note(why=_UNSUITABLE)
             return None
-        if not self._is_known():
-            return None
         kind = self._kind(x)
         if kind is None:
             self._past.note = Note(why=_UNKNOWN)
@@ -103,7 +103,7 @@ class ConvertedLayerNorm(Alone):
         functions.calibrate()
         device = x.device.type
         is_narrow = self.narrow_activation() is not None and torch.is_autocast_enabled(device)
-        dtype = torch.get_autocast_dtype(device) if is_narrow else x.dtype
+        dtype = torch.get_autocast_dtype(device) if is_narrow else kind.dtype
         mode = guard.settled(self, dtype)
         look = guard.look(self, _like(x, kind, dtype), None) if mode is None else guard.Look(mode.decisions[-1], mode)
         if not look.due and not (look.trusted and guard.knows(look, _CONSUMER)):
@@ -134,6 +134,8 @@ class ConvertedLayerNorm(Alone):
             if not look.trusted:
                 self._past.note = Note(why=self.why_untrusted)
                 return None
+        if not self._is_known():
+            return None
         is_cast = kept is not y
         result = nodes.Result(y, kept if is_cast else None)
         z = _moved(self._attached(moved, result, Operands(weight, bias), of_call, settings), -1, kind.axis)
@@ -144,6 +146,8 @@ class ConvertedLayerNorm(Alone):
     def _compiled(self, x: Tensor) -> Tensor | None:
         """The result for compilers, which see whether what follows keeps it; None as in `_kept`."""
         if not torch.is_grad_enabled() or functions.is_disabled() or _torch.is_exporting() or x.dim() < 2:
+            return None
+        if self.is_parametrized():
             return None
         weight, bias = parameters(self)
         requires_grad = x.requires_grad
@@ -168,7 +172,7 @@ class ConvertedLayerNorm(Alone):
             else:
                 y = super().forward(x)  # type: ignore[misc]
                 y, statistics = y if axis == -1 else y.movedim(axis, -1), rows.statistics(moved, kind, eps)
-            kept = rows.verbatim(moved, statistics, columns) if columns else None
+            kept = rows.verbatim(moved, statistics, self._columns) if columns else None
         z = rows.normalised(moved, y, statistics, (scale, bias), kept, trusted)
         return z if axis == -1 else z.movedim(-1, axis)
 
@@ -192,6 +196,8 @@ class ConvertedLayerNorm(Alone):
             return None
         narrow = [torch.get_autocast_dtype(device)] if torch.is_autocast_enabled(device) else []
         trusted, columns = trust.of_rows(self, dtype, torch.float32, *narrow)
+        # A list of numbers in the graph would be copied to the device in each call.
+        self.__dict__["_columns"] = torch.tensor(columns, device=device)
         return (kind.axis, kind.offset, kind.eps, kind.rows, kind.is_torch, trusted, columns) if trusted else None
 
     def _is_suitable(self, x: Tensor) -> bool:
@@ -199,7 +205,7 @@ class ConvertedLayerNorm(Alone):
         dtype, device, requires_grad = x.dtype, x.device, x.requires_grad
         if not may_have_node(x) or dtype not in THRESHOLDS or x.layout is not torch.strided or x.is_inference():
             return False
-        if vars(self)["_modules"] or x.dim() < 2 or x.numel() == 0 or x.is_neg() or not ops.run_on(device):
+        if self.is_parametrized() or x.dim() < 2 or x.numel() == 0 or x.is_neg() or not ops.run_on(device):
             return False
         for t in parameters(self):
             if t is None:

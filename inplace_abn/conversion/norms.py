@@ -21,7 +21,7 @@ from inplace_abn.conversion.waiting import NEAR_ZERO, NormCall
 from inplace_abn.guard import measuring
 from inplace_abn.modules.abn import as_leaf
 from inplace_abn.modules.instance_norm import of_samples, take_means
-from inplace_abn.settings import Operands, Settings
+from inplace_abn.settings import Operands, Settings, running_statistics
 
 
 class InPlaceNorm(Converted):
@@ -65,7 +65,7 @@ class InPlaceNorm(Converted):
         """
         past = self._past
         # Compilers that are not Dynamo pass tensors of classes of their own.
-        if torch.compiler.is_dynamo_compiling() or past.was_watched or type(x) is not Tensor:
+        if torch.compiler.is_dynamo_compiling() or past.was_watched or type(x) is not Tensor or self.is_parametrized():
             return None
         # Another thread may set another one.
         found = past.plan
@@ -87,7 +87,7 @@ class InPlaceNorm(Converted):
 
     def _normalised(self, x: Tensor) -> Tensor | None:
         """The norm's output, mostly a `Pending` tensor; None where the norm does what it did before conversion."""
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or self.is_parametrized():
             return None
         if torch.compiler.is_compiling():
             return self._compiled(x)
@@ -331,7 +331,7 @@ class InPlaceGroupNorms(InPlaceNorm):
 
 def _operands(module: Any) -> Operands:
     """The operands of this call. Also counts the batch in training, which instance norms do not do."""
-    running = (module._buffers.get("running_mean"), module._buffers.get("running_var"))
+    running: tuple[Tensor | None, Tensor | None] = running_statistics(module)
     momentum = 0.0 if module.momentum is None else module.momentum
     if module.per_instance:
         # torch's InstanceNorm updates the running statistics whenever it does not use them.
@@ -380,8 +380,7 @@ def _may_wait(module: Any, x: Tensor) -> bool:
 
 def _has_usual_statistics(module: Any) -> bool:
     """Whether both running statistics are there, or none. torch has an error for the other cases, or for evaluation."""
-    buffers = module._buffers
-    mean, var = buffers.get("running_mean"), buffers.get("running_var")
+    mean, var = running_statistics(module)
     if module.per_instance and mean is None and module.track_running_stats and not module.training:
         return False
     return (mean is None) == (var is None)

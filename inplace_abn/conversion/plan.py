@@ -19,7 +19,7 @@ from inplace_abn.autograd.backward import Values
 from inplace_abn.conversion.converted import Note
 from inplace_abn.conversion.waiting import NormCall, PendingState, seen_as
 from inplace_abn.kernels.node import Node
-from inplace_abn.settings import Operands, Settings
+from inplace_abn.settings import Operands, Settings, counted_batches, parameters, running_statistics
 
 NATIVE = object()
 """What stands for the output of a norm that does what it did before conversion."""
@@ -243,20 +243,11 @@ def of_call(
     return PlanInPython(*given) if node is None else Plan(*given, node)
 
 
-def parameters(module: Any) -> tuple[Tensor | None, Tensor | None]:
-    """Weight and bias. The dictionary is read directly, because attribute access of modules is slow."""
-    try:
-        return module._parameters["weight"], module._parameters["bias"]
-    except KeyError:  # torch.nn.utils.parametrize turns parameters into properties
-        return module.weight, module.bias
-
-
 def _statistics(module: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The running statistics, and the number of batches, that a call in training updates."""
     if not module.track_running_stats:
         return None, None, None
-    buffers = module._buffers
-    return buffers.get("running_mean"), buffers.get("running_var"), buffers.get("num_batches_tracked")
+    return *running_statistics(module), counted_batches(module)
 
 
 def _kind(x: Tensor, tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:

@@ -45,6 +45,8 @@ class Origin(NamedTuple):
         """
         if type(factor) not in (Tensor, nn.Parameter) or not (factor.requires_grad and t.requires_grad):
             return None
+        if t.numel() == 0:
+            return None
         # The product that stands for the output is not scaled by the factor, and may be too large for float16. In
         # bfloat16 it has less digits than the output has, unless autocast takes these from the output, too.
         is_narrow = t.dtype == torch.float16 or (t.dtype == torch.bfloat16 == self.linear.weight.dtype)
@@ -76,7 +78,9 @@ def of_output(module: Any, args: tuple[Any, ...], u: Tensor, exchange: Exchange 
     h, weight, bias = args[0], given["weight"], given["bias"]
     if type(h) is not Tensor or not may_have_node(u) or module.weight is not weight or module.bias is not bias:
         return None
-    is_plain = h.layout is torch.strided and not h.is_nested and h.dim() > 1 and u.is_floating_point()
+    # torch keeps a copy of what is not contiguous.
+    is_plain = h.layout is torch.strided and not h.is_nested and h.is_contiguous() and h.dim() > 1
+    is_plain = is_plain and u.is_floating_point()
     if not is_plain or type(weight) is not nn.Parameter or h.dtype != u.dtype or h.is_inference():
         return None
     if h.shape[:-1] != u.shape[:-1] or not (h.requires_grad and weight.requires_grad and u.requires_grad):

@@ -43,8 +43,8 @@ _CALCULATING = ("aten", "prims", "torchvision")
 
 
 def _is_ordinary(t: Tensor) -> bool:
-    """Whether the tensor has a storage of its own. Sparse tensors have none."""
-    return type(t) in _KINDS and t.layout is torch.strided
+    """Whether the tensor has a storage of its own. Sparse tensors, and those that vmap makes, have none."""
+    return type(t) in _KINDS and t.layout is torch.strided and not (t.is_nested or _torch.is_batched(t))
 
 
 def _key_of(t: Tensor) -> int:

@@ -35,6 +35,7 @@ dweight has more room for two reasons. Its figure is that of the worst dz, and t
 of the number of values that are summed. Among many channels there is also always one whose gamma is small.
 """
 HYSTERESIS = 4.0
+_LARGEST_WEIGHT = 2.0**40
 
 FIGURES_PER_RANK = 4
 """The number of figures of a rank."""
@@ -75,7 +76,8 @@ def packed(errors: Errors, weight: Tensor | None, settings: Settings) -> Tensor:
     if weight is None:
         zero = torch.zeros_like(errors.x)
         return torch.stack([errors.x, zero, zero, zero + math.inf])
-    worst, channel = errors.weight.max(dim=0)
+    # Sums of y * dy, of which dweight is made, would overflow.
+    worst, channel = torch.where(weight.detach().abs() > _LARGEST_WEIGHT, math.inf, errors.weight).max(dim=0)
     least = torch.full_like(worst, math.inf)
     if settings.signed_weight:
         # The division is in the weight's dtype, in which the kernels and the guard compare.

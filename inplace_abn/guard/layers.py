@@ -14,6 +14,7 @@ from inplace_abn import _torch
 from inplace_abn.guard import generations, measuring, verbatim
 from inplace_abn.guard.figures import THRESHOLDS, Figures, Threshold, are_known, described, no_figures, worst
 from inplace_abn.guard.modes import Decision, Mode, State
+from inplace_abn.settings import parameters
 
 ON_UNTRUSTED = ("fallback", "warn", "raise")
 CALLS = 8
@@ -44,10 +45,13 @@ class Guarded:
         """How many neighbouring channels of a sample share statistics; 0 if statistics are of the batch."""
         return int(self.per_instance)
 
+    def is_parametrized(self) -> bool:
+        """Whether parameters are computed whenever they are read, which may have effects: torch reads them once."""
+        return "parametrizations" in self._modules  # type: ignore[attr-defined]
+
     def scale_and_offset(self) -> tuple[Tensor | None, Tensor | None]:
         """What xhat is multiplied by, and what is added, before the activation."""
-        module: Any = self
-        return module.weight, module.bias
+        return parameters(self)
 
     @property
     def why_untrusted(self) -> str:
@@ -251,6 +255,7 @@ def give_up(module: Any, why: str) -> bool:
     is_new = state.given_up is None
     if is_new:
         state.given_up = generations.current, why
+        renew(module)
     return is_new
 
 
@@ -326,7 +331,7 @@ def _scales(module: Any) -> bool:
     """
     state: State = module._guard
     if state.scaled_at < 0 or generations.has_passed(state.scaled_at, module.guard_interval):
-        state.scaled_at, weight = generations.current, module.weight
+        state.scaled_at, (weight, _) = generations.current, parameters(module)
         state.scales = weight is None or not module.signed_weight or bool((weight.detach().abs() >= module.eps).all())
     return state.scales
 

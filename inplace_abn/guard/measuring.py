@@ -13,15 +13,9 @@ from inplace_abn.guard import recovery
 from inplace_abn.guard.figures import THRESHOLDS, packed
 from inplace_abn.guard.recovery import Errors
 from inplace_abn.kernels import ops
-from inplace_abn.settings import Operands, Settings
+from inplace_abn.settings import Operands, Settings, running_statistics
 
 _KINDS = (Tensor, nn.Parameter)
-
-
-def _running(module: Any) -> tuple[Tensor | None, Tensor | None]:
-    """The running statistics. Subclasses may not have these buffers."""
-    buffers = module._buffers
-    return buffers.get("running_mean"), buffers.get("running_var")
 
 
 def uses_own_statistics(module: Any) -> bool:
@@ -30,7 +24,7 @@ def uses_own_statistics(module: Any) -> bool:
     As in torch, an InstanceNorm whose ``track_running_stats`` is False does so, even if it has running statistics.
     """
     given_up = module.per_instance and not module.track_running_stats
-    return bool(module.training or given_up or None in _running(module))
+    return bool(module.training or given_up or None in running_statistics(module))
 
 
 def is_measurable(module: Any, x: Tensor, residual: Tensor | None, empty: bool) -> bool:
@@ -54,7 +48,7 @@ def is_suitable(module: Any, x: Tensor, residual: Tensor | None, empty: bool) ->
     channels = shape[1]
     if channels != module.num_features:
         return False
-    buffers, training = _running(module), uses_own_statistics(module)
+    buffers, training = running_statistics(module), uses_own_statistics(module)
     statistics = channels * shape[0] // module.shared if module.per_instance else channels
     if not empty and x.numel() <= (statistics if training else 0):
         return False
@@ -113,7 +107,7 @@ class Observation(NamedTuple):
 
 def observe(module: Any, x: Tensor, verbatim: tuple[int, ...] = ()) -> Observation:
     """What a measurement needs of a call that saves xhat of the channels ``verbatim``."""
-    running_mean, running_var = _running(module)
+    running_mean, running_var = running_statistics(module)
     training = uses_own_statistics(module)
     with torch.no_grad(), _torch.unwatched():
         shared = module.shared if training else 0

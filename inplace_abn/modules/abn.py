@@ -14,7 +14,14 @@ from inplace_abn import _torch, distributed, functions, guard
 from inplace_abn.activations import check_activation
 from inplace_abn.autograd import checks, plain
 from inplace_abn.compiling import trust
-from inplace_abn.settings import Operands, Settings, check_hyperparameters
+from inplace_abn.settings import (
+    Operands,
+    Settings,
+    check_hyperparameters,
+    counted_batches,
+    parameters,
+    running_statistics,
+)
 
 
 def as_leaf(module: nn.Module, *args: Any) -> Any:
@@ -160,14 +167,9 @@ class ABN(ActivatedNorm):
         A batch that raises is not counted. Checkpoints end a recomputation by an exception, after the statistics were
         updated, so such a batch counts.
         """
-        # The dictionaries are read directly, because attribute access of modules is slow.
-        buffers, training = self._buffers, self.training
-        try:
-            weight, bias = self._parameters["weight"], self._parameters["bias"]
-        except KeyError:  # torch.nn.utils.parametrize turns parameters into properties
-            weight, bias = self.weight, self.bias
-        running_mean = buffers.get("running_mean")
-        batches = buffers.get("num_batches_tracked") if training and running_mean is not None else None
+        (weight, bias), training = parameters(self), self.training
+        running_mean, running_var = running_statistics(self)
+        batches = counted_batches(self) if training and running_mean is not None else None
         momentum: float | Tensor = 0.0 if self.momentum is None else self.momentum
         if self.momentum is None and batches is not None:
             momentum = (batches + 1).double().reciprocal()
@@ -177,7 +179,7 @@ class ABN(ActivatedNorm):
             if function is not plain.abn:
                 checks.check_transforms((x, weight, bias, residual))
             batches.add_(0)
-        operands = Operands(weight, bias, residual, running_mean, buffers.get("running_var"), momentum)
+        operands = Operands(weight, bias, residual, running_mean, running_var, momentum)
         what = (self.activation, self.activation_param, self.eps, self.signed_weight)
         settings = Settings(*what, training or running_mean is None, group)
         try:
@@ -320,7 +322,7 @@ class InPlaceABNSync(InPlaceABN):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """``act(norm(x) + residual)`` with all ranks' statistics in training, written over x if it may be."""
-        training = self.training or self._buffers.get("running_mean") is None
+        training = self.training or running_statistics(self)[0] is None
         group = distributed.participating_group(self.group) if training else None
         if group is None or isinstance(x, fx.Proxy):
             return super().forward(x, residual)
