@@ -8,7 +8,8 @@ on. With ``INPLACE_ABN_NODE_HEADERS``, the include folders of some releases of t
 
 ``INPLACE_ABN_FORCE_CPU=1`` leaves CUDA out. ``INPLACE_ABN_FORCE_CUDA=1`` insists on it, for instance to cross-compile
 on a machine without a GPU. ``INPLACE_ABN_NODE=0`` leaves the node out. ``INPLACE_ABN_PORTABLE=1`` makes kernels that
-need no newer C and C++ runtimes than those of manylinux_2_28. ``TORCH_CUDA_ARCH_LIST`` selects the architectures.
+need no newer C and C++ runtimes than those of manylinux_2_28. ``TORCH_CUDA_ARCH_LIST`` selects the architectures; by
+default those of the visible GPUs, or all usual ones if there is none.
 ``INPLACE_ABN_NVCC_FLAGS`` adds flags for nvcc. ``MAX_JOBS`` limits the parallel compilations.
 """
 
@@ -71,6 +72,18 @@ def want_cuda() -> tuple[bool, str]:
     return missing is None, missing or f"torch has CUDA {torch.version.cuda}, toolkit at {cpp_extension.CUDA_HOME}"
 
 
+def set_architectures() -> str:
+    """Names the architectures where torch would find no GPU to take them from, and fail. Returns what was chosen."""
+    if "TORCH_CUDA_ARCH_LIST" in os.environ or torch.cuda.is_available():
+        return os.environ.get("TORCH_CUDA_ARCH_LIST", "those of the visible GPUs")
+    command = [str(Path(cpp_extension.CUDA_HOME, "bin", "nvcc")), "--list-gpu-code"]
+    known = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
+    usual = ["7.5", "8.0", "9.0", "10.0", "12.0"]
+    chosen = [arch for arch in usual if f"sm_{arch.replace('.', '')}" in known] or ["9.0"]
+    os.environ["TORCH_CUDA_ARCH_LIST"] = f"{' '.join(chosen)}+PTX"
+    return f"{' '.join(chosen)}+PTX, as no GPU is visible; set TORCH_CUDA_ARCH_LIST to those you need, which is faster"
+
+
 def relative(pattern: str) -> list[str]:
     return sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(pattern))
 
@@ -79,7 +92,7 @@ cuda, reason = want_cuda()
 portable = os.environ.get("INPLACE_ABN_PORTABLE") == "1"
 headers = [Path(path) for path in os.environ.get("INPLACE_ABN_NODE_HEADERS", "").split(os.pathsep) if path]
 with_module = os.environ.get("INPLACE_ABN_NODE") != "0" and not headers
-archs = os.environ.get("TORCH_CUDA_ARCH_LIST", "those of the visible GPUs") if cuda else "none"
+archs = set_architectures() if cuda else "none"
 print(f"inplace_abn: building for {'CPU and CUDA' if cuda else 'CPU'} ({reason})")
 print(f"inplace_abn: torch {torch.__version__}, CUDA archs: {archs}")
 print(f"inplace_abn: kernels for {'manylinux_2_28' if portable else 'the runtimes of this machine'}")

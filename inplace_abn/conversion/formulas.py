@@ -75,7 +75,7 @@ def length(module: Any) -> int:
     for t in (weight, bias):
         if t is not None and (not isinstance(t, Tensor) or nn.parameter.is_lazy(t) or t.dim() != 1):
             return 0
-    shape = vars(module).get("normalized_shape")
+    shape = vars(module).get("normalized_shape", vars(module).get("dim"))
     if weight is not None or not isinstance(shape, tuple) or len(shape) != 1 or not isinstance(shape[0], int):
         return 0 if weight is None else weight.numel()
     return shape[0]

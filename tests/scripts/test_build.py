@@ -315,6 +315,41 @@ def test_nothing_tells_to_install_the_other_project_of_this_name(source_tree):
         assert not re.search(r"pip install (-U |--upgrade )?inplace[-_]abn", path.read_text()), path
 
 
+def architectures_chosen(source_tree, cuda_home, **environment):
+    """What setup.py says of architectures, with a torch for CUDA, on a machine without a GPU."""
+    code = f"""
+import runpy, sys, torch
+torch.version.cuda = "13.0"
+from torch.utils import cpp_extension
+cpp_extension.CUDA_HOME = {str(cuda_home)!r}
+sys.argv = ["setup.py", "--version"]
+sys.path.insert(0, ".")
+runpy.run_path("setup.py")
+print(torch.utils.cpp_extension._get_cuda_arch_flags())
+"""
+    cleared = dict.fromkeys(("INPLACE_ABN_FORCE_CPU", "INPLACE_ABN_FORCE_CUDA"), "")
+    result = run_in(source_tree, sys.executable, "-c", code, **cleared | environment)
+    assert result.returncode == 0, result.stderr
+    (line,) = [line for line in result.stdout.splitlines() if "CUDA archs" in line]
+    return line.partition("CUDA archs: ")[2], result.stdout.splitlines()[-1]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch takes the architectures of the GPU")
+def test_where_nvcc_exists_and_no_gpu_is_visible_the_architectures_that_it_knows_are_compiled(
+    source_tree, tmp_path, monkeypatch
+):
+    """torch's list of architectures is empty there, and the installation died with an IndexError after 80 s."""
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text("#!/bin/sh\necho sm_75; echo sm_80; echo sm_90\n")
+    nvcc.chmod(0o755)
+    told, flags = architectures_chosen(source_tree, tmp_path)
+    assert told.startswith("7.5 8.0 9.0+PTX, as no GPU is visible; set TORCH_CUDA_ARCH_LIST")
+    assert flags.count("-gencode") == 4
+    assert architectures_chosen(source_tree, tmp_path, TORCH_CUDA_ARCH_LIST="8.6")[0] == "8.6"
+
+
 def test_what_is_compiled_for_each_type_by_itself_is_compiled_for_all_types(source_tree):
     header = (source_tree / "include/inplace_abn/kernels.h").read_text()
     types = set(re.findall(r"INSTANTIATE\(([\w:]+)\) *\\?\n", header.split("#else")[1]))
