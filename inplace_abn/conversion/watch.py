@@ -176,7 +176,8 @@ class Watch(_torch.OwnMode):
 
     def note_native(self, layer: Any, y: Tensor) -> None:
         """Follows the output of a norm that does as torch does now, and will be in place when backward repeats it."""
-        self._natively[self._hold(y)] = layer
+        if _is_ordinary(y):
+            self._natively[self._hold(y)] = layer
 
     def note_native_activation(self, layer: Any, activation: tuple[str, float], x: Tensor, z: Tensor) -> None:
         """The same for an activation, unless it will be part of a norm."""

@@ -211,3 +211,82 @@ def test_in_place_modules_hold_their_outputs_only(device):
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
     assert_same(step(compiled, module, x), step(eager, eager, x))
     assert held(compiled, x) <= held(eager, x)
+
+
+class WrittenTo(nn.Module):
+    """A compiled part, whose output is written to outside of it."""
+
+    def __init__(self, write, backend=None):
+        super().__init__()
+        self.part = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.SiLU())
+        self.run = torch.compile(self.part, backend=backend) if backend else self.part
+        self.write = write
+
+    def forward(self, x):
+        y = self.run(x)
+        return self.write(y, x) * 2
+
+
+def added_to(y, x):
+    return y.add_(x)
+
+
+def compared_with_zero(y, x):
+    return y + (y == 0).to(y.dtype)
+
+
+def trained(model, x):
+    found, optimizer = [], torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        found += [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+    return found
+
+
+@pytest.mark.parametrize("write", [added_to, compared_with_zero])
+@pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
+def test_what_the_watch_gave_up_is_torchs_when_it_is_compiled(backend, write, device):
+    """The log said that the norm does as torch does, and each compiled step failed with an error of torch's."""
+    guard.generations.current = 0
+    x = torch.randn(2, 4, 6, 6, dtype=torch.float64, device=device)
+    models = []
+    for given in (None, backend):
+        torch.manual_seed(0)
+        models.append(WrittenTo(write, given).double().to(device))
+    native, converted = models
+    if write is compared_with_zero:
+        native.part[2] = converted.part[2] = nn.Hardswish()
+    convert(converted)
+    torch.testing.assert_close(trained(converted, x), trained(native, x), rtol=1e-9, atol=1e-12)
+
+
+class Copied(nn.Module):
+    """What is copied for a layer is written to after a break of the graph."""
+
+    def __init__(self, source):
+        super().__init__()
+        self.first, self.norm, self.last, self.source = nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 6), source
+
+    def forward(self, x):
+        x = x * 1.5
+        torch._dynamo.graph_break()
+        y = self.norm(self.first(x.clone()))
+        copied = y if self.source == "result" else x
+        z = self.last(copied.clone()) + y
+        torch._dynamo.graph_break()
+        copied.mul_(0.5)
+        return z + copied
+
+
+@pytest.mark.parametrize("source", ["result", "input"])
+def test_a_copy_of_what_others_may_write_to_stays_a_copy(source, device):
+    """Copies were replaced by what they copy, which was then written to where torch allows it."""
+    native = Copied(source).double().to(device)
+    converted = convert(copy.deepcopy(native))
+    x = torch.randn(3, 5, 6, dtype=torch.float64, device=device)
+    expected = trained(native, x)
+    compiled = torch.compile(converted, backend="aot_eager")
+    torch.testing.assert_close(trained(compiled, x), expected, rtol=1e-9, atol=1e-12)

@@ -131,6 +131,18 @@ def test_columns_that_the_output_does_not_determine_are_kept(before, device):
     assert held(function, x) < held(natively, x)
 
 
+def test_several_norms_may_keep_columns_of_their_own(device):
+    """The compiler refused two constants of the same name."""
+    native, x = made("layer norm, gelu", device), batch(device)
+    with torch.no_grad():
+        native.norm.weight[2] = 0
+        native.other.weight[[2, 5]] = 0
+    module = convert(copy.deepcopy(native))
+    function, natively = compiled(module), compiled(native)
+    assert_same(step(function, module, x), step(native, native, x))
+    assert held(function, x) < held(natively, x)
+
+
 def test_a_norm_with_many_such_columns_is_torchs(device):
     native, x = made("layer norm, gelu", device), batch(device)
     with torch.no_grad():

@@ -5,6 +5,7 @@ import pytest
 import torch
 from modes import distrust, optimize
 from torch import nn
+from torch.nn.utils import parametrize, prune
 
 from inplace_abn import InPlaceABN, convert, guard, revert
 from inplace_abn.compiling import trust
@@ -127,3 +128,41 @@ def test_a_weight_within_eps_of_zero_and_a_pausing_guard_decide_for_all():
     module.norm.guard_interval = 0
     assert trust._found(module.norm, torch.float32, None) == trust._TYPICAL.keys()
     assert not trust._found(module.norm.to("meta"), torch.complex64, None)
+
+
+def pruned(norm):
+    prune.l1_unstructured(norm, "weight", 0.3)
+
+
+def computed(norm):
+    parametrize.register_parametrization(norm, "weight", nn.Softplus())
+
+
+def of_another_size(norm):
+    norm.weight = nn.Parameter(torch.ones(3))
+
+
+@pytest.mark.parametrize("change", [pruned, computed, of_another_size])
+@pytest.mark.parametrize("kind", [nn.BatchNorm2d, nn.LayerNorm])
+def test_whatever_becomes_of_a_compiled_norm_other_peoples_optimizers_go_on(kind, change, fresh_compiler):
+    """A pruned layer norm had a length of zero, by which every optimizer step of the process divided."""
+    model = convert(nn.Sequential(nn.Conv2d(8, 8, 1) if kind is nn.BatchNorm2d else nn.Linear(8, 8), kind(8)))
+    compiled = torch.compile(model, backend="aot_eager")
+    compiled(torch.randn(2, 8, 8, 8)).sum().backward()
+    model[1].guard_interval = 1
+    change(model[1])
+    for _ in range(2):
+        optimize(1.0, nn.BatchNorm2d(4))
+    if change is not of_another_size:
+        compiled(torch.randn(2, 8, 8, 8)).sum().backward()
+
+
+def test_an_error_in_a_review_is_told_and_makes_the_norm_torchs(monkeypatch, logged):
+    module = block()
+    module.norm.guard_interval = 1
+    assert trust.converted(module.norm, torch.float32)
+    monkeypatch.setattr(trust, "_tolerated", lambda *_: 1 / 0)
+    told = logged("WARNING")
+    optimize(1.0, nn.BatchNorm2d(4))
+    assert ["cannot be looked at" in record.getMessage() for record in told] == [True]
+    assert not trust.converted(module.norm, torch.float32)

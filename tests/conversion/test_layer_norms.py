@@ -14,8 +14,10 @@ from layer_norms import (
     ContiguousNorm2d,
     LayerNorm2d,
     NormOfTokens,
+    RMSNormOfDiffusers,
     RMSNormOfGemma,
     RMSNormOfLlama,
+    RMSNormOfT5,
     UnbiasedNorm,
     Weighted,
 )
@@ -655,3 +657,87 @@ def test_an_eps_that_is_changed_counts_from_then_on():
         guard.generations.advance()
         torch.testing.assert_close(converted.first.weight.grad, native.first.weight.grad)
     assert layer_of(converted).in_place
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_an_attribute_that_is_called_like_a_method_of_tensors_is_no_obstacle(affine):
+    """diffusers' own RMSNorm, which has an attribute ``dim``, was never converted."""
+    model = Block(RMSNormOfDiffusers(SIZE, affine))
+    check_training(model, inputs(model.norm))
+    assert layer_of(stepped(convert(Block(RMSNormOfDiffusers(SIZE, affine))))).in_place
+
+
+def test_an_output_wider_than_the_input_is_kept_as_it_is():
+    """The output in float32 of an input in bfloat16 was kept in bfloat16, and gradients of the weight were 1e-3 off."""
+    torch.manual_seed(0)
+    native = Block(RMSNormOfT5(SIZE), lambda m, x: m.last(m.norm((m.first(x) + x).bfloat16())))
+    converted, x = convert(copy.deepcopy(native)), torch.randn(64, SIZE)
+    for model in (native, converted):
+        for _ in range(3):
+            model.zero_grad()
+            y = model(x)
+            (y * (y + 1)).sum().backward()
+            guard.generations.advance()
+    assert layer_of(converted).in_place
+    torch.testing.assert_close(converted.norm.weight.grad, native.norm.weight.grad, rtol=1e-6, atol=1e-5)
+
+
+def test_a_weight_whose_products_overflow_has_the_gradient_that_torchs_has():
+    """Sums of the output times its gradient overflowed float32, where sums of the normalised values do not."""
+    for norm in (nn.LayerNorm(SIZE), nn.RMSNorm(SIZE)):
+        native = Block(norm)
+        nn.init.constant_(native.norm.weight, 1e28)
+        converted, x = convert(copy.deepcopy(native)), inputs(native.norm)
+        for model in (native, converted):
+            (model(x) * 1e25).sum().backward()
+        torch.testing.assert_close(converted.norm.weight.grad, native.norm.weight.grad)
+
+
+def test_nested_tensors_are_torchs():
+    """Nested tensors of strided layout have no shape, for which the norm asked."""
+    torch.manual_seed(0)
+    x = [torch.randn(n, SIZE) for n in (3, 5)]
+    native = nn.Sequential(nn.Linear(SIZE, SIZE), nn.LayerNorm(SIZE), nn.Linear(SIZE, SIZE))
+    converted = convert(copy.deepcopy(native))
+    for _ in range(2):
+        for model in (native, converted):
+            model.zero_grad()
+            torch.nested.to_padded_tensor(model(torch.nested.nested_tensor(x)), 0.0).square().sum().backward()
+        for own, torchs in zip(converted.parameters(), native.parameters(), strict=True):
+            torch.testing.assert_close(own.grad, torchs.grad)
+
+
+@pytest.mark.parametrize("kind", [lambda: nn.LayerNorm(SIZE), lambda: nn.GroupNorm(2, SIZE)], ids=["layer", "group"])
+def test_vmap_without_gradients_is_torchs_in_a_step_that_is_watched(kind):
+    """The watch asked a tensor that vmap had made for its memory."""
+    native = Block(kind(), lambda m, x: F.gelu(torch.vmap(m.norm)(m.first(x))))
+    converted, x = convert(copy.deepcopy(native)), torch.randn(5, 2, SIZE)
+    with torch.no_grad():
+        torch.testing.assert_close(converted(x), native(x))
+    torch.testing.assert_close(converted(x), native(x))
+
+
+def masked(m, h):
+    h[h.detach() < -0.4] = 0
+    return h
+
+
+@pytest.mark.parametrize("write", [masked, lambda m, h: h.mul_(0.5), lambda m, h: F.dropout(h, 0.0, inplace=True)])
+def test_a_write_to_the_output_of_a_norm_that_was_not_trusted_in_the_watched_step_is_no_error(write):
+    """What follows counted as seen, although the norm was torch's when it was seen."""
+    native = Block(NORMS["layer norm"](), lambda m, x: x + m.last(write(m, m.norm(m.first(x)))))
+    nn.init.zeros_(native.norm.weight)
+    converted, found = convert(copy.deepcopy(native.double())), []
+    for model in (native, converted):
+        optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.3), []
+        for step in range(12):
+            optimizer.zero_grad()
+            loss = (
+                model(torch.randn(3, 5, SIZE, generator=torch.Generator().manual_seed(step)).double()).square().mean()
+            )
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        found.append([*losses, *(p.detach() for p in model.parameters())])
+    for own, torchs in zip(*found[::-1], strict=True):
+        torch.testing.assert_close(own, torchs, rtol=1e-9, atol=1e-12)

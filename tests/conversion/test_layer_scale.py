@@ -521,3 +521,38 @@ def test_the_memory_report_shows_what_is_saved():
     """It has hooks of its own on each layer."""
     found = memory_report(Net(lambda m, x: times(m, m.last(x))), torch.randn(64, 7, SIZE))
     assert found.before.held - found.after.held > 0.95 * 64 * 7 * SIZE * 4
+
+
+@pytest.mark.parametrize("compiler", [None, "aot_eager"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_where_the_bias_cancels_the_product_its_gradient_is_nearly_as_exact_as_torchs(autocast, compiler):
+    """The sums of G * W and of b * dz lost the digits of the output where these cancel and dz has a mean."""
+    torch.manual_seed(0)
+    h, dz = 30 + 0.5 * torch.randn(784, SIZE), 1 + torch.randn(784, SIZE)
+    native = Net(lambda m, x: m.fc1(x) * m.gamma)
+    with torch.no_grad():
+        native.fc1.bias.copy_(-(native.fc1.weight.double() @ h.double().mean(0)))
+    converted, found = convert(copy.deepcopy(native)), []
+    for model, dtype in (native, torch.float32), (converted, torch.float32), (copy.deepcopy(native), torch.float64):
+        model.to(dtype)
+        run = torch.compile(model, backend=compiler) if compiler and model is converted else model
+        for _ in range(3):
+            model.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast and dtype == torch.float32):
+                z = run(h.to(dtype).requires_grad_())
+            z.backward(dz.to(z.dtype))
+        found.append(model.gamma.grad.double())
+    errors = [float((t - found[2]).norm() / found[2].norm()) for t in found[:2]]
+    assert errors[1] <= 4 * errors[0], errors
+
+
+def test_an_input_that_is_not_contiguous_may_be_written_to():
+    """torch's linear layer keeps a copy of it. The product kept the input itself, and backward raised."""
+
+    def run(m, x):
+        t = x * 1.5
+        z = m.fc1(t.transpose(1, 2)) * m.gamma
+        t.mul_(0.5)
+        return z
+
+    check_training(Net(run), torch.randn(2, SIZE, SIZE))

@@ -62,6 +62,27 @@ class ChannelsFirstNorm(Weighted):
         return self.weight[:, None, None] * x + self.bias[:, None, None]
 
 
+class RMSNormOfT5(Weighted):
+    """With a weight in float32 the output is in float32, whatever the input is."""
+
+    def forward(self, x):
+        return self.weight * (x * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps))
+
+
+class RMSNormOfDiffusers(nn.Module):
+    """It has an attribute with the name of a method of tensors, and None for a bias."""
+
+    def __init__(self, size, affine=True):
+        super().__init__()
+        self.eps, self.dim, self.weight, self.bias = 1e-6, torch.Size([size]), None, None
+        if affine:
+            self.weight = nn.Parameter(1 + 0.3 * torch.randn(size))
+
+    def forward(self, x):
+        y = x * torch.rsqrt(x.to(torch.float32).pow(2).mean(-1, keepdim=True) + self.eps)
+        return y if self.weight is None else y * self.weight
+
+
 class NormWithEpsOutside(Weighted):
     def forward(self, x):
         return x / (x.square().mean(-1, keepdim=True).sqrt() + self.eps) * self.weight
