@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 from inplace_abn import _torch, distributed, guard, reference
 from inplace_abn.activations import ACTIVATIONS, activate, check_activation
-from inplace_abn.autograd import backward, checks, forward, nodes, ownership, plain, usual
+from inplace_abn.autograd import backward, checks, forward, nodes, ownership, plain
 from inplace_abn.autograd.backward import Values
 from inplace_abn.autograd.kept import KeptABNFunction
 from inplace_abn.compiling import norms, trust
@@ -102,8 +102,8 @@ def local(x: Tensor, operands: Operands, settings: Settings, overwrite_input: bo
     # Transforms would look for rules of the node's op, before it could say that it is not for them.
     refuses = torch.compiler.is_compiling() or _torch.transforms_active()
     z: Tensor | None = None
-    if not _DISABLED and not refuses and ops.run_on(x.device) and not _torch.saves_its_result(x):
-        z = _usual(x, operands, settings) if _node is None else _by_node(_node, x, operands, settings)
+    if _node is not None and not refuses and ops.run_on(x.device) and not _torch.saves_its_result(x):
+        z = _by_node(_node, x, operands, settings)
     return _forward(x, operands, settings) if z is None else z
 
 
@@ -116,14 +116,6 @@ def _by_node(compiled: node.Node, x: Tensor, operands: Operands, settings: Setti
         if not settings.per_instance:
             checks.check_channels(x, operands)
         raise ops.as_python_error(raised) from None
-
-
-def _usual(x: Tensor, operands: Operands, settings: Settings) -> Tensor | None:
-    """The call in Python, if it is as most calls in training are; None if it may be special."""
-    if not settings.training or settings.per_instance or not usual.is_usual(x, operands):
-        return None
-    calibrate()
-    return usual.inplace_abn(x, operands, settings)
 
 
 def inplace_abn_sync(

@@ -44,7 +44,7 @@ def mean_of_rows(t: Tensor) -> Tensor:
 
 def _quick_mean(t: Tensor) -> Tensor:
     """`mean_of_rows` by the kernel for statistics: on the CPU torch would copy a matrix of 16 bits."""
-    if _torch.is_batched(t) or len(t) < 2 or not ops.run_on(t.device):
+    if _torch.is_batched(t) or t.shape[0] < 2 or not ops.run_on(t.device):
         return mean_of_rows(t)
     mean, _ = ops.run(ops.statistics, [], t, 0)
     return mean  # type: ignore[no-any-return]
@@ -54,12 +54,11 @@ def gradients(
     dz: Tensor, h: Tensor, weight: Tensor, mean_of_u: Tensor, mean: Callable[[Tensor], Tensor] = mean_of_rows
 ) -> tuple[Tensor, Tensor]:
     """G and dgamma, in the dtype of sums. ``mean`` computes `mean_of_rows`."""
-    of_dz, of_h = mean(dz), mean(h)
+    count, of_dz, of_h = dz.shape[0], mean(dz), mean(h)
     rest = (dz - of_dz).to(h.dtype)
-    product, sum_of_rest = (rest.t() @ h).to(of_h.dtype), len(dz) * mean(rest)
+    product, sum_of_rest = (rest.t() @ h).to(of_h.dtype), count * mean(rest)
     dgamma = ((product - torch.outer(sum_of_rest, of_h)) * weight).sum(dim=1)
-    of_dz = len(dz) * of_dz
-    return product + torch.outer(of_dz, of_h), dgamma + (sum_of_rest + of_dz) * mean_of_u
+    return product + torch.outer(count * of_dz, of_h), dgamma + (sum_of_rest + count * of_dz) * mean_of_u
 
 
 class Exchange:

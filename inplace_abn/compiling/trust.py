@@ -125,7 +125,7 @@ def _shapes(module: Any) -> _Shapes:
 def _found(module: Any, dtype: torch.dtype, before: frozenset[str] | None) -> frozenset[str]:
     """What a compiled norm may be fused with. Arguments are those of `_tolerated`."""
     mode = guard.mode_of(module, dtype)
-    if guard.given_up(module) is not None or (mode is not None and not mode.decisions[-1].trusted):
+    if guard.is_noticed(module) or (mode is not None and not mode.decisions[-1].trusted):
         return frozenset()
     if not _shapes(module):
         return frozenset()

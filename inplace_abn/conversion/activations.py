@@ -106,7 +106,7 @@ class InPlaceActivation(ActivationAlone):
     @_torch.read_while_tracing
     def _is_applied(self) -> bool:
         joint.install()
-        return applied(self) is not None and guard.given_up(self) is None
+        return applied(self) is not None and not guard.is_noticed(self)
 
     def activations(self) -> set[str]:
         activation = applied(self)

@@ -29,7 +29,7 @@ from inplace_abn.conversion.consumers import kept
 from inplace_abn.conversion.naming import attached, attached_narrowly, made, record_plain
 from inplace_abn.conversion.narrowed import narrowed
 from inplace_abn.conversion.offered import settled
-from inplace_abn.conversion.plan import Plan, PlanInPython
+from inplace_abn.conversion.plan import Plan
 from inplace_abn.conversion.recognition import (
     IN_GRAPH,
     KNOWN,
@@ -299,11 +299,8 @@ def _left_behind(t: Pending) -> RuntimeError:
     return RuntimeError(message)
 
 
-def planned(plan: Plan | PlanInPython, module: Any, x: Tensor) -> Pending | None:
+def planned(plan: Plan, module: Any, x: Tensor) -> Pending | None:
     """A tensor that stands for a norm's output, by the norm's plan; None if the call is not like the plan's."""
-    if isinstance(plan, PlanInPython):
-        found = plan.call(module, x)
-        return None if found is None else pending(*found)
     t, waiting = plan.call(module, x)
     if waiting is not None:
         t.__class__ = Pending

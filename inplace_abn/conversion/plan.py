@@ -1,8 +1,7 @@
 """What a norm does in most of its calls: what it did in the call before.
 
 A call makes a plan, by which later calls that are like it need not look at everything again. The node in C++ makes such
-a call, and the activation or the sum that follows, in one step each. If anything else follows, Python goes on. Without
-that node the call is made here, and Python goes on.
+a call, and the activation or the sum that follows, in one step each. If anything else follows, Python goes on.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from torch import Tensor
 
 from inplace_abn import _torch, functions, guard
 from inplace_abn.activations import IDENTITY, find, name_of
-from inplace_abn.autograd import usual
 from inplace_abn.autograd.backward import Values
 from inplace_abn.conversion.converted import Note
 from inplace_abn.conversion.waiting import NormCall, PendingState, seen_as
@@ -69,15 +67,35 @@ class Native:
         """What follows an earlier call does not matter."""
 
 
-class _Alike:
-    """A norm's calls in training, by statistics of their own, which nobody measures or watches."""
+class Plan:
+    """A norm's calls in training, by statistics of their own, which nobody measures or watches. The node in C++ makes
+    them."""
 
-    __slots__ = ("_decision", "_eps", "_look", "_mode", "_momentum", "_state", "settings")
+    __slots__ = (
+        *("_approved", "_called", "_decision", "_eps", "_look", "_mode", "_momentum", "_state"),
+        *("in_cpp", "name", "node", "settings"),
+    )
 
-    def __init__(self, module: Any, settings: Settings, look: guard.Look, mode: guard.Mode) -> None:
+    def __init__(
+        self,
+        module: Any,
+        x: Tensor,
+        settings: Settings,
+        applied: tuple[str, float],
+        look: guard.Look,
+        mode: guard.Mode,
+        node: Node,
+    ) -> None:
         self.settings: Settings = settings
         self._look, self._mode, self._decision = look, mode, look.decision
         self._state, self._eps, self._momentum = module._guard, module.eps, module.momentum
+        self.node: Node = node
+        self.name: str = settings.name or type(module).__name__
+        options = (module.momentum, settings.eps, find(applied[0]).code, applied[1], settings.name)
+        self.in_cpp: Any = node.plan(x, parameters(module)[0], _statistics(module)[0], *options)
+        self._approved: dict[tuple[str, float, bool], Approved] = {}
+        self._called: dict[tuple[Any, ...], Following] = {}
+        """What follows, by the functions and the options that were called, and whether a sum came before."""
 
     def holds(self, module: Any) -> bool:
         """Whether the module is as it was. Nothing is said about tensors, and about what surrounds the call."""
@@ -91,73 +109,6 @@ class _Alike:
             and module.momentum is self._momentum
             and guard.is_settled(module, state, mode)
         )
-
-
-class PlanInPython(_Alike):
-    """Calls that are made in Python, where there is no node in C++. What follows them has no plan."""
-
-    __slots__ = ("_activating", "_applied", "_kind")
-
-    def __init__(
-        self, module: Any, x: Tensor, settings: Settings, applied: tuple[str, float], look: guard.Look, mode: guard.Mode
-    ) -> None:
-        super().__init__(module, settings, look, mode)
-        self._applied, self._activating = applied, settings.activating(applied)
-        self._kind = _kind(x, (*parameters(module), *_statistics(module)))
-
-    def call(self, module: Any, x: Tensor) -> tuple[NormCall, Tensor, None, tuple[str, float]] | None:
-        """Calls the norm. Returns the call, the memory of its output, no residual, and the activation of the memory.
-
-        None if the call is not like the plan's, and nothing was done.
-        """
-        tensors = weight, bias, mean, var, batches = *parameters(module), *_statistics(module)
-        if functions.node_in_cpp() is not None or not self.holds(module) or _kind(x, tensors) != self._kind:
-            return None
-        # In inference mode no tensor that is made here has a version.
-        if not usual.are_usual(x, *tensors) or torch.is_inference_mode_enabled():
-            return None
-        if not any(t is not None and t.requires_grad for t in (x, weight, bias)):
-            return None
-        # What is no number may not be counted, which torch finds out before it writes.
-        if batches is not None and batches.dim() > 0:
-            return None
-        memory = torch.empty_like(x, requires_grad=False)
-        operands = Operands(weight, bias, None, mean, var, self._momentum)
-        # Autograd does not notice the update of the running statistics, as in torch.
-        values = usual.written(x, memory, operands, self._activating)
-        if values is None:
-            return None
-        if batches is not None:
-            batches.add_(1)
-        return NormCall(module, x, operands, None, values, self.settings, self._look), memory, None, self._applied
-
-    def approve(self, *_: Any) -> None:
-        """What follows is looked at in each call."""
-
-
-class Plan(_Alike):
-    """Calls that the node in C++ makes."""
-
-    __slots__ = ("_approved", "_called", "in_cpp", "name", "node")
-
-    def __init__(
-        self,
-        module: Any,
-        x: Tensor,
-        settings: Settings,
-        applied: tuple[str, float],
-        look: guard.Look,
-        mode: guard.Mode,
-        node: Node,
-    ) -> None:
-        super().__init__(module, settings, look, mode)
-        self.node: Node = node
-        self.name: str = settings.name or type(module).__name__
-        options = (module.momentum, settings.eps, find(applied[0]).code, applied[1], settings.name)
-        self.in_cpp: Any = node.plan(x, parameters(module)[0], _statistics(module)[0], *options)
-        self._approved: dict[tuple[str, float, bool], Approved] = {}
-        self._called: dict[tuple[Any, ...], Following] = {}
-        """What follows, by the functions and the options that were called, and whether a sum came before."""
 
     def call(self, module: Any, x: Tensor) -> Any:
         """Calls the norm. Returns a tensor that stands for the output, and what waits, in C++.
@@ -229,18 +180,15 @@ class Plan(_Alike):
         return state, node
 
 
-def of_call(
-    module: Any, x: Tensor, settings: Settings, applied: tuple[str, float], look: guard.Look
-) -> Plan | PlanInPython | None:
+def of_call(module: Any, x: Tensor, settings: Settings, applied: tuple[str, float], look: guard.Look) -> Plan | None:
     """The plan for calls that are like this one, which is not measured; None if there is none."""
+    node = functions.node_in_cpp()
     is_simple = module.training and not settings.per_instance and not module.is_synchronised()
     # Tensors may be written to.
     are_numbers = isinstance(module.momentum, (int, float)) and isinstance(module.eps, (int, float))
-    if look.mode is None or not is_simple or not are_numbers:
+    if node is None or look.mode is None or not is_simple or not are_numbers:
         return None
-    node = functions.node_in_cpp()
-    given = module, x, settings, applied, look, look.mode
-    return PlanInPython(*given) if node is None else Plan(*given, node)
+    return Plan(module, x, settings, applied, look, look.mode, node)
 
 
 def _statistics(module: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -248,8 +196,3 @@ def _statistics(module: Any) -> tuple[Tensor | None, Tensor | None, Tensor | Non
     if not module.track_running_stats:
         return None, None, None
     return *running_statistics(module), counted_batches(module)
-
-
-def _kind(x: Tensor, tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
-    """What the tensors of a call are like."""
-    return x.shape, x.stride(), x.dtype, x.device, *[None if t is None else t.dtype for t in tensors]

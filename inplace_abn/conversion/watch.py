@@ -340,7 +340,8 @@ class Watch(_torch.OwnMode):
 
     def _make_torchs(self, layer: Any, reader: str) -> None:
         """Gives up a layer that saves nothing. What follows the forward pass may write to its results."""
-        give_up(layer, f"it saves nothing: {reader} does not keep its output, or something else keeps its input")
+        why = f"it saves nothing: {reader} does not keep its output, or something else keeps its input"
+        give_up(layer, why, noticed=False)
         for key, result in [*self._results.items()]:
             if result.layer is layer:
                 del self._results[key]
@@ -410,9 +411,9 @@ def _untag(result: Result) -> None:
         z.copy_(untagged(z, result.activation, result.param))
 
 
-def give_up(layer: Any, why: str) -> None:
-    """Makes the layer torch's from the next generation on."""
-    if guard.give_up(layer, why):
+def give_up(layer: Any, why: str, noticed: bool = True) -> None:
+    """Makes the layer torch's from the next generation on. Arguments are those of `guard.give_up`."""
+    if guard.give_up(layer, why, noticed):
         _logger.info(
             "%s: %s; from the next optimizer step on it does as torch does", layer.__dict__["_guard_name"], why
         )

@@ -40,6 +40,7 @@ from inplace_abn.guard.layers import expect as expect
 from inplace_abn.guard.layers import forget as forget
 from inplace_abn.guard.layers import give_up as give_up
 from inplace_abn.guard.layers import given_up as given_up
+from inplace_abn.guard.layers import is_noticed as is_noticed
 from inplace_abn.guard.layers import is_settled as is_settled
 from inplace_abn.guard.layers import knows as knows
 from inplace_abn.guard.layers import layers_of as layers_of

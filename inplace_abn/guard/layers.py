@@ -249,14 +249,22 @@ def seen(module: Any) -> set[tuple[Any, ...]]:
     return {what for mode in _modes(module) for what in mode.seen}
 
 
-def give_up(module: Any, why: str) -> bool:
-    """Makes a converted norm torch's from the next generation on, and returns whether it was not given up before."""
+def give_up(module: Any, why: str, noticed: bool) -> bool:
+    """Makes a converted norm torch's from the next generation on, and returns whether it was not given up before.
+
+    ``noticed`` says that others read tags, or write to what backward needs: they may do so in compiled code, too.
+    """
     state = notice_writes(module)
     is_new = state.given_up is None
     if is_new:
-        state.given_up = generations.current, why
+        state.given_up, state.noticed = (generations.current, why), noticed
         renew(module)
     return is_new
+
+
+def is_noticed(module: Any) -> bool:
+    """Whether a converted norm was given up because others read tags, or write to what backward needs."""
+    return module._guard is not None and module._guard.noticed
 
 
 def given_up(module: Any) -> tuple[int, str] | None:

@@ -220,6 +220,8 @@ class State:
     scales: bool = True
     given_up: tuple[int, str] | None = None
     """The generation in which a converted norm was given up, and why: its output is read or written to."""
+    noticed: bool = False
+    """Whether that is why."""
 
     def mode(self, dtype: torch.dtype) -> Mode:
         if dtype not in self.modes:

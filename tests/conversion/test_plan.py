@@ -14,32 +14,24 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from inplace_abn import convert, functions, guard, set_guard
 from inplace_abn.conversion import pending
-from inplace_abn.conversion.plan import Native, Plan, PlanInPython
+from inplace_abn.conversion.plan import Native, Plan
+
+pytestmark = pytest.mark.skipif(functions._node is None, reason="plans are of the node in C++")
 
 
 @pytest.fixture
 def planned(monkeypatch):
     """The calls that went by a plan."""
-    calls = []
+    calls, call = [], Plan.call
 
-    def counting(function):
-        def call(*args):
-            found = function(*args)
-            if found not in (None, (None, None)):
-                calls.append(args)
-            return found
+    def counted(*args):
+        t, waiting = call(*args)
+        if waiting is not None:
+            calls.append(args)
+        return t, waiting
 
-        return call
-
-    for kind in (Plan, PlanInPython):
-        monkeypatch.setattr(kind, "call", counting(kind.call))
+    monkeypatch.setattr(Plan, "call", counted)
     return calls
-
-
-@pytest.fixture
-def by_node():
-    if functions._node is None:
-        pytest.skip("for the node in C++")
 
 
 def net():
@@ -416,7 +408,7 @@ def test_whatever_becomes_of_a_planned_output_training_is_torchs(name, begins_wi
     assert planned or begins_with == "itself"
 
 
-def test_sums_and_activations_of_planned_calls_are_made_by_the_node(by_node, monkeypatch):
+def test_sums_and_activations_of_planned_calls_are_made_by_the_node(monkeypatch):
     made = []
     for name in ("_activated_at_once", "_added_at_once"):
         function = getattr(pending, name)
@@ -433,7 +425,7 @@ def test_sums_and_activations_of_planned_calls_are_made_by_the_node(by_node, mon
 
 
 @pytest.mark.parametrize("name", ["kept", "a kept sum in place", "residual of a norm"])
-def test_outputs_that_are_kept_are_made_by_the_node(name, by_node, monkeypatch):
+def test_outputs_that_are_kept_are_made_by_the_node(name, monkeypatch):
     steps(convert(Between(USES[name]).double()), lambda model: monkeypatch.setattr(Plan, "state", None))
 
 
@@ -458,8 +450,7 @@ def test_a_weight_of_a_class_of_its_own_is_not_taken_for_modified(planned):
 
     expected = steps(copy.deepcopy(model), change)
     check_alike(steps(convert(model), change), expected)
-    # The node in Python leaves classes of their own to the general path.
-    assert planned or functions._node is None
+    assert planned
 
 
 OPTIONS = {
