@@ -43,8 +43,8 @@ def mean_of_rows(t: Tensor) -> Tensor:
 
 
 def _quick_mean(t: Tensor) -> Tensor:
-    """`mean_of_rows` by the kernel for statistics: on the CPU torch would copy a matrix of 16 bits."""
-    if _torch.is_batched(t) or t.shape[0] < 2 or not ops.run_on(t.device):
+    """`mean_of_rows`, in 16 bits by the kernel for statistics: on the CPU torch would copy the matrix."""
+    if t.dtype == wide(t.dtype) or _torch.is_batched(t) or t.shape[0] < 2 or not ops.run_on(t.device):
         return mean_of_rows(t)
     mean, _ = ops.run(ops.statistics, [], t, 0)
     return mean  # type: ignore[no-any-return]
@@ -54,9 +54,11 @@ def gradients(
     dz: Tensor, h: Tensor, weight: Tensor, mean_of_u: Tensor, mean: Callable[[Tensor], Tensor] = mean_of_rows
 ) -> tuple[Tensor, Tensor]:
     """G and dgamma, in the dtype of sums. ``mean`` computes `mean_of_rows`."""
-    count, of_dz, of_h = dz.shape[0], mean(dz), mean(h)
+    (count, width), of_dz = dz.shape, mean(dz)
     rest = (dz - of_dz).to(h.dtype)
-    product, sum_of_rest = (rest.t() @ h).to(of_h.dtype), count * mean(rest)
+    # The sums of h come from the same product. Eight columns keep rows aligned.
+    both = (torch.cat([rest, h.new_ones(count, 8)], dim=1).t() @ h).to(wide(h.dtype))
+    product, of_h, sum_of_rest = both[:width], both[width] / count, count * mean(rest)
     dgamma = ((product - torch.outer(sum_of_rest, of_h)) * weight).sum(dim=1)
     return product + torch.outer(count * of_dz, of_h), dgamma + (sum_of_rest + count * of_dz) * mean_of_u
 
