@@ -37,7 +37,6 @@ BOTH_NODES = {
     "test_lossy_hooks",
     "test_modified",
     "test_ownership",
-    "test_plan",
     "test_reuse",
     "test_threads",
 }
