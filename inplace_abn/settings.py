@@ -77,16 +77,16 @@ def parameters(module: Any) -> tuple[Tensor | None, Tensor | None]:
 
     Wrappers replace parameters by plain tensors (FSDP, pruning) or compute them whenever they are read (parametrize).
     """
-    held = module._parameters
-    if "weight" in held and "bias" in held:
+    held, own = module._parameters, module.__dict__
+    if "weight" in held and "bias" in held and "weight" not in own and "bias" not in own:
         return held["weight"], held["bias"]
     return _present(module, "weight"), _present(module, "bias")
 
 
 def running_statistics(module: Any) -> tuple[Tensor | None, Tensor | None]:
     """The running mean and the running variance of a norm at this moment; None for what it has not."""
-    held = module._buffers
-    if "running_mean" in held and "running_var" in held:
+    held, own = module._buffers, module.__dict__
+    if "running_mean" in held and "running_var" in held and "running_mean" not in own and "running_var" not in own:
         return held["running_mean"], held["running_var"]
     return _present(module, "running_mean"), _present(module, "running_var")
 
@@ -99,10 +99,10 @@ def counted_batches(module: Any) -> Tensor | None:
 
 def _present(module: Any, name: str) -> Any:
     """An attribute of a module; None if it has none of that name. For those ``getattr`` takes microseconds."""
-    for held in (module._buffers, module._parameters, module.__dict__):
-        if name in held:
-            return held[name]
-    return getattr(module, name) if hasattr(type(module), name) else None
+    if hasattr(type(module), name):
+        return getattr(module, name)
+    places = module.__dict__, module._parameters, module._buffers
+    return next((held[name] for held in places if name in held), None)
 
 
 def check_hyperparameters(eps: float, momentum: float | Tensor | None) -> None:

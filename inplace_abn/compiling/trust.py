@@ -58,7 +58,7 @@ _LATE = (
 _logger = logging.getLogger("inplace_abn")
 _KINDS = (Tensor, torch.nn.Parameter)
 
-_HIDDEN = "its weights are sharded or computed, so nobody can tell how they change; compiled code does as torch does"
+_HIDDEN = "its weights are sharded, computed or freed, so nobody sees how they change; compiled code does as torch does"
 _Shapes = tuple[torch.Size | None, ...]
 _Answers = dict[tuple[int, Any, _Shapes, torch.dtype], frozenset[str]]
 _answers: weakref.WeakKeyDictionary[Any, _Answers] = weakref.WeakKeyDictionary()
@@ -117,7 +117,9 @@ def _shapes(module: Any) -> _Shapes:
     if module.is_parametrized():
         return ()
     given = parameters(module)
-    if any(t is not None and (type(t) not in _KINDS or t.is_meta) for t in given):
+    # Memory that somebody has freed must not be read.
+    is_there = (type(t) in _KINDS and not t.is_meta and t.untyped_storage().nbytes() for t in given if t is not None)
+    if not all(is_there):
         return ()
     return tuple(None if t is None else t.shape for t in given)
 
@@ -192,21 +194,28 @@ def _told(found: frozenset[str]) -> str:
 def _review(*_: Any) -> None:
     """Runs after each optimizer step. Makes compilers compile those modules anew whose answer has changed."""
     for module, answers in list(_answers.items()):
-        interval = getattr(module, "guard_interval", None)
-        if interval is None:  # It was reverted.
-            del _answers[module]
-        elif interval > 0:
-            before = {key: found for key, found in answers.items() if key[:2] == _state(module)}
-            try:
-                now, why = _reviewed(module, before, interval)
-            except Exception as error:
-                # Optimizers of other models must not fail, whatever became of this module.
-                now, why = dict.fromkeys(before, frozenset()), f"its weights cannot be looked at: {error}"
-            if now != before:
-                if why:
-                    _logger.warning("%s: %s", guard.name(module), why)
-                guard.renew(module)
-                _answers[module] = {(*_state(module), *key[2:]): found for key, found in now.items()}
+        try:
+            interval = getattr(module, "guard_interval", None)
+            if interval is None:  # It was reverted.
+                del _answers[module]
+            elif interval > 0:
+                _renew(module, answers, interval)
+        except Exception as error:
+            # Optimizers of other models must not fail, whatever became of this module. It is torch's from now on.
+            name = module.__dict__.get("_guard_name")
+            _logger.warning("%s: its weights cannot be looked at: %s", name or type(module).__name__, error)
+            module.__dict__["_revision"] = -1
+            _answers.pop(module, None)
+
+
+def _renew(module: Any, answers: _Answers, interval: int) -> None:
+    before = {key: found for key, found in answers.items() if key[:2] == _state(module)}
+    now, why = _reviewed(module, before, interval)
+    if now != before:
+        if why:
+            _logger.warning("%s: %s", guard.name(module), why)
+        guard.renew(module)
+        _answers[module] = {(*_state(module), *key[2:]): found for key, found in now.items()}
 
 
 def _reviewed(module: Any, before: _Answers, interval: int) -> tuple[_Answers, str]:

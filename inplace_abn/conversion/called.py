@@ -31,6 +31,7 @@ class CalledActivation(ActivationAlone):
     """What is known of the function that activates a module's output."""
 
     _parameters: ClassVar[dict[str, Any]] = {}
+    _buffers: ClassVar[dict[str, Any]] = {}
     training = True
     """Whether the module is in training."""
 

@@ -152,7 +152,10 @@ class ConvertedLayerNorm(Alone):
         weight, bias = parameters(self)
         requires_grad = x.requires_grad
         for t in (weight, bias):
-            requires_grad = requires_grad or (t is not None and t.requires_grad)
+            if t is not None and t.requires_grad:
+                if not isinstance(t, nn.Parameter):
+                    return None
+                requires_grad = True
         if not requires_grad or x.numel() == 0 or _torch.transforms_active() or self._revision < 0:
             return None
         size, device = self._length(), x.device.type
@@ -210,7 +213,8 @@ class ConvertedLayerNorm(Alone):
         for t in parameters(self):
             if t is None:
                 continue
-            if type(t) not in (Tensor, nn.Parameter) or t.device != device or t.is_inference():
+            # What is computed for each call may be anything in the next one, and is not measured then.
+            if type(t) not in (Tensor, nn.Parameter) or not t.is_leaf or t.device != device or t.is_inference():
                 return False
             if t.dtype is not dtype and (t.dtype is not torch.float32 or dtype is torch.float64):
                 return False

@@ -46,8 +46,11 @@ class Guarded:
         return int(self.per_instance)
 
     def is_parametrized(self) -> bool:
-        """Whether parameters are computed whenever they are read, which may have effects: torch reads them once."""
-        return "parametrizations" in self._modules  # type: ignore[attr-defined]
+        """Whether parameters are computed whenever they are read, which may have effects: torch reads them once.
+
+        torch.nn.utils.parametrize makes them properties.
+        """
+        return hasattr(type(self), "weight") or hasattr(type(self), "bias")
 
     def scale_and_offset(self) -> tuple[Tensor | None, Tensor | None]:
         """What xhat is multiplied by, and what is added, before the activation."""

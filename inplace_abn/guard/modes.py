@@ -15,6 +15,7 @@ from torch import Tensor
 
 from inplace_abn.activations import IDENTITY
 from inplace_abn.guard.figures import Figures, fetched, unpacked
+from inplace_abn.settings import parameters
 
 _PLAIN = ("plain", 0.0)
 """The expectation of a norm whose output nobody activates."""
@@ -237,7 +238,7 @@ class Writes:
 
     __slots__ = ("__weakref__", "_bias", "_found", "_version", "_weight", "count", "counted_at")
 
-    def __init__(self, count: int = 0) -> None:
+    def __init__(self, count: int = 0, found: bool = False) -> None:
         self.count: int = count
         """The number of times that somebody else wrote."""
         self.counted_at: int = 0
@@ -246,7 +247,7 @@ class Writes:
         self._bias: Tensor | None = None
         self._version: int | None = None
         """The sum of both versions; None while it is not known what it should be."""
-        self._found = False
+        self._found = found
         _watchers.add(weakref.ref(self, _watchers.discard))
 
     def watches(self, ids: Container[int]) -> bool:
@@ -257,12 +258,8 @@ class Writes:
         return self._weight is not None
 
     def are_expected(self, module: Any) -> bool:
-        """Whether nobody wrote since the layer's last call, or since the last step of an optimizer.
-
-        Weights that are made for each call, as parametrized ones are, are not looked at.
-        """
-        parameters = module._parameters
-        weight, bias = parameters.get("weight"), parameters.get("bias")
+        """Whether nobody wrote since the layer's last call, or since the last step of an optimizer."""
+        weight, bias = _kept(module)
         if weight is None or self._weight is None:
             return weight is self._weight
         # A tensor that replaces one of them need not have a version.
@@ -272,8 +269,7 @@ class Writes:
 
     def take(self, module: Any) -> bool:
         """Whether somebody else wrote. From now on the present values are the expected ones."""
-        parameters = module._parameters
-        weight, bias = parameters.get("weight"), parameters.get("bias")
+        weight, bias = _kept(module)
         found = self._found or (
             self._weight is not None
             and (weight is not self._weight or bias is not self._bias or self._version not in (None, self._sum()))
@@ -296,8 +292,19 @@ class Writes:
             self._version = self._sum()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy watches its own parameters from its first call on."""
-        return Writes, (self.count,)
+        """A copy watches its own parameters from its first call on, before which anybody may write to them."""
+        return Writes, (self.count, True)
+
+
+def _kept(module: Any) -> tuple[Tensor | None, Tensor | None]:
+    """The weight and the bias of a layer; None for one that is made for each call."""
+    held = module._parameters
+    if "weight" in held and "bias" in held:
+        return held["weight"], held["bias"]
+    if module.is_parametrized():
+        return None, None
+    weight, bias = parameters(module)
+    return None if weight is None or not weight.is_leaf else weight, None if bias is None or not bias.is_leaf else bias
 
 
 _watchers: set[weakref.ref[Writes]] = set()
