@@ -1,18 +1,13 @@
 """A linear layer whose output u is multiplied by a vector (LayerScale, arXiv 2103.17239), without keeping u.
 
-    u = h W^T + b        z = u * gamma        G = dz^T h
-    du = dz * gamma      dgamma_i = sum_r dz_ri u_ri      dW = gamma * G
+    u = h W^T + b        z = u * gamma        du = dz * gamma
 
-dgamma is computed from the product that dW needs, which is computed once if u was multiplied only. Where h W^T and b
-cancel, sum_j G_ij W_ij + b_i sum(dz_i) would lose the digits of u. So dz is taken apart into its mean over the rows and
-the rest d. The mean is multiplied by the mean of u, which the forward pass has computed. In 16 bits sum(d) is not zero.
-
-    dgamma_i = sum_j (d^T h - sum(d) mean(h)^T)_ij W_ij + (sum(d_i) + N mean(dz_i)) mean(u_i)
+`reference.gradients_of_scaled` has the gradients of gamma and W. The product of matrices that both need is computed
+once if u was multiplied only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +17,7 @@ from torch import Tensor
 from inplace_abn import _torch
 from inplace_abn.autograd.backward import input_edge, placed
 from inplace_abn.kernels import ops
-from inplace_abn.reference import wide
+from inplace_abn.reference import gradients_of_scaled, mean_of_rows, wide
 
 
 class Linear(NamedTuple):
@@ -37,30 +32,12 @@ def _rows(t: Tensor) -> Tensor:
     return t.reshape(-1, t.shape[-1])
 
 
-def mean_of_rows(t: Tensor) -> Tensor:
-    """The mean of a matrix over its rows, in the dtype of sums."""
-    return t.mean(dim=0, dtype=wide(t.dtype))
-
-
 def _quick_mean(t: Tensor) -> Tensor:
     """`mean_of_rows`, in 16 bits by the kernel for statistics: on the CPU torch would copy the matrix."""
     if t.dtype == wide(t.dtype) or _torch.is_batched(t) or t.shape[0] < 2 or not ops.run_on(t.device):
         return mean_of_rows(t)
     mean, _ = ops.run(ops.statistics, [], t, 0)
     return mean  # type: ignore[no-any-return]
-
-
-def gradients(
-    dz: Tensor, h: Tensor, weight: Tensor, mean_of_u: Tensor, mean: Callable[[Tensor], Tensor] = mean_of_rows
-) -> tuple[Tensor, Tensor]:
-    """G and dgamma, in the dtype of sums. ``mean`` computes `mean_of_rows`."""
-    (count, width), of_dz = dz.shape, mean(dz)
-    rest = (dz - of_dz).to(h.dtype)
-    # The sums of h come from the same product. Eight columns keep rows aligned.
-    both = (torch.cat([rest, h.new_ones(count, 8)], dim=1).t() @ h).to(wide(h.dtype))
-    product, of_h, sum_of_rest = both[:width], both[width] / count, count * mean(rest)
-    dgamma = ((product - torch.outer(sum_of_rest, of_h)) * weight).sum(dim=1)
-    return product + torch.outer(count * of_dz, of_h), dgamma + (sum_of_rest + count * of_dz) * mean_of_u
 
 
 class Exchange:
@@ -156,7 +133,7 @@ class ScaleFunction(torch.autograd.Function):
             t: Any = placed(values, ctx.edge)
             dgamma = _rows(dz * t.permute(back)).sum(dim=0)
         elif need[1]:
-            product, dgamma = gradients(_rows(dz), _rows(h), weight, mean_of_u, _quick_mean)
+            product, dgamma = gradients_of_scaled(_rows(dz), _rows(h), weight, mean_of_u, _quick_mean)
             if du is not None and ctx.exchange is not None:
                 ctx.exchange.give(du, product * gamma.unsqueeze(1).to(product.dtype))
         return None if du is None else du.permute(forth), None if dgamma is None else dgamma.to(gamma.dtype), None, None

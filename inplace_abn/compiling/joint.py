@@ -78,7 +78,7 @@ def _without_copies(graph: fx.Graph) -> None:
 
 def _memory(node: fx.Node) -> fx.Node:
     """The node that made the memory of a node's result."""
-    while isinstance(node.target, torch._ops.OpOverload):
+    while isinstance(node.target, _torch.OpOverload):
         returned = _torch.schema_of(node.target).returns
         if not returned or returned[0].alias_info is None or node.target in _COPIES:
             break

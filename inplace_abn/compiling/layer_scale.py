@@ -1,6 +1,6 @@
 """LayerScale for compilers: a linear layer's output that is multiplied by a vector need not be kept.
 
-The formulas are those of `inplace_abn.autograd.scale`.
+The formulas are those of `inplace_abn.reference`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, fx
 
 from inplace_abn._torch import is_backward
-from inplace_abn.autograd.scale import gradients, mean_of_rows
 from inplace_abn.compiling.inlining import inlined
 from inplace_abn.compiling.search import is_cast, is_read_again
+from inplace_abn.reference import gradients_of_scaled, mean_of_rows
 
 _aten = torch.ops.aten
 _VIEWS = frozenset([_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default])
@@ -168,7 +168,7 @@ def _write(graph: fx.Graph, scaled: _Scaled) -> None:
     dtype, shape = dweight.meta["val"].dtype, sums.meta["val"].shape
 
     def found(dz: Tensor, h: Tensor, weight: Tensor, mean: Tensor, gamma: Tensor) -> tuple[Tensor, ...]:
-        product, dgamma = gradients(_back(dz, steps), h, weight, mean)
+        product, dgamma = gradients_of_scaled(_back(dz, steps), h, weight, mean)
         return dgamma.to(sums.meta["val"].dtype).view(shape), (product * gamma.reshape(-1, 1)).to(dtype)
 
     with graph.inserting_before(linear.next):

@@ -249,7 +249,7 @@ def test_it_trains_as_torchs_wherever_its_parameters_are(move, kind, spread):
 
 @pytest.mark.parametrize("kind", ["layer", "llama", "batch", "group"])
 @pytest.mark.parametrize("move", ["computed elsewhere", "plain bias", "pruned bias", "counting", "buffer", "no bias"])
-def test_compiled_it_trains_as_torchs_wherever_its_parameters_are(move, kind):
+def test_compiled_it_trains_as_torchs_wherever_its_parameters_are(move, kind, fresh_compiler):
     for at in (0, 3):
         expected = train(Net(kind, False), kind, at, MOVES[move])
         check(train(convert(Net(kind, False)), kind, at, MOVES[move], compiler="aot_eager"), expected)
