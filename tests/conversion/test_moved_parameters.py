@@ -251,7 +251,9 @@ def test_it_trains_as_torchs_wherever_its_parameters_are(move, kind, spread):
 @pytest.mark.parametrize("move", ["computed elsewhere", "plain bias", "pruned bias", "counting", "buffer", "no bias"])
 def test_compiled_it_trains_as_torchs_wherever_its_parameters_are(move, kind, fresh_compiler):
     for at in (0, 3):
-        expected = train(Net(kind, False), kind, at, MOVES[move])
+        # torch compiles a computation that counts as something else than it is.
+        expected = train(Net(kind, False), kind, at, MOVES[move], compiler="aot_eager" if move == "counting" else None)
+        torch._dynamo.reset()
         check(train(convert(Net(kind, False)), kind, at, MOVES[move], compiler="aot_eager"), expected)
 
 
