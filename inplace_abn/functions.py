@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from inplace_abn import _torch, distributed, guard, reference
+from inplace_abn import _torch, distributed, reference
 from inplace_abn.activations import ACTIVATIONS, activate, check_activation
 from inplace_abn.autograd import backward, checks, forward, nodes, ownership, plain
 from inplace_abn.autograd.backward import Values
@@ -80,19 +80,17 @@ def inplace_abn(
 
     Source: arXiv 1712.02616.
     """
-    settings = Settings(activation, activation_param, eps, signed_weight, training or running_mean is None, None)
+    settings = Settings(activation, activation_param, eps, int(signed_weight), training or running_mean is None, None)
     return run(x, Operands(weight, bias, residual, running_mean, running_var, momentum), settings, overwrite_input)
 
 
-def run(
-    x: Tensor, operands: Operands, settings: Settings, overwrite_input: bool, watch: guard.Frozen | None = None
-) -> Tensor:
+def run(x: Tensor, operands: Operands, settings: Settings, overwrite_input: bool, keeps_input: bool = False) -> Tensor:
     """`inplace_abn`, or `inplace_abn_sync` if there is a group."""
     check_activation(settings.activation, settings.activation_param)
     check_hyperparameters(settings.eps, operands.momentum)
     if settings.group is None:
         return local(x, operands, settings, overwrite_input)
-    return _forward(x, operands, settings, watch, overwrite_input)
+    return _forward(x, operands, settings, keeps_input, overwrite_input)
 
 
 def local(x: Tensor, operands: Operands, settings: Settings, overwrite_input: bool) -> Tensor:
@@ -109,7 +107,9 @@ def local(x: Tensor, operands: Operands, settings: Settings, overwrite_input: bo
 
 def _by_node(compiled: node.Node, x: Tensor, operands: Operands, settings: Settings) -> Tensor | None:
     """The call by the node in C++; None if it needs Python."""
-    what = *operands.momentum_arguments(), *settings.arithmetic(), settings.shared
+    channels = settings.verbatim
+    saved = channels.rows(x.device), len(channels)
+    what = *operands.momentum_arguments(), *settings.arithmetic(), settings.shared, *saved
     try:
         return compiled.inplace_abn(x, *operands.tensors(), settings.training, *what)  # type: ignore[no-any-return]
     except (ValueError, RuntimeError) as raised:
@@ -134,7 +134,7 @@ def inplace_abn_sync(
     signed_weight: bool = False,
     residual: Tensor | None = None,
     overwrite_input: bool = True,
-    watch: guard.Frozen | None = None,
+    keeps_input: bool = False,
 ) -> Tensor:
     """`inplace_abn` with the statistics of all ranks of ``group`` (None: the default group).
 
@@ -143,17 +143,17 @@ def inplace_abn_sync(
     the gradients of the other parameters, as DistributedDataParallel does. If torch.distributed is not initialised,
     statistics are local, and one warning is given. Statistics are local on a rank that is not in ``group``, too.
 
-    ``watch`` is the guard's part of a module's call. While it does not trust z, the result is a new tensor and x is
-    kept. The collectives are the same either way.
+    With ``keeps_input``, x is kept for backward, as in torch, and the result is a new tensor. The collectives are the
+    same either way, so ranks may differ in it.
 
     The other arguments, the result and the errors are those of `inplace_abn`. All ranks raise together if the whole
     batch has only one value per channel.
     """
     training = training or running_mean is None
     group = distributed.participating_group(group) if training else None
-    settings = Settings(activation, activation_param, eps, signed_weight, training, group)
+    settings = Settings(activation, activation_param, eps, int(signed_weight), training, group)
     operands = Operands(weight, bias, residual, running_mean, running_var, momentum)
-    return run(x, operands, settings, overwrite_input, watch)
+    return run(x, operands, settings, overwrite_input, keeps_input)
 
 
 def kept(x: Tensor, operands: Operands, settings: Settings, overwrite_input: bool) -> Tensor:
@@ -186,7 +186,7 @@ def _count_sole_holders() -> None:
         compiled = _node
         # The C++ node builds graphs only after counts were set. With None it reuses nothing.
         compiled.set_sole_holders(None, None)
-        identity = (1e-5, False, ACTIVATIONS["identity"].code, 0.0, False)
+        identity = (1e-5, 0, ACTIVATIONS["identity"].code, 0.0, 0, None, 0)
         sole = ownership.sole_holders(
             lambda x: compiled.inplace_abn(x, None, None, None, None, None, True, 0.0, None, *identity),
             compiled.last_counts,
@@ -222,7 +222,7 @@ def _forward(
     x: Tensor,
     operands: Operands,
     settings: Settings,
-    watch: guard.Frozen | None = None,
+    keeps_input: bool = False,
     overwrite_input: bool = True,
 ) -> Tensor:
     if must_run_out_of_place():
@@ -248,8 +248,8 @@ def _forward(
         return x.copy_(z) if overwrite_input else z
     statistics = None
     if settings.group is not None:
-        statistics, trusted = forward.sync_statistics(x.detach(), operands, settings.group, watch)
-        if not trusted:
+        statistics = forward.sync_statistics(x.detach(), operands, settings.group)
+        if keeps_input:
             z = KeptABNFunction.apply(x, *operands.of_graph(), *statistics, settings)
             return z
     if not requires_grad:
@@ -278,7 +278,7 @@ def _compiled(x: Tensor, operands: Operands, settings: Settings) -> Tensor:
     """The call for compilers: a norm and an activation, which `compiling.joint` fuses."""
     weight, residual = operands.weight, operands.residual
     param, eps = norms.constant(settings.activation_param), norms.constant(settings.eps)
-    scale = None if weight is None else reference.gamma(weight, eps, settings.signed_weight)
+    scale = None if weight is None else reference.gamma(weight, eps, settings.scale)
     trusted = trust.in_place(settings.activation, param)
     y = norms.normalised(x, operands._replace(weight=scale), settings.training, eps, trusted)
     return activate(y if residual is None else y + residual, settings.activation, param)
@@ -314,10 +314,11 @@ def attached(x: Tensor, result: nodes.Result, operands: Operands, values: Values
         result: z, which has no graph.
         values: what `forward.written` returned.
     """
-    is_simple = result.saved is None and result.residual is None and values.verbatim is None and not settings.rows
+    is_simple = result.saved is None and result.residual is None and not settings.rows
     if _node is not None and settings.group is None and is_simple:
         options = (settings.training, *settings.arithmetic(), settings.shared, settings.name)
-        found: Tensor | None = _node.attached(x, result.z, *operands.of_graph(), *values[:3], *options)
+        given = *values[:3], values.rows, values.verbatim
+        found: Tensor | None = _node.attached(x, result.z, *operands.of_graph(), *given, *options)
         if found is not None:
             return found
     return nodes.attached(x, result, operands, values, settings, _input_edge(x, settings))
@@ -326,7 +327,7 @@ def attached(x: Tensor, result: nodes.Result, operands: Operands, values: Values
 def out_of_place(x: Tensor, operands: Operands, settings: Settings) -> Tensor:
     """The call by torch's own ops."""
     if operands.weight is not None:
-        operands = operands._replace(weight=reference.gamma(operands.weight, settings.eps, settings.signed_weight))
+        operands = operands._replace(weight=reference.gamma(operands.weight, settings.eps, settings.scale))
     if settings.per_instance:
         return plain.of_samples(x, operands, settings)
     return plain.abn(x, operands, settings, False) if settings.group is None else plain.abn_sync(x, operands, settings)

@@ -12,11 +12,12 @@ over all values of batch and space.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from inplace_abn.settings import MAGNITUDE, WEIGHT, Channels
 
 
 def per_channel(t: Tensor, like: Tensor) -> Tensor:
@@ -29,10 +30,12 @@ def repeated(t: Tensor | None, samples: int) -> Tensor | None:
     return None if t is None else t.repeat(samples)
 
 
-@cache
-def indices(channels: tuple[int, ...], device: torch.device) -> Tensor:
-    """The channels as a tensor, which is copied to the device once."""
-    return torch.tensor(channels, device=device)
+def empty_channels(x: Tensor, count: int) -> Tensor:
+    """An uninitialised tensor of x's shape, dtype and memory format, but with ``count`` channels."""
+    samples, _, *space = x.shape
+    if x.is_contiguous() or x.stride(1) != 1:
+        return x.new_empty((samples, count, *space))
+    return x.new_empty((samples, *space, count)).movedim(-1, 1)
 
 
 def of_group(t: Tensor, shared: int) -> Tensor:
@@ -52,15 +55,14 @@ def channel_mean(t: Tensor) -> Tensor:
     return channel_sum(t) / (t.numel() // t.shape[1])
 
 
-def gamma(weight: Tensor, eps: float, signed_weight: bool = False) -> Tensor:
-    """The scale of the normalised values: ``|weight| + eps``. With ``signed_weight`` it is the weight itself, moved to
-    a magnitude of at least ``eps``.
+def gamma(weight: Tensor, eps: float, scale: int = MAGNITUDE) -> Tensor:
+    """The scale of the normalised values, by `settings.Settings.scale`.
 
-    Its derivative is the weight's sign (+1 at zero), or 1 with ``signed_weight``.
+    The derivative of ``|weight| + eps`` is the weight's sign (+1 at zero), that of the others is 1.
     """
-    if not signed_weight:
+    if scale == MAGNITUDE:
         return torch.where(weight < 0, -weight, weight) + eps
-    return weight + (clamped(weight.detach(), eps) - weight).detach()
+    return weight if scale == WEIGHT else weight + (clamped(weight.detach(), eps) - weight).detach()
 
 
 def clamped(weight: Tensor, eps: float) -> Tensor:
@@ -69,14 +71,14 @@ def clamped(weight: Tensor, eps: float) -> Tensor:
     return torch.where(weight < 0, -magnitude, magnitude)
 
 
-def unclamped(weight: Tensor | None, eps: float, signed_weight: bool) -> Tensor | None:
+def unclamped(weight: Tensor | None, eps: float, scale: int) -> Tensor | None:
     """The scale of a call that keeps x: `gamma`, but a signed weight as it is."""
-    return weight if weight is None or signed_weight else gamma(weight, eps)
+    return gamma(weight, eps) if weight is not None and scale == MAGNITUDE else weight
 
 
-def weight_gradient(sum_xhat_dy: Tensor, weight: Tensor, signed_weight: bool) -> Tensor:
+def weight_gradient(sum_xhat_dy: Tensor, weight: Tensor, scale: int) -> Tensor:
     """dweight: the gradient of `gamma`, times its derivative."""
-    return sum_xhat_dy if signed_weight else torch.where(weight < 0, -sum_xhat_dy, sum_xhat_dy)
+    return torch.where(weight < 0, -sum_xhat_dy, sum_xhat_dy) if scale == MAGNITUDE else sum_xhat_dy
 
 
 def input_gradient(dy: Tensor, xhat: Tensor, scale: Tensor, means: tuple[Tensor, ...] | None) -> Tensor:
@@ -90,6 +92,12 @@ def input_gradient(dy: Tensor, xhat: Tensor, scale: Tensor, means: tuple[Tensor,
 def standardised(x: Tensor, mean: Tensor, var: Tensor, eps: float) -> Tensor:
     """xhat for x of shape (batch, channel, \\*), in the wider of the two dtypes."""
     return (x - per_channel(mean, x)) * per_channel(torch.rsqrt(var + eps), x)
+
+
+def standardised_channels(x: Tensor, mean: Tensor, var: Tensor, eps: float, channels: Tensor) -> Tensor:
+    """xhat of some channels; statistics may be those of each sample, sample after sample."""
+    mean, var = (t.view(-1, x.shape[1])[:, channels].view(-1, len(channels), *[1] * (x.dim() - 2)) for t in (mean, var))
+    return (x[:, channels] - mean) * torch.rsqrt(var + eps)
 
 
 def scaled(xhat: Tensor, scale: Tensor | None, bias: Tensor | None, residual: Tensor | None) -> Tensor:
@@ -143,9 +151,9 @@ def inverse_std_of_rows(x: Tensor, rows: str, eps: float) -> Tensor:
     return var.add_(eps).rsqrt_()
 
 
-def standardised_rows(x: Tensor, rstd: Tensor, rows: str, channels: tuple[int, ...]) -> Tensor:
+def standardised_rows(x: Tensor, rstd: Tensor, rows: str, channels: Tensor | slice) -> Tensor:
     """xhat of some values of each row, in the dtype of statistics."""
-    values = x[..., indices(channels, x.device)].to(wide(x.dtype))
+    values = x[..., channels].to(wide(x.dtype))
     if rows == LAYER:
         values -= x.mean(dim=-1, keepdim=True, dtype=values.dtype)
     return values.mul_(rstd)
@@ -165,7 +173,7 @@ def recovered_rows(
     y: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    verbatim: tuple[tuple[int, ...], Tensor | None],
+    verbatim: tuple[Channels, Tensor | None],
     dtype: torch.dtype,
 ) -> Tensor:
     """xhat from y, but for the channels of ``verbatim``, of which xhat is given.
@@ -184,7 +192,7 @@ def recovered_rows(
             torch.addcmul(-bias.to(inverse.dtype) * inverse, y, inverse, out=xhat)
     channels, values = verbatim
     if values is not None:
-        xhat[..., indices(channels, y.device)] = values.to(dtype)
+        xhat[..., channels.indices(y.device)] = values.to(dtype)
     return xhat
 
 

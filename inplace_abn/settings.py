@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from array import array
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -37,13 +40,71 @@ class Operands(NamedTuple):
         return (0.0, self.momentum) if isinstance(self.momentum, Tensor) else (self.momentum, None)
 
 
+MAGNITUDE, AT_LEAST_EPS, WEIGHT = range(3)
+"""What xhat is multiplied by: ``|weight| + eps``; the weight, moved to a magnitude of at least ``eps``; or the weight
+itself (`Settings.scale`)."""
+
+
+class Channels:
+    """Some of the channels of a layer, in ascending order, and tensors that say which, made once for each device."""
+
+    __slots__ = ("_indices", "_rows", "numbers", "size")
+
+    def __init__(self, numbers: Iterable[int] = (), size: int = 0) -> None:
+        self.numbers: tuple[int, ...] = tuple(numbers)
+        self.size: int = size
+        """The number of channels that the layer has."""
+        self._indices: dict[torch.device, Tensor] = {}
+        self._rows: dict[torch.device, Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Channels) and self.numbers == other.numbers
+
+    def __hash__(self) -> int:
+        return hash(self.numbers)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Channels, (self.numbers, self.size)
+
+    def indices(self, device: torch.device) -> Tensor:
+        """Their numbers; int64 of shape (len(self),)."""
+        found = self._indices.get(device)
+        if found is None:
+            found = self._indices[device] = _moved(self._on_host(), device)
+        return found
+
+    def _on_host(self) -> Tensor:
+        # torch.tensor would copy the numbers one by one.
+        return torch.frombuffer(array("q", self.numbers), dtype=torch.int64)
+
+    def rows(self, device: torch.device) -> Tensor | None:
+        """Where each channel of the layer is among them, or -1; int64 of shape (size,). None if there are none."""
+        if not self.numbers:
+            return None
+        found = self._rows.get(device)
+        if found is None:
+            rows = torch.full((self.size,), -1, dtype=torch.int64, device="cpu")
+            rows[self._on_host()] = torch.arange(len(self.numbers), device="cpu")
+            found = self._rows[device] = _moved(rows, device)
+        return found
+
+
+def _moved(t: Tensor, device: torch.device) -> Tensor:
+    """The tensor on a device, for which the host does not wait."""
+    return (t.pin_memory() if device.type == "cuda" else t).to(device, non_blocking=True)
+
+
 class Settings(NamedTuple):
     """How a call computes."""
 
     activation: str
     activation_param: float
     eps: float
-    signed_weight: bool
+    scale: int
+    """`MAGNITUDE`, `AT_LEAST_EPS` or `WEIGHT`."""
     training: bool
     group: ProcessGroup | None
     shared: int = 0
@@ -53,8 +114,8 @@ class Settings(NamedTuple):
     """
     name: str = ""
     """The layer's, for messages; empty if it is not known."""
-    verbatim: tuple[int, ...] = ()
-    """Channels whose xhat is saved for backward, because z does not determine it. Samples have their own statistics."""
+    verbatim: Channels = Channels()
+    """The channels whose xhat is saved for backward, because z does not determine it."""
     rows: str = ""
     """The norm of rows: "layer" or "rms" (`reference`); empty for norms over batch and space."""
 
@@ -67,9 +128,9 @@ class Settings(NamedTuple):
         """The settings with another activation and its parameter."""
         return Settings._make((*activation, *self[2:]))
 
-    def arithmetic(self) -> tuple[float, bool, int, float]:
+    def arithmetic(self) -> tuple[float, int, int, float]:
         """The arguments that every op has in common."""
-        return self.eps, self.signed_weight, activations.find(self.activation).code, self.activation_param
+        return self.eps, self.scale, activations.find(self.activation).code, self.activation_param
 
 
 def parameters(module: Any) -> tuple[Tensor | None, Tensor | None]:

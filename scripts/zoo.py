@@ -11,7 +11,8 @@ Only the models of the packages are needed, so the packages are installed withou
         monai dynamic-network-architectures transformers diffusers
 
 Take the torchvision that was made for this torch. Models are built from their configurations, with random weights, and
-run in float32 on the CPU. The native and the converted model take turns.
+run in float32 on the CPU. The converted model is measured as initialised and with norms as `trained.as_trained` leaves
+them; natively it makes no difference. When steps are timed, the native and the converted model take turns.
 """
 
 from __future__ import annotations
@@ -21,28 +22,39 @@ import copy
 import functools
 import importlib
 import importlib.metadata
+import itertools
 import os
 import statistics
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from benchmark import steps as course
+from benchmark.timing import no_garbage_collection
 from torch import Tensor, nn
+from trained import as_trained
 
-from inplace_abn import Verification, convert, verify
-from inplace_abn.conversion.classes import KINDS
+from inplace_abn import Report, Verification, convert, report, verify
 from inplace_abn.conversion.table import readable
-from inplace_abn.memory import Usage, memory_report
+from inplace_abn.trial import trainable
 
-COLUMNS = ("model", "gradients", "in place", "held", "converted", "step")
+COLUMNS = (
+    *("model", "gradients", "in place", "held", "converted, initialised", "converted, trained"),
+    *("peak", "peak, initialised", "peak, trained", "step"),
+)
 
 README = Path(__file__).parents[1] / "README.md"
 README_MARKERS = ("<!-- models -->\n", "<!-- /models -->")
-README_COLUMNS = ("", "model", "held", "held, bf16", "peak", "peak, bf16", "time of a step, and in bf16")
+README_COLUMNS = (
+    *("", "model", "held, MiB", "as initialised", "as trained", "held in bf16", "as initialised", "as trained"),
+    *("peak, MiB", "peak in bf16", "time of a step, and in bf16"),
+)
 README_DTYPES = (torch.float32, torch.bfloat16)
+
+MEASURED_STEPS = 5
+"""Norms are measured in the first, second, third and fifth step, and then not before the ninth."""
 
 
 class Shown(NamedTuple):
@@ -74,20 +86,25 @@ PAGE = """# Public models
 - **gradients**: whether `inplace_abn.verify` finds all gradients, outputs and running statistics of a training step in
   float64 equal to the original's, and the largest relative difference of a gradient.
 - **in place**: how many of the norms (batch, instance, group, layer or RMS norms), and of the activations without a
-  norm, are in place after `convert(model)`.
+  norm, are in place after `convert(model)`; as initialised / as trained, where they differ.
 - **held**: what the forward pass of the original holds for backward, in float32 on the CPU, with an input of the shape
-  that stands beside the name. **converted** is the share of that which is held after `convert(model)`.
-- **step**: what a training step of the converted model takes, in the original's time; {threads}, beside whatever else
-  the machine was doing. Inputs are small here, so this is mostly what calls take.
+  that stands beside the name. **converted** is the share of that which is held after `convert(model)`, with norms as
+  initialised and as trained, in a step after those in which norms are measured.
+- **peak**: the most that a training step of the original takes, and what the converted model takes, as a share of it,
+  in the largest of all steps, the first with its measurements among them.
+- **step**: what a training step of the converted model takes, in the original's time, as trained; {threads}, beside
+  whatever else the machine was doing. Inputs are small here, so this is mostly what calls take.
   [Larger inputs](../README.md#public-models).
 
-Parameters that initialisation sets to a constant have been moved to where training may leave them: weights of norms are
-between 0.5 and 1.5, others have normal noise of deviation 0.1 added. As initialised, norms with weights of zero, such
-as those of timm's ResNet-50, would keep their input until the weights have grown. And one gradient would differ, that
-of the bias in the first affine layer of HGNetV2, a single number. It is exactly zero then and added to the zeros of a
-ReLU, which makes them equal to the zeros that are padded before a pooling, and there the gradient depends on which of
-two equal values the pooling takes ([subgradients at ties](differences.md#who-notices)). It is equal as soon as the bias
-has moved.
+**As trained** means that weights and biases of batch norms of ResNets and their descendants are drawn from those of a
+trained ResNet-152 (`scripts/trained_norms.json`), and those of all other norms from made-up distributions, which
+`scripts/trained.py` describes. No model of this page was trained. Other parameters that initialisation sets to a
+constant have normal noise of deviation 0.1 added. Gradients are compared so, because one would differ as initialised,
+that of the bias in the first affine layer of HGNetV2, a single number. It is exactly zero then and added to the zeros
+of a ReLU, which makes them equal to the zeros that are padded before a pooling, and there the gradient depends on which
+of two equal values the pooling takes ([subgradients at ties](differences.md#who-notices)). It is equal as soon as the
+bias has moved. As initialised, norms with weights of zero, such as those of timm's ResNet-50, keep their input until
+the weights have grown.
 
 """
 
@@ -100,15 +117,16 @@ class Entry(NamedTuple):
     shape: tuple[int, ...] = (3, 64, 64)
     """The shape of one image."""
 
-    def build(self) -> nn.Module:
-        """Makes the model, with random weights such as training may leave. Raises ImportError if the package cannot be
+    def build(self, trained: bool = True) -> nn.Module:
+        """Makes the model, with norms as trained or as initialised. Raises ImportError if the package cannot be
         imported."""
         # ultralytics looks for the internet as soon as it is imported.
         os.environ.setdefault("YOLO_OFFLINE", "true")
         import_torchvision()
         package = importlib.import_module(self.package)
         torch.manual_seed(0)
-        return trained(self.make(package))
+        model = self.make(package)
+        return as_trained(model) if trained else model
 
 
 def timm(name: str, side: int = 64, **options: Any) -> Entry:
@@ -314,22 +332,6 @@ ZOO = {
 }
 
 
-def trained(model: nn.Module) -> nn.Module:
-    """Moves parameters that are constants to where training may leave them, so that no weight or bias is exactly
-    zero."""
-    generator = torch.Generator().manual_seed(0)
-    norms = [m for m in model.modules() if isinstance(m, KINDS) and m.weight is not None]
-    for norm in norms:
-        nn.init.uniform_(norm.weight, 0.5, 1.5, generator=generator)
-        nn.init.normal_(norm.bias, std=0.1, generator=generator)
-    done = {p for norm in norms for p in norm.parameters()}
-    with torch.no_grad():
-        for p in model.parameters():
-            if p not in done and p.numel() and bool((p == p.flatten()[0]).all()):
-                p.add_(torch.randn(p.shape, generator=generator), alpha=0.1)
-    return model
-
-
 @functools.cache
 def import_torchvision() -> torch.library.Library | None:
     """Imports torchvision if it is installed.
@@ -378,68 +380,121 @@ def shape_in_words(shape: Iterable[int]) -> str:
     return "x".join(map(str, shape))
 
 
-def row(name: str, model: nn.Module, x: Tensor, verified: bool = True, steps: int = 0) -> tuple[str, ...]:
-    """The cells of `COLUMNS` for a model."""
+class Memory(NamedTuple):
+    """The memory of training steps, in bytes above what was allocated before each."""
+
+    held: int
+    """What is held for backward in a step after those in which norms are measured."""
+    peak: int
+    """The most at any moment of any step, the first one among them."""
+
+
+def memory(model: nn.Module, x: Tensor, dtype: torch.dtype = torch.float32, steps: int = MEASURED_STEPS) -> Memory:
+    """Measures so many steps and a later one, which autocast to ``dtype`` and leave all parameters as they are."""
+    training = course.Training(model, model.train(), torch.optim.SGD(model.parameters(), lr=0.0), x, dtype)
+    # What is freed in a later step would be subtracted from its peak.
+    with no_garbage_collection():
+        peaks = [peak_of_step(training) for _ in range(steps)]
+    later = course.memory(training)
+    return Memory(later["held"], max(*peaks, later["peak"]))
+
+
+def peak_of_step(training: course.Training) -> int:
+    """Takes a step. Unlike `inplace_abn.memory.measure` it takes no other step before, and norms may be measured."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    training.optimizer.zero_grad()
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(profile_memory=True, activities=activities) as profile:
+        training.loss().backward()
+    training.optimizer.step()
+    events = profile.profiler.kineto_results.events()
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    return max(itertools.accumulate(size for _, size in changes), default=0)
+
+
+class Found(NamedTuple):
+    """What was measured of a model in a dtype."""
+
+    native: Memory
+    initialised: Memory
+    """Of the converted model with norms as initialised."""
+    trained: Memory
+    """Of the converted model with norms as trained."""
+    time: float | None
+    """The time of a step after ``convert``, in the original's; with norms as trained."""
+
+
+def found_in(
+    initialised: nn.Module, trained: nn.Module, x: Tensor, steps: int, dtype: torch.dtype = torch.float32
+) -> tuple[Found, list[Report]]:
+    """What is found of a model, and what its norms did as initialised and as trained."""
+    # Natively all steps are the same, whatever the weights are.
+    native = memory(trainable(initialised), x, dtype, 1)
+    nets = [convert(trainable(model)) for model in (initialised, trained)]
+    first, second = (memory(net, x, dtype) for net in nets)
+    time = time_share(trained, x, steps, dtype) if steps else None
+    return Found(native, first, second, time), [report(net) for net in nets]
+
+
+def differing(cells: Iterable[str]) -> str:
+    """The cells with strokes between them; a single one if they are equal."""
+    return " / ".join(dict.fromkeys(cells))
+
+
+def row(
+    name: str, initialised: nn.Module, trained: nn.Module, x: Tensor, verified: bool = True, steps: int = 0
+) -> tuple[str, ...]:
+    """The cells of `COLUMNS` for a model, which is given with norms as initialised and as trained."""
     # Two images are enough for the norms, which need more than one value per channel. More would be slow in float64.
-    equal = verdict(verify(model, convert(copy.deepcopy(model)), x[:2])) if verified else "-"
-    memory = memory_report(model, x)
-    assert memory.after is not None
-    assert memory.norms is not None
+    equal = verdict(verify(trained, convert(copy.deepcopy(trained)), x[:2])) if verified else "-"
+    found, norms = found_in(initialised, trained, x, steps)
+    converted = (found.initialised, found.trained)
     return (
         f"{name}, {shape_in_words(x.shape)}",
         equal,
-        f"{len(memory.norms.in_place)} of {len(memory.norms.layers)}",
-        readable(memory.before.held),
-        f"{memory.after.held / memory.before.held:.3f}",
-        f"{time_share(model, x, steps):.2f}" if steps else "-",
+        f"{differing(str(len(each.in_place)) for each in norms)} of {len(norms[1].layers)}",
+        readable(found.native.held),
+        *(f"{each.held / found.native.held:.3f}" for each in converted),
+        readable(found.native.peak),
+        *(f"{each.peak / found.native.peak:.3f}" for each in converted),
+        "-" if found.time is None else f"{found.time:.2f}",
     )
 
 
 def entry_row(name: str, entry: Entry, batch: int, verified: bool, steps: int) -> tuple[str, ...]:
     """The cells of `COLUMNS` for a model of the zoo, or the reason why it cannot be made."""
     try:
-        model = entry.build()
+        models = [entry.build(trained) for trained in (False, True)]
     except ImportError as error:
         return (name, f"{entry.package} cannot be imported: {error}", *[""] * (len(COLUMNS) - 2))
-    return row(name, model, torch.randn(batch, *entry.shape), verified, steps)
-
-
-class Found(NamedTuple):
-    """What was measured of a model in a dtype."""
-
-    before: Usage
-    after: Usage
-    time: float | None
-    """The time of a step after ``convert``, in the original's."""
+    return row(name, models[0], models[1], torch.randn(batch, *entry.shape), verified, steps)
 
 
 def measured(name: str, dtype: torch.dtype, steps: int) -> Found:
-    model, x = ZOO[name].build(), torch.randn(README_MODELS[name].shape)
-    with course.autocast(x.device, dtype):
-        memory = memory_report(model, x)
-    assert memory.after is not None
-    return Found(memory.before, memory.after, time_share(model, x, steps, dtype) if steps else None)
+    initialised, trained = (ZOO[name].build(trained) for trained in (False, True))
+    return found_in(initialised, trained, torch.randn(README_MODELS[name].shape), steps, dtype)[0]
 
 
-def less(native: int, converted: int) -> str:
-    return f"{native / 2**20:.0f} → {converted / 2**20:.0f} MiB, **-{1 - converted / native:.0%}**"
+def mebibytes(size: int) -> str:
+    return f"{size / 2**20:.0f}"
 
 
-def readme_row(name: str, found: Iterable[Found]) -> tuple[str, ...]:
+def change(native: int, converted: int) -> str:
+    return f"**{converted / native - 1:+.0%}**"
+
+
+def readme_row(name: str, found: Sequence[Found]) -> tuple[str, ...]:
     """The cells of `README_COLUMNS` for what was measured in each of `README_DTYPES`."""
-    held, peaks, times = zip(
-        *(
-            (
-                less(each.before.held, each.after.held),
-                less(each.before.peak, each.after.peak),
-                "-" if each.time is None else f"{each.time:.2f}",
-            )
-            for each in found
-        ),
-        strict=True,
-    )
+    held, peaks = [], []
+    for native, *converted, _ in found:
+        held.append(mebibytes(native.held))
+        held += [f"{mebibytes(each.held)}, {change(native.held, each.held)}" for each in converted]
+        sizes = differing(mebibytes(each.peak) for each in converted)
+        changes = differing(change(native.peak, each.peak) for each in converted)
+        peaks.append(f"{mebibytes(native.peak)} → {sizes}, {changes}")
+    times = " / ".join("-" if each.time is None else f"{each.time:.2f}" for each in found)
     family, shape = README_MODELS[name]
-    return (family, f"{name}, {shape_in_words(shape)}", *held, *peaks, " / ".join(times))
+    return (family, f"{name}, {shape_in_words(shape)}", *held, *peaks, times)
 
 
 def with_table(text: str, table: str) -> str:

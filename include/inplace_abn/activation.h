@@ -5,6 +5,7 @@
 //   Tag tag(opmath_t value, opmath_t y)                              what z has to say by its lowest bit, if anything
 //   scalar_t forward(opmath_t y)                                     z: the value, rounded to storage, and its tag
 //   void inverse(scalar_t z, opmath_t dz, opmath_t& y, opmath_t& dy) y with act(y) = z, and dy = dz * act'(y)
+//   opmath_t slope(opmath_t y)                                       act'(y); only where z does not tell it exactly
 // An inverse that reads no tag takes z as opmath_t. `inverse` sees nothing but z, so `forward` has to leave in z
 // whatever the inverse needs. A zero belongs to the negative branch of a piecewise activation, as in torch's own
 // derivatives; a small negative value may have been rounded to -0.
@@ -147,6 +148,7 @@ struct Elu {
     const opmath_t slope = z + alpha;
     dy = positive ? dz : dz * (slope < 0 ? opmath_t(0) : slope);
   }
+  INPLACE_ABN_INLINE opmath_t slope(opmath_t y) const { return y > 0 ? opmath_t(1) : alpha * exp_bounded(y); }
 
  private:
   static opmath_t beyond(scalar_t least) {
@@ -201,7 +203,15 @@ struct Hardswish {
     y = flat ? on_flat : unbounded;
     dy = flat ? opmath_t(0) : dz * steepness;
   }
+  INPLACE_ABN_INLINE opmath_t slope(opmath_t y) const {
+    const opmath_t curved = y < 3 ? (2 * y + 3) / 6 : opmath_t(1);
+    return y <= -3 ? opmath_t(0) : curved;
+  }
 };
+
+// Whether z, which is rounded, does not tell the activation's slope exactly.
+template <typename Act>
+constexpr bool is_curved = requires(const Act& act, typename Act::opmath_t y) { act.slope(y); };
 
 // Calls f with the functor whose `inverse` undoes the invertible forward.
 template <typename scalar_t, typename F>

@@ -12,7 +12,7 @@
 #include <stdexcept>
 #include <utility>
 
-#include "inplace_abn/activation.h"
+#include "inplace_abn/kernels.h"
 #include "inplace_abn/tensors.h"
 
 // Parts of the message are evaluated only where the condition fails.
@@ -130,6 +130,11 @@ inline void check_eps(const char* op, double eps) {
   INPLACE_ABN_CHECK(eps > 0 && std::isfinite(eps), op, ": expected a finite eps > 0, got ", eps);
 }
 
+inline void check_scale(const char* op, int64_t scale) {
+  INPLACE_ABN_CHECK(scale >= 0 && scale < scale_count, op, ": expected scale between 0 and ", scale_count - 1, ", got ",
+                    scale);
+}
+
 inline void check_activation(const char* op, int64_t activation, double param) {
   const auto kind = static_cast<Activation>(activation);
   INPLACE_ABN_CHECK(activation >= 0 && activation < activation_count, op, ": unknown activation ", activation);
@@ -154,10 +159,11 @@ inline void check_momentum(const char* op, double momentum, const OptTensor& mom
 // --- Checks that several ops share -----------------------------------------------------------------------------------
 
 inline void check_affine(const char* op, const Tensor& x, const OptTensor& weight, const OptTensor& bias, double eps,
-                         int64_t activation, double activation_param, int64_t shared = 0) {
+                         int64_t scale, int64_t activation, double activation_param, int64_t shared = 0) {
   check_channels(op, "weight", weight, x, shared);
   check_channels(op, "bias", bias, x, shared);
   check_eps(op, eps);
+  check_scale(op, scale);
   check_activation(op, activation, activation_param);
 }
 
@@ -178,17 +184,41 @@ inline void check_output(const char* op, const char* name, const Tensor& output,
   for (const Tensor* input : inputs) check_overlap(op, name, output, *input, true);
 }
 
+// xhat of some channels, and the row of each channel in it; `written` says that it is an output.
+inline void check_verbatim(const char* op, const OptTensor& rows, const OptTensor& xhat, const Tensor& x,
+                           std::initializer_list<const Tensor*> others, bool written) {
+  INPLACE_ABN_CHECK(rows.has_value() == xhat.has_value(), op, ": expected rows and verbatim both or neither, got only ",
+                    rows.has_value() ? "rows" : "verbatim");
+  if (!rows.has_value()) return;
+  INPLACE_ABN_CHECK(rows->dim() == 1 && rows->size(0) == x.size(1), op, ": expected rows of shape (", x.size(1),
+                    ",) for x of shape ", text(x.sizes()), ", got ", text(rows->sizes()));
+  INPLACE_ABN_CHECK(rows->scalar_type() == ScalarType::Long, op, ": expected rows of dtype int64, got ",
+                    rows->scalar_type());
+  std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
+  if (xhat->dim() == x.dim()) sizes[1] = xhat->size(1);
+  INPLACE_ABN_CHECK(equal(xhat->sizes(), sizes), op, ": expected verbatim of shape (batch, saved channels, *) for x ",
+                    "of shape ", text(x.sizes()), ", got ", text(xhat->sizes()));
+  INPLACE_ABN_CHECK(same_dtype(*xhat, x), op, ": expected verbatim of dtype ", x.scalar_type(), ", got ",
+                    xhat->scalar_type());
+  for (const auto& [name, t] : {std::pair{"rows", &*rows}, std::pair{"verbatim", &*xhat}}) {
+    INPLACE_ABN_CHECK(same_device(*t, x), op, ": expected ", name, " on ", text(x.device()), ", got ",
+                      text(t->device()));
+  }
+  if (written) check_written(op, "verbatim", *xhat);
+  for (const Tensor* other : others) check_overlap(op, "verbatim", *xhat, *other, false);
+}
+
 // Checks of both forms of the forward pass.
 inline void check_forward(const char* op, const Tensor& x, const Tensor& z, const OptTensor& weight,
                           const OptTensor& bias, const OptTensor& residual, const OptTensor& running_mean,
-                          const OptTensor& running_var, double eps, int64_t activation, double activation_param,
-                          int64_t shared = 0) {
+                          const OptTensor& running_var, double eps, int64_t scale, int64_t activation,
+                          double activation_param, int64_t shared = 0) {
   const char* written = is_same(z, x) ? "x" : "z";
   check_activations(op, "x", x);
   check_output(op, written, z, x, {&x});
   check_residual(op, residual, written, z);
   check_running(op, running_mean, running_var, z, shared);
-  check_affine(op, x, weight, bias, eps, activation, activation_param, shared);
+  check_affine(op, x, weight, bias, eps, scale, activation, activation_param, shared);
   check_parameters_apart(op, z, weight, bias, running_mean, running_var);
 }
 

@@ -7,6 +7,8 @@
 // `__restrict__`, for that reason. A residual's view has null data where there is no residual.
 #pragma once
 
+#include <type_traits>
+
 #include "inplace_abn/activation.h"
 #include "inplace_abn/layout.h"
 
@@ -33,27 +35,53 @@ struct ChannelVector {
   }
 };
 
+// What xhat is multiplied by: |weight| + eps; the weight, moved to a magnitude of at least eps; or the weight itself.
+enum class Scale : int64_t { magnitude = 0, at_least_eps = 1, weight = 2 };
+constexpr int64_t scale_count = 3;
+
 template <typename scalar_t>
 struct Affine {
   using opmath_t = opmath_type<scalar_t>;
   ChannelVector<scalar_t> weight, bias;
   double eps;
-  bool signed_weight;
+  Scale scale;
 
-  // |weight| + eps, or the weight itself kept eps away from zero. Never zero, so that y can be mapped back to xhat.
   INPLACE_ABN_INLINE opmath_t gamma(int64_t c) const {
+    return weight && scale == Scale::weight ? weight.load(c) : divisor(c);
+  }
+  // What y is mapped back to xhat with: gamma, at least eps away from zero. Where gamma is nearer, xhat is lost.
+  INPLACE_ABN_INLINE opmath_t divisor(int64_t c) const {
     if (!weight) return 1;
     const opmath_t w = weight.load(c), floor = static_cast<opmath_t>(eps);
-    if (!signed_weight) return std::abs(w) + floor;
+    if (scale == Scale::magnitude) return std::abs(w) + floor;
     const opmath_t magnitude = std::abs(w) < floor ? floor : std::abs(w);
     return w < 0 ? -magnitude : magnitude;
   }
   // d gamma / d weight, with sign(0) = +1: a weight that starts at zero must be able to leave it.
   INPLACE_ABN_INLINE opmath_t dgamma(int64_t c) const {
-    return !signed_weight && weight.load(c) < 0 ? opmath_t(-1) : opmath_t(1);
+    return scale == Scale::magnitude && weight.load(c) < 0 ? opmath_t(-1) : opmath_t(1);
   }
   INPLACE_ABN_INLINE opmath_t beta(int64_t c) const { return bias ? bias.load(c) : opmath_t(0); }
   INPLACE_ABN_INLINE opmath_t inv_std(opmath_t var) const { return 1 / std::sqrt(var + static_cast<opmath_t>(eps)); }
+};
+
+// Channels whose xhat is saved beside z, which does not determine it. `rows` has each channel's row of `xhat`, or -1;
+// null: there are none. Channels of all samples count on where samples have statistics of their own. `dy` is that of
+// these channels in backward, if z does not tell it either.
+template <typename scalar_t>
+struct Verbatim {
+  const int64_t* rows = nullptr;
+  int64_t channels = 0, saved = 0;  // of a sample
+  View<scalar_t> xhat{};
+  View<const std::remove_const_t<scalar_t>> dy{};
+  int64_t first = 0;  // the number of the call's first channel
+
+  INPLACE_ABN_INLINE explicit operator bool() const { return rows != nullptr; }
+  INPLACE_ABN_INLINE int64_t row(int64_t c) const {
+    if (rows == nullptr) return -1;
+    const int64_t sample = (first + c) / channels, row = rows[first + c - sample * channels];
+    return row < 0 || row >= saved ? -1 : sample * saved + row;
+  }
 };
 
 struct ActivationArgs {
@@ -106,6 +134,7 @@ struct ForwardArgs {
   ActivationArgs activation;
   bool invertible;
   View<const scalar_t> residual{};
+  Verbatim<scalar_t> verbatim{};  // written
 };
 
 // statistics and forward in one, with the running statistics updated.
@@ -120,6 +149,7 @@ struct LocalForwardArgs {
   bool invertible;
   RunningUpdate<scalar_t> running;
   View<const scalar_t> residual{};
+  Verbatim<scalar_t> verbatim{};  // written
 };
 
 // xhat = (act^-1(z) - residual - beta) / gamma and dy = dz * act'(y), and the sums over dy and xhat * dy.
@@ -132,9 +162,23 @@ struct BackwardReduceArgs {
   ActivationArgs activation;
   opmath_type<scalar_t>*sum_dy, *sum_xhat_dy;
   View<const scalar_t> residual{};
+  Verbatim<const scalar_t> verbatim{};
 };
 
-// dx = gamma * inv_std * (dy - mean_dy - xhat * mean_xhat_dy); null means are zero (frozen statistics).
+// dy = dz * act'(gamma * xhat + beta + residual) of the channels whose xhat is saved, for activations that are curved.
+template <typename scalar_t>
+struct VerbatimGradientArgs {
+  Extent extent;
+  View<const scalar_t> dz;
+  Affine<scalar_t> affine;
+  ActivationArgs activation;
+  View<const scalar_t> residual;
+  Verbatim<const scalar_t> verbatim;
+  View<scalar_t> dy;  // its channels are the rows of `verbatim`
+};
+
+// dx = gamma * inv_std * (dy - mean_dy - xhat * mean_xhat_dy); null means are zero (frozen statistics). If
+// `of_gamma_dy`, the means are those of gamma * dy: dx = inv_std * (gamma * dy - mean_dy - xhat * mean_xhat_dy).
 template <typename scalar_t>
 struct BackwardArgs {
   Extent extent;
@@ -143,6 +187,15 @@ struct BackwardArgs {
   ChannelVector<scalar_t> var;
   Affine<scalar_t> affine;
   const opmath_type<scalar_t>*mean_dy, *mean_xhat_dy;
+  bool of_gamma_dy = false;
+
+  // What dy is multiplied by, and what the means are.
+  INPLACE_ABN_INLINE opmath_type<scalar_t> of_dy(int64_t c) const {
+    return affine.gamma(c) * affine.inv_std(var.load(c));
+  }
+  INPLACE_ABN_INLINE opmath_type<scalar_t> of_means(int64_t c) const {
+    return of_gamma_dy ? affine.inv_std(var.load(c)) : of_dy(c);
+  }
 };
 
 // backward_reduce and backward in one. dresidual is dy. All outputs may be null. Backends may use `xhat`, which may be
@@ -160,11 +213,11 @@ struct LocalBackwardArgs {
   ChannelVector<scalar_t> dweight, dbias;
   View<const scalar_t> residual{};
   View<scalar_t> dresidual{}, xhat{};
+  Verbatim<const scalar_t> verbatim{};  // on the CPU only
 };
 
-// From the sums over dy and xhat * dy per channel: the gradients of the parameters, and, written over the sums, what
-// `backward` subtracts. That is the mean of gamma * dy, and of gamma * xhat * dy, over the channel's group, divided by
-// the channel's gamma.
+// From the sums over dy and xhat * dy per channel: the gradients of the parameters, and, written over the sums, the
+// means of gamma * dy and gamma * xhat * dy over the channel's group.
 template <typename scalar_t>
 struct ShareArgs {
   Extent extent;
@@ -219,7 +272,7 @@ ChannelVector<scalar_t> from_channel(const ChannelVector<scalar_t>& vector, int6
 
 template <typename scalar_t>
 Affine<scalar_t> from_channel(const Affine<scalar_t>& affine, int64_t c) {
-  return {from_channel(affine.weight, c), from_channel(affine.bias, c), affine.eps, affine.signed_weight};
+  return {from_channel(affine.weight, c), from_channel(affine.bias, c), affine.eps, affine.scale};
 }
 
 template <typename scalar_t>
@@ -231,6 +284,16 @@ template <typename scalar_t>
 View<scalar_t> from_instance(const View<scalar_t>& view, int64_t i) {
   if (view.data == nullptr) return view;
   return {view.data + i * view.instance_stride, view.batch_stride, view.channel_stride};
+}
+
+// Instances of a view with no distance between them are parts of its channels.
+template <typename scalar_t>
+Verbatim<scalar_t> from_instance(const Verbatim<scalar_t>& verbatim, int64_t i, int64_t channels) {
+  Verbatim<scalar_t> own = verbatim;
+  own.xhat = from_instance(verbatim.xhat, i);
+  own.dy = from_instance(verbatim.dy, i);
+  if (verbatim.xhat.instance_stride == 0) own.first = i * channels;
+  return own;
 }
 
 // The call for instance `i` alone. Vectors have the channels of one instance after those of another.
@@ -257,6 +320,7 @@ LocalForwardArgs<scalar_t> of_instance(const LocalForwardArgs<scalar_t>& args, i
   own.affine = from_channel(args.affine, c);
   own.running = from_channel(args.running, c);
   own.residual = from_instance(args.residual, i);
+  own.verbatim = from_instance(args.verbatim, i, args.extent.channels);
   return own;
 }
 
@@ -273,6 +337,19 @@ BackwardReduceArgs<scalar_t> of_instance(const BackwardReduceArgs<scalar_t>& arg
   own.sum_dy = from_channel(args.sum_dy, c);
   own.sum_xhat_dy = from_channel(args.sum_xhat_dy, c);
   own.residual = from_instance(args.residual, i);
+  own.verbatim = from_instance(args.verbatim, i, args.extent.channels);
+  return own;
+}
+
+template <typename scalar_t>
+VerbatimGradientArgs<scalar_t> of_instance(const VerbatimGradientArgs<scalar_t>& args, int64_t i) {
+  VerbatimGradientArgs<scalar_t> own = args;
+  own.extent.instances = 1;
+  own.dz = from_instance(args.dz, i);
+  own.affine = from_channel(args.affine, i * args.extent.channels);
+  own.residual = from_instance(args.residual, i);
+  own.verbatim = from_instance(args.verbatim, i, args.extent.channels);
+  own.dy = from_instance(args.dy, i);
   return own;
 }
 
@@ -291,35 +368,38 @@ LocalBackwardArgs<scalar_t> of_instance(const LocalBackwardArgs<scalar_t>& args,
   own.residual = from_instance(args.residual, i);
   own.dresidual = from_instance(args.dresidual, i);
   own.xhat = from_instance(args.xhat, i);
+  own.verbatim = from_instance(args.verbatim, i, args.extent.channels);
   return own;
 }
 
 // --- Backends --------------------------------------------------------------------------------------------------------
 
-#define INPLACE_ABN_DECLARE_KERNELS(backend)                      \
-  namespace backend {                                             \
-  template <typename scalar_t>                                    \
-  void statistics(const StatisticsArgs<scalar_t>& args);          \
-  template <typename scalar_t>                                    \
-  void combine(const CombineArgs<scalar_t>& args);                \
-  template <typename scalar_t>                                    \
-  void forward(const ForwardArgs<scalar_t>& args);                \
-  template <typename scalar_t>                                    \
-  void local_forward(const LocalForwardArgs<scalar_t>& args);     \
-  template <typename scalar_t>                                    \
-  void backward_reduce(const BackwardReduceArgs<scalar_t>& args); \
-  template <typename scalar_t>                                    \
-  void backward(const BackwardArgs<scalar_t>& args);              \
-  template <typename scalar_t>                                    \
-  void local_backward(const LocalBackwardArgs<scalar_t>& args);   \
-  template <typename scalar_t>                                    \
-  void group_statistics(const StatisticsArgs<scalar_t>& args);    \
-  template <typename scalar_t>                                    \
-  void share_sums(const ShareArgs<scalar_t>& args);               \
-  template <typename scalar_t>                                    \
-  void inverse(const InverseArgs<scalar_t>& args);                \
-  template <typename scalar_t>                                    \
-  void rows_backward(const RowsBackwardArgs<scalar_t>& args);     \
+#define INPLACE_ABN_DECLARE_KERNELS(backend)                          \
+  namespace backend {                                                 \
+  template <typename scalar_t>                                        \
+  void statistics(const StatisticsArgs<scalar_t>& args);              \
+  template <typename scalar_t>                                        \
+  void combine(const CombineArgs<scalar_t>& args);                    \
+  template <typename scalar_t>                                        \
+  void forward(const ForwardArgs<scalar_t>& args);                    \
+  template <typename scalar_t>                                        \
+  void local_forward(const LocalForwardArgs<scalar_t>& args);         \
+  template <typename scalar_t>                                        \
+  void backward_reduce(const BackwardReduceArgs<scalar_t>& args);     \
+  template <typename scalar_t>                                        \
+  void backward(const BackwardArgs<scalar_t>& args);                  \
+  template <typename scalar_t>                                        \
+  void verbatim_gradient(const VerbatimGradientArgs<scalar_t>& args); \
+  template <typename scalar_t>                                        \
+  void local_backward(const LocalBackwardArgs<scalar_t>& args);       \
+  template <typename scalar_t>                                        \
+  void group_statistics(const StatisticsArgs<scalar_t>& args);        \
+  template <typename scalar_t>                                        \
+  void share_sums(const ShareArgs<scalar_t>& args);                   \
+  template <typename scalar_t>                                        \
+  void inverse(const InverseArgs<scalar_t>& args);                    \
+  template <typename scalar_t>                                        \
+  void rows_backward(const RowsBackwardArgs<scalar_t>& args);         \
   }
 
 INPLACE_ABN_DECLARE_KERNELS(cpu)

@@ -15,7 +15,7 @@ from torch import Tensor
 from inplace_abn import _torch, distributed, reference
 from inplace_abn.activations import activation_backward
 from inplace_abn.kernels import ops
-from inplace_abn.reference import channel_mean, channel_sum, gamma, indices, of_group, per_channel, repeated
+from inplace_abn.reference import channel_mean, channel_sum, gamma, of_group, per_channel, repeated
 from inplace_abn.settings import Operands, Settings
 
 
@@ -29,6 +29,8 @@ class Saved(NamedTuple):
     var: Tensor
     verbatim: Tensor | None = None
     """xhat of the channels of `Settings.verbatim`, of shape (batch, their number, \\*) and z's dtype."""
+    rows: Tensor | None = None
+    """`settings.Channels.rows` of these channels."""
 
 
 class Values(NamedTuple):
@@ -38,9 +40,10 @@ class Values(NamedTuple):
     bias: Tensor | None
     var: Tensor
     verbatim: Tensor | None = None
+    rows: Tensor | None = None
 
     def saved(self, z: Tensor, residual: Tensor | None) -> Saved:
-        return Saved(z, self.weight, self.bias, residual, self.var, self.verbatim)
+        return Saved(z, self.weight, self.bias, residual, self.var, self.verbatim, self.rows)
 
 
 def by_value(weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -73,7 +76,7 @@ def values_per_channel(x: Tensor) -> int:
 
 def gradients(need: Needed, saved: Saved, dz: Tensor, own_z: bool, own_dz: bool, settings: Settings) -> Gradients:
     """The gradients that are needed. ``own_z`` and ``own_dz`` say whether backward may overwrite z and dz."""
-    compute = _local if settings.group is None and saved.verbatim is None else _in_steps
+    compute = _local if settings.group is None else _in_steps
     return compute(need, saved, dz, own_z, own_dz, settings)
 
 
@@ -83,7 +86,7 @@ def _local(need: Needed, saved: Saved, dz: Tensor, own_z: bool, own_dz: bool, se
     The residual's gradient is written over dz or z, and dx over the other one, as far as these may be overwritten. If
     both may be overwritten, the op may write xhat over z, so that z is inverted once.
     """
-    z, weight, bias, residual, var, _ = saved
+    z, weight, bias, residual, var, verbatim, rows = saved
     reusable = [t for t, own in ((z, own_z), (dz, own_dz)) if own]
 
     def activation_sized() -> Tensor:
@@ -96,7 +99,8 @@ def _local(need: Needed, saved: Saved, dz: Tensor, own_z: bool, own_dz: bool, se
     dbias = _like(bias, saved, settings) if need.bias else None
     if settings.shared:
         weight, bias = _of_samples(weight, bias, z, settings)
-    given = z, dz, var, weight, bias, residual, *settings.arithmetic(), settings.training, settings.shared
+    options = *settings.arithmetic(), settings.training, settings.shared, rows, verbatim
+    given = z, dz, var, weight, bias, residual, *options
     written = [t for t in (dx, dresidual, xhat) if t is not None]
     buffers = {"dx": dx, "dweight": dweight, "dbias": dbias, "dresidual": dresidual, "xhat": xhat}
     ops.run(ops.local_backward, written, *given, **buffers)
@@ -129,11 +133,6 @@ def _folded(t: Tensor, settings: Settings) -> Tensor:
     return t.reshape(1, t.shape[0] * t.shape[1], *t.shape[2:]) if settings.per_instance else t
 
 
-def _unfolded(t: Tensor, z: Tensor) -> Tensor:
-    """The inverse of `_folded`. A view would show another holder of its memory, so there is none without need."""
-    return t if t.shape == z.shape else t.view(z.shape)
-
-
 def _reduced(
     saved: Saved, dz: Tensor, own_z: bool, own_dz: bool, settings: Settings
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -141,47 +140,44 @@ def _reduced(
 
     xhat is written over z, and dy over dz, if backward owns them.
     """
-    samples = len(saved.z) if settings.per_instance else 1
     z, dz = _folded(saved.z, settings), _folded(dz, settings)
     residual = None if saved.residual is None else _folded(saved.residual, settings)
     xhat, dy = z if own_z else torch.empty_like(z), dz if own_dz else torch.empty_like(z)
     given = z, dz, *_of_samples(saved.weight, saved.bias, saved.z, settings), residual, *settings.arithmetic()
-    sum_dy, sum_xhat_dy = ops.run(ops.backward_reduce_out, [xhat, dy], *given, xhat=xhat, dy=dy)
-    if saved.verbatim is not None:
-        channels, values = indices(settings.verbatim, z.device), saved.verbatim
-        xhat.view(saved.z.shape)[:, channels] = values
-        products = values.to(sum_dy.dtype) * dy.view(saved.z.shape)[:, channels].to(sum_dy.dtype)
-        sum_xhat_dy.view(samples, -1)[:, channels] = products.reshape(samples, len(channels), -1).sum(dim=2)
+    sum_dy, sum_xhat_dy = ops.run(
+        ops.backward_reduce_out, [xhat, dy], *given, *_verbatim(saved, settings), xhat=xhat, dy=dy
+    )
     return xhat, dy, sum_dy, sum_xhat_dy
 
 
-def _in_steps(need: Needed, saved: Saved, dz: Tensor, own_z: bool, own_dz: bool, settings: Settings) -> Gradients:
-    """The gradients in training, where something comes between the sums and dx.
+def _verbatim(saved: Saved, settings: Settings) -> tuple[Tensor | None, Tensor | None]:
+    """The rows of channels in the saved xhat, and that xhat; of the channels of all samples, if samples are folded."""
+    rows, verbatim = saved.rows, saved.verbatim
+    if rows is None or verbatim is None or not settings.per_instance:
+        return rows, verbatim
+    samples, count = verbatim.shape[:2]
+    first = count * torch.arange(samples, device=rows.device).unsqueeze(1)
+    return torch.where(rows < 0, rows, rows + first).flatten(), _folded(verbatim, settings)
 
-    This is the collective of a group, or xhat of some channels, which was saved. dx is written over xhat if dy is the
-    residual's gradient, otherwise over dy.
+
+def _in_steps(need: Needed, saved: Saved, dz: Tensor, own_z: bool, own_dz: bool, settings: Settings) -> Gradients:
+    """The gradients in training with statistics of all ranks: a collective comes between the sums and dx.
+
+    dx is written over xhat if dy is the residual's gradient, otherwise over dy.
     """
-    z, var = saved.z, saved.var
+    z, weight, bias, _, var, *_ = saved
+    assert settings.group is not None
     xhat, dy, sum_dy, sum_xhat_dy = _reduced(saved, dz, own_z, own_dz, settings)
-    weight, _ = _of_samples(saved.weight, None, z, settings)
     dx = dweight = dbias = None
     if weight is not None and need.weight:
-        dweight = reference.weight_gradient(sum_xhat_dy, weight, settings.signed_weight)
+        dweight = reference.weight_gradient(sum_xhat_dy, weight, settings.scale).to(weight.dtype)
+    if bias is not None and need.bias:
+        dbias = sum_dy.to(bias.dtype)
     if need.x:
-        if settings.group is None:
-            scale = torch.ones_like(var)
-            if weight is not None:
-                scale = gamma(weight.to(var.dtype), settings.eps, settings.signed_weight)
-            count = math.prod(z.shape[2:])
-            means = tuple(_shared(sums / count, scale, settings.shared) for sums in (sum_dy, sum_xhat_dy))
-        else:
-            means = distributed.means(sum_dy, sum_xhat_dy, values_per_channel(z), settings.group)
+        means = distributed.means(sum_dy, sum_xhat_dy, values_per_channel(z), settings.group)
         dx = xhat if need.residual else dy
-        ops.run(ops.backward_out, [dx], xhat, dy, var, weight, settings.eps, settings.signed_weight, *means, dx=dx)
-        dx = _unfolded(dx, z)
-    dweight = _summed(dweight, saved.weight, z, settings)
-    dbias = _summed(sum_dy if need.bias else None, saved.bias, z, settings)
-    return dx, dweight, dbias, _unfolded(dy, z) if need.residual else None
+        ops.run(ops.backward_out, [dx], xhat, dy, var, weight, settings.eps, settings.scale, *means, dx=dx)
+    return dx, dweight, dbias, dy if need.residual else None
 
 
 class _WithEdge(torch.autograd.Function):
@@ -248,7 +244,7 @@ def differentiable(saved: Saved, dz: Tensor, edges: Edges, settings: Settings) -
 
     Samples with their own statistics are treated as further channels.
     """
-    z, weight, bias, residual, var, _ = saved
+    z, weight, bias, residual, var, *_ = saved
     shape, residual = z.shape, placed(residual, edges.residual)
     if settings.group is not None:
         raise RuntimeError(
@@ -288,20 +284,16 @@ def _formulas(
         var = of_group(channel_mean((x - per_channel(mean, x)).square()), shared)
     else:
         mean, var = frozen
-    inv_std = torch.rsqrt(var + settings.eps)
-    scale = torch.ones_like(inv_std) if weight is None else gamma(weight, settings.eps, settings.signed_weight)
+    scale = None if weight is None else gamma(weight, settings.eps, settings.scale)
     xhat = reference.standardised(x, mean, var, settings.eps)
     y = reference.scaled(xhat, scale, bias, residual)
     dy = activation_backward(y, dz, settings.activation, settings.activation_param)
+    dxhat = dy if scale is None else dy * per_channel(scale, dy)
     means = None
     if frozen is None:
-        means = _shared(channel_mean(dy), scale, shared), _shared(channel_mean(xhat * dy), scale, shared)
-    dx, dweight = reference.input_gradient(dy, xhat, scale * inv_std, means), channel_sum(xhat * dy)
+        means = of_group(channel_mean(dxhat), shared), of_group(channel_mean(xhat * dxhat), shared)
+    dx = reference.input_gradient(dxhat, xhat, torch.rsqrt(var + settings.eps), means)
+    dweight = channel_sum(xhat * dy)
     if weight is not None:
-        dweight = reference.weight_gradient(dweight, weight, settings.signed_weight)
+        dweight = reference.weight_gradient(dweight, weight, settings.scale)
     return dx, dweight, channel_sum(dy), dy
-
-
-def _shared(means: Tensor, scale: Tensor, shared: int) -> Tensor:
-    """The means of dy, or of xhat * dy, of channels that share statistics. They enter dx with the channels' scale."""
-    return means if shared < 2 else of_group(means * scale, shared) / scale

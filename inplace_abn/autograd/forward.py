@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from inplace_abn import distributed, guard, reference
+from inplace_abn import distributed, reference
 from inplace_abn.autograd import checks
 from inplace_abn.autograd.backward import Values, by_value, values_per_channel
-from inplace_abn.guard.figures import FIGURES_PER_RANK
 from inplace_abn.kernels import ops
-from inplace_abn.settings import Operands, Settings
+from inplace_abn.settings import Channels, Operands, Settings
 
 
 def written(
@@ -30,59 +29,45 @@ def written(
     no backward follows. Running statistics are given for each sample, if samples have their own.
     """
     kept = {} if z is x else {"z": z}
+    channels = settings.verbatim if invertible else Channels()
+    rows = channels.rows(x.device)
+    verbatim = None if rows is None else reference.empty_channels(x, len(channels))
     weight, bias, residual, *running, _ = operands
     if settings.per_instance:
         weight, bias = (reference.repeated(t, x.shape[0]) for t in (weight, bias))
     if settings.training and settings.group is None:
         op = ops.local_forward_out if kept else ops.local_forward
         given = weight, bias, residual, *running, *operands.momentum_arguments(), *settings.arithmetic()
-        mean, var = ops.run(op, present(z, *running), x, *given, invertible, settings.shared, **kept)
+        mean, var = ops.run(op, present(z, *running), x, *given, invertible, settings.shared, rows, verbatim, **kept)
     else:
         op = ops.forward_out if kept else ops.forward
         mean, var = statistics or cast("tuple[Tensor, Tensor]", running)
-        ops.run(op, [z], x, mean, var, weight, bias, residual, *settings.arithmetic(), invertible, **kept)
+        ops.run(
+            op, [z], x, mean, var, weight, bias, residual, *settings.arithmetic(), invertible, rows, verbatim, **kept
+        )
         if invertible and not settings.training:
             # A later training step may change the running variance before this backward reads it.
             var = var.clone()
     weight, bias = operands.weight, operands.bias
-    verbatim = _verbatim(x, mean, var, settings) if settings.verbatim else None
-    return Values(*(by_value(weight, bias) if invertible else (weight, bias)), var, verbatim)
-
-
-def _verbatim(x: Tensor, mean: Tensor, var: Tensor, settings: Settings) -> Tensor:
-    """xhat of the channels whose xhat is saved. x must not have been overwritten."""
-    channels, shape = reference.indices(settings.verbatim, x.device), (len(x), -1, *(1,) * (x.dim() - 2))
-    mean, var = (t.view(len(x), -1)[:, channels].view(shape) for t in (mean, var))
-    return ((x[:, channels] - mean) * torch.rsqrt(var + settings.eps)).to(x.dtype)
+    return Values(*(by_value(weight, bias) if invertible else (weight, bias)), var, verbatim, rows)
 
 
 def present(*tensors: Tensor | None) -> list[Tensor]:
     return [t for t in tensors if t is not None]
 
 
-def sync_statistics(
-    x: Tensor,
-    operands: Operands,
-    group: ProcessGroup,
-    watch: guard.Frozen | None,
-) -> tuple[tuple[Tensor, Tensor], bool]:
-    """Mean and biased variance over all ranks, and whether the guard trusts z.
+def sync_statistics(x: Tensor, operands: Operands, group: ProcessGroup) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance over all ranks.
 
     One value per channel in the whole batch is an error, which all ranks raise together. A rank with several values
     knows that the whole batch has several. Only other ranks read the gathered counts, because reading waits for the
-    device. The guard's figures are gathered in every call, measured or not, so that ranks agree on the size of what
-    they gather.
+    device.
     """
     count = values_per_channel(x)
     mean, var = ops.run(ops.statistics, [], x)
-    figures = mean.new_zeros(FIGURES_PER_RANK) if watch is None else watch.figures(x).to(mean.dtype)
-    packed = torch.cat([mean, var, mean.new_full((1,), count), figures])
-    everything = distributed.all_gather(packed, group)
-    gathered = everything[:, :-FIGURES_PER_RANK].contiguous()
+    gathered = distributed.all_gather(torch.cat([mean, var, mean.new_full((1,), count)]), group)
     if not torch.compiler.is_compiling() and count < 2:
         checks.check_count(x, gathered[:, -1].sum().item())
-    # The guard may raise, so it is asked before anything is written.
-    trusted = watch is None or watch.trusts(everything[:, -FIGURES_PER_RANK:])
     running = operands.running_mean, operands.running_var
     mean, var, _ = ops.run(ops.combine, present(*running), gathered, *running, *operands.momentum_arguments())
-    return (mean, var), trusted
+    return mean, var

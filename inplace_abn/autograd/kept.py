@@ -52,7 +52,7 @@ class KeptABNFunction(torch.autograd.Function):
         sum_dy, sum_xhat_dy = reference.channel_sum(dy), reference.channel_sum(xhat * dy)
         dx = dweight = dbias = None
         if need_weight:
-            dweight = reference.weight_gradient(sum_xhat_dy, weight, settings.signed_weight).to(weight.dtype)
+            dweight = reference.weight_gradient(sum_xhat_dy, weight, settings.scale).to(weight.dtype)
         if need_bias:
             dbias = sum_dy.to(bias.dtype)
         if need_x:
@@ -64,7 +64,7 @@ class KeptABNFunction(torch.autograd.Function):
 
 
 def _scale(weight: Tensor | None, settings: Settings) -> Tensor | None:
-    return reference.unclamped(weight, settings.eps, settings.signed_weight)
+    return reference.unclamped(weight, settings.eps, settings.scale)
 
 
 def _normalised(

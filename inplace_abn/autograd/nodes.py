@@ -15,7 +15,7 @@ from inplace_abn import _torch
 from inplace_abn.activations import bits, name_of
 from inplace_abn.autograd import backward, ownership, rows
 from inplace_abn.autograd.backward import Edges, Needed, Saved, Values, edge_of_value
-from inplace_abn.settings import Operands, Settings
+from inplace_abn.settings import MAGNITUDE, Operands, Settings
 
 
 class _Versions:
@@ -140,7 +140,7 @@ class _Call:
         places = (edge_of_value(weight, values.weight), edge_of_value(bias, values.bias))
         self.edges: Edges = Edges(edge, *places, None if of_residual is None else edge_of_value(residual, of_residual))
         hooks = _torch.top_saved_tensors_hooks(True)
-        is_usual = hooks is None and values.verbatim is None and not settings.rows and not _torch.transforms_active()
+        is_usual = hooks is None and not settings.rows and not _torch.transforms_active()
         self.beside: Values | None = values if is_usual else None
         """Vectors that the node keeps beside what autograd saves, which takes longer. Hooks and transforms get all."""
         self.hooked: _Hooked | _Aliased | None = None
@@ -178,7 +178,7 @@ class InPlaceABNFunction(torch.autograd.Function):
         z, residual = output if saved is None else saved, residual if of_residual is None else of_residual
         if call.beside is None:
             parameters = values[:2] if call.has_copies else (weight, bias)
-            ctx.save_for_backward(z, *parameters, residual, var, values.verbatim)
+            ctx.save_for_backward(z, *parameters, residual, var, values.verbatim, values.rows)
         else:
             ctx.save_for_backward(z, residual)
 
@@ -310,23 +310,24 @@ def attached(
 
 def as_identity(x: Tensor) -> Tensor:
     """Makes an identity node for x. It serves to calibrate `ownership`."""
-    settings = Settings("identity", 0.0, 1e-5, False, False, None)
+    settings = Settings("identity", 0.0, 1e-5, MAGNITUDE, False, None)
     return attached(x, Result(x), Operands(None, None), Values(None, None, x.new_ones(x.shape[1])), settings, None)
 
 
 _library = torch.library.Library("inplace_abn", "FRAGMENT")
 _library.define(
-    "differentiable(Tensor z, Tensor? weight, Tensor? bias, Tensor? residual, Tensor var, Tensor dz, Tensor?[] edges, "
-    "float eps, bool signed_weight, int activation, float activation_param, bool training, int shared) "
-    "-> Tensor[]"
+    "differentiable(Tensor z, Tensor? weight, Tensor? bias, Tensor? residual, Tensor var, Tensor? rows, "
+    "Tensor? verbatim, Tensor dz, Tensor?[] edges, float eps, int scale, int activation, float activation_param, "
+    "bool training, int shared) -> Tensor[]"
 )
 
 
 def _differentiable(*args: Any) -> list[Tensor]:
     """`backward.differentiable` for the node in C++. A tensor without values stands for None."""
-    *saved, dz, edges, eps, signed_weight, activation, param, training, shared = args
-    settings = Settings(name_of(activation), param, eps, signed_weight, training, None, shared)
-    found = backward.differentiable(Saved(*saved), dz, Edges(*edges), settings)
+    z, weight, bias, residual, var, rows, verbatim, dz, edges, eps, scale, activation, param, training, shared = args
+    settings = Settings(name_of(activation), param, eps, scale, training, None, shared)
+    saved = Saved(z, weight, bias, residual, var, verbatim, rows)
+    found = backward.differentiable(saved, dz, Edges(*edges), settings)
     return [dz.new_empty(0) if t is None else t for t in found]
 
 

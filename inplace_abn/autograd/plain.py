@@ -82,7 +82,7 @@ def kept(x: Tensor, operands: Operands, settings: Settings) -> Tensor:
 
     A signed weight is the scale itself, even within eps of zero.
     """
-    scale = reference.unclamped(operands.weight, settings.eps, settings.signed_weight)
+    scale = reference.unclamped(operands.weight, settings.eps, settings.scale)
     scale, bias = _of_one_dtype(scale, operands.bias, operands.running_mean)
     # Compilers make better code from ops that write to new memory.
     return abn(x, operands._replace(weight=scale, bias=bias), settings, inplace=not torch.compiler.is_compiling())

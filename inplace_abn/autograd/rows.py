@@ -9,7 +9,7 @@ from inplace_abn.activations import find
 from inplace_abn.autograd.backward import Edges, Gradients, Needed, Saved, placed
 from inplace_abn.kernels import ops
 from inplace_abn.reference import LAYER, LEAST_WEIGHT, normalised_rows, recovered_rows, wide
-from inplace_abn.settings import Settings
+from inplace_abn.settings import AT_LEAST_EPS, Settings
 
 
 def _recovered(saved: Saved, settings: Settings, dtype: torch.dtype) -> Tensor:
@@ -30,7 +30,7 @@ def gradients(need: Needed, saved: Saved, dy: Tensor, own_z: bool, own_dz: bool,
     if sums:
         one = rows.new_ones(y.shape[1])
         affine = (one, None) if is_xhat or weight is None else (weight, bias)
-        given = y, dy, one, *affine, None, LEAST_WEIGHT, True, find("identity").code, 0.0, False
+        given = y, dy, one, *affine, None, LEAST_WEIGHT, AT_LEAST_EPS, find("identity").code, 0.0, False
         ops.run(ops.local_backward, sums, *given, dweight=dweight, dbias=dbias)
     dx = None
     if need.x:

@@ -112,27 +112,29 @@ def _write_fused(
     norm, total, residual, result, activation, param = fusion
     residual = written.get(residual, residual) if residual is not None else None
     dtype = result.meta["val"].dtype
-    call = (total, *[None] * 9) if norm is None else norm.args
-    x, mean, var, total_count, weight, bias, eps, training, group, _ = cast("tuple[Any, ...]", call)
-
-    def affine(weight: Tensor | None, bias: Tensor | None, residual: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None if weight is None else reference.clamped(weight, eps), bias, residual
+    call = (total, *[None] * 11) if norm is None else norm.args
+    x, mean, var, total_count, weight, bias, rows, verbatim, eps, training, group, _ = cast("tuple[Any, ...]", call)
 
     def forward(x: Tensor, mean: Tensor, var: Tensor, *operands: Any) -> Tensor:
         if norm is None:
             return inverses.tagged(x.to(reference.wide(dtype)), activation, param, dtype)
-        y = reference.scaled(norms.standardised(x, mean, var, eps), *affine(*operands))
+        y = reference.scaled(norms.standardised(x, mean, var, eps), *operands)
         return inverses.tagged(y, activation, param, dtype)
 
-    def inverse(z: Tensor) -> tuple[Tensor, Tensor]:
-        y = inverses.untagged(z, activation, param)
-        return y, y.to(total.meta["val"].dtype)
+    def inverse(z: Tensor, rows: Any, verbatim: Any, *operands: Any) -> tuple[Tensor, Tensor]:
+        recovered = inverses.untagged(z, activation, param)
+        # The slope of a saved channel comes from the y that xhat says.
+        exact = norms.with_saved(recovered, rows, verbatim)
+        y = recovered if rows is None else norms.where_saved(rows, reference.scaled(exact, *operands), recovered)
+        return recovered, y.to(total.meta["val"].dtype)
 
     def backward(
-        dy: Tensor, y: Tensor, mean: Tensor, var: Tensor, total_count: Any, *operands: Any
+        dy: Tensor, y: Tensor, mean: Tensor, var: Tensor, total_count: Any, rows: Any, verbatim: Any, *operands: Any
     ) -> tuple[Tensor, ...]:
-        scale, *others = affine(*operands)
-        xhat, statistics = norms.recovered(y, scale, *others), norms.Statistics(mean, var, total_count, group)
+        scale, *others = operands
+        divisor = None if scale is None else reference.clamped(scale, eps)
+        xhat = norms.with_saved(norms.recovered(y, divisor, *others), rows, verbatim)
+        statistics = norms.Statistics(mean, var, total_count, group)
         return norms.gradients(dy, xhat, statistics, scale, eps, training, x.meta["val"].dtype)
 
     operands = weight, bias, residual
@@ -142,7 +144,7 @@ def _write_fused(
     again = [user for user in total.users if is_backward(user)] if total is not result else []
     first = min([*again, *gradients])
     with graph.inserting_before(first):
-        y, rounded = inlined(graph, inverse, (z,), first)
+        y, rounded = inlined(graph, inverse, (z, rows, verbatim, *operands), first)
     if y.target is inverses.UNTAGGED:
         _torch.compute_in_backward(y)
     for user in again:
@@ -151,7 +153,7 @@ def _write_fused(
         _widen_in_backward(graph, result, z)
     result.replace_all_uses_with(z)
     for node in gradients:
-        inline(node, backward, (node.args[0], y, mean, var, total_count, *operands))
+        inline(node, backward, (node.args[0], y, mean, var, total_count, rows, verbatim, *operands))
 
 
 def _widen_in_backward(graph: fx.Graph, cast: fx.Node, z: fx.Node) -> None:

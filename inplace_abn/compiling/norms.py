@@ -21,7 +21,7 @@ from inplace_abn.settings import Operands
 
 _library = torch.library.Library("inplace_abn", "FRAGMENT")
 _SETTINGS = (
-    "Tensor mean, Tensor var, Tensor? total, Tensor? weight, Tensor? bias, "
+    "Tensor mean, Tensor var, Tensor? total, Tensor? weight, Tensor? bias, Tensor? rows, Tensor? verbatim, "
     "float eps, bool training, str group, str trusted"
 )
 _library.define(f"norm(Tensor x, {_SETTINGS}) -> Tensor")
@@ -29,6 +29,15 @@ _library.define(f"norm_backward(Tensor dy, Tensor x, {_SETTINGS}) -> (Tensor, Te
 
 NORM = torch.ops.inplace_abn.norm.default
 NORM_BACKWARD = torch.ops.inplace_abn.norm_backward.default
+
+
+class Saved(NamedTuple):
+    """Channels of which xhat is saved beside z. They may change without a new program, as far as there is room."""
+
+    rows: Tensor
+    """`settings.Channels.rows`."""
+    channels: Tensor
+    """Their numbers, and any numbers where there is room left; int64."""
 
 
 class Statistics(NamedTuple):
@@ -61,6 +70,24 @@ def _spread(t: Tensor, x: Tensor) -> Tensor:
 def standardised(x: Tensor, mean: Tensor, var: Tensor, eps: float) -> Tensor:
     """xhat, in the wider of the two dtypes."""
     return (x - _spread(mean, x)) * _spread(torch.rsqrt(var + eps), x)
+
+
+def verbatim(x: Tensor, mean: Tensor, var: Tensor, eps: float, channels: Tensor) -> Tensor:
+    """xhat of some channels, in the wider of the two dtypes."""
+    mean, inv_std = (_spread(t, x)[:, channels] for t in (mean, torch.rsqrt(var + eps)))
+    return (x[:, channels] - mean) * inv_std
+
+
+def where_saved(rows: Tensor, saved: Tensor, other: Tensor) -> Tensor:
+    """``saved`` in the channels that have a row, and ``other`` elsewhere."""
+    return torch.where(per_channel(rows, other) < 0, other, saved)
+
+
+def with_saved(xhat: Tensor, rows: Tensor | None, saved: Tensor | None) -> Tensor:
+    """xhat, with that of the channels that have rows in ``saved`` taken from there."""
+    if rows is None or saved is None:
+        return xhat
+    return where_saved(rows, saved[:, rows.clamp_min(0)].to(xhat.dtype), xhat)
 
 
 def recovered(y: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None) -> Tensor:
@@ -109,12 +136,13 @@ def _means(sums: tuple[Tensor, Tensor], dy: Tensor, statistics: Statistics) -> t
     return of_dy, of_xhat_dy
 
 
-def plain_norm(x: Tensor, mean: Tensor, var: Tensor, _: Any, weight: Any, bias: Any, eps: float, *__: Any) -> Tensor:
+def plain_norm(x: Tensor, mean: Tensor, var: Tensor, _: Any, weight: Any, bias: Any, *call: Any) -> Tensor:
+    eps = call[2]
     return tagged(scaled(standardised(x, mean, var, eps), weight, bias, None), "identity", 0.0, x.dtype)
 
 
 def plain_norm_backward(dy: Tensor, x: Tensor, mean: Tensor, var: Tensor, *call: Any) -> tuple[Tensor, Tensor, Tensor]:
-    total, weight, _, eps, training, group, _ = call
+    total, weight, _, _, _, eps, training, group, _ = call
     statistics = Statistics(mean, var, total, group)
     return gradients(dy, standardised(x, mean, var, eps), statistics, weight, eps, training, x.dtype)
 
@@ -126,11 +154,11 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-    *_, weight, bias = ctx.saved_tensors
+    weight, bias = ctx.saved_tensors[4:6]
     dx, dweight, dbias = NORM_BACKWARD(dy, *ctx.saved_tensors, *ctx.settings)
     dweight = None if weight is None else dweight.to(weight.dtype)
     dbias = None if bias is None else dbias.to(bias.dtype)
-    return dx, None, None, None, dweight, dbias, None, None, None, None
+    return dx, None, None, None, dweight, dbias, *[None] * 6
 
 
 PLAIN: dict[Any, Any] = {NORM: plain_norm, NORM_BACKWARD: plain_norm_backward}
@@ -196,14 +224,26 @@ def constant(value: float) -> float:
 
 
 def normalised(
-    x: Tensor, operands: Operands, training: bool, eps: float, trusted: str, groups: int = 0, name: str = ""
+    x: Tensor,
+    operands: Operands,
+    training: bool,
+    eps: float,
+    trusted: str,
+    saved: Saved | None = None,
+    groups: int = 0,
+    name: str = "",
 ) -> Tensor:
     """torch's norm, which `compiling.joint` can fuse with what follows. The scale is the weight itself.
 
     ``trusted`` names the activations whose z is trusted for recovering x, by their `activation_key`, with spaces in
-    between. In training each sample has its own statistics if there are ``groups`` of channels, and statistics are
-    those of all processes of the process group ``name``, if it is given.
+    between. They are trusted if xhat of the channels ``saved`` is saved. In training each sample has its own statistics
+    if there are ``groups`` of channels, and statistics are those of all processes of the process group ``name``, if it is given.
     """
     mean, var, total, name = _statistics(x, operands, training, groups, name)
-    y: Tensor = NORM(x, mean, var, total, operands.weight, operands.bias, eps, training, name, trusted)
+    rows = kept = None
+    if saved is not None:
+        with torch.no_grad():
+            kept = verbatim(x, mean, var, eps, saved.channels).to(x.dtype)
+        rows = saved.rows
+    y: Tensor = NORM(x, mean, var, total, operands.weight, operands.bias, rows, kept, eps, training, name, trusted)
     return y

@@ -8,13 +8,14 @@ that, and the input need not be kept. Where `fuse` does not run, the gradient is
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
 
 from inplace_abn._torch import is_backward
 from inplace_abn.compiling.inlining import inline
+from inplace_abn.compiling.norms import Saved
 from inplace_abn.compiling.search import gradients_of, is_cast, is_read_again
 from inplace_abn.reference import RMS, wide
 
@@ -27,15 +28,6 @@ NORM = torch.ops.inplace_abn.norm_of_rows.default
 NORM_BACKWARD = torch.ops.inplace_abn.norm_of_rows_backward.default
 
 
-class Verbatim(NamedTuple):
-    """The columns whose xhat is kept."""
-
-    places: Tensor
-    """For each column, where it is among those that are kept; -1 for others."""
-    values: Tensor
-    """xhat of these columns, of shape (\\*, kept columns)."""
-
-
 def statistics(x: Tensor, rows: str, eps: float) -> list[Any]:
     """The mean of each row, None for an RMS norm, and its rstd; of shape (\\*, 1)."""
     x = x.to(wide(x.dtype))
@@ -45,11 +37,9 @@ def statistics(x: Tensor, rows: str, eps: float) -> list[Any]:
     return [mean, torch.rsqrt(var + eps)]
 
 
-def verbatim(x: Tensor, statistics: Sequence[Any], columns: Tensor) -> Verbatim:
-    """What a call keeps of the given columns."""
-    values = _standardised(x[..., columns], *statistics)
-    numbers = torch.arange(len(columns), device=x.device)
-    return Verbatim(torch.full(x.shape[-1:], -1, device=x.device).scatter(0, columns, numbers), values.to(x.dtype))
+def verbatim(x: Tensor, statistics: Sequence[Any], columns: Tensor) -> Tensor:
+    """xhat of some columns."""
+    return _standardised(x[..., columns], *statistics).to(x.dtype)
 
 
 def normalised(
@@ -57,7 +47,7 @@ def normalised(
     y: Tensor,
     statistics: Sequence[Any],
     affine: tuple[Tensor | None, Tensor | None],
-    kept: Verbatim | None,
+    kept: Saved | None,
     trusted: str,
 ) -> Tensor:
     """y, whose gradient is that of the norm of x.
@@ -66,7 +56,7 @@ def normalised(
         x, y: the norm's input and output, of shape (\\*, column).
         statistics: the mean of each row, None for an RMS norm, and its rstd; of shape (\\*, 1).
         affine: the scale and the offset, of shape (column,).
-        kept: the columns whose xhat is kept.
+        kept: where each column is among those whose xhat is kept, and that xhat.
         trusted: the dtypes in which y is trusted for recovering xhat, with spaces in between.
     """
     places, values = (None, None) if kept is None else kept

@@ -16,7 +16,7 @@ import math
 import weakref
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,18 +29,17 @@ from inplace_abn.compiling.search import word_in
 from inplace_abn.compiling.spelled import activation_key
 from inplace_abn.guard.figures import THRESHOLDS, Threshold, unpacked
 from inplace_abn.guard.measuring import Observation
-from inplace_abn.guard.modes import Mode
 from inplace_abn.guard.rows import figures as figures_of_rows
-from inplace_abn.guard.verbatim import chosen
+from inplace_abn.guard.verbatim import Choice, chosen
 from inplace_abn.kernels import ops
-from inplace_abn.settings import Settings, parameters
+from inplace_abn.settings import MAGNITUDE, Channels, Settings, parameters
 
-_CHANNELS = 32
-"""The largest number of channels that are looked at in a layer."""
 _VALUES, _VALUES_OF_CHANNEL = 1 << 14, 1 << 12
 """The largest numbers of values that are looked at in a layer, and in a channel."""
-_LEAST = 8
+_LEAST = 32
 """The smallest number of values of a channel."""
+_LEAST_ROOM = 4
+"""The smallest number of channels that there is room for."""
 _REACH = 4.5
 """The values reach as many deviations. One value in 150,000 of a batch lies beyond."""
 _MEAN, _DEVIATION, _RESIDUAL = 0.37, 1.3, 4.0
@@ -60,7 +59,17 @@ _KINDS = (Tensor, torch.nn.Parameter)
 
 _HIDDEN = "its weights are sharded, computed or freed, so nobody sees how they change; compiled code does as torch does"
 _Shapes = tuple[torch.Size | None, ...]
-_Answers = dict[tuple[int, Any, _Shapes, torch.dtype], frozenset[str]]
+
+
+class _Answer(NamedTuple):
+    names: frozenset[str] = frozenset()
+    """What a norm may be fused with."""
+    channels: Channels = Channels()
+    """The channels whose xhat it then saves."""
+
+
+_NOTHING = _Answer()
+_Answers = dict[tuple[int, Any, _Shapes, torch.dtype], _Answer]
 _answers: weakref.WeakKeyDictionary[Any, _Answers] = weakref.WeakKeyDictionary()
 """The answers for each module, by revision, eps, shapes of parameters and dtype. All programs of a revision get the
 same answer."""
@@ -72,23 +81,46 @@ def in_place(activation: str, param: float) -> str:
     return _told(frozenset({activation_key(activation, param), "identity", "residual"}))
 
 
-def converted(module: Any, dtype: torch.dtype, narrow: torch.dtype | None = None) -> str:
-    """The argument ``trusted`` of `norms.normalised` for a converted norm, whose result may also be kept in ``narrow``.
+def converted(module: Any, dtype: torch.dtype, narrow: torch.dtype | None = None) -> tuple[str, bool]:
+    """The argument ``trusted`` of `norms.normalised` for a converted norm, whose result may also be kept in ``narrow``,
+    and whether the module has the argument ``saved``.
 
     Empty if no activation is trusted.
     """
-    found = _answer(module, dtype)
+    found = set(_answer(module, dtype).names)
     if narrow is not None and found:
-        found |= {word_in(narrow, name) for name in _answer(module, narrow)}
-    return _told(found) if found else ""
+        found |= {word_in(narrow, name) for name in _answer(module, narrow).names}
+    return (_told(frozenset(found)) if found else ""), _has_saved(module)
 
 
-def of_rows(module: Any, *dtypes: torch.dtype) -> tuple[str, tuple[int, ...]]:
-    """The argument ``trusted`` of `rows.normalised` for outputs in these dtypes, and the columns that are kept."""
+def of_rows(module: Any, *dtypes: torch.dtype) -> tuple[str, bool]:
+    """The same for `rows.normalised`, for outputs in these dtypes."""
     found = {dtype: _answer(module, dtype) for dtype in dtypes if dtype in THRESHOLDS}
-    trusted = frozenset(str(dtype).removeprefix("torch.") for dtype, answer in found.items() if answer)
-    columns = {int(word.removeprefix(_KEEPS)) for answer in found.values() for word in answer - {"identity"}}
-    return (_told(trusted) if trusted else ""), tuple(sorted(columns))
+    trusted = frozenset(str(dtype).removeprefix("torch.") for dtype, answer in found.items() if answer.names)
+    return (_told(trusted) if trusted else ""), _has_saved(module)
+
+
+def _has_saved(module: Any) -> bool:
+    """Whether compiled code of the module saves xhat of some channels. Sets the tensors that say which.
+
+    They have room for more channels, and are written to when the channels change. So it takes no new program.
+    """
+    answers = _answers.get(module, {})
+    now = [answer.channels for key, answer in answers.items() if key[:2] == _state(module)]
+    channels = Channels(sorted({number for each in now for number in each.numbers}), max([each.size for each in now]))
+    there: Tensor | None = module.__dict__.get("_saved_channels")
+    if not channels and there is None:
+        return False
+    with torch.no_grad(), _torch.unwatched():
+        device = module.weight.device
+        if there is None or len(there) < len(channels) or there.device != device:
+            room = min(channels.size, max(_LEAST_ROOM, 1 << (len(channels) - 1).bit_length()))
+            there = module.__dict__["_saved_channels"] = torch.zeros(room, dtype=torch.int64, device=device)
+            module.__dict__["_saved_rows"] = torch.full((channels.size,), -1, device=device)
+        rows = channels.rows(device)
+        module._saved_rows.copy_(torch.full_like(module._saved_rows, -1) if rows is None else rows)
+        there[: len(channels)] = channels.indices(device)
+    return True
 
 
 def trusts(module: Any, dtype: torch.dtype) -> bool:
@@ -97,10 +129,11 @@ def trusts(module: Any, dtype: torch.dtype) -> bool:
     if _torch.is_exporting():
         mode = guard.mode_of(module, dtype)
         return mode is None or mode.decisions[-1].trusted
-    return bool(_answer(module, dtype))
+    answer = _answer(module, dtype)
+    return bool(answer.names) and not answer.channels
 
 
-def _answer(module: Any, dtype: torch.dtype) -> frozenset[str]:
+def _answer(module: Any, dtype: torch.dtype) -> _Answer:
     answers, key = _answers.setdefault(module, {}), (*_state(module), _shapes(module), dtype)
     if key not in answers:
         guard.notice_writes(module)
@@ -124,22 +157,22 @@ def _shapes(module: Any) -> _Shapes:
     return tuple(None if t is None else t.shape for t in given)
 
 
-def _found(module: Any, dtype: torch.dtype, before: frozenset[str] | None) -> frozenset[str]:
+def _found(module: Any, dtype: torch.dtype, before: _Answer | None) -> _Answer:
     """What a compiled norm may be fused with. Arguments are those of `_tolerated`."""
     mode = guard.mode_of(module, dtype)
     if guard.is_noticed(module) or (mode is not None and not mode.decisions[-1].trusted):
-        return frozenset()
+        return _NOTHING
     if not _shapes(module):
-        return frozenset()
+        return _NOTHING
     measured = mode is not None and mode.measured_at >= 0
+    is_known = measured and before is None
+    channels = mode.decisions[-1].verbatim if mode is not None and measured else Channels()
     if hasattr(module, "known_kind"):
-        return _found_of_rows(module, dtype, mode if measured else None, before)
-    if mode is not None and mode.decisions[-1].verbatim:
-        return frozenset()
+        return _Answer(frozenset({"identity"}), channels) if is_known else _found_of_rows(module, dtype, before)
     if hasattr(module, "activation_param"):
         own = module.activation, module.activation_param
         candidates = {activation_key(*own): own}
-        return frozenset(candidates) if measured else _tolerated(module, dtype, candidates, before)
+        return _Answer(frozenset(candidates), channels) if measured else _tolerated(module, dtype, candidates, before)
     consumers = mode.measured_consumers if mode is not None and measured else ()
     if not consumers:
         return _tolerated(module, dtype, _TYPICAL, before)
@@ -147,43 +180,31 @@ def _found(module: Any, dtype: torch.dtype, before: frozenset[str] | None) -> fr
     candidates = {activation_key(name, param): (name, param) for name, param, _ in consumers} | {"identity": IDENTITY}
     if any(added for *_, added in consumers):
         candidates["residual"] = IDENTITY
-    return frozenset(candidates) if before is None else _tolerated(module, dtype, candidates, before)
+    return _Answer(frozenset(candidates), channels) if is_known else _tolerated(module, dtype, candidates, before)
 
 
-def _found_of_rows(
-    module: Any, dtype: torch.dtype, measured: Mode | None, before: frozenset[str] | None
-) -> frozenset[str]:
-    """As `_found` for a norm of rows: the identity, and the columns of which xhat is kept."""
+def _found_of_rows(module: Any, dtype: torch.dtype, before: _Answer | None) -> _Answer:
+    """As `_found` for a norm of rows, which is fused with nothing."""
     weight, bias = (None if t is None else t.detach() for t in module.scale_and_offset())
     if module.guard_interval == 0:
-        return frozenset({"identity"})
-    if measured is not None and before is None:
-        return _with_columns(measured.decisions[-1].verbatim)
+        return _Answer(frozenset({"identity"}))
     kind = module.known_kind()
-    given = module.guard_threshold
-    threshold = THRESHOLDS[dtype] if given is None else Threshold(given, given)
     weight, bias = (None if t is None else t.to("cpu", torch.float64) for t in (weight, bias))
     # In each row these values are spread over the whole distribution.
     _, values = _normal(module.num_features)
     x = (_MEAN + _DEVIATION * values[0].T).contiguous()
     y = reference.normalised_rows(x, weight, bias, kind.rows, kind.eps)
-    tried = [(), chosen(weight, bias, dtype)] if measured is None else [measured.decisions[-1].verbatim]
-    for columns in tried:
-        settings = Settings(*IDENTITY, kind.eps, False, True, None, verbatim=columns, rows=kind.rows)
-        rstd = reference.inverse_std_of_rows(x, kind.rows, kind.eps)
-        kept = reference.standardised_rows(x, rstd, kind.rows, columns).to(dtype) if columns else None
-        figures = unpacked(figures_of_rows(x, y.to(dtype), weight, bias, kept, settings))
-        is_rough = figures.x > module.verbatim_above * torch.finfo(dtype).eps / 2
-        if figures.trusted(before is None or bool(before), threshold) and (columns or not is_rough or not tried[-1]):
-            return _with_columns(columns)
-    return frozenset()
+    settings = Settings(*IDENTITY, kind.eps, MAGNITUDE, True, None, rows=kind.rows)
+    figures = figures_of_rows(x, y.to(dtype), weight, bias, settings)
+    trusted, channels = _chosen(module, figures, dtype, "identity", before)
+    return _Answer(frozenset({"identity"}), channels) if trusted else _NOTHING
 
 
-_KEEPS = "keeps "
-
-
-def _with_columns(columns: tuple[int, ...]) -> frozenset[str]:
-    return frozenset({"identity", *(f"{_KEEPS}{column}" for column in columns)})
+def _chosen(module: Any, figures: Tensor, dtype: torch.dtype, name: str, before: _Answer | None) -> Choice:
+    given = module.guard_threshold
+    threshold = THRESHOLDS[dtype] if given is None else Threshold(given, given)
+    last = _NOTHING if before is None else before
+    return chosen(unpacked(figures), last.channels, before is None or name in last.names, threshold)
 
 
 def _told(found: frozenset[str]) -> str:
@@ -211,9 +232,15 @@ def _review(*_: Any) -> None:
 def _renew(module: Any, answers: _Answers, interval: int) -> None:
     before = {key: found for key, found in answers.items() if key[:2] == _state(module)}
     now, why = _reviewed(module, before, interval)
-    if now != before:
-        if why:
-            _logger.warning("%s: %s", guard.name(module), why)
+    if now == before:
+        return
+    if why:
+        _logger.warning("%s: %s", guard.name(module), why)
+    there = module.__dict__.get("_saved_channels")
+    answers.update(now)
+    if _has_saved(module) and module._saved_channels is not there:
+        there = None
+    if there is None or any(now[key].names != found.names for key, found in before.items()):
         guard.renew(module)
         _answers[module] = {(*_state(module), *key[2:]): found for key, found in now.items()}
 
@@ -222,7 +249,7 @@ def _reviewed(module: Any, before: _Answers, interval: int) -> tuple[_Answers, s
     """The answers, and why they are others now, if that is worth a message."""
     shapes = _shapes(module)
     if any(key[2] != shapes for key in before):
-        return dict.fromkeys(before, frozenset()), _HIDDEN
+        return dict.fromkeys(before, _NOTHING), _HIDDEN
     # Compiled code does not see who writes to its weights, so that is found out here.
     is_written = guard.renew_if_written(module)
     if not is_written and guard.generations.current % interval:
@@ -233,31 +260,31 @@ def _reviewed(module: Any, before: _Answers, interval: int) -> tuple[_Answers, s
 register_optimizer_step_post_hook(_review)
 
 
-def _tolerated(
-    module: Any, dtype: torch.dtype, candidates: _Candidates, before: frozenset[str] | None
-) -> frozenset[str]:
-    """The names of those candidates whose z is trusted; none if no activation's is.
+def _tolerated(module: Any, dtype: torch.dtype, candidates: _Candidates, before: _Answer | None) -> _Answer:
+    """The names of those candidates whose z is trusted, and the channels that are then saved; none if no activation is.
 
-    ``before`` is the previous answer, or None if there was none. A name that is not in it needs better figures.
+    ``before`` is the previous answer, or None if there was none. What is not in it needs better figures.
     """
     if dtype not in THRESHOLDS:
-        return frozenset()
+        return _NOTHING
     if module.guard_interval == 0:
-        return frozenset(candidates)
-    given = module.guard_threshold
-    threshold = THRESHOLDS[dtype] if given is None else Threshold(given, given)
-    gamma, beta = _channels(*parameters(module), torch.promote_types(dtype, torch.float32), module.shared)
+        return _Answer(frozenset(candidates))
+    gamma, beta = _affine(*parameters(module), torch.promote_types(dtype, torch.float32), module.shared)
     values, others = _normal(len(gamma))
     x, residual = (_MEAN + _DEVIATION * values).to(dtype), (_RESIDUAL * others).to(dtype)
     shared = module.shared if module.shared > 1 else 0
-    found, settings = set(), Settings(*IDENTITY, module.eps, module.signed_weight, True, None, shared)
+    settings = Settings(*IDENTITY, module.eps, int(module.signed_weight), True, None, shared)
     mean, var = ops.run(ops.statistics, [], x, shared)
+    found: set[str] = set()
+    saved: set[int] = set()
     for name, what in candidates.items():
         observation = Observation(x.clone(), len(gamma), mean, var, gamma, beta, settings)
-        figures = unpacked(observation.figures(*what, residual if name == "residual" else None))
-        if figures.trusted(before is None or name in before, threshold):
+        figures = observation.figures(*what, residual if name == "residual" else None)
+        trusted, channels = _chosen(module, figures, dtype, name, before)
+        if trusted:
             found.add(name)
-    return frozenset(found) if found - {"residual"} else frozenset()
+            saved.update(channels.numbers)
+    return _Answer(frozenset(found), Channels(sorted(saved), len(gamma))) if found - {"residual"} else _NOTHING
 
 
 def _normal(channels: int) -> tuple[Tensor, Tensor]:
@@ -271,21 +298,12 @@ def _normal(channels: int) -> tuple[Tensor, Tensor]:
     return values, torch.special.ndtri(steps * ((math.sqrt(5) - 1) / 2) % 1).view(values.shape)
 
 
-def _channels(weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype, shared: int = 0) -> Tensor:
-    """The different pairs of weight and bias of some channels, on the CPU: the extreme ones, and others in between.
-
-    All channels where ``shared`` of them share statistics.
-    """
+def _affine(weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype, shared: int) -> tuple[Tensor, Tensor]:
+    """Weight and bias on the CPU."""
     given = [t.detach().to("cpu", dtype) for t in (weight, bias) if t is not None]
     given = given or [torch.ones(max(shared, 1), dtype=dtype)]
     gamma = torch.ones_like(given[0]) if weight is None else given[0]
-    beta = torch.zeros_like(gamma) if bias is None else given[-1]
-    if shared > 1:
-        return torch.stack([gamma, beta])
-    orders = torch.stack([figure.argsort() for figure in (gamma, gamma.abs(), beta, beta / gamma)])
-    places = torch.linspace(0, len(gamma) - 1, _CHANNELS // len(orders)).long()
-    pairs: Tensor = torch.stack([gamma, beta])[:, orders[:, places].flatten()].unique(dim=1)
-    return pairs
+    return gamma, torch.zeros_like(gamma) if bias is None else given[-1]
 
 
 @cache

@@ -80,6 +80,8 @@ class Converted(guard.Guarded):
         """Remembers whether this call is watched. A recomputation does what its forward pass did."""
         watched = self._past.was_watched if _torch.in_backward() else watch.current() is not None
         self._past.was_watched = guard.of_forward_pass("watched", watched)
+        if self._past.was_watched:
+            guard.generations.note_watched(self)
 
     def _is_given_up(self) -> bool:
         """Whether the module does as torch does, because the watch gave it up.
@@ -106,7 +108,9 @@ class Converted(guard.Guarded):
     def note(self) -> Note:
         """What the module did in its last call in training, or does from the next step on if the watch gave it up."""
         note, found = self._past.note, guard.given_up(self)
-        return note if found is None else note._replace(in_place=False, why=found[1])
+        if found is not None:
+            return note._replace(in_place=False, why=found[1])
+        return note if note.in_place or not self.why_untrusted else note._replace(why=self.why_untrusted)
 
     @property
     def bytes_saved(self) -> int | None:
@@ -125,8 +129,7 @@ class Converted(guard.Guarded):
     def release(self) -> None:
         """Removes what conversion has stored on the module. The class stays."""
         guard.strip(self)
-        for name in ("_past", "_columns"):
-            self.__dict__.pop(name, None)
+        self.__dict__.pop("_past", None)
 
     def extra_repr(self) -> str:
         text: str = super().extra_repr()  # type: ignore[misc]

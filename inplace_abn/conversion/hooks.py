@@ -33,7 +33,9 @@ class _Root:
         at = generations.current
         if self.watched_at == at:
             return self.calls[_kind(model)] < guard.CALLS
-        return at >= self.due_at or self.watched_at <= generations.changed_at
+        if at >= self.due_at or self.watched_at <= generations.changed_at:
+            return True
+        return generations.are_changed(layer for _, layer in guard.layers_of(model))
 
 
 def _kind(model: nn.Module) -> tuple[bool, bool]:

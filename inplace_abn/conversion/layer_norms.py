@@ -29,7 +29,7 @@ from inplace_abn.guard.figures import THRESHOLDS
 from inplace_abn.guard.rows import figures
 from inplace_abn.kernels import ops
 from inplace_abn.modules.abn import as_leaf
-from inplace_abn.settings import Operands, Settings, parameters
+from inplace_abn.settings import MAGNITUDE, Operands, Settings, parameters
 
 _CONSUMER = (*IDENTITY, False)
 _UNSUITABLE = "its input, its parameters or the mode of the call are not supported"
@@ -44,11 +44,8 @@ class ConvertedLayerNorm(Alone):
     """
 
     per_instance = True
-    verbatim_above: float | None = 6.0
     signed_weight = False
     track_running_stats = False
-    _columns: Tensor
-    """The columns whose xhat compiled code keeps."""
 
     @property
     def num_features(self) -> int:
@@ -58,6 +55,10 @@ class ConvertedLayerNorm(Alone):
     @property
     def shared(self) -> int:
         return self.num_features
+
+    @property
+    def least_weight(self) -> float:
+        return reference.LEAST_WEIGHT
 
     def scale_and_offset(self) -> tuple[Tensor | None, Tensor | None]:
         weight, bias = parameters(self)
@@ -106,7 +107,8 @@ class ConvertedLayerNorm(Alone):
         dtype = torch.get_autocast_dtype(device) if is_narrow else kind.dtype
         mode = guard.settled(self, dtype)
         look = guard.look(self, _like(x, kind, dtype), None) if mode is None else guard.Look(mode.decisions[-1], mode)
-        if not look.due and not (look.trusted and guard.knows(look, _CONSUMER)):
+        look = guard.with_lost(self, look)
+        if not look.due and not (look.trusted and guard.knows(self, look, _CONSUMER)):
             self._past.note = Note(why=self.why_untrusted or "it is measured first")
             return None
         return self._attempted(x, kind, look, dtype)
@@ -115,7 +117,7 @@ class ConvertedLayerNorm(Alone):
         """The result, unless the guard does not trust what it measures. It is kept in ``dtype``."""
         weight, bias = parameters(self)
         eps, name = kind.eps, self.__dict__["_guard_name"]
-        settings = Settings(*IDENTITY, eps, False, True, None, 0, name, look.decision.verbatim, kind.rows)
+        settings = Settings(*IDENTITY, eps, MAGNITUDE, True, None, 0, name, look.decision.verbatim, kind.rows)
         moved = _moved(x, kind.axis, -1)
         data = moved.detach()
         with torch.no_grad():
@@ -126,14 +128,18 @@ class ConvertedLayerNorm(Alone):
                 rstd = reference.inverse_std_of_rows(data, kind.rows, eps)
             kept = y.to(dtype)
             scale, offset = by_value(weight if weight is None or not kind.offset else weight + kind.offset, bias)
-            columns = settings.verbatim
-            values = reference.standardised_rows(data, rstd, kind.rows, columns).to(dtype) if columns else None
-        of_call = Values(scale, offset, rstd.flatten(), values)
         if look.due:
-            look = guard.learn(self, look, figures(data, kept, scale, offset, values, settings), _CONSUMER)
+            look = guard.learn(self, look, figures(data, kept, scale, offset, settings), _CONSUMER)
             if not look.trusted:
                 self._past.note = Note(why=self.why_untrusted)
                 return None
+            settings = settings._replace(verbatim=look.decision.verbatim)
+        values, columns = None, settings.verbatim
+        if columns:
+            with torch.no_grad():
+                indices = columns.indices(data.device)
+                values = reference.standardised_rows(data, rstd, kind.rows, indices).to(dtype)
+        of_call = Values(scale, offset, rstd.flatten(), values)
         if not self._is_known():
             return None
         is_cast = kept is not y
@@ -166,7 +172,7 @@ class ConvertedLayerNorm(Alone):
         found = self._formula(x.dtype, x.dim(), device, is_at, attributes)
         if found is None:
             return None
-        axis, offset, eps, kind, is_torch, trusted, columns = found
+        axis, offset, eps, kind, is_torch, trusted, has_saved = found
         moved = x if axis == -1 else x.movedim(axis, -1)
         scale = weight if weight is None or not offset else weight + offset
         with torch.no_grad():
@@ -175,7 +181,9 @@ class ConvertedLayerNorm(Alone):
             else:
                 y = super().forward(x)  # type: ignore[misc]
                 y, statistics = y if axis == -1 else y.movedim(axis, -1), rows.statistics(moved, kind, eps)
-            kept = rows.verbatim(moved, statistics, self._columns) if columns else None
+            kept = None
+            if has_saved:
+                kept = norms.Saved(self._saved_rows, rows.verbatim(moved, statistics, self._saved_channels))
         z = rows.normalised(moved, y, statistics, (scale, bias), kept, trusted)
         return z if axis == -1 else z.movedim(-1, axis)
 
@@ -198,10 +206,8 @@ class ConvertedLayerNorm(Alone):
         if kind is None:
             return None
         narrow = [torch.get_autocast_dtype(device)] if torch.is_autocast_enabled(device) else []
-        trusted, columns = trust.of_rows(self, dtype, torch.float32, *narrow)
-        # A list of numbers in the graph would be copied to the device in each call.
-        self.__dict__["_columns"] = torch.tensor(columns, device=device)
-        return (kind.axis, kind.offset, kind.eps, kind.rows, kind.is_torch, trusted, columns) if trusted else None
+        trusted, has_saved = trust.of_rows(self, dtype, torch.float32, *narrow)
+        return (kind.axis, kind.offset, kind.eps, kind.rows, kind.is_torch, trusted, has_saved) if trusted else None
 
     def _is_suitable(self, x: Tensor) -> bool:
         """Whether a graph of plain tensors is recorded, and nobody watches the ops."""

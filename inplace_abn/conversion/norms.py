@@ -17,11 +17,11 @@ from inplace_abn.conversion import plan, watch
 from inplace_abn.conversion.converted import Converted, Note, has_standard_strides, may_have_node
 from inplace_abn.conversion.offered import settled
 from inplace_abn.conversion.pending import pending, plain, planned
-from inplace_abn.conversion.waiting import NEAR_ZERO, NormCall
+from inplace_abn.conversion.waiting import NormCall
 from inplace_abn.guard import measuring
 from inplace_abn.modules.abn import as_leaf
 from inplace_abn.modules.instance_norm import of_samples, take_means
-from inplace_abn.settings import Operands, Settings, running_statistics
+from inplace_abn.settings import WEIGHT, Operands, Settings, running_statistics
 
 
 class InPlaceNorm(Converted):
@@ -104,14 +104,14 @@ class InPlaceNorm(Converted):
             return None
         module: Any = self
         if module.eps != past.eps:
-            # Whether a scale is within eps of zero is known for the old one only.
+            # The figures are those of the old one.
             guard.forget(self)
             past.eps = module.eps
         if not _may_wait(self, x):
             past.note = Note(why="its input, its parameters or the mode of the call are not supported")
             return None
         x = self._cast(x)
-        look = guard.look(self, x, None)
+        look = guard.with_lost(self, guard.look(self, x, None))
         decision = look.decision
         if decision.expects_nothing:
             return None
@@ -122,13 +122,7 @@ class InPlaceNorm(Converted):
             return None
         module._check_input_dim(x)
         functions.calibrate()
-        observation = measuring.observe(self, x, decision.verbatim) if look.due else None
-        is_clamped = (look.decisive or not decision.trusted) and self._weight_would_be_clamped()
-        if guard.of_forward_pass(f"clamped {id(self)}", is_clamped):
-            past.note = Note(why=NEAR_ZERO)
-            if observation is not None:
-                guard.take(self, observation.figures(*IDENTITY, None), look)
-            return None
+        observation = measuring.observe(self, x) if look.due else None
         applied, expected = IDENTITY, decision.expected
         if expected is not None and can_be_taken_back(*expected, x.dtype):
             applied = expected
@@ -138,14 +132,14 @@ class InPlaceNorm(Converted):
         training = measuring.uses_own_statistics(module)
         group = self._participating() if training else None
         name = self.__dict__["_guard_name"]
-        what = (*IDENTITY, module.eps, True, training, group, self.shared if training else 0)
+        what = (*IDENTITY, module.eps, WEIGHT, training, group, self.shared if training else 0)
         settings = Settings(*what, name, decision.verbatim)
         of_module, samples = operands, x.shape[0]
         if settings.per_instance:
             operands = of_samples(of_module, samples)
         statistics = mean = None
         if group is not None:
-            statistics, _ = forward.sync_statistics(data, operands, group, guard.Frozen(True))
+            statistics = forward.sync_statistics(data, operands, group)
             mean = statistics[0]
         elif not training:
             mean = module.running_mean.clone()
@@ -184,7 +178,7 @@ class InPlaceNorm(Converted):
         narrow = x.dtype if self._is_widened(x.dtype, x.device.type) else None
         x = x if narrow is None else x.float()
         # Compilers compile anew when an attribute changes that they have read here.
-        trusted = self._fusible_with(x.dtype, narrow) if self._revision >= 0 else ""
+        trusted, has_saved = self._fusible_with(x.dtype, narrow) if self._revision >= 0 else ("", False)
         # All processes do the same, whatever is trusted.
         if not trusted and group is None:
             return None
@@ -193,7 +187,8 @@ class InPlaceNorm(Converted):
             checks.check_count(x)
         name = "" if group is None else group.group_name
         eps = norms.constant(module.eps)
-        return norms.normalised(x, _operands(module), training, eps, trusted, groups, name)
+        saved = norms.Saved(self._saved_rows, self._saved_channels) if has_saved else None
+        return norms.normalised(x, _operands(module), training, eps, trusted, saved, groups, name)
 
     @_torch.read_while_tracing
     def _is_widened(self, dtype: torch.dtype, device: str) -> bool:
@@ -202,16 +197,8 @@ class InPlaceNorm(Converted):
 
     # This is a method, because the compiler of torch 2.11 does not pass a module to a function.
     @_torch.read_while_tracing
-    def _fusible_with(self, dtype: torch.dtype, narrow: torch.dtype | None) -> str:
+    def _fusible_with(self, dtype: torch.dtype, narrow: torch.dtype | None) -> tuple[str, bool]:
         return trust.converted(self, dtype, narrow)
-
-    def _weight_would_be_clamped(self) -> bool:
-        """Whether a weight is within eps of zero.
-
-        In place the scale would then have the magnitude eps, which would change the result.
-        """
-        module: Any = self
-        return module.weight is not None and bool((module.weight.detach().abs() < module.eps).any())
 
     def _native(self, x: Tensor) -> Tensor:
         module: Any = self
@@ -219,8 +206,8 @@ class InPlaceNorm(Converted):
         if group is None:
             return super().forward(x)  # type: ignore[misc, no-any-return]
         module._check_input_dim(x)
-        settings = Settings(*IDENTITY, module.eps, True, True, group)
-        return functions.run(x, _operands(module), settings, False, guard.Frozen(False))
+        settings = Settings(*IDENTITY, module.eps, WEIGHT, True, group)
+        return functions.run(x, _operands(module), settings, False, True)
 
     def is_synchronised(self) -> bool:
         """Whether the norm synchronises its statistics where there are other processes."""
@@ -260,8 +247,6 @@ class InPlaceGroupNorms(InPlaceNorm):
     """The part that all converted GroupNorms have in common."""
 
     per_instance = True
-    # Next to minima errors are larger, whatever the weights are.
-    verbatim_above: float | None = math.inf
     returns_view = False
     momentum = None
     track_running_stats = False
@@ -309,19 +294,19 @@ class InPlaceGroupNorms(InPlaceNorm):
             return None
         if self._is_given_up() or module.eps != past.eps or not _may_wait(self, x):
             return None
-        look = guard.look(self, x, None)
-        if not look.decision.trusted or (look.decisive and self._weight_would_be_clamped()):
+        look = guard.with_lost(self, guard.look(self, x, None))
+        if not look.decision.trusted:
             return None
         functions.calibrate()
         wide, x = x.float(), self._laid_out(x).detach()
         if look.due:
-            look = look._replace(observation=measuring.observe(self, x, look.decision.verbatim))
+            look = look._replace(observation=measuring.observe(self, x))
         operands = _operands(module)
-        what = (*IDENTITY, module.eps, True, True, None, self.shared, self.__dict__["_guard_name"])
+        what = (*IDENTITY, module.eps, WEIGHT, True, None, self.shared, self.__dict__["_guard_name"])
         settings = Settings(*what, look.decision.verbatim)
         z = torch.empty_like(x)
         values = forward.written(x, z, of_samples(operands, len(x)), settings.activating(activation), True)
-        norm = NormCall(self, self._laid_out(wide), operands, None, values, settings, look)
+        norm = NormCall(self, self._laid_out(wide), operands, None, values, settings, look, z.dtype)
         return pending(norm, None, None, activation, narrow=z)
 
     def _laid_out(self, x: Tensor) -> Tensor:

@@ -91,7 +91,9 @@ class Plan:
         self._state, self._eps, self._momentum = module._guard, module.eps, module.momentum
         self.node: Node = node
         self.name: str = settings.name or type(module).__name__
-        options = (module.momentum, settings.eps, find(applied[0]).code, applied[1], settings.name)
+        channels = settings.verbatim
+        saved = channels.rows(x.device), len(channels)
+        options = (module.momentum, settings.eps, find(applied[0]).code, applied[1], *saved, settings.name)
         self.in_cpp: Any = node.plan(x, parameters(module)[0], _statistics(module)[0], *options)
         self._approved: dict[tuple[str, float, bool], Approved] = {}
         self._called: dict[tuple[Any, ...], Following] = {}
@@ -164,14 +166,15 @@ class Plan:
         """
         with _torch.NoTorchFunction():
             tensors, numbers, param = self.node.parts(waiting)
-            x, weight, bias, residual, weight_value, bias_value, var, memory = tensors
+            x, weight, bias, residual, weight_value, bias_value, var, verbatim, memory = tensors
             code, is_placed, is_inner, output_nr, version, *seen = numbers
             of_x, of_weight, of_bias, of_residual = (
                 seen_as(t, *seen[3 * i : 3 * i + 3]) for i, t in enumerate((x, weight, bias, residual))
             )
             node: Any = t.grad_fn if is_placed else None
             inputs = node.next_functions if is_placed else ()
-        values, operands = Values(weight_value, bias_value, var), Operands(weight, bias)
+        rows = None if verbatim is None else self.settings.verbatim.rows(x.device)
+        values, operands = Values(weight_value, bias_value, var, verbatim, rows), Operands(weight, bias)
         norm = NormCall(module, x, operands, None, values, self.settings, self._look)
         source = inputs[0][0] if inputs and is_inner else None
         norm.called_with(of_x, (source, output_nr), (of_weight, of_bias), None)

@@ -6,8 +6,8 @@ import copy
 import shutil
 import textwrap
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch import nn
@@ -21,7 +21,6 @@ from inplace_abn.conversion.converted import Converted
 from inplace_abn.conversion.layer_norms import ConvertedLayerNorm
 from inplace_abn.conversion.norms import InPlaceNorm
 from inplace_abn.conversion.table import readable
-from inplace_abn.conversion.waiting import NEAR_ZERO
 from inplace_abn.trial import loss, randomness_restored, trainable
 
 
@@ -38,6 +37,8 @@ class Layer:
         bytes_saved: bytes that the forward pass did not hold for backward because of this layer, in all its calls. None
             if that was not measured: it is measured in the steps in which the model is watched.
         is_norm: False for an activation without a norm, and for a linear layer that is scaled.
+        channels_saved: the share of channels whose normalised input is saved beside the output now, because the output
+            does not determine it, by the dtype of inputs; 1 where the input is.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Layer:
     why: str
     bytes_saved: int | None
     is_norm: bool = True
+    channels_saved: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -127,11 +129,16 @@ class Report:
         lines = [f"{' and '.join(counts)} are in place"]
         if any(layer.bytes_saved is not None for layer in self.layers):
             lines[0] += f" and save {readable(self.bytes_saved)} per training step"
-        if any(layer.why == NEAR_ZERO for layer in self.layers):
-            lines.append(
-                f"{NEAR_ZERO}: many models begin with weights of zero (zero_init_last), which a trained model has not; "
-                "such a norm is in place once its weight has grown"
-            )
+        for dtype in sorted({dtype for layer in self.layers for dtype in layer.channels_saved}):
+            shares = [layer.channels_saved[dtype] for layer in self.layers if dtype in layer.channels_saved]
+            some = [share for share in shares if share > 0]
+            if some:
+                lines.append(
+                    f"{len(some)} of {len(shares)} norms save channels in {dtype}, {sum(shares) / len(shares):.1%} of "
+                    "all on average: their weights are nearly zero, or small beside the bias or what is added"
+                )
+        if any(share == 1 for layer in self.layers for share in layer.channels_saved.values()):
+            lines.append("norms whose weights begin with zeros (zero_init_last) save less once these have grown")
         return lines
 
     def left_out(self) -> list[str]:
@@ -173,9 +180,9 @@ def report(model: nn.Module) -> Report:
             kind = type(module) if found is not module else classes.original_class(type(module))
             saved = found.bytes_saved if note.in_place else None
             if note != OF_NORM and not (isinstance(found, CalledActivation) and not found.is_called):
-                layers.append(
-                    Layer(name, kind.__name__, *note, saved, isinstance(found, (InPlaceNorm, ConvertedLayerNorm)))
-                )
+                is_norm = isinstance(found, (InPlaceNorm, ConvertedLayerNorm))
+                shares = {str(dtype).removeprefix("torch."): share for dtype, share in found.shares_saved().items()}
+                layers.append(Layer(name, kind.__name__, *note, saved, is_norm, shares if is_norm else {}))
         elif isinstance(module, classes.KINDS) or classes.is_norm_of_rows(module):
             why = classes.unfit_reason(module) or "it was not converted"
             layers.append(Layer(name, type(module).__name__, "", False, why, None))

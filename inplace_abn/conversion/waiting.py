@@ -18,16 +18,12 @@ from inplace_abn.autograd.backward import Values
 from inplace_abn.autograd.kept import KeptABNFunction
 from inplace_abn.conversion.converted import Note
 from inplace_abn.kernels import ops
-from inplace_abn.settings import Operands, Settings
+from inplace_abn.settings import WEIGHT, Channels, Operands, Settings
 
 _GONE = (
     "inplace_abn: the output of {name} is needed after it was activated or added to in place, and cannot be computed "
     "again, because {why}. Leave this norm out of the conversion (filter_fn)"
 )
-
-
-NEAR_ZERO = "a weight is within eps of zero"
-"""Why a norm is not in place."""
 
 
 Seen = tuple[int, int, bool]
@@ -50,8 +46,11 @@ class NormCall:
         values: Values,
         settings: Settings,
         look: guard.Look,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.module: Any = module
+        self.dtype: torch.dtype = dtype or x.dtype
+        """That of what is kept."""
         self.x: Tensor = x
         self.look: guard.Look = look
         # Only parameters are kept. The statistics of the call are the mean and the variance among the values.
@@ -112,10 +111,27 @@ class NormCall:
         if observation is not None:
             self.look = self.look._replace(observation=None)
             self.look = guard.learn(self.module, self.look, observation.figures(*activation, residual), consumer)
+            self._save(self.look.decision.verbatim)
         self.trusted = self.look.trusted
         if observation is not None:
             return self.trusted and self.look.decision.knows(consumer)
-        return guard.knows(self.look, consumer)
+        return guard.knows(self.module, self.look, consumer)
+
+    def _save(self, channels: Channels) -> None:
+        """Saves xhat of these channels, which were chosen after the norm was called, and of no others."""
+        settings = self.settings
+        if channels == settings.verbatim:
+            return
+        x, var, mean = self.x.detach(), self.values.var, self.mean
+        with torch.no_grad(), _torch.unwatched():
+            if mean is None:
+                mean, _ = ops.run(ops.statistics, [], x, settings.shared)
+            rows, verbatim = channels.rows(x.device), None
+            if rows is not None:
+                xhat = reference.standardised_channels(x, mean, var, settings.eps, channels.indices(x.device))
+                verbatim = reference.empty_channels(x, len(channels)).to(self.dtype).copy_(xhat)
+        self.values = self.values._replace(verbatim=verbatim, rows=rows)
+        self.settings = settings._replace(verbatim=channels)
 
     def note(self, follows: str, why: str = "") -> None:
         """Stores on the module what it did: it was in place unless there is a reason why not."""
@@ -216,7 +232,7 @@ class PendingState:
             name, param = activation
             with _torch.BelowAutograd():
                 # With these statistics the norm is the identity, bit for bit.
-                ops.forward(memory, zero, one, None, None, None, 1e-30, True, ACTIVATIONS[name].code, param, True)
+                ops.forward(memory, zero, one, None, None, None, 1e-30, WEIGHT, ACTIVATIONS[name].code, param, True)
             self.applied = activation
         return memory
 
@@ -306,7 +322,7 @@ _library.define(
 def _waiting_backward(*args: Any) -> list[Tensor]:
     """The gradients that are needed, for the node in C++."""
     g, x, weight, bias_dtype, mean, var, needed, eps, training, shared = args
-    settings = Settings(*IDENTITY, eps, True, training, None, shared)
+    settings = Settings(*IDENTITY, eps, WEIGHT, training, None, shared)
     found = _gradients(g, x, weight, bias_dtype, (mean, var, settings), needed)
     return [t for t in found if t is not None]
 

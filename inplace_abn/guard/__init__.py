@@ -10,8 +10,10 @@ measured, so the host waits for the first measurement of a layer only: its first
 A checkpoint's recomputation belongs to the generation of its forward pass, whatever optimizer stepped in between. It is
 measured if the forward pass was not, because under reentrant checkpoints only the recomputation needs gradients.
 
-Trust is lost above the threshold and regained below a quarter of it. A layer that is not trusted runs
-`autograd.plain.kept`: it keeps x, as torch does. A signed weight is then the scale itself, even within eps of zero.
+Channels are given up, not layers: xhat of a channel above the threshold is saved beside z, until the channel is below
+a quarter of it. Channels whose weight is within eps of zero are lost whatever was measured, so calls on the CPU look at
+the weights. A layer in which most channels are ill is not trusted. It runs `autograd.plain.kept`: it keeps x, as torch
+does. A signed weight is then the scale itself, even within eps of zero.
 
 Optimizers change weights by little. Whatever else writes to them may change them by much, so the layer is then measured
 at its next call, as a new one is. What writes more than a few times in an interval counts as an optimizer.
@@ -31,11 +33,10 @@ from inplace_abn.guard.generations import of_forward_pass as of_forward_pass
 from inplace_abn.guard.generations import paused as paused
 from inplace_abn.guard.layers import CALLS as CALLS
 from inplace_abn.guard.layers import CARRIED as CARRIED
-from inplace_abn.guard.layers import Frozen as Frozen
 from inplace_abn.guard.layers import Guarded as Guarded
 from inplace_abn.guard.layers import Look as Look
-from inplace_abn.guard.layers import Watch as Watch
 from inplace_abn.guard.layers import check_interval as check_interval
+from inplace_abn.guard.layers import decide as decide
 from inplace_abn.guard.layers import expect as expect
 from inplace_abn.guard.layers import forget as forget
 from inplace_abn.guard.layers import give_up as give_up
@@ -46,7 +47,6 @@ from inplace_abn.guard.layers import knows as knows
 from inplace_abn.guard.layers import layers_of as layers_of
 from inplace_abn.guard.layers import learn as learn
 from inplace_abn.guard.layers import look as look
-from inplace_abn.guard.layers import may_run_in_place as may_run_in_place
 from inplace_abn.guard.layers import mode_of as mode_of
 from inplace_abn.guard.layers import name as name
 from inplace_abn.guard.layers import notice_writes as notice_writes
@@ -57,4 +57,5 @@ from inplace_abn.guard.layers import set_guard as set_guard
 from inplace_abn.guard.layers import settled as settled
 from inplace_abn.guard.layers import strip as strip
 from inplace_abn.guard.layers import take as take
+from inplace_abn.guard.layers import with_lost as with_lost
 from inplace_abn.guard.modes import Mode as Mode

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from inplace_abn.guard.recovery import Errors
-from inplace_abn.settings import Settings
+from inplace_abn.settings import MAGNITUDE, Settings
 
 
 class Threshold(NamedTuple):
@@ -37,79 +38,55 @@ of the number of values that are summed. Among many channels there is also alway
 HYSTERESIS = 4.0
 _LARGEST_WEIGHT = 2.0**40
 
-FIGURES_PER_RANK = 4
-"""The number of figures of a rank."""
 
+class Table(NamedTuple):
+    """The figures of each channel, on the host; float64."""
 
-class Figures(NamedTuple):
-    """The figures of a measurement, as numbers."""
-
-    x: float
-    """`recovery.Errors.x`."""
-    weight: float
-    """The largest of `recovery.Errors.weight`, or 0 where there is no weight."""
-    channel: int
-    least: float
-    """The smallest magnitude of a signed weight, in units of eps; infinite if there is none.
-
-    Below 1 the scale would be eps.
-    """
+    weight: Tensor
+    """`recovery.Errors.weight`, or 0 where there is no weight; of shape (channel,), as those below."""
+    dx: Tensor
+    """`recovery.Errors.dx`; of shape (combination, channel)."""
+    least: Tensor
+    """The magnitude of a signed weight, in units of eps; infinite if there is none."""
 
     @property
     def unknown(self) -> bool:
         """Whether the batch had infinities or NaN."""
-        return math.isnan(self.x) or math.isnan(self.weight) or math.isnan(self.least)
-
-    def trusted(self, before: bool, threshold: Threshold) -> bool:
-        """Whether the layer is trusted now.
-
-        ``before`` says whether it was trusted until now. Unknown figures change nothing.
-        """
-        if self.unknown:
-            return before
-        room = 1.0 if before else HYSTERESIS
-        return room * self.x <= threshold.x and room * self.weight <= threshold.weight and self.least >= room
+        # Not bool(), which is seen as a wait for a device.
+        return any(t.isnan().any().tolist() for t in self)
 
 
 def packed(errors: Errors, weight: Tensor | None, settings: Settings) -> Tensor:
-    """`Figures` in one tensor."""
+    """The figures of each channel in one tensor; float64 of shape (row, channel).
+
+    The rows are ``weight`` and all of ``dx`` of `Errors`, and the magnitude of a signed weight in units of eps, which is
+    infinite if there is none. Errors of dweight are 0 where there is no weight.
+    """
+    of_weight, least = errors.weight, torch.full_like(errors.weight, math.inf)
     if weight is None:
-        zero = torch.zeros_like(errors.x)
-        return torch.stack([errors.x, zero, zero, zero + math.inf])
-    # Sums of y * dy, of which dweight is made, would overflow.
-    worst, channel = torch.where(weight.detach().abs() > _LARGEST_WEIGHT, math.inf, errors.weight).max(dim=0)
-    least = torch.full_like(worst, math.inf)
-    if settings.signed_weight:
-        # The division is in the weight's dtype, in which the kernels and the guard compare.
-        least = (weight.detach().abs().min() / settings.eps).double()
-    return torch.stack([errors.x, worst, channel.double(), least])
+        of_weight = torch.zeros_like(of_weight)
+    else:
+        # Sums of y * dy, of which dweight is made, would overflow.
+        size = weight.detach().abs()
+        of_weight = of_weight.masked_fill(size > _LARGEST_WEIGHT, math.inf)
+        if settings.scale != MAGNITUDE:
+            # The division is in the weight's dtype, in which the kernels and the guard compare.
+            least = (size / settings.eps).double()
+    return torch.stack([of_weight, *errors.dx, least])
 
 
-def no_figures(device: torch.device) -> Tensor:
-    """The packed figures of a rank that has not measured. They are never the worst, and their channel is -1."""
-    # A tensor of numbers of the host would be copied to the device, for which the host waits.
-    zero = torch.zeros((), dtype=torch.float64, device=device)
-    return torch.stack([zero, zero, zero - 1, zero + math.inf])
+def unpacked(packed: Tensor) -> Table:
+    """The figures on the host. Waits for the device."""
+    weight, *dx, least = packed.cpu()
+    return Table(weight, torch.stack(dx), least)
 
 
-def are_known(gathered: Tensor) -> bool:
-    """Whether any rank has measured, by all ranks' figures of shape (ranks, 4). Waits for the device."""
-    return bool((gathered[:, 2] >= 0).any())
-
-
-def worst(gathered: Tensor) -> Tensor:
-    """The worst figures of all ranks, packed. ``gathered`` has shape (ranks, 4)."""
-    x, weight, channel, least = gathered.double().unbind(dim=1)
-    largest, rank = weight.max(dim=0)
-    # An index would be read by the host.
-    channel = channel.gather(0, rank.unsqueeze(0)).squeeze(0)
-    return torch.stack([x.max(), largest, channel.clamp_min(0), least.min()])
-
-
-def unpacked(packed: Tensor) -> Figures:
-    """The figures as numbers. Waits for the device."""
-    x, weight, channel, least = packed.tolist()
-    return Figures(x, weight, int(channel), least)
+def worst(found: Sequence[Table]) -> Table | None:
+    """The worst figures of each channel in several calls; None without a call."""
+    if len(found) < 2:
+        return next(iter(found), None)
+    weight, dx, least = (torch.stack(each) for each in zip(*found, strict=True))
+    return Table(weight.amax(0), dx.amax(0), least.amin(0))
 
 
 def fetched(packed: Tensor) -> tuple[Tensor, torch.Event | None]:
@@ -124,8 +101,9 @@ def fetched(packed: Tensor) -> tuple[Tensor, torch.Event | None]:
     return host, event
 
 
-def described(figures: Figures, threshold: Threshold) -> str:
+def described(table: Table, ill: int, threshold: Threshold) -> str:
     """The figures and their thresholds, for messages."""
-    text = f"error of dx {figures.x:.2g}, of dweight {figures.weight:.2g} in channel {figures.channel}, "
+    worst, channel = (t.item() for t in table.weight.max(dim=0))
+    text = f"error of dx {table.dx.sum(dim=1).max().sqrt().item():.2g}, of dweight {worst:.2g} in channel {channel}, "
     text += f"trusted up to {threshold.x:.2g} and {threshold.weight:.2g}"
-    return text + (f"; a weight is {figures.least:.2g} eps" if figures.least < HYSTERESIS else "")
+    return f"{text}; {ill} of {table.weight.numel()} channels are ill"

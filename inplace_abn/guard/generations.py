@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -37,10 +37,37 @@ changed_at: int = -1
 """The last generation after which a module may do something else than it did before."""
 
 
-def note_change() -> None:
+_changed: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+"""The modules that do something else from the next generation on, and were in no watched step since, and that
+generation."""
+
+
+def note_change(module: Any = None) -> None:
     """Something was measured, or seen, that a module does differently in the next generation."""
     global changed_at
     changed_at = current
+    if module is not None:
+        _changed[module] = current
+
+
+def note_watched(module: Any) -> None:
+    """A module is called in a watched step."""
+    if _changed and _changed.get(module, current) < current:
+        del _changed[module]
+
+
+def are_changed(modules: Iterable[Any]) -> bool:
+    """Whether one of the modules does something else than in the last watched step in which it was called.
+
+    A module that is not called for an interval of its guard is forgotten.
+    """
+    for module in modules if _changed else ():
+        since = _changed.get(module)
+        if since is not None:
+            if not has_passed(since, module.guard_interval or 1):
+                return True
+            del _changed[module]
+    return False
 
 
 _of_checkpoints: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()

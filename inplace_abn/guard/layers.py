@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -12,9 +11,9 @@ from torch import Tensor, nn
 
 from inplace_abn import _torch
 from inplace_abn.guard import generations, measuring, verbatim
-from inplace_abn.guard.figures import THRESHOLDS, Figures, Threshold, are_known, described, no_figures, worst
+from inplace_abn.guard.figures import THRESHOLDS, Table, Threshold, described, worst
 from inplace_abn.guard.modes import Decision, Mode, State
-from inplace_abn.settings import parameters
+from inplace_abn.settings import Channels, parameters
 
 ON_UNTRUSTED = ("fallback", "warn", "raise")
 CALLS = 8
@@ -24,6 +23,7 @@ CARRIED = "_follows"
 """The attribute of a module that is no guarded layer itself, but carries one."""
 
 _logger = logging.getLogger("inplace_abn")
+_NONE = Channels()
 
 
 class Guarded:
@@ -35,15 +35,22 @@ class Guarded:
     _guard: State | None = None
     per_instance: bool = False
     """Whether each sample of the input has its own statistics."""
-    verbatim_above: float | None = None
-    """The error of dx, in unit roundoffs, above which calls save xhat of some channels; None if they cannot."""
     _revision: int = 0
     """A number that changes when code that was compiled for the module is no longer valid."""
+    _saved_rows: Tensor
+    """The channels whose xhat compiled code saves: `settings.Channels.rows`."""
+    _saved_channels: Tensor
+    """Their numbers, with room for more."""
 
     @property
     def shared(self) -> int:
         """How many neighbouring channels of a sample share statistics; 0 if statistics are of the batch."""
         return int(self.per_instance)
+
+    @property
+    def least_weight(self) -> float:
+        """The smallest magnitude of a weight that does not lose xhat, whatever is measured."""
+        return self.eps  # type: ignore[attr-defined, no-any-return]
 
     def is_parametrized(self) -> bool:
         """Whether parameters are computed whenever they are read, which may have effects: torch reads them once.
@@ -59,7 +66,12 @@ class Guarded:
     @property
     def why_untrusted(self) -> str:
         """Why the module saves its input for backward, in words; empty if it runs in place."""
-        return next((mode.why for mode in _modes(self) if mode.why), "")
+        return "; ".join(dict.fromkeys(mode.why for mode in _modes(self) if mode.why))
+
+    def shares_saved(self) -> dict[torch.dtype, float]:
+        """The share of channels whose xhat is saved beside z now, by the dtype of inputs; 1 where the input is."""
+        last = {mode.dtype: mode.decisions[-1] for mode in _modes(self)}
+        return {dtype: 1.0 if not d.trusted else len(d.verbatim) / max(1, d.verbatim.size) for dtype, d in last.items()}
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], *rest: Any) -> None:
         forget(self)
@@ -155,8 +167,6 @@ def look(module: Any, x: Tensor, residual: Tensor | None, empty: bool = False) -
     first = mode.is_new(at)
     tensors = (x, *module.scale_and_offset(), residual)
     recovers = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    if first and not recovers:
-        return Look(decision._replace(trusted=_scales(module)), mode)
     is_repeated = mode.measured_at == at and _torch.in_backward()
     return Look(decision, mode, recovers and not is_repeated, first)
 
@@ -192,9 +202,13 @@ def renew_if_written(module: Any) -> bool:
     writes.counted_at = generations.current
     if writes.count > CALLS and writes.count % interval:
         return False
-    state.scaled_at = -1
     for mode in state.modes.values():
-        mode.renew()
+        if mode.decisions[-1].trusted:
+            mode.renew()
+        else:
+            # Nobody has watched what reads its output in place, so it is torch's until the next step, which is watched.
+            mode.unmeasured_since = generations.current
+            generations.note_change(module)
     return True
 
 
@@ -209,7 +223,7 @@ def take(module: Any, figures: Tensor, looked: Look) -> bool:
     mode.keep(figures, waited=looked.decisive)
     if looked.decisive:
         found = mode.take()
-        _judge(module, mode, found, at_once=True)
+        _judge(module, mode, found)
         if found[0].unknown:
             mode.measured_at = -1
         elif not mode.decisions[-1].trusted and mode.unmeasured_since is None:
@@ -224,16 +238,16 @@ def learn(module: Any, looked: Look, figures: Tensor, consumer: tuple[str, float
     mode = looked.mode
     assert mode is not None
     if mode.learn(consumer, looked.decisive):
-        generations.note_change()
+        generations.note_change(module)
     return looked._replace(observation=None, decision=mode.decisions[-1])
 
 
-def knows(looked: Look, consumer: tuple[str, float, bool]) -> bool:
+def knows(module: Any, looked: Look, consumer: tuple[str, float, bool]) -> bool:
     """Whether a layer that is trusted was measured with what follows. If not, it is measured in the next generation."""
     is_known = looked.decision.knows(consumer)
     if looked.trusted and not is_known and looked.mode is not None:
         looked.mode.unmeasured_since = looked.mode.generation
-        generations.note_change()
+        generations.note_change(module)
     return looked.trusted and is_known
 
 
@@ -275,18 +289,41 @@ def given_up(module: Any) -> tuple[int, str] | None:
     return None if module._guard is None else module._guard.given_up
 
 
-def may_run_in_place(module: Any, x: Tensor, residual: Tensor | None) -> bool:
-    """Whether an in-place module may run in place in this generation, on this x. Arguments are those of `look`.
+def decide(module: Any, x: Tensor, residual: Tensor | None) -> tuple[bool, Channels]:
+    """Whether an in-place module may run in place in this generation, on this x, and the channels that it then saves.
 
-    Compiled code does not read the generation, because a compiler would make a new program for each one.
+    Arguments are those of `look`. Compiled code does not read the generation, because a compiler would make a new
+    program for each one.
     """
     if torch.compiler.is_compiling():
-        return bool(module._revision >= 0 and module._may_be_compiled_in_place(x.dtype))
+        return bool(module._revision >= 0 and module._may_be_compiled_in_place(x.dtype)), _NONE
     mode = settled(module, x.dtype)
     if mode is not None:
-        return mode.decisions[-1].trusted
-    looked = look(module, x, residual)
-    return take(module, measuring.measure(module, x, residual), looked) if looked.due else looked.trusted
+        looked = Look(mode.decisions[-1], mode)
+    else:
+        looked = look(module, x, residual)
+        if looked.due:
+            take(module, measuring.measure(module, x, residual), looked)
+            looked = looked._replace(decision=looked.mode.decisions[-1])  # type: ignore[union-attr]
+    decision = with_lost(module, looked).decision
+    return decision.trusted, decision.verbatim
+
+
+def with_lost(module: Any, looked: Look) -> Look:
+    """What a layer does in a call, if its weights of this very call are looked at (`verbatim.lost`)."""
+    decision, mode = looked.decision, looked.mode
+    channels = verbatim.lost(module, decision.verbatim) if decision.trusted else None
+    if channels is None:
+        return looked
+    trusted = len(channels) <= verbatim.MOST * channels.size
+    changes: dict[str, Any] = {"trusted": trusted, "verbatim": channels if trusted else _NONE}
+    if mode is None:
+        return looked._replace(decision=decision._replace(**changes))
+    mode.change(**changes)
+    if not trusted:
+        mode.why = f"the weights of {len(channels)} of {channels.size} channels are nearly zero"
+        renew(module)
+    return looked._replace(decision=mode.decisions[-1])
 
 
 def mode_of(module: Any, dtype: torch.dtype) -> Mode | None:
@@ -294,80 +331,22 @@ def mode_of(module: Any, dtype: torch.dtype) -> Mode | None:
     return None if module._guard is None else module._guard.modes.get(dtype)
 
 
-class Frozen:
-    """A mode that does not change, without figures, as in compiled code."""
-
-    def __init__(self, trusted: bool) -> None:
-        self.trusted = trusted
-
-    def figures(self, x: Tensor) -> Tensor:
-        """The figures of a rank that has not measured; float64 of shape (4,)."""
-        return no_figures(x.device)
-
-    def trusts(self, gathered: Tensor) -> bool:
-        return self.trusted
-
-
-class Watch(Frozen):
-    """The guard of one synchronised call, whose figures are gathered with the statistics.
-
-    If no rank has several values per channel, nothing can be measured. Then x is kept, which takes hardly any memory.
-    """
-
-    def __init__(self, module: Any, x: Tensor, residual: Tensor | None) -> None:
-        self.module: Any = module
-        self.residual: Tensor | None = residual
-        self.look: Look = look(module, x, residual, empty=True)
-        self.measures: bool = self.look.due and x.numel() > x.shape[1]
-        super().__init__(self.look.trusted)
-
-    def figures(self, x: Tensor) -> Tensor:
-        """The figures of this rank, from its own statistics; float64 of shape (4,)."""
-        return measuring.measure(self.module, x, self.residual) if self.measures else super().figures(x)
-
-    def trusts(self, gathered: Tensor) -> bool:
-        """Whether the call may be in place, by the figures of all ranks, of shape (ranks, 4)."""
-        if not self.look.due:
-            return self.look.trusted
-        # A rank that has not measured waits for the device, as it does for the count.
-        if not self.measures and not are_known(gathered):
-            return False
-        return take(self.module, worst(gathered), self.look)
-
-
-def _scales(module: Any) -> bool:
-    """Whether a layer's scale is its weight, unchanged. If nothing is recovered, only this matters.
-
-    The weight is looked at once in an interval, until the layer is measured.
-    """
-    state: State = module._guard
-    if state.scaled_at < 0 or generations.has_passed(state.scaled_at, module.guard_interval):
-        state.scaled_at, (weight, _) = generations.current, parameters(module)
-        state.scales = weight is None or not module.signed_weight or bool((weight.detach().abs() >= module.eps).all())
-    return state.scales
-
-
-def _judge(module: Any, mode: Mode, found: list[Figures], at_once: bool = False) -> None:
-    """Sets the mode by the figures of a generation; ``at_once`` if it has begun."""
-    before, given = mode.decisions[-1].trusted, module.guard_threshold
+def _judge(module: Any, mode: Mode, found: list[Table]) -> None:
+    """Sets the mode by the figures of a generation. Those of batches with infinities or NaN say nothing."""
+    last, given = mode.decisions[-1], module.guard_threshold
     threshold = THRESHOLDS[mode.dtype] if given is None else Threshold(given, given)
-    now, told = before, ""
-    for figures in found:
-        now, told = figures.trusted(before, threshold), described(figures, threshold)
-        if not now:
-            break
-    rough = math.inf if module.verbatim_above is None else module.verbatim_above * torch.finfo(mode.dtype).eps / 2
-    is_rough = not at_once and any(figures.x > rough for figures in found)
-    if module.verbatim_above is not None and (not now or is_rough):
-        weight, bias = module.scale_and_offset()
-        chosen = verbatim.chosen(weight, bias, mode.dtype)
-        if chosen and chosen != mode.decisions[-1].verbatim:
-            # In the next generation the layer is measured as a new one.
-            mode.change(verbatim=chosen)
-            mode.unmeasured_since = mode.generation
-            generations.note_change()
+    table = worst([figures for figures in found if not figures.unknown])
+    before = now = last.trusted
+    told = ""
+    if table is not None:
+        now, channels = verbatim.chosen(table, last.verbatim, before, threshold)
+        told = described(table, len(channels), threshold)
+        if now and channels != last.verbatim:
+            mode.change(verbatim=channels)
     # A mode that was renewed is trusted, although other things were said of it.
     was_told = not mode.why
+    if not now and told:
+        mode.why = f"its input is not recoverable: {told}"
     if now == before == was_told:
         return
     kind = str(mode.dtype).removeprefix("torch.")
@@ -377,7 +356,8 @@ def _judge(module: Any, mode: Mode, found: list[Figures], at_once: bool = False)
         # The measurement is forgotten, so that the next call measures and raises, too.
         forget(module)
         raise RuntimeError(f"inplace_abn: {text}")
-    mode.why = "" if now else f"its input is not recoverable: {told}"
+    if now:
+        mode.why = ""
     mode.judge(now)
     renew(module)
     if now == was_told:
@@ -465,5 +445,13 @@ def renew(module: Any) -> None:
 def strip(module: Any) -> None:
     """Removes all that the guard has stored on a module."""
     forget(module)
-    for name in ("guard_interval", "guard_threshold", "on_untrusted", "_guard_name", "_revision"):
+    for name in (
+        "guard_interval",
+        "guard_threshold",
+        "on_untrusted",
+        "_guard_name",
+        "_revision",
+        "_saved_rows",
+        "_saved_channels",
+    ):
         module.__dict__.pop(name, None)

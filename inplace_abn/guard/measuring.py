@@ -68,7 +68,7 @@ def is_suitable(module: Any, x: Tensor, residual: Tensor | None, empty: bool) ->
 
 
 def measure(module: Any, x: Tensor, residual: Tensor | None) -> Tensor:
-    """`Figures` in one tensor, on x's device. The host does not wait for them."""
+    """What `figures.packed` returns, on x's device. The host does not wait for it."""
     return observe(module, x).figures(module.activation, module.activation_param, residual)
 
 
@@ -87,7 +87,7 @@ class Observation(NamedTuple):
     """
 
     def figures(self, activation: str, param: float, residual: Tensor | None) -> Tensor:
-        """`Figures` in one tensor, for the activation and the residual that follow. The host does not wait for them.
+        """What `figures.packed` returns, for the activation and the residual that follow. The host does not wait.
 
         It can be called once only, because it overwrites x.
         """
@@ -97,16 +97,14 @@ class Observation(NamedTuple):
             if settings.per_instance:
                 samples = self.mean.numel() // self.channels
                 weight, bias = (reference.repeated(t, samples) for t in (weight, bias))
-                channels = tuple(i * self.channels + c for i in range(samples) for c in settings.verbatim)
-                settings = settings._replace(verbatim=channels)
             errors = recovery.measured(self.x, self.mean, self.var, Operands(weight, bias, added), settings)
-            # The worst sample of each channel counts.
-            errors = Errors(errors.x, errors.weight.view(-1, self.channels).amax(dim=0))
-            return packed(errors, self.weight, settings)
+            of_weight, of_dx = (t.unflatten(-1, (-1, self.channels)) for t in errors)
+            # The worst sample of each channel counts. Errors of dx are shares of what all samples have.
+            return packed(Errors(of_weight.amax(0), of_dx.sum(1)), self.weight, settings)
 
 
-def observe(module: Any, x: Tensor, verbatim: tuple[int, ...] = ()) -> Observation:
-    """What a measurement needs of a call that saves xhat of the channels ``verbatim``."""
+def observe(module: Any, x: Tensor) -> Observation:
+    """What a measurement needs of a call."""
     running_mean, running_var = running_statistics(module)
     training = uses_own_statistics(module)
     with torch.no_grad(), _torch.unwatched():
@@ -116,6 +114,8 @@ def observe(module: Any, x: Tensor, verbatim: tuple[int, ...] = ()) -> Observati
             if training
             else (cast(Tensor, running_mean), cast(Tensor, running_var))
         )
+        if shared > 0:
+            mean, var = (t.view(len(x), -1)[recovery.looked_at(x)].flatten() for t in (mean, var))
         sample = recovery.sample(x, shared > 0)
-    settings = Settings(*IDENTITY, module.eps, module.signed_weight, training, None, shared, verbatim=verbatim)
+    settings = Settings(*IDENTITY, module.eps, int(module.signed_weight), training, None, shared)
     return Observation(sample, x.shape[1], mean, var, module.weight, module.bias, settings)

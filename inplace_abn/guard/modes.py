@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from inplace_abn.activations import IDENTITY
-from inplace_abn.guard.figures import Figures, fetched, unpacked
-from inplace_abn.settings import parameters
+from inplace_abn.guard.figures import Table, fetched, unpacked
+from inplace_abn.settings import Channels, parameters
 
 _PLAIN = ("plain", 0.0)
 """The expectation of a norm whose output nobody activates."""
@@ -38,7 +38,7 @@ class Decision(NamedTuple):
     """What is expected to follow a converted norm; None if that is not known."""
     known: frozenset[Any] | None = frozenset()
     """What follows a converted norm, and was measured; None if nothing needs to be."""
-    verbatim: tuple[int, ...] = ()
+    verbatim: Channels = Channels()
     """The channels whose xhat is saved for backward, because z does not determine it."""
 
     @property
@@ -159,7 +159,7 @@ class Mode:
         self.calls += 1
         self.figures.append((figures, None) if waited else fetched(figures))
 
-    def take(self) -> list[Figures]:
+    def take(self) -> list[Table]:
         """The figures that were kept and not taken yet. Waits for the device."""
         self._wait()
         found, self.figures = self.figures, []
@@ -216,9 +216,6 @@ class State:
     """What is expected to follow a converted norm in its first call."""
     modes: dict[torch.dtype, Mode] = field(default_factory=dict)
     writes: Writes = field(default_factory=lambda: Writes())
-    scaled_at: int = -1
-    """The generation in which it was found out whether the scale is the weight."""
-    scales: bool = True
     given_up: tuple[int, str] | None = None
     """The generation in which a converted norm was given up, and why: its output is read or written to."""
     noticed: bool = False

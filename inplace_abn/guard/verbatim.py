@@ -1,28 +1,83 @@
-"""Chooses channels whose xhat a layer saves as it is, because its output hardly determines it."""
+"""Chooses the channels whose xhat a layer saves as it is, because its output does not determine it."""
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-_LARGEST_RATIO = {torch.bfloat16: 8.0, torch.float16: 8.0, torch.float32: 64.0, torch.float64: 4096.0}
-"""The largest |beta| / |gamma| + 1 of a channel whose xhat is recovered, if xhat of others is saved."""
-_LARGEST_IN_FLOAT16 = 8.0
-"""The largest |beta| + |gamma| of such a channel in float16, where tags are a share of y instead of zero."""
-_SHARE = 4
-"""At most one channel in so many is saved."""
+from inplace_abn import _torch
+from inplace_abn.guard.figures import HYSTERESIS, Table, Threshold
+from inplace_abn.kernels import ops
+from inplace_abn.settings import Channels
+
+MOST, MOST_AGAIN = 3 / 4, 1 / 2
+"""The largest share of channels that are saved. A layer with more is torch's, until there are no more than the second
+share."""
+_LEAST = 4.0
+"""The smallest magnitude of a weight, in units of eps, by which xhat is recovered."""
 
 
-def chosen(weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> tuple[int, ...]:
-    """The channels that may be why a layer with inputs of this dtype is not trusted; none if that does not help.
+class Choice(NamedTuple):
+    """What is decided by the figures of a layer."""
 
-    The weights are read, so the host waits for the device. Layers that are trusted do not ask.
+    trusted: bool
+    """Whether the layer may be in place."""
+    channels: Channels
+    """The channels whose xhat it then saves."""
+
+
+def chosen(table: Table, before: Channels, trusted: bool, threshold: Threshold) -> Choice:
+    """What a layer saves, by the largest figures of a generation.
+
+    A channel is ill if its figures are above the threshold, and well again below a quarter of it.
+
+    Args:
+        before, trusted: what was saved until now, and whether the layer was in place.
     """
-    if weight is None:
-        return ()
-    size = weight.detach().abs().double()
-    offset = torch.zeros_like(size) if bias is None else bias.detach().abs().double()
-    is_found = ~(size + offset <= _LARGEST_RATIO[dtype] * size)
-    found = tuple(is_found.nonzero().flatten().tolist())
-    has_large_tags = dtype == torch.float16 and bool((is_found & (offset + size > _LARGEST_IN_FLOAT16)).any())
-    return () if has_large_tags or len(found) * _SHARE > len(size) else found
+    size = table.weight.numel()
+    was = torch.zeros(size, dtype=torch.bool, device="cpu")
+    was[list(before.numbers)] = True
+    room = torch.where(was, HYSTERESIS, 1.0)
+    ill = (room * table.weight > threshold.weight) | (table.least < _LEAST * room)
+    if HYSTERESIS * _error(table, ill) > threshold.x:
+        ill |= was
+    largest = threshold.x if trusted else threshold.x / HYSTERESIS
+    if _error(table, ill) > largest:
+        ill[_causes(table, ill, largest)] = True
+    numbers = ill.nonzero().flatten().tolist()
+    is_trusted = len(numbers) <= (MOST if trusted else MOST_AGAIN) * size
+    return Choice(is_trusted, Channels(numbers, size))
+
+
+def _error(table: Table, ill: Tensor) -> float:
+    """The error of dx over the layer if xhat of these channels is known."""
+    error: float = table.dx[:, ~ill].sum(dim=1).max().sqrt().item()
+    return error
+
+
+def _causes(table: Table, ill: Tensor, largest: float) -> Tensor:
+    """The fewest of the other channels that must be known, too, for the error to be small enough."""
+    well = (~ill).nonzero().flatten()
+    well = well[table.dx[:, well].amax(dim=0).argsort(descending=True)]
+    # What remains after the first, the first two ... of them.
+    remaining = table.dx[:, well].flip(1).cumsum(dim=1).flip(1)[:, 1:].amax(dim=0)
+    remaining = torch.cat([remaining, remaining.new_zeros(1)])
+    enough = (remaining <= largest**2).nonzero().flatten().tolist()
+    return well[: enough[0] + 1] if enough else well
+
+
+def lost(module: Any, saved: Channels) -> Channels | None:
+    """The channels to save if a weight on the CPU is nearly zero and its channel is not saved; None if none is.
+
+    Whatever has written to the weight, its channel would be lost in this very call.
+    """
+    weight, _ = module.scale_and_offset()
+    if type(weight) not in (nn.Parameter, Tensor) or not weight.is_cpu or _torch.transforms_active():
+        return None
+    with torch.no_grad(), _torch.unwatched():
+        if not ops.run(ops.has_lost, [], weight, module.least_weight, saved.rows(weight.device)):
+            return None
+        near = (~(weight.abs() >= module.least_weight)).nonzero().flatten().tolist()
+    return Channels(sorted({*saved.numbers, *near}), weight.numel())

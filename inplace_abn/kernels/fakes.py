@@ -69,7 +69,9 @@ OTHERS: dict[str, Callable[[Tensor, int], tuple[Sequence[int] | None, Sequence[t
     ),
     "rstd": lambda x, _: (x.shape[:1], (_stats_dtype(x.dtype),)),
     "momentum_tensor": lambda *_: (None, (torch.float64,)),
-    **dict.fromkeys(("momentum", "eps", "signed_weight", "activation", "activation_param")),
+    "rows": lambda x, _: (x.shape[1:2], (torch.int64,)),
+    "verbatim": lambda x, _: (None, (x.dtype,)),
+    **dict.fromkeys(("momentum", "eps", "scale", "activation", "activation_param")),
     **dict.fromkeys(("invertible", "training", "shared", "centred", "is_xhat")),
 }
 """The shape and the dtypes that another argument may have, by its name. ``size`` is that of vectors. None for numbers:
@@ -79,7 +81,7 @@ RESULTS: dict[str, Callable[[Tensor, int], Tensor]] = {
     "count": lambda x, _: x.new_empty((), dtype=_stats_dtype(x.dtype)),
     "y": lambda x, _: torch.empty_like(x, dtype=_stats_dtype(x.dtype)),
 }
-_PAIRS = (("running_mean", "running_var"), ("mean_dy", "mean_xhat_dy"))
+_PAIRS = (("running_mean", "running_var"), ("mean_dy", "mean_xhat_dy"), ("rows", "verbatim"))
 _NEEDS = (
     ("dweight", "weight", "dweight was asked for without a weight"),
     ("xhat", "dx", "memory for xhat was given, but no dx was asked for"),

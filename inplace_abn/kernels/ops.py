@@ -18,7 +18,12 @@
                     from xhat: dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) with g = dy * weight, without mean(g)
                     unless ``centred``; ``dx`` may be y or dy
 ``inverse``         y with act(y) = z, in the dtype of statistics
+``has_lost``        whether a weight on the CPU is within eps of zero whose channel has no row
 ==================  ==========================================================================================
+
+``scale`` says what xhat is multiplied by (`settings.Settings.scale`). Of channels that have a row in ``rows``, int64 of
+shape (channel,) with -1 elsewhere, the forward ops write xhat to ``verbatim``, of shape (batch, rows, \\*), and the
+backward ops take it from there.
 
 Activations have shape (batch, channel, \\*) and dtype float64, float32, bfloat16 or float16, in any strides. Contiguous
 and channels-last ones are read without a copy. Statistics are float32 for 16-bit activations, and otherwise have the
@@ -146,14 +151,15 @@ def _bump_versions(library: torch.library.Library, op: Any) -> None:
     arguments = list(enumerate(_torch.schema_of(op).arguments))
     mutated = [(i, a) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
     positions = [i for i, a in mutated if not a.kwarg_only]
-    names = [a.name for _, a in mutated if a.kwarg_only]
+    names = [a.name for _, a in mutated]
 
     def call(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             result = op.redispatch(keyset & _torch.BELOW_AUTOGRAD, *args, **kwargs)
         except (ValueError, RuntimeError) as raised:
             raise as_python_error(raised) from None
-        written = (*map(args.__getitem__, positions), *map(kwargs.get, names))
+        # An optional argument may be left out, or be given by its name.
+        written = (*(args[i] for i in positions if i < len(args)), *map(kwargs.get, names))
         increment_version([t for t in written if t is not None])
         return result
 
@@ -168,3 +174,5 @@ for _op in map(globals().__getitem__, NAMES):
     _bump_versions(_library, _op)
     if not _has_cuda_kernels:
         _refuse(_library, _op)
+
+has_lost: Callable[..., Any] = torch.ops.inplace_abn.has_lost.default

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup
 
 from inplace_abn import _torch, distributed, functions, guard
@@ -15,6 +14,7 @@ from inplace_abn.activations import check_activation
 from inplace_abn.autograd import checks, plain
 from inplace_abn.compiling import trust
 from inplace_abn.settings import (
+    Channels,
     Operands,
     Settings,
     check_hyperparameters,
@@ -161,6 +161,7 @@ class ABN(ActivatedNorm):
         residual: Tensor | None,
         *options: Any,
         group: ProcessGroup | None = None,
+        verbatim: Channels = Channels(),  # noqa: B008
     ) -> Tensor:
         """Calls ``function`` with x, this module's tensors and settings, and the options.
 
@@ -180,8 +181,8 @@ class ABN(ActivatedNorm):
                 checks.check_transforms((x, weight, bias, residual))
             batches.add_(0)
         operands = Operands(weight, bias, residual, running_mean, running_var, momentum)
-        what = (self.activation, self.activation_param, self.eps, self.signed_weight)
-        settings = Settings(*what, training or running_mean is None, group)
+        what = (self.activation, self.activation_param, self.eps, int(self.signed_weight))
+        settings = Settings(*what, training or running_mean is None, group, verbatim=verbatim)
         try:
             z = function(x, operands, settings, *options)
         except BaseException:
@@ -246,8 +247,9 @@ class InPlaceABN(guard.Guarded, ABN):
         """``act(norm(x) + residual)``, written over x of shape (batch, channel, \\*) if ``overwrite_input``."""
         if isinstance(x, fx.Proxy):
             return as_leaf(self, x, residual)  # type: ignore[no-any-return]
-        function = functions.run if guard.may_run_in_place(self, x, residual) else functions.kept
-        return self._call(function, x, residual, self.overwrite_input)
+        trusted, verbatim = guard.decide(self, x, residual)
+        function = functions.run if trusted else functions.kept
+        return self._call(function, x, residual, self.overwrite_input, verbatim=verbatim)
 
 
 class InPlaceABNSync(InPlaceABN):
@@ -326,6 +328,7 @@ class InPlaceABNSync(InPlaceABN):
         group = distributed.participating_group(self.group) if training else None
         if group is None or isinstance(x, fx.Proxy):
             return super().forward(x, residual)
-        frozen = is_compiling()
-        watch = guard.Frozen(guard.may_run_in_place(self, x, residual)) if frozen else guard.Watch(self, x, residual)
-        return self._call(functions.run, x, residual, self.overwrite_input, watch, group=group)
+        # Ranks may differ in what they save. Their collectives are the same.
+        trusted, verbatim = guard.decide(self, x, residual)
+        options = self.overwrite_input, not trusted
+        return self._call(functions.run, x, residual, *options, group=group, verbatim=verbatim)

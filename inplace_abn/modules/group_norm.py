@@ -8,7 +8,7 @@ from torch import Tensor, fx
 from inplace_abn import guard
 from inplace_abn.modules.abn import ActivatedNorm, as_leaf
 from inplace_abn.modules.instance_norm import of_module, run
-from inplace_abn.settings import Operands, Settings
+from inplace_abn.settings import AT_LEAST_EPS, Operands, Settings
 
 
 def inplace_group_norm(
@@ -44,7 +44,7 @@ def inplace_group_norm(
         RuntimeError: the op that made ``x`` needs it for its own backward.
     """
     shared = _shared(x, num_groups)
-    settings = Settings(activation, activation_param, eps, True, True, None, shared)
+    settings = Settings(activation, activation_param, eps, AT_LEAST_EPS, True, None, shared)
     return run(x, Operands(weight, bias, residual, None, None, 0.0), settings, overwrite_input)
 
 
@@ -127,7 +127,7 @@ class InPlaceGroupNorm(guard.Guarded, ActivatedNorm):
             return as_leaf(self, x, residual)  # type: ignore[no-any-return]
         shared = _shared(x, self.num_groups)
         operands = Operands(self.weight, self.bias, residual, None, None, 0.0)
-        settings = Settings(self.activation, self.activation_param, self.eps, True, True, None, shared)
+        settings = Settings(self.activation, self.activation_param, self.eps, AT_LEAST_EPS, True, None, shared)
         return of_module(self, x, operands, settings)
 
     def extra_repr(self) -> str:

@@ -16,7 +16,7 @@ from inplace_abn.activations import check_activation
 from inplace_abn.autograd import checks, plain
 from inplace_abn.guard import measuring
 from inplace_abn.modules.abn import ActivatedNorm, as_leaf
-from inplace_abn.settings import Operands, Settings, check_hyperparameters
+from inplace_abn.settings import AT_LEAST_EPS, Operands, Settings, check_hyperparameters
 
 
 def inplace_instance_norm(
@@ -58,7 +58,7 @@ def inplace_instance_norm(
         RuntimeError: the op that made ``x`` needs it for its own backward.
     """
     training = training or running_mean is None
-    settings = Settings(activation, activation_param, eps, True, training, None, int(training))
+    settings = Settings(activation, activation_param, eps, AT_LEAST_EPS, training, None, int(training))
     return run(x, Operands(weight, bias, residual, running_mean, running_var, momentum), settings, overwrite_input)
 
 
@@ -103,8 +103,9 @@ def take_means(operands: Operands, each: Operands, samples: int) -> None:
 
 def of_module(module: Any, x: Tensor, operands: Operands, settings: Settings) -> Tensor:
     """The call of an `InPlaceInstanceNorm` or an `InPlaceGroupNorm`."""
-    if guard.may_run_in_place(module, x, operands.residual):
-        return run(x, operands, settings, module.overwrite_input)
+    trusted, verbatim = guard.decide(module, x, operands.residual)
+    if trusted:
+        return run(x, operands, settings._replace(verbatim=verbatim), module.overwrite_input)
     if settings.training:
         checks.check_instances(x, operands, settings.shared)
     functions.check_kept(x, operands, settings.training, module.overwrite_input)
@@ -183,5 +184,5 @@ class InPlaceInstanceNorm(guard.Guarded, ActivatedNorm):
         training = measuring.uses_own_statistics(self)
         momentum = 0.0 if self.momentum is None else self.momentum
         operands = Operands(weight, bias, residual, running_mean, running_var, momentum)
-        what = (self.activation, self.activation_param, self.eps, True, training, None)
+        what = (self.activation, self.activation_param, self.eps, AT_LEAST_EPS, training, None)
         return of_module(self, x, operands, Settings(*what, int(training)))

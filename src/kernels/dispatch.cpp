@@ -90,30 +90,58 @@ void statistics_of(const Tensor& x, const StatisticsArgs<scalar_t>& args) {
   }
 }
 
-// The three steps of a call whose channels share statistics in groups. The kernels of the fused calls finish each
-// channel alone.
+// The steps of a call whose channels share statistics in groups, or save xhat on a device. The kernels of the fused
+// calls finish each channel alone, and have no such xhat on a device.
 template <typename scalar_t>
 void forward_of_groups(const Tensor& x, const LocalForwardArgs<scalar_t>& args) {
   statistics_of(x, StatisticsArgs<scalar_t>{args.extent, args.x, args.mean, args.var});
-  const ForwardArgs<scalar_t> forward{args.extent,       args.x,      args.z,          {args.mean, false},
-                                      {args.var, false}, args.affine, args.activation, args.invertible,
-                                      args.residual};
+  const ForwardArgs<scalar_t> forward{args.extent,       args.x,       args.z,          {args.mean, false},
+                                      {args.var, false}, args.affine,  args.activation, args.invertible,
+                                      args.residual,     args.verbatim};
   CALL_BACKEND(x, forward, forward);
 }
 
 template <typename scalar_t>
-void backward_of_groups(const Tensor& x, const BackwardReduceArgs<scalar_t>& reduce,
-                        const LocalBackwardArgs<scalar_t>& args) {
+void backward_in_steps(const Tensor& x, const BackwardReduceArgs<scalar_t>& reduce,
+                       const LocalBackwardArgs<scalar_t>& args) {
   CALL_BACKEND(x, backward_reduce, reduce);
   const ShareArgs<scalar_t> share{reduce.extent,      reduce.affine, reduce.sum_dy,
                                   reduce.sum_xhat_dy, args.dweight,  args.dbias};
   CALL_BACKEND(x, share_sums, share);
+  if (args.dx.data == nullptr) return;
   const auto read = [](const View<scalar_t>& v) {
     return View<const scalar_t>{v.data, v.batch_stride, v.channel_stride};
   };
-  const BackwardArgs<scalar_t> backward{args.extent, read(reduce.xhat), read(reduce.dy), args.dx,
-                                        args.var,    args.affine,       reduce.sum_dy,   reduce.sum_xhat_dy};
+  const BackwardArgs<scalar_t> backward{args.extent,
+                                        read(reduce.xhat),
+                                        read(reduce.dy),
+                                        args.dx,
+                                        args.var,
+                                        args.affine,
+                                        args.training ? reduce.sum_dy : nullptr,
+                                        args.training ? reduce.sum_xhat_dy : nullptr,
+                                        true};
   CALL_BACKEND(x, backward, backward);
+}
+
+// Whether z does not tell the activation's slope exactly.
+bool is_curved_activation(int64_t activation, double param) {
+  bool found = false;
+  visit_activation<float>(static_cast<Activation>(activation), param,
+                          [&](auto act) { found = is_curved<decltype(act)>; });
+  return found;
+}
+
+// Computes dy of the channels whose xhat is saved, before dz is overwritten, and makes `known` have it. `memory` is
+// like the saved xhat.
+template <typename scalar_t>
+void differentiate_saved(const Tensor& y_act, const Extent& extent, const View<const scalar_t>& dz,
+                         const Affine<scalar_t>& affine, const ActivationArgs& activation,
+                         const View<const scalar_t>& residual, View<scalar_t> memory, Verbatim<const scalar_t>& known) {
+  memory.instance_stride = known.xhat.instance_stride;
+  const VerbatimGradientArgs<scalar_t> args{extent, dz, affine, activation, residual, known, memory};
+  CALL_BACKEND_PER_INSTANCE(y_act, verbatim_gradient, args);
+  known.dy = {memory.data, memory.batch_stride, memory.channel_stride, memory.instance_stride};
 }
 
 void check(const Tensor& x, const OptTensor& weight, const OptTensor& bias, const OptTensor& residual,
@@ -132,7 +160,7 @@ std::tuple<Tensor, Tensor> statistics(const Tensor& x, int64_t shared) {
   constexpr auto op = "inplace_abn::statistics";
   check_activations(op, "x", x);
   check_shared(op, shared, x);
-  const Scope scope(x);
+  const Scope state(x);
   const Tensor mean = empty_statistic(x, shared), var = empty_statistic(x, shared);
   Operands operands(x, shared);
   dispatch_types(x.scalar_type(), [&]<typename scalar_t>() {
@@ -160,7 +188,7 @@ std::tuple<Tensor, Tensor, Tensor> combine(const Tensor& gathered, const OptTens
                     ": expected running_mean of a dtype that combines with ", gathered.scalar_type(),
                     " statistics, got ", type);
 
-  const Scope scope(gathered);
+  const Scope state(gathered);
   const Tensor dense = gathered.is_contiguous() ? gathered : torch::stable::contiguous(gathered);
   const Tensor mean = empty_statistic(like), var = empty_statistic(like);
   const Tensor count = empty_strided({}, {}, gathered.scalar_type(), gathered);
@@ -181,16 +209,17 @@ std::tuple<Tensor, Tensor, Tensor> combine(const Tensor& gathered, const OptTens
 }
 
 void forward_out(const Tensor& x, const Tensor& mean, const Tensor& var, const OptTensor& weight, const OptTensor& bias,
-                 const OptTensor& residual, double eps, bool signed_weight, int64_t activation, double activation_param,
-                 bool invertible, const Tensor& z) {
+                 const OptTensor& residual, double eps, int64_t scale, int64_t activation, double activation_param,
+                 bool invertible, const OptTensor& rows, const OptTensor& verbatim, const Tensor& z) {
   constexpr auto op = "inplace_abn::forward";
-  check_forward(op, x, z, weight, bias, residual, std::nullopt, std::nullopt, eps, activation, activation_param);
+  check_forward(op, x, z, weight, bias, residual, std::nullopt, std::nullopt, eps, scale, activation, activation_param);
   check_channels(op, "mean", mean, x);
   check_channels(op, "var", var, x);
   check_apart(op, "mean", mean, "x", z);
   check_apart(op, "var", var, "x", z);
+  check_verbatim(op, rows, verbatim, x, {&x, &z}, true);
 
-  const Scope scope(x);
+  const Scope state(x);
   Operands operands(x);
   const KernelActivation kernel_activation(activation, activation_param, invertible);
   dispatch_types(x.scalar_type(), [&]<typename scalar_t>() {
@@ -199,10 +228,11 @@ void forward_out(const Tensor& x, const Tensor& mean, const Tensor& var, const O
                                      operands.output<scalar_t>(z),
                                      operands.channels<scalar_t>(mean),
                                      operands.channels<scalar_t>(var),
-                                     operands.affine<scalar_t>(weight, bias, eps, signed_weight),
+                                     operands.affine<scalar_t>(weight, bias, eps, scale),
                                      kernel_activation.args,
                                      invertible,
-                                     operands.optional_input<scalar_t>(residual)};
+                                     operands.optional_input<scalar_t>(residual),
+                                     operands.written_verbatim<scalar_t>(rows, verbatim)};
     CALL_BACKEND(x, forward, args);
   });
   operands.finish();
@@ -210,25 +240,29 @@ void forward_out(const Tensor& x, const Tensor& mean, const Tensor& var, const O
 }
 
 void forward(const Tensor& x, const Tensor& mean, const Tensor& var, const OptTensor& weight, const OptTensor& bias,
-             const OptTensor& residual, double eps, bool signed_weight, int64_t activation, double activation_param,
-             bool invertible) {
-  forward_out(x, mean, var, weight, bias, residual, eps, signed_weight, activation, activation_param, invertible, x);
+             const OptTensor& residual, double eps, int64_t scale, int64_t activation, double activation_param,
+             bool invertible, const OptTensor& rows, const OptTensor& verbatim) {
+  forward_out(x, mean, var, weight, bias, residual, eps, scale, activation, activation_param, invertible, rows,
+              verbatim, x);
 }
 
 std::tuple<Tensor, Tensor> local_forward_out(const Tensor& x, const OptTensor& weight, const OptTensor& bias,
                                              const OptTensor& residual, const OptTensor& running_mean,
                                              const OptTensor& running_var, double momentum,
-                                             const OptTensor& momentum_tensor, double eps, bool signed_weight,
+                                             const OptTensor& momentum_tensor, double eps, int64_t scale,
                                              int64_t activation, double activation_param, bool invertible,
-                                             int64_t shared, const Tensor& z) {
+                                             int64_t shared, const OptTensor& rows, const OptTensor& verbatim,
+                                             const Tensor& z) {
   constexpr auto op = "inplace_abn::local_forward";
-  check_forward(op, x, z, weight, bias, residual, running_mean, running_var, eps, activation, activation_param, shared);
+  check_forward(op, x, z, weight, bias, residual, running_mean, running_var, eps, scale, activation, activation_param,
+                shared);
   check_momentum(op, momentum, momentum_tensor, x);
   check_shared(op, shared, x);
   INPLACE_ABN_CHECK(shared < 2 || !running_mean.has_value(), op,
                     ": expected no running statistics where channels share statistics");
+  check_verbatim(op, rows, verbatim, x, {&x, &z}, true);
 
-  const Scope scope(x);
+  const Scope state(x);
   const Tensor mean = empty_statistic(x, shared), var = empty_statistic(x, shared);
   Operands operands(x, shared);
   const KernelActivation kernel_activation(activation, activation_param, invertible);
@@ -239,11 +273,12 @@ std::tuple<Tensor, Tensor> local_forward_out(const Tensor& x, const OptTensor& w
         operands.output<scalar_t>(z),
         statistic_ptr<scalar_t>(mean),
         statistic_ptr<scalar_t>(var),
-        operands.affine<scalar_t>(weight, bias, eps, signed_weight),
+        operands.affine<scalar_t>(weight, bias, eps, scale),
         kernel_activation.args,
         invertible,
         operands.running<scalar_t>(running_mean, running_var, momentum, momentum_tensor),
-        operands.optional_input<scalar_t>(residual)};
+        operands.optional_input<scalar_t>(residual),
+        operands.written_verbatim<scalar_t>(rows, verbatim)};
     if (shared > 1) {
       for_each_instance(x, args.extent.instances, [&](int64_t i) { forward_of_groups(x, of_instance(args, i)); });
     } else {
@@ -258,16 +293,18 @@ std::tuple<Tensor, Tensor> local_forward_out(const Tensor& x, const OptTensor& w
 std::tuple<Tensor, Tensor> local_forward(const Tensor& x, const OptTensor& weight, const OptTensor& bias,
                                          const OptTensor& residual, const OptTensor& running_mean,
                                          const OptTensor& running_var, double momentum,
-                                         const OptTensor& momentum_tensor, double eps, bool signed_weight,
-                                         int64_t activation, double activation_param, bool invertible, int64_t shared) {
-  return local_forward_out(x, weight, bias, residual, running_mean, running_var, momentum, momentum_tensor, eps,
-                           signed_weight, activation, activation_param, invertible, shared, x);
+                                         const OptTensor& momentum_tensor, double eps, int64_t scale,
+                                         int64_t activation, double activation_param, bool invertible, int64_t shared,
+                                         const OptTensor& rows, const OptTensor& verbatim) {
+  return local_forward_out(x, weight, bias, residual, running_mean, running_var, momentum, momentum_tensor, eps, scale,
+                           activation, activation_param, invertible, shared, rows, verbatim, x);
 }
 
 std::tuple<Tensor, Tensor> backward_reduce_out(const Tensor& y_act, const Tensor& dy_act, const OptTensor& weight,
                                                const OptTensor& bias, const OptTensor& residual, double eps,
-                                               bool signed_weight, int64_t activation, double activation_param,
-                                               const Tensor& xhat, const Tensor& dy) {
+                                               int64_t scale, int64_t activation, double activation_param,
+                                               const OptTensor& rows, const OptTensor& verbatim, const Tensor& xhat,
+                                               const Tensor& dy) {
   constexpr auto op = "inplace_abn::backward_reduce";
   check_activations(op, "y_act", y_act);
   check_like(op, "dy_act", dy_act, y_act);
@@ -275,22 +312,30 @@ std::tuple<Tensor, Tensor> backward_reduce_out(const Tensor& y_act, const Tensor
   check_output(op, is_same(dy, dy_act) ? "dy_act" : "dy", dy, y_act, {&y_act, &dy_act});
   check_overlap(op, "dy", dy, xhat, false);
   if (residual.has_value()) check_like(op, "residual", *residual, y_act);
-  check_affine(op, y_act, weight, bias, eps, activation, activation_param);
+  check_affine(op, y_act, weight, bias, eps, scale, activation, activation_param);
+  check_verbatim(op, rows, verbatim, y_act, {&xhat, &dy}, false);
 
-  const Scope scope(y_act);
+  const Scope state(y_act);
   const Tensor sum_dy = empty_statistic(y_act), sum_xhat_dy = empty_statistic(y_act);
+  const bool differentiates = rows.has_value() && is_curved_activation(activation, activation_param);
+  const OptTensor known_dy = differentiates ? OptTensor(torch::stable::empty_like(*verbatim)) : std::nullopt;
   Operands operands(y_act);
   dispatch_types(y_act.scalar_type(), [&]<typename scalar_t>() {
-    const BackwardReduceArgs<scalar_t> args{operands.extent(),
-                                            operands.input<scalar_t>(y_act),
-                                            operands.input<scalar_t>(dy_act),
-                                            operands.output<scalar_t>(xhat),
-                                            operands.output<scalar_t>(dy),
-                                            operands.affine<scalar_t>(weight, bias, eps, signed_weight),
-                                            {static_cast<Activation>(activation), activation_param},
-                                            statistic_ptr<scalar_t>(sum_dy),
-                                            statistic_ptr<scalar_t>(sum_xhat_dy),
-                                            operands.optional_input<scalar_t>(residual)};
+    BackwardReduceArgs<scalar_t> args{operands.extent(),
+                                      operands.input<scalar_t>(y_act),
+                                      operands.input<scalar_t>(dy_act),
+                                      operands.output<scalar_t>(xhat),
+                                      operands.output<scalar_t>(dy),
+                                      operands.affine<scalar_t>(weight, bias, eps, scale),
+                                      {static_cast<Activation>(activation), activation_param},
+                                      statistic_ptr<scalar_t>(sum_dy),
+                                      statistic_ptr<scalar_t>(sum_xhat_dy),
+                                      operands.optional_input<scalar_t>(residual),
+                                      operands.verbatim<scalar_t>(rows, verbatim)};
+    if (differentiates) {
+      differentiate_saved(y_act, args.extent, args.dz, args.affine, args.activation, args.residual,
+                          operands.output<scalar_t>(*known_dy), args.verbatim);
+    }
     CALL_BACKEND(y_act, backward_reduce, args);
   });
   operands.finish();
@@ -298,14 +343,15 @@ std::tuple<Tensor, Tensor> backward_reduce_out(const Tensor& y_act, const Tensor
 }
 
 std::tuple<Tensor, Tensor> backward_reduce(const Tensor& y_act, const Tensor& dy_act, const OptTensor& weight,
-                                           const OptTensor& bias, const OptTensor& residual, double eps,
-                                           bool signed_weight, int64_t activation, double activation_param) {
-  return backward_reduce_out(y_act, dy_act, weight, bias, residual, eps, signed_weight, activation, activation_param,
-                             y_act, dy_act);
+                                           const OptTensor& bias, const OptTensor& residual, double eps, int64_t scale,
+                                           int64_t activation, double activation_param, const OptTensor& rows,
+                                           const OptTensor& verbatim) {
+  return backward_reduce_out(y_act, dy_act, weight, bias, residual, eps, scale, activation, activation_param, rows,
+                             verbatim, y_act, dy_act);
 }
 
 void backward_out(const Tensor& xhat, const Tensor& dy, const Tensor& var, const OptTensor& weight, double eps,
-                  bool signed_weight, const OptTensor& mean_dy, const OptTensor& mean_xhat_dy, const Tensor& dx) {
+                  int64_t scale, const OptTensor& mean_dy, const OptTensor& mean_xhat_dy, const Tensor& dx) {
   constexpr auto op = "inplace_abn::backward";
   check_activations(op, "xhat", xhat);
   check_like(op, "dy", dy, xhat);
@@ -313,6 +359,7 @@ void backward_out(const Tensor& xhat, const Tensor& dy, const Tensor& var, const
   check_channels(op, "var", var, xhat);
   check_channels(op, "weight", weight, xhat);
   check_eps(op, eps);
+  check_scale(op, scale);
   INPLACE_ABN_CHECK(mean_dy.has_value() == mean_xhat_dy.has_value(), op,
                     ": expected mean_dy and mean_xhat_dy both or neither, got only ",
                     mean_dy.has_value() ? "mean_dy" : "mean_xhat_dy");
@@ -322,7 +369,7 @@ void backward_out(const Tensor& xhat, const Tensor& dy, const Tensor& var, const
                       name, " of dtype ", stats_type(xhat.scalar_type()), ", got ", (*mean)->scalar_type());
   }
 
-  const Scope scope(xhat);
+  const Scope state(xhat);
   Operands operands(xhat);
   dispatch_types(xhat.scalar_type(), [&]<typename scalar_t>() {
     using opmath_t = opmath_type<scalar_t>;
@@ -334,7 +381,7 @@ void backward_out(const Tensor& xhat, const Tensor& dy, const Tensor& var, const
                                       operands.input<scalar_t>(dy),
                                       operands.output<scalar_t>(dx),
                                       operands.channels<scalar_t>(var),
-                                      operands.affine<scalar_t>(weight, std::nullopt, eps, signed_weight),
+                                      operands.affine<scalar_t>(weight, std::nullopt, eps, scale),
                                       mean_data(mean_dy),
                                       mean_data(mean_xhat_dy)};
     CALL_BACKEND(xhat, backward, args);
@@ -343,21 +390,25 @@ void backward_out(const Tensor& xhat, const Tensor& dy, const Tensor& var, const
 }
 
 void backward(const Tensor& xhat, const Tensor& dy, const Tensor& var, const OptTensor& weight, double eps,
-              bool signed_weight, const OptTensor& mean_dy, const OptTensor& mean_xhat_dy) {
-  backward_out(xhat, dy, var, weight, eps, signed_weight, mean_dy, mean_xhat_dy, dy);
+              int64_t scale, const OptTensor& mean_dy, const OptTensor& mean_xhat_dy) {
+  backward_out(xhat, dy, var, weight, eps, scale, mean_dy, mean_xhat_dy, dy);
 }
 
 void local_backward(const Tensor& y_act, const Tensor& dy_act, const Tensor& var, const OptTensor& weight,
-                    const OptTensor& bias, const OptTensor& residual, double eps, bool signed_weight,
-                    int64_t activation, double activation_param, bool training, int64_t shared, const OptTensor& dx,
-                    const OptTensor& dweight, const OptTensor& dbias, const OptTensor& dresidual,
-                    const OptTensor& xhat) {
+                    const OptTensor& bias, const OptTensor& residual, double eps, int64_t scale, int64_t activation,
+                    double activation_param, bool training, int64_t shared, const OptTensor& rows,
+                    const OptTensor& verbatim, const OptTensor& dx, const OptTensor& dweight, const OptTensor& dbias,
+                    const OptTensor& dresidual, const OptTensor& xhat) {
   constexpr auto op = "inplace_abn::local_backward";
   check_activations(op, "y_act", y_act);
   check_shared(op, shared, y_act);
   check_like(op, "dy_act", dy_act, y_act);
   check_channels(op, "var", var, y_act, shared);
-  check_affine(op, y_act, weight, bias, eps, activation, activation_param, shared);
+  check_affine(op, y_act, weight, bias, eps, scale, activation, activation_param, shared);
+  check_verbatim(op, rows, verbatim, y_act, {}, false);
+  for (const OptTensor* output : {&dx, &dresidual, &xhat}) {
+    if (verbatim.has_value() && output->has_value()) check_overlap(op, "verbatim", *verbatim, **output, false);
+  }
   if (dx.has_value()) check_output(op, is_same(*dx, dy_act) ? "dy_act" : "dx", *dx, y_act, {&y_act, &dy_act});
   if (residual.has_value()) check_like(op, "residual", *residual, y_act);
   if (dresidual.has_value()) {
@@ -373,31 +424,42 @@ void local_backward(const Tensor& y_act, const Tensor& dy_act, const Tensor& var
   check_channels(op, "dweight", dweight, y_act, shared);
   check_channels(op, "dbias", dbias, y_act, shared);
 
-  const Scope scope(y_act);
-  // The groups matter for dx only. xhat is stored, over z or what dx is written to, if these are free.
-  const bool of_groups = shared > 1 && training && dx.has_value();
-  OptTensor sum_dy, sum_xhat_dy, stored_xhat;
-  if (of_groups) {
+  const Scope state(y_act);
+  // The groups matter for dx only. xhat is stored, over z or what dx is written to, if these are free, and dy, where
+  // dresidual or dx goes.
+  const bool in_steps = (shared > 1 && training && dx.has_value()) || (rows.has_value() && has_launches(y_act));
+  OptTensor sum_dy, sum_xhat_dy, stored_xhat, stored_dy;
+  if (in_steps) {
     sum_dy = empty_statistic(y_act, shared);
     sum_xhat_dy = empty_statistic(y_act, shared);
-    stored_xhat = xhat.has_value() ? *xhat : dresidual.has_value() ? *dx : torch::stable::empty_like(y_act);
+    stored_dy = dresidual.has_value() ? dresidual : dx.has_value() ? dx : torch::stable::empty_like(y_act);
+    stored_xhat = xhat.has_value()                          ? *xhat
+                  : dresidual.has_value() && dx.has_value() ? *dx
+                                                            : torch::stable::empty_like(y_act);
   }
+  const bool differentiates = rows.has_value() && is_curved_activation(activation, activation_param);
+  const OptTensor known_dy = differentiates ? OptTensor(torch::stable::empty_like(*verbatim)) : std::nullopt;
   Operands operands(y_act, shared);
   dispatch_types(y_act.scalar_type(), [&]<typename scalar_t>() {
-    const LocalBackwardArgs<scalar_t> args{operands.extent(),
-                                           operands.input<scalar_t>(y_act),
-                                           operands.input<scalar_t>(dy_act),
-                                           operands.optional_output<scalar_t>(dx),
-                                           operands.channels<scalar_t>(var),
-                                           operands.affine<scalar_t>(weight, bias, eps, signed_weight),
-                                           {static_cast<Activation>(activation), activation_param},
-                                           training,
-                                           operands.written_channels<scalar_t>(dweight),
-                                           operands.written_channels<scalar_t>(dbias),
-                                           operands.optional_input<scalar_t>(residual),
-                                           operands.optional_output<scalar_t>(dresidual),
-                                           operands.optional_output<scalar_t>(xhat)};
-    if (!of_groups) {
+    LocalBackwardArgs<scalar_t> args{operands.extent(),
+                                     operands.input<scalar_t>(y_act),
+                                     operands.input<scalar_t>(dy_act),
+                                     operands.optional_output<scalar_t>(dx),
+                                     operands.channels<scalar_t>(var),
+                                     operands.affine<scalar_t>(weight, bias, eps, scale),
+                                     {static_cast<Activation>(activation), activation_param},
+                                     training,
+                                     operands.written_channels<scalar_t>(dweight),
+                                     operands.written_channels<scalar_t>(dbias),
+                                     operands.optional_input<scalar_t>(residual),
+                                     operands.optional_output<scalar_t>(dresidual),
+                                     operands.optional_output<scalar_t>(xhat),
+                                     operands.verbatim<scalar_t>(rows, verbatim)};
+    if (differentiates) {
+      differentiate_saved(y_act, args.extent, args.dz, args.affine, args.activation, args.residual,
+                          operands.output<scalar_t>(*known_dy), args.verbatim);
+    }
+    if (!in_steps) {
       CALL_BACKEND_PER_INSTANCE(y_act, local_backward, args);
       return;
     }
@@ -405,14 +467,15 @@ void local_backward(const Tensor& y_act, const Tensor& dy_act, const Tensor& var
                                               args.z,
                                               args.dz,
                                               operands.output<scalar_t>(*stored_xhat),
-                                              dresidual.has_value() ? args.dresidual : args.dx,
+                                              operands.output<scalar_t>(*stored_dy),
                                               args.affine,
                                               args.activation,
                                               statistic_ptr<scalar_t>(*sum_dy),
                                               statistic_ptr<scalar_t>(*sum_xhat_dy),
-                                              args.residual};
+                                              args.residual,
+                                              args.verbatim};
     for_each_instance(y_act, args.extent.instances,
-                      [&](int64_t i) { backward_of_groups(y_act, of_instance(reduce, i), of_instance(args, i)); });
+                      [&](int64_t i) { backward_in_steps(y_act, of_instance(reduce, i), of_instance(args, i)); });
   });
   operands.finish();
 }
@@ -437,7 +500,7 @@ void rows_backward(const Tensor& y, const Tensor& dy, const Tensor& rstd, const 
   check_channels(op, "bias", bias, y);
   if (y.numel() == 0) return;
 
-  const Scope scope(y);
+  const Scope state(y);
   Operands operands(y);
   const Tensor dense_rstd = torch::stable::contiguous(rstd);
   dispatch_types(y.scalar_type(), [&]<typename scalar_t>() {
@@ -455,11 +518,37 @@ void rows_backward(const Tensor& y, const Tensor& dy, const Tensor& rstd, const 
   });
 }
 
+// Whether a weight is within eps of zero whose channel has no row, so that xhat is neither saved nor recoverable.
+// Nobody waits for a device: its weights are not looked at.
+bool has_lost(const Tensor& weight, double eps, const OptTensor& rows) {
+  if (has_launches(weight)) return false;
+  constexpr auto op = "inplace_abn::has_lost";
+  INPLACE_ABN_CHECK(weight.dim() == 1, op, ": expected weight of shape (channel,), got ", text(weight.sizes()));
+  INPLACE_ABN_CHECK(!rows.has_value() || (rows->dim() == 1 && rows->scalar_type() == ScalarType::Long &&
+                                          rows->size(0) == weight.size(0) && rows->is_cpu()),
+                    op, ": expected rows of shape (", weight.size(0), ",) and dtype int64 on the CPU");
+  const Tensor dense = torch::stable::contiguous(weight);
+  const OptTensor dense_rows = rows.has_value() ? OptTensor(torch::stable::contiguous(*rows)) : std::nullopt;
+  const auto* row = dense_rows.has_value() ? static_cast<const int64_t*>(dense_rows->const_data_ptr()) : nullptr;
+  bool found = false;
+  dispatch_types(weight.scalar_type(), [&]<typename scalar_t>() {
+    using opmath_t = opmath_type<scalar_t>;
+    const auto* data = static_cast<const scalar_t*>(dense.const_data_ptr());
+    const auto floor = static_cast<opmath_t>(eps);
+    for (int64_t c = 0; c < weight.size(0); ++c) {
+      // A NaN is as good as a zero.
+      const bool is_far = std::abs(static_cast<opmath_t>(data[c])) >= floor;
+      found = found || (!is_far && (row == nullptr || row[c] < 0));
+    }
+  });
+  return found;
+}
+
 Tensor inverse(const Tensor& z, int64_t activation, double activation_param) {
   constexpr auto op = "inplace_abn::inverse";
   check_activations(op, "z", z);
   check_activation(op, activation, activation_param);
-  const Scope scope(z);
+  const Scope state(z);
   const bool dense = non_overlapping(geometry(z), true);
   const Tensor walked = dense ? z : torch::stable::empty_like(z);
   if (!dense) copy(walked, z);
@@ -488,6 +577,7 @@ void register_ops(torch::stable::detail::StableLibrary& m) {
   m.impl("backward.out", TORCH_BOX(&backward_out));
   m.impl("local_backward", TORCH_BOX(&local_backward));
   m.impl("rows_backward", TORCH_BOX(&rows_backward));
+  m.impl("has_lost", TORCH_BOX(&has_lost));
   m.impl("inverse", TORCH_BOX(&inverse));
 }
 

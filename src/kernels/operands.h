@@ -79,8 +79,21 @@ class Operands {
   }
 
   template <typename scalar_t>
-  Affine<scalar_t> affine(const OptTensor& weight, const OptTensor& bias, double eps, bool signed_weight) {
-    return {channels<scalar_t>(weight), channels<scalar_t>(bias), eps, signed_weight};
+  Affine<scalar_t> affine(const OptTensor& weight, const OptTensor& bias, double eps, int64_t scale) {
+    return {channels<scalar_t>(weight), channels<scalar_t>(bias), eps, static_cast<Scale>(scale)};
+  }
+
+  // xhat of some channels, as an input or an output.
+  template <typename scalar_t>
+  Verbatim<const scalar_t> verbatim(const OptTensor& rows, const OptTensor& xhat) {
+    if (!rows.has_value()) return {};
+    return seen(*rows, *xhat, input<scalar_t>(*xhat));
+  }
+
+  template <typename scalar_t>
+  Verbatim<scalar_t> written_verbatim(const OptTensor& rows, const OptTensor& xhat) {
+    if (!rows.has_value()) return {};
+    return seen(*rows, *xhat, output<scalar_t>(*xhat));
   }
 
   template <typename scalar_t>
@@ -95,6 +108,13 @@ class Operands {
   }
 
  private:
+  template <typename scalar_t>
+  Verbatim<scalar_t> seen(const Tensor& rows, const Tensor& xhat, View<scalar_t> view) {
+    const Tensor& dense = is_dense_vector(rows) ? rows : held_.emplace_back(torch::stable::contiguous(rows));
+    if (division_.even) view.instance_stride = 0;
+    return {static_cast<const int64_t*>(dense.const_data_ptr()), rows.size(0), xhat.size(1), view};
+  }
+
   // So many channels that their values stay in a processor's cache from one step of a call to the next. They are whole
   // groups, and divide those of all samples.
   int64_t channels_in_cache(const Tensor& like) const {

@@ -5,10 +5,13 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/clone.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/movedim.h>
 
 #include <cstring>
 #include <utility>
+#include <vector>
 
 #include "node.h"
 #include "usual.h"
@@ -25,8 +28,8 @@ auto call(const char* name, const char* overload, Args&&... args) {
 }
 
 using Forward = void(const Tensor& x, const Tensor& mean, const Tensor& var, const OptTensor& weight,
-                     const OptTensor& bias, const OptTensor& residual, double eps, bool signed_weight,
-                     int64_t activation, double activation_param, bool invertible);
+                     const OptTensor& bias, const OptTensor& residual, double eps, int64_t scale, int64_t activation,
+                     double activation_param, bool invertible, const OptTensor& rows, const OptTensor& verbatim);
 
 inline void bump_version(const OptTensor& t) {
   if (t.has_value() && t->defined() && !t->is_inference()) t->unsafeGetTensorImpl()->bump_version();
@@ -40,6 +43,19 @@ inline Tensor uninitialised_like(const Tensor& t) {
     return at::empty_like(t);
   }
   return at::detail::empty_strided_cpu(t.sizes(), t.strides(), t.scalar_type(), false);
+}
+
+// An uninitialised tensor of x's shape and memory format but with another number of channels.
+inline Tensor of_channels(const Tensor& x, int64_t channels) {
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  std::vector<int64_t> sizes = x.sizes().vec();
+  if (x.is_contiguous() || x.stride(1) != 1) {
+    sizes[1] = channels;
+    return at::empty(sizes, x.options());
+  }
+  sizes.erase(sizes.begin() + 1);
+  sizes.push_back(channels);
+  return at::empty(sizes, x.options()).movedim(-1, 1);
 }
 
 // A copy of a vector.

@@ -12,6 +12,7 @@
 #include <c10/core/impl/PyInterpreter.h>
 #include <torch/csrc/autograd/graph_task.h>
 
+#include <array>
 #include <initializer_list>
 #include <mutex>
 #include <string>
@@ -29,14 +30,15 @@ namespace {
 using LocalForward = std::tuple<Tensor, Tensor>(const Tensor& x, const OptTensor& weight, const OptTensor& bias,
                                                 const OptTensor& residual, const OptTensor& running_mean,
                                                 const OptTensor& running_var, double momentum,
-                                                const OptTensor& momentum_tensor, double eps, bool signed_weight,
+                                                const OptTensor& momentum_tensor, double eps, int64_t scale,
                                                 int64_t activation, double activation_param, bool invertible,
-                                                int64_t shared);
+                                                int64_t shared, const OptTensor& rows, const OptTensor& verbatim);
 using LocalBackward = void(const Tensor& y_act, const Tensor& dy_act, const Tensor& var, const OptTensor& weight,
-                           const OptTensor& bias, const OptTensor& residual, double eps, bool signed_weight,
+                           const OptTensor& bias, const OptTensor& residual, double eps, int64_t scale,
                            int64_t activation, double activation_param, bool training, int64_t shared,
-                           const OptTensor& dx, const OptTensor& dweight, const OptTensor& dbias,
-                           const OptTensor& dresidual, const OptTensor& xhat);
+                           const OptTensor& rows, const OptTensor& verbatim, const OptTensor& dx,
+                           const OptTensor& dweight, const OptTensor& dbias, const OptTensor& dresidual,
+                           const OptTensor& xhat);
 
 // The counts at which backward is the only holder of a gradient that Python has seen, and of a saved output's storage.
 // Until they are known, neither is reused.
@@ -76,7 +78,7 @@ bool owns_output(const Tensor& z) {
 // The arguments of a call that are no tensors.
 struct Settings {
   double eps;
-  bool signed_weight;
+  int64_t scale;
   int64_t activation;
   double activation_param;
   bool training;
@@ -87,18 +89,21 @@ struct Arguments {
   OptTensor running_mean, running_var;
   double momentum;
   OptTensor momentum_tensor;
+  OptTensor rows;
 };
 
 // What backward needs of the call, besides z and the residual. Later writes to the parameters do not matter.
 struct Values {
   OptTensor weight, bias;
   Tensor var;
+  // xhat of some channels, and each channel's row in it.
+  OptTensor rows, verbatim;
 };
 
 struct Saved {
   Tensor z;
-  OptTensor weight, bias, residual;
-  Tensor var;
+  OptTensor residual;
+  Values values;
 };
 
 struct Needed {
@@ -114,22 +119,25 @@ OptTensor of_samples(const OptTensor& t, const Tensor& x, const Settings& s) {
 
 // Writes z over x, and returns what backward needs. Running statistics are given for each sample.
 Values write(const Tensor& x, const OptTensor& weight, const OptTensor& bias, const OptTensor& residual,
-             const Arguments& given, const Settings& s, bool invertible) {
+             const Arguments& given, const Settings& s, bool invertible, int64_t saved) {
+  const bool saves = given.rows.has_value() && invertible;
+  const OptTensor rows = saves ? given.rows : std::nullopt;
+  const OptTensor verbatim = saves ? OptTensor(of_channels(x, saved)) : std::nullopt;
   const auto values = [&](const Tensor& var) -> Values {
-    if (!invertible) return {weight, bias, var};
+    if (!invertible) return {weight, bias, var, {}, {}};
     const at::AutoDispatchBelowADInplaceOrView guard;
     // Training may change the running variance before backward needs what it was.
-    return {optional(copy(weight)), optional(copy(bias)), s.training ? var : var.clone()};
+    return {optional(copy(weight)), optional(copy(bias)), s.training ? var : var.clone(), rows, verbatim};
   };
   if (!s.training) {
     call<Forward>("inplace_abn::forward", "", x, *given.running_mean, *given.running_var, weight, bias, residual, s.eps,
-                  s.signed_weight, s.activation, s.activation_param, invertible);
+                  s.scale, s.activation, s.activation_param, invertible, rows, verbatim);
     return values(*given.running_var);
   }
   const auto [mean, var] =
       call<LocalForward>("inplace_abn::local_forward", "", x, of_samples(weight, x, s), of_samples(bias, x, s),
                          residual, given.running_mean, given.running_var, given.momentum, given.momentum_tensor, s.eps,
-                         s.signed_weight, s.activation, s.activation_param, invertible, s.shared);
+                         s.scale, s.activation, s.activation_param, invertible, s.shared, rows, verbatim);
   bump_version(given.running_mean);
   bump_version(given.running_var);
   return values(var);
@@ -139,7 +147,8 @@ Values write(const Tensor& x, const OptTensor& weight, const OptTensor& bias, co
 // both, the op may write xhat over z, so that z is inverted once.
 variable_list gradients(const Saved& saved, const Tensor& dz, const Needed& need, bool own_z, bool own_dz,
                         const Settings& s) {
-  const auto& [z, weight, bias, residual, var] = saved;
+  const auto& [z, residual, values] = saved;
+  const auto& [weight, bias, var, rows, verbatim] = values;
   std::vector<Tensor> reusable;
   if (own_z) reusable.push_back(z);
   if (own_dz) reusable.push_back(dz);
@@ -163,8 +172,8 @@ variable_list gradients(const Saved& saved, const Tensor& dz, const Needed& need
   const OptTensor dweight = per_channel(need.weight, weight), dbias = per_channel(need.bias, bias);
   const OptTensor xhat = own_z && own_dz && need.x ? OptTensor(z) : std::nullopt;
   call<LocalBackward>("inplace_abn::local_backward", "", z, dz, var, of_samples(weight, z, s), of_samples(bias, z, s),
-                      residual, s.eps, s.signed_weight, s.activation, s.activation_param, s.training, s.shared, dx,
-                      dweight, dbias, dresidual, xhat);
+                      residual, s.eps, s.scale, s.activation, s.activation_param, s.training, s.shared, rows, verbatim,
+                      dx, dweight, dbias, dresidual, xhat);
   for (const OptTensor& t : {dx, dresidual, xhat}) bump_version(t);
   return {dx.value_or(Tensor()), summed(dweight, weight), summed(dbias, bias), dresidual.value_or(Tensor())};
 }
@@ -173,17 +182,17 @@ variable_list gradients(const Saved& saved, const Tensor& dz, const Needed& need
 // of the call's x, weight and bias. Autograd sees the op.
 variable_list differentiable(const Saved& saved, const Tensor& dz, const std::vector<OptTensor>& edges,
                              const Settings& s) {
-  using Op = std::vector<Tensor>(const Tensor& z, const OptTensor& weight, const OptTensor& bias,
-                                 const OptTensor& residual, const Tensor& var, const Tensor& dz,
-                                 const c10::List<OptTensor>& edges, double eps, bool signed_weight, int64_t activation,
-                                 double activation_param, bool training, int64_t shared);
+  using Op = std::vector<Tensor>(
+      const Tensor& z, const OptTensor& weight, const OptTensor& bias, const OptTensor& residual, const Tensor& var,
+      const OptTensor& rows, const OptTensor& verbatim, const Tensor& dz, const c10::List<OptTensor>& edges, double eps,
+      int64_t scale, int64_t activation, double activation_param, bool training, int64_t shared);
   static const auto handle =
       c10::Dispatcher::singleton().findSchemaOrThrow("inplace_abn::differentiable", "").typed<Op>();
-  auto found =
-      handle.call(saved.z, saved.weight, saved.bias, saved.residual, saved.var, dz, c10::List<OptTensor>(edges), s.eps,
-                  s.signed_weight, s.activation, s.activation_param, s.training, s.shared);
-  if (!saved.weight) found.at(1) = Tensor();
-  if (!saved.bias) found.at(2) = Tensor();
+  const auto& [weight, bias, var, rows, verbatim] = saved.values;
+  auto found = handle.call(saved.z, weight, bias, saved.residual, var, rows, verbatim, dz, c10::List<OptTensor>(edges),
+                           s.eps, s.scale, s.activation, s.activation_param, s.training, s.shared);
+  if (!weight) found.at(1) = Tensor();
+  if (!bias) found.at(2) = Tensor();
   if (!saved.residual) found.at(3) = Tensor();
   return found;
 }
@@ -235,10 +244,10 @@ class InPlaceABNFunction final : public Node {
   void compiled_args(CompiledNodeArgs& args) const override {
     args.collect(z_, true);
     args.collect(residual_, false);
-    for (const OptTensor* t : {&values_.weight, &values_.bias}) args.collect(*t);
+    for (const OptTensor* t : optional_values()) args.collect(*t);
     args.collect(values_.var);
     args.collect(settings_.eps);
-    args.collect(settings_.signed_weight);
+    args.collect(settings_.scale);
     args.collect(settings_.activation);
     args.collect(settings_.activation_param);
     args.collect(settings_.training);
@@ -248,14 +257,16 @@ class InPlaceABNFunction final : public Node {
   variable_list apply_with_saved(const variable_list& incoming, SwapSavedVariables& saved_variables) override {
     saved_variables.before(z_);
     saved_variables.before(residual_);
-    for (OptTensor* t : {&values_.weight, &values_.bias}) saved_variables.before(*t);
+    for (OptTensor* t : optional_values()) saved_variables.before(*t);
     saved_variables.before(values_.var);
     PackedArgs packed;
-    const auto [z, weight, bias, residual, var] = saved();
-    packed.pack(variable_list{z, weight.value_or(Tensor()), bias.value_or(Tensor()), residual.value_or(Tensor()), var});
+    const auto [z, residual, values] = saved();
+    const auto given = [](const OptTensor& t) { return t.value_or(Tensor()); };
+    packed.pack(variable_list{z, given(residual), given(values.weight), given(values.bias), values.var,
+                              given(values.rows), given(values.verbatim)});
     packed.pack(needed_by_edges(*this, inputs));
     packed.pack(settings_.eps);
-    packed.pack(settings_.signed_weight);
+    packed.pack(settings_.scale);
     packed.pack(settings_.activation);
     packed.pack(settings_.activation_param);
     packed.pack(settings_.training);
@@ -263,7 +274,7 @@ class InPlaceABNFunction final : public Node {
     variable_list results = call_when_compiled(*this, saved_variables, incoming, packed, &of_packed);
     saved_variables.after(z_);
     saved_variables.after(residual_);
-    for (OptTensor* t : {&values_.weight, &values_.bias}) saved_variables.after(*t);
+    for (OptTensor* t : optional_values()) saved_variables.after(*t);
     saved_variables.after(values_.var);
     return results;
   }
@@ -274,7 +285,7 @@ class InPlaceABNFunction final : public Node {
 
   Saved saved() {
     const Tensor z = unpacked(z_, "output");
-    return {z, values_.weight, values_.bias, optional(unpacked(residual_, "residual")), values_.var};
+    return {z, optional(unpacked(residual_, "residual")), values_};
   }
 
   Tensor unpacked(const SavedVariable& t, const char* what) {
@@ -322,14 +333,22 @@ class InPlaceABNFunction final : public Node {
     const auto tensors = packed.unpack<variable_list>();
     const auto needed = packed.unpack<std::vector<bool>>();
     const auto eps = packed.unpack<double>();
-    const auto signed_weight = packed.unpack<bool>();
+    const auto scale = packed.unpack<int64_t>();
     const auto activation = packed.unpack<int64_t>();
     const auto activation_param = packed.unpack<double>();
     const auto training = packed.unpack<bool>();
-    const Settings settings{eps, signed_weight, activation, activation_param, training, packed.unpack<int64_t>()};
-    const Saved saved{tensors.at(0), optional(tensors.at(1)), optional(tensors.at(2)), optional(tensors.at(3)),
-                      tensors.at(4)};
+    const Settings settings{eps, scale, activation, activation_param, training, packed.unpack<int64_t>()};
+    const Values values{optional(tensors.at(2)), optional(tensors.at(3)), tensors.at(4), optional(tensors.at(5)),
+                        optional(tensors.at(6))};
+    const Saved saved{tensors.at(0), optional(tensors.at(1)), values};
     return gradients_of(incoming[0], saved, needed, settings, false, false, nullptr);
+  }
+
+  std::array<OptTensor*, 4> optional_values() {
+    return {&values_.weight, &values_.bias, &values_.rows, &values_.verbatim};
+  }
+  std::array<const OptTensor*, 4> optional_values() const {
+    return {&values_.weight, &values_.bias, &values_.rows, &values_.verbatim};
   }
 
   SavedVariable z_, residual_;
@@ -354,33 +373,32 @@ bool is_simple(const Tensor& x, std::initializer_list<const OptTensor*> others, 
 
 Tensor inplace_abn(const Tensor& x, const OptTensor& weight, const OptTensor& bias, const OptTensor& residual,
                    const OptTensor& running_mean, const OptTensor& running_var, bool training, double momentum,
-                   const OptTensor& momentum_tensor, double eps, bool signed_weight, int64_t activation,
-                   double activation_param, int64_t shared) {
+                   const OptTensor& momentum_tensor, double eps, int64_t scale, int64_t activation,
+                   double activation_param, int64_t shared, const OptTensor& rows, int64_t saved) {
   const bool requires_grad = torch::autograd::compute_requires_grad(x, weight, bias, residual);
   if (running_mean.has_value() != running_var.has_value() ||
       !is_simple(x, {&weight, &bias, &residual, &running_mean, &running_var}, training, requires_grad)) {
     return {};
   }
-  const Settings settings{eps, signed_weight, activation, activation_param, training, shared};
-  const Arguments given{running_mean, running_var, momentum, momentum_tensor};
+  const Settings settings{eps, scale, activation, activation_param, training, shared};
+  const Arguments given{running_mean, running_var, momentum, momentum_tensor, rows};
+  const Values values = write(x, weight, bias, residual, given, settings, requires_grad, saved);
   if (!requires_grad) {
-    write(x, weight, bias, residual, given, settings, false);
     bump_version(x);
     return x;
   }
-  const Values values = write(x, weight, bias, residual, given, settings, true);
   InPlaceABNFunction::attach(x, x, weight, bias, residual, values, settings, "");
   return x;
 }
 
 Tensor attached(const Tensor& x, const Tensor& z, const OptTensor& weight, const OptTensor& bias,
                 const OptTensor& residual, const OptTensor& weight_value, const OptTensor& bias_value,
-                const Tensor& var, bool training, double eps, bool signed_weight, int64_t activation,
-                double activation_param, int64_t shared, const std::string& name) {
+                const Tensor& var, const OptTensor& rows, const OptTensor& verbatim, bool training, double eps,
+                int64_t scale, int64_t activation, double activation_param, int64_t shared, const std::string& name) {
   if (!may_attach(x, z, weight, bias, residual)) return {};
   if (!torch::autograd::compute_requires_grad(x, weight, bias, residual)) return z;
-  InPlaceABNFunction::attach(z, x, weight, bias, residual, {weight_value, bias_value, var},
-                             {eps, signed_weight, activation, activation_param, training, shared}, name);
+  InPlaceABNFunction::attach(z, x, weight, bias, residual, {weight_value, bias_value, var, rows, verbatim},
+                             {eps, scale, activation, activation_param, training, shared}, name);
   return z;
 }
 

@@ -21,8 +21,9 @@ void set_sole_holders_op(const std::vector<int64_t>& gradient, std::optional<int
 
 // Ops get strings as views.
 Tensor plan_op(const Tensor& x, const OptTensor& weight, const OptTensor& running_mean, double momentum, double eps,
-               int64_t activation, double activation_param, std::string_view name) {
-  return plan(x, weight, running_mean, momentum, eps, activation, activation_param, std::string(name));
+               int64_t activation, double activation_param, const OptTensor& rows, int64_t saved,
+               std::string_view name) {
+  return plan(x, weight, running_mean, momentum, eps, activation, activation_param, rows, saved, std::string(name));
 }
 
 std::tuple<std::vector<int64_t>, std::optional<int64_t>> last_counts_op() {
@@ -36,22 +37,23 @@ std::tuple<std::vector<int64_t>, std::optional<int64_t>> last_counts_op() {
 TORCH_LIBRARY(inplace_abn_node, m) {
   m.def(
       "inplace_abn(Tensor(a!) x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor(b!)? running_mean, "
-      "Tensor(c!)? running_var, bool training, float momentum, Tensor? momentum_tensor, float eps, bool signed_weight, "
-      "int activation, float activation_param, int shared) -> Tensor(a!)",
+      "Tensor(c!)? running_var, bool training, float momentum, Tensor? momentum_tensor, float eps, int scale, "
+      "int activation, float activation_param, int shared, Tensor? rows, int saved) -> Tensor(a!)",
       &inplace_abn);
   m.def(
       "attached(Tensor x, Tensor(a!) z, Tensor? weight, Tensor? bias, Tensor? residual, Tensor? weight_value, "
-      "Tensor? bias_value, Tensor var, bool training, float eps, bool signed_weight, int activation, "
-      "float activation_param, int shared, str name) -> Tensor(a!)",
+      "Tensor? bias_value, Tensor var, Tensor? rows, Tensor? verbatim, bool training, float eps, int scale, "
+      "int activation, float activation_param, int shared, str name) -> Tensor(a!)",
       [](const Tensor& x, const Tensor& z, const OptTensor& weight, const OptTensor& bias, const OptTensor& residual,
-         const OptTensor& weight_value, const OptTensor& bias_value, const Tensor& var, bool training, double eps,
-         bool signed_weight, int64_t activation, double activation_param, int64_t shared, std::string_view name) {
-        return attached(x, z, weight, bias, residual, weight_value, bias_value, var, training, eps, signed_weight,
-                        activation, activation_param, shared, std::string(name));
+         const OptTensor& weight_value, const OptTensor& bias_value, const Tensor& var, const OptTensor& rows,
+         const OptTensor& verbatim, bool training, double eps, int64_t scale, int64_t activation,
+         double activation_param, int64_t shared, std::string_view name) {
+        return attached(x, z, weight, bias, residual, weight_value, bias_value, var, rows, verbatim, training, eps,
+                        scale, activation, activation_param, shared, std::string(name));
       });
   m.def(
       "plan(Tensor x, Tensor? weight, Tensor? running_mean, float momentum, float eps, int activation, "
-      "float activation_param, str name) -> Tensor",
+      "float activation_param, Tensor? rows, int saved, str name) -> Tensor",
       &plan_op);
   m.def(
       "norm(Tensor plan, Tensor x, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, "

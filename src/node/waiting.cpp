@@ -25,9 +25,11 @@ namespace {
 using LocalForwardOut = std::tuple<Tensor, Tensor>(const Tensor& x, const OptTensor& weight, const OptTensor& bias,
                                                    const OptTensor& residual, const OptTensor& running_mean,
                                                    const OptTensor& running_var, double momentum,
-                                                   const OptTensor& momentum_tensor, double eps, bool signed_weight,
+                                                   const OptTensor& momentum_tensor, double eps, int64_t scale,
                                                    int64_t activation, double activation_param, bool invertible,
-                                                   int64_t shared, const Tensor& z);
+                                                   int64_t shared, const OptTensor& rows, const OptTensor& verbatim,
+                                                   const Tensor& z);
+using HasLost = bool(const Tensor& weight, double eps, const OptTensor& rows);
 
 // The norm without activation. It saves what torch's norm saves, when torch's norm saves it. Its gradient is computed
 // by an op that conversion/waiting.py defines, which autograd sees.
@@ -170,6 +172,8 @@ class StandsForFunction final : public Node {
 };
 
 constexpr int64_t identity = 0;
+// The scale of a converted norm (kernels.h).
+constexpr int64_t scale_is_weight = 2;
 // So small that one plus it is one.
 constexpr double identity_eps = 1e-30;
 
@@ -281,7 +285,7 @@ Output sum_of(const Tensor& waiting, const Tensor& residual, bool in_place) {
 }  // namespace
 
 Plan::Plan(const Tensor& x, const OptTensor& weight, const OptTensor& running_mean, double momentum, double eps,
-           int64_t activation, double activation_param, std::string name)
+           int64_t activation, double activation_param, const OptTensor& rows, int64_t saved, std::string name)
     : sizes(x.sizes().vec()),
       strides(x.strides().vec()),
       dtype(x.scalar_type()),
@@ -290,6 +294,8 @@ Plan::Plan(const Tensor& x, const OptTensor& weight, const OptTensor& running_me
       eps(eps),
       activation(activation),
       activation_param(activation_param),
+      rows(rows),
+      saved(saved),
       name(std::move(name)) {
   if (weight.has_value()) parameter_dtype = weight->scalar_type();
   if (running_mean.has_value()) statistics_dtype = running_mean->scalar_type();
@@ -309,9 +315,9 @@ Seen::Seen(const OptTensor& t) {
 }
 
 Tensor plan(const Tensor& x, const OptTensor& weight, const OptTensor& running_mean, double momentum, double eps,
-            int64_t activation, double activation_param, std::string name) {
-  return owner_of(
-      std::make_unique<Plan>(x, weight, running_mean, momentum, eps, activation, activation_param, std::move(name)));
+            int64_t activation, double activation_param, const OptTensor& rows, int64_t saved, std::string name) {
+  return owner_of(std::make_unique<Plan>(x, weight, running_mean, momentum, eps, activation, activation_param, rows,
+                                         saved, std::move(name)));
 }
 
 Output norm(const Tensor& plan, const Tensor& x, const OptTensor& weight, const OptTensor& bias,
@@ -323,14 +329,20 @@ Output norm(const Tensor& plan, const Tensor& x, const OptTensor& weight, const 
       !is_usual(x, {&weight, &bias, &running_mean, &running_var, &batches}, true)) {
     return {};
   }
+  // Python chooses the channels whose xhat is saved.
+  if (weight.has_value() && weight->is_cpu() && call<HasLost>("inplace_abn::has_lost", "", *weight, p.eps, p.rows)) {
+    return {};
+  }
   const Tensor stand_in = stand_in_like(x);
   auto waiting = std::make_unique<Waiting>(stand_in);
   {
     const at::AutoDispatchBelowADInplaceOrView guard;
     waiting->memory = uninitialised_like(x);
+    if (p.rows.has_value()) waiting->verbatim = of_channels(x, p.saved);
     waiting->var = std::get<1>(call<LocalForwardOut>("inplace_abn::local_forward", "out", x, weight, bias, std::nullopt,
-                                                     running_mean, running_var, p.momentum, std::nullopt, p.eps, true,
-                                                     p.activation, p.activation_param, true, false, waiting->memory));
+                                                     running_mean, running_var, p.momentum, std::nullopt, p.eps,
+                                                     scale_is_weight, p.activation, p.activation_param, true, 0, p.rows,
+                                                     optional(waiting->verbatim), waiting->memory));
     waiting->weight_value = copy(weight);
     waiting->bias_value = copy(bias);
     count(batches);
@@ -367,13 +379,14 @@ Tensor activate(const Tensor& waiting, const Tensor& activation) {
   if (w.activation != a.activation || w.activation_param != a.activation_param) {
     if (w.activation != identity) return {};
     call<Forward>("inplace_abn::forward", "", w.memory, p.identity_mean, p.identity_var, std::nullopt, std::nullopt,
-                  std::nullopt, identity_eps, true, a.activation, a.activation_param, true);
+                  std::nullopt, identity_eps, scale_is_weight, a.activation, a.activation_param, true, std::nullopt,
+                  std::nullopt);
     w.activation = a.activation;
     w.activation_param = a.activation_param;
   }
   const Tensor z =
       attached(w.x, w.memory, w.weight, w.bias, w.residual, optional(w.weight_value), optional(w.bias_value), w.var,
-               true, p.eps, true, a.activation, a.activation_param, false, p.name);
+               p.rows, optional(w.verbatim), true, p.eps, scale_is_weight, a.activation, a.activation_param, 0, p.name);
   if (!z.defined()) return z;
   w.memory = Tensor();
   if (a.settles) {
@@ -381,7 +394,7 @@ Tensor activate(const Tensor& waiting, const Tensor& activation) {
     place_output(w.node, stand_in);
     if (a.in_place) bump_version(stand_in);
     // What stands for the output stands for z now, and needs nothing else.
-    w.x = w.weight_value = w.bias_value = w.var = Tensor();
+    w.x = w.weight_value = w.bias_value = w.var = w.verbatim = Tensor();
     w.weight = w.bias = w.residual = std::nullopt;
     w.edge = {};
   }
@@ -409,7 +422,7 @@ std::tuple<std::vector<Tensor>, std::vector<int64_t>, double> parts(const Tensor
     numbers.insert(numbers.end(), {seen.version, seen.address, seen.requires_grad});
   }
   const auto given = [](const OptTensor& t) { return t.value_or(Tensor()); };
-  return {{w.x, given(w.weight), given(w.bias), given(w.residual), w.weight_value, w.bias_value, w.var,
+  return {{w.x, given(w.weight), given(w.bias), given(w.residual), w.weight_value, w.bias_value, w.var, w.verbatim,
            std::exchange(w.memory, Tensor())},
           numbers,
           w.activation_param};

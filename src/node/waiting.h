@@ -26,6 +26,9 @@ struct Plan final {
   // The activation that is applied in expectation.
   int64_t activation;
   double activation_param;
+  // Each channel's row in the saved xhat, of which there are `saved`; none if nothing is saved.
+  OptTensor rows;
+  int64_t saved;
   // The layer's, for messages.
   std::string name;
   // Mean and variance with which the norm is the identity, bit for bit, if it has no parameters and next to no eps.
@@ -33,7 +36,7 @@ struct Plan final {
   Tensor identity_mean, identity_var;
 
   Plan(const Tensor& x, const OptTensor& weight, const OptTensor& running_mean, double momentum, double eps,
-       int64_t activation, double activation_param, std::string name);
+       int64_t activation, double activation_param, const OptTensor& rows, int64_t saved, std::string name);
 };
 
 // An activation that follows a norm.
@@ -63,7 +66,7 @@ struct Waiting final {
   Tensor x;
   OptTensor weight, bias, residual;
   // Copies of the parameters, for backward; undefined where there is none.
-  Tensor weight_value, bias_value, var;
+  Tensor weight_value, bias_value, var, verbatim;
   // The output, with the activation that is applied; undefined once it was taken.
   Tensor memory;
   int64_t activation;
@@ -83,7 +86,7 @@ struct Waiting final {
 // A tensor that owns a plan. Plans, activations and waiting outputs are passed as the tensors that own them, because
 // torch takes long to pass numbers to ops.
 Tensor plan(const Tensor& x, const OptTensor& weight, const OptTensor& running_mean, double momentum, double eps,
-            int64_t activation, double activation_param, std::string name);
+            int64_t activation, double activation_param, const OptTensor& rows, int64_t saved, std::string name);
 
 // A tensor that stands for an output, and what it stands for. Both are undefined, and nothing was done, if the call
 // needs Python.

@@ -10,6 +10,7 @@ from torch.library import opcheck
 
 from inplace_abn import InPlaceABN, inplace_abn
 from inplace_abn.kernels import ops
+from inplace_abn.settings import MAGNITUDE, Channels
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_compiler"),
@@ -157,7 +158,7 @@ def op_arguments(name, device, dtype):
         "momentum": 0.1,
         "momentum_tensor": None,
         "eps": 1e-5,
-        "signed_weight": False,
+        "scale": MAGNITUDE,
         "activation": 1,
         "activation_param": 0.1,
         "invertible": True,
@@ -172,6 +173,8 @@ def op_arguments(name, device, dtype):
         "centred": True,
         "is_xhat": False,
         "z": x if name == "inverse" else torch.empty_like(x),
+        "rows": Channels([1], channels).rows(torch.device(device)),
+        "verbatim": torch.randn_like(x[:, :1]),
     }
     schema = getattr(ops, name)._schema
     written_out = {"xhat", "dy"} if name == "backward_reduce_out" else set()
@@ -183,7 +186,7 @@ def op_arguments(name, device, dtype):
     return tuple(positional), {a.name: values[a.name] for a in schema.arguments if a.kwarg_only}
 
 
-OPS = [name for name in vars(ops) if isinstance(getattr(ops, name), torch._ops.OpOverload)]
+OPS = ops.NAMES
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)

@@ -26,7 +26,7 @@ from whole_batch import (
     synchronised,
 )
 
-from inplace_abn import InPlaceABN, InPlaceABNSync, guard
+from inplace_abn import InPlaceABN, InPlaceABNSync
 from inplace_abn import inplace_abn_sync as abn_sync
 
 
@@ -42,22 +42,30 @@ def test_equals_one_process_on_the_whole_batch(shapes, activation):
     check_same_on_all_ranks(*running)
 
 
-@pytest.mark.parametrize("trusted", [True, False])
+@pytest.mark.parametrize("keeps_input", [True, False, "one rank does"])
 @on_each_rank(2)
-def test_a_write_to_a_parameter_before_backward_does_not_matter(trusted):
+def test_a_write_to_a_parameter_before_backward_does_not_matter(keeps_input):
     """``bias.data.add_`` between forward and backward made gradients wrong."""
-    x, dz = own(batches(SHAPES["equal"]))
+    drawn, keeps = batches(SHAPES["equal"]), keeps_input
+    x, dz = own(drawn)
+    if keeps_input == "one rank does":
+        keeps = dist.get_rank() == 1
+    options = {"activation": "elu", "activation_param": 1.0}
 
     def gradients(writes):
         leaves = [x.clone().requires_grad_(), *parameters()]
-        watch = guard.Frozen(trusted)
-        z = abn_sync(leaves[0] * 1, *leaves[1:], None, None, activation="elu", activation_param=1.0, watch=watch)
+        given = leaves[0] * 1
+        z = abn_sync(given, *leaves[1:], None, None, keeps_input=keeps, **options)
+        assert (z is given) != keeps
         if writes:
             leaves[1].data.mul_(2)
             leaves[2].data.add_(1)
         return torch.autograd.grad(z, leaves, dz)
 
-    torch.testing.assert_close(gradients(True), gradients(False), rtol=0, atol=0)
+    found = gradients(True)
+    torch.testing.assert_close(found, gradients(False), rtol=0, atol=0)
+    _, *expected = single_process(drawn, *parameters(), **options)
+    check((found[0], *map(over_ranks, found[1:])), expected)
 
 
 def check_residual(shapes, activation, tolerance=1e-12):

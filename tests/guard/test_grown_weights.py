@@ -2,9 +2,10 @@
 the weights have grown."""
 
 import copy
+import re
 
 import torch
-from modes import is_trusted, the_mode
+from modes import distrust, is_trusted, the_mode
 from torch import nn
 
 from inplace_abn import analyze, convert, memory, report, set_guard
@@ -44,6 +45,11 @@ def resnet(depths, width, expansion):
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, 10))
 
 
+def saves_all(layer):
+    """Whether a layer of a report keeps its input because of all of its channels."""
+    return re.search(r"\b(\d+) of \1 channels\b", layer.why) is not None
+
+
 def held(model, x):
     return memory.measure(model, x).held
 
@@ -61,8 +67,9 @@ def test_a_zero_gamma_resnet_50_converts_completely_and_its_first_step_is_the_na
         results.append([loss.detach(), *(p.grad for p in net.parameters())])
     for native, ours in zip(*results, strict=True):
         torch.testing.assert_close(ours, native, rtol=1e-3, atol=1e-4 * native.abs().max().item())
-    waiting = {layer.name for layer in report(model).layers if layer.why == "a weight is within eps of zero"}
+    waiting = {layer.name for layer in report(model).layers if saves_all(layer)}
     assert len(waiting) == 16
+    assert waiting == {layer.name for layer in report(model).layers if not layer.in_place}
     assert waiting == {name for name, m in model.named_modules() if isinstance(m, InPlaceNorm) and not is_trusted(m)}
 
 
@@ -89,8 +96,10 @@ def test_training_a_zero_gamma_net_ends_in_place_and_memory_falls():
 
 def test_the_report_tells_what_waits():
     x = torch.randn(2, 3, 64, 64)
-    whys = [layer.why for layer in analyze(resnet((1,), 16, 1), x).layers]
-    assert whys.count("a weight is within eps of zero") == 1
+    found = analyze(resnet((1,), 16, 1), x)
+    assert [layer.name for layer in found.layers if saves_all(layer)] == ["4.body.4"]
+    assert [layer.channels_saved for layer in found.layers] == [{"float32": 0.0}, {"float32": 0.0}, {"float32": 1.0}]
+    assert "norms whose weights begin with zeros (zero_init_last) save less once these have grown" in str(found)
     assert all(layer.in_place for layer in analyze(resnet((1,), 16, 1).apply(ones), x).layers)
 
 
@@ -112,5 +121,6 @@ def test_a_layer_that_was_never_measured_runs_while_the_guard_pauses():
     model = nn.Sequential(nn.Conv2d(3, 16, 3), AddingInPlace(16, 16, 4, 2), nn.Conv2d(64, 4, 1))
     x = torch.randn(2, 3, 64, 64)
     convert(model)
+    distrust(model[1].body[-1], x.dtype)
     assert held(model, x) > 0
     assert the_mode(model[1].skip[1]).measured_at < 0

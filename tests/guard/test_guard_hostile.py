@@ -38,7 +38,7 @@ def test_a_layer_that_is_called_several_times_a_step_is_trusted_only_if_all_call
 
 
 def test_a_layer_that_is_called_in_two_dtypes_is_judged_by_both():
-    module = set_guard(layer(gamma=0.5, beta=10.0), interval=100)
+    module = set_guard(layer(gamma=0.5, beta=20.0), interval=100)
     assert error_of_dx(module, torch.randn(8, 8, 16, 16)) < 1e-4
     error_of_dx(module, torch.randn(8, 8, 16, 16).bfloat16())
     guard.generations.advance()
@@ -119,18 +119,6 @@ def test_a_layer_that_keeps_its_input_updates_statistics_as_one_that_does_not(mo
     torch.testing.assert_close(kept.running_var, trusted.running_var)
 
 
-def test_a_layer_without_gradients_looks_at_its_weight_once_in_an_interval():
-    guard.generations.current = 0
-    module = set_guard(layer(), interval=3)
-    looked = []
-    for _ in range(6):
-        with torch.no_grad():
-            module(torch.randn(2, 8, 4, 4))
-        looked.append(module._guard.scaled_at)
-        guard.generations.advance()
-    assert looked == [0, 0, 0, 3, 3, 3]
-
-
 @pytest.mark.parametrize(("dtype", "gamma"), [(torch.float32, 7.0), (torch.bfloat16, 20.0)])
 def test_a_channel_of_large_variance_counts_as_a_gradient_that_follows_x_makes_it_count(dtype, gamma):
     module = layer("elu")
@@ -138,7 +126,8 @@ def test_a_channel_of_large_variance_counts_as_a_gradient_that_follows_x_makes_i
     x = torch.randn(8, 8, 16, 16)
     x[:, 0] *= 1000
     assert error_of_dx(module, (10 * x).to(dtype)) < figures.THRESHOLDS[dtype].x
-    assert not is_trusted(module)
+    assert is_trusted(module)
+    assert the_mode(module).decisions[-1].verbatim.numbers == (0,)
 
 
 @pytest.mark.parametrize("wide", ["weight", "bias"])

@@ -29,7 +29,6 @@ from inplace_abn import (
     report,
 )
 from inplace_abn.guard import figures
-from inplace_abn.guard.figures import are_known, no_figures, unpacked, worst
 
 WAITING = {"_local_scalar_dense", "lift_fresh", "lift_fresh_copy", "nonzero", "is_nonzero", "equal"}
 """Ops that give the host a number of the device, or the device numbers of the host."""
@@ -186,16 +185,6 @@ def test_ranks_that_synchronise_do_not_wait_either(kind, trusted):
     steps_without_waits(net, trusted=trusted)
 
 
-def test_figures_of_ranks_are_merged_on_the_device():
-    nothing = no_figures(torch.device("cpu"))
-    assert nothing.tolist() == [0.0, 0.0, -1.0, float("inf")]
-    assert not are_known(torch.stack([nothing, nothing]))
-    measured = torch.tensor([[0.5, 0.1, 3.0, 7.0], [0.2, 0.4, 5.0, 2.0]], dtype=torch.float64)
-    with NoWaits():
-        found = worst(torch.cat([measured, nothing[None]]))
-    assert tuple(unpacked(found)) == (0.5, 0.4, 5, 2.0)
-
-
 def test_figures_of_a_gpu_come_to_the_host_without_a_wait_and_on_their_own_stream(monkeypatch):
     """The event was recorded on the stream of the current device, where it was complete before the copy."""
     recorded = []
@@ -211,10 +200,7 @@ def test_figures_of_a_gpu_come_to_the_host_without_a_wait_and_on_their_own_strea
     monkeypatch.setattr(figures.torch.accelerator, "current_stream", lambda device: f"stream of {device}")
     with FakeTensorMode():
         other = torch.device("cuda", 1)
-        with NoWaits():
-            merged = worst(torch.stack([no_figures(other), no_figures(other)]))
-        assert merged.device == other
-        host, event = figures.fetched(merged)
+        host, event = figures.fetched(torch.empty(8, 5, device=other))
     assert host.device.type == "cpu"
     assert isinstance(event, Event)
     assert recorded == [(other, "stream of cuda:1")]

@@ -16,6 +16,7 @@ from inplace_abn import (
     inplace_abn_sync,
 )
 from inplace_abn.kernels import ops
+from inplace_abn.settings import Channels
 
 
 def arguments(device="cpu", **changes):
@@ -181,7 +182,7 @@ def test_a_module_given_another_number_of_channels_says_that_x_is_wrong(kind, wa
     if way == "Python node":
         monkeypatch.setattr(functions, "_node", None)
     elif way == "not trusted":
-        monkeypatch.setattr(guard, "may_run_in_place", lambda *_: False)
+        monkeypatch.setattr(guard, "decide", lambda *_: (False, Channels()))
     elif way == "compiled":
         torch._dynamo.reset()
         call = torch.compile(module, backend="eager")

@@ -1,5 +1,6 @@
 """The tables of scripts/zoo.py: what they say about a model, and about a package that is missing."""
 
+import copy
 import re
 import sys
 
@@ -8,26 +9,31 @@ import torch
 import zoo
 from foreign_nets import conv
 from torch import nn
-
-from inplace_abn.memory import Usage
+from trained import as_trained
 
 
 def block():
-    model = nn.Sequential(
-        conv(3, 4), nn.BatchNorm2d(4), nn.ReLU(), conv(4, 4), nn.BatchNorm2d(4), nn.ReLU(), conv(4, 4)
-    )
-    return zoo.trained(model)
+    return nn.Sequential(conv(3, 4), nn.BatchNorm2d(4), nn.ReLU(), conv(4, 4), nn.BatchNorm2d(4), nn.ReLU(), conv(4, 4))
+
+
+def row(*rest, trained=as_trained):
+    """The row of the block, by the names of its columns."""
+    torch.manual_seed(0)
+    model = block()
+    cells = zoo.row("block", model, trained(copy.deepcopy(model)), torch.randn(4, 3, 32, 32), *rest)
+    return dict(zip(zoo.COLUMNS, cells, strict=True))
 
 
 def test_a_row_tells_that_gradients_are_equal_and_what_is_held():
-    cells = dict(zip(zoo.COLUMNS, zoo.row("block", block(), torch.randn(4, 3, 32, 32)), strict=True))
+    cells = row()
     assert cells["model"] == "block, 4x3x32x32"
     assert re.fullmatch(r"equal, \de-1\d", cells["gradients"])
     assert cells["in place"] == "2 of 2"
     # The next convolution keeps the activated tensor, and no norm saves its input.
-    assert cells["converted"] == "0.500"
+    assert cells["converted, initialised"] == cells["converted, trained"] == "0.500"
+    assert float(cells["peak, initialised"]) > 0.5
     assert cells["step"] == "-"
-    timed = dict(zip(zoo.COLUMNS, zoo.row("block", block(), torch.randn(4, 3, 32, 32), False, 2), strict=True))
+    timed = row(False, 2)
     assert timed["gradients"] == "-"
     assert float(timed["step"]) > 0
 
@@ -38,19 +44,42 @@ def test_a_row_names_a_gradient_that_differs(monkeypatch):
         return model
 
     monkeypatch.setattr(zoo, "convert", spoiled)
-    text = zoo.row("block", block(), torch.randn(4, 3, 32, 32))[1]
-    assert re.match(r"DIFFER: \d\.\de-\d\d \w+", text)
+    assert re.match(r"DIFFER: \d\.\de-\d\d \w+", row()["gradients"])
 
 
-def test_trained_leaves_no_constant_and_no_zero():
-    model = block()
-    model.register_parameter("scale", nn.Parameter(torch.ones(1)))
-    weight = model[0].weight.clone()
-    for p in zoo.trained(model).parameters():
-        assert (p != 0).all()
-    assert model.scale != 1
-    assert 0.5 <= model[1].weight.min() < model[1].weight.max() <= 1.5
-    assert torch.equal(model[0].weight, weight)
+def test_a_row_tells_how_norms_as_trained_differ():
+    """The last norm is dead as trained, so it keeps its input."""
+
+    def died(model):
+        nn.init.zeros_(model[4].weight)
+        return model
+
+    cells = row(False, trained=died)
+    assert cells["in place"] == "2 / 1 of 2"
+    assert cells["converted, initialised"] == "0.500"
+    assert cells["converted, trained"] == "0.750"
+
+
+def test_the_largest_peak_is_that_of_any_step_and_parameters_stay():
+    """The net takes more memory in its first step, as one that is measured in it."""
+
+    class Measured(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale, self.calls = nn.Parameter(torch.ones(1)), 0
+
+        def forward(self, x):
+            self.calls += 1
+            kept = x.repeat(8, 1) if self.calls == 1 else x
+            return (kept * self.scale).sum()
+
+    net, x = Measured(), torch.randn(64, 64)
+    found = zoo.memory(net, x)
+    assert found.held < 3 * x.nbytes
+    assert found.peak >= 8 * x.nbytes
+    assert net.scale == 1
+    # The measured steps, and the two of the later measurement.
+    assert net.calls == zoo.MEASURED_STEPS + 2
 
 
 def test_the_page_has_a_row_for_a_package_that_is_missing(monkeypatch, tmp_path, capsys):
@@ -71,10 +100,11 @@ def test_the_models_table_is_written_between_its_markers():
     assert text == "a\n<!-- models -->\nnew\n<!-- /models -->\nb"
     with pytest.raises(ValueError, match="expected one"):
         zoo.with_table("a", "new\n")
-    name, usages = "timm resnet50", (Usage(4 << 20, 8 << 20, (), 0.0), Usage(1 << 20, 6 << 20, (), 0.0))
-    assert zoo.line(zoo.readme_row(name, [zoo.Found(*usages, 0.98), zoo.Found(*usages, None)])) == (
-        "| CNN | timm resnet50, 8x3x224x224 | 4 → 1 MiB, **-75%** | 4 → 1 MiB, **-75%** "
-        "| 8 → 6 MiB, **-25%** | 8 → 6 MiB, **-25%** | 0.98 / - |"
+    native, initialised, trained = (zoo.Memory(held << 20, peak << 20) for held, peak in ((4, 8), (1, 6), (2, 6)))
+    found = [zoo.Found(native, initialised, trained, 0.98), zoo.Found(native, initialised, native, None)]
+    assert zoo.line(zoo.readme_row("timm resnet50", found)) == (
+        "| CNN | timm resnet50, 8x3x224x224 | 4 | 1, **-75%** | 2, **-50%** | 4 | 1, **-75%** | 4, **+0%** "
+        "| 8 → 6, **-25%** | 8 → 6 / 8, **-25%** / **+0%** | 0.98 / - |"
     )
 
 

@@ -92,6 +92,7 @@ INPLACE_ABN_INLINE void invert_and_combine_block(const scalar_t* z, const scalar
     for (int64_t l = first; l < first + lanes; ++l) {
       opmath_t y, dy;
       inverted.get(act, l, gradient[l], y, dy);
+      dy = added.gradient(dy, l);
       y = added.subtract(y, l);
       added.store_gradient(dy, l);
       to.set(l, k.from_dy * dy + k.from_xhat * masked(y, mask) + k.constant);
@@ -115,22 +116,24 @@ INPLACE_ABN_CLONES void invert_and_combine_panel(View<const scalar_t> z, View<co
       const scalar_t* dz_run = dz.data + c * dz.channel_stride + r * dz.batch_stride;
       scalar_t* dx_run = dx.data + c * dx.channel_stride + r * dx.batch_stride;
       const Combination<opmath_t> k = combinations[c];
-      RunEnd<scalar_t> z_end, end;
-      typename Res::End residual_end;
-      if (ragged) {
-        z_end.take(z_run, length, z_run[0]);
-        end.take(dz_run, length, scalar_t(0));
-        residual_end.take(residual.at(c, r, 0), length);
-        invert_and_combine_block(z_end.data(), end.data(), end.data(), width, k, mask, residual_end.get(), act);
-      }
-      for (int64_t i = 0, count; i + width <= length; i += count) {
-        count = next_block<block_size<scalar_t, width, Act>, width>(length - i);
-        invert_and_combine_block(z_run + i, dz_run + i, dx_run + i, count, k, mask, residual.at(c, r, i), act);
-      }
-      if (ragged) {
-        residual_end.store_gradient(residual.at(c, r, 0), length);
-        end.store(dx_run, length);
-      }
+      visit_run(residual, c, r, [&](auto here) __attribute__((always_inline)) {
+        RunEnd<scalar_t> z_end, end;
+        typename decltype(here)::End residual_end;
+        if (ragged) {
+          z_end.take(z_run, length, z_run[0]);
+          end.take(dz_run, length, scalar_t(0));
+          residual_end.take(here, length);
+          invert_and_combine_block(z_end.data(), end.data(), end.data(), width, k, mask, residual_end.get(), act);
+        }
+        for (int64_t i = 0, count; i + width <= length; i += count) {
+          count = next_block<block_size<scalar_t, width, Act>, width>(length - i);
+          invert_and_combine_block(z_run + i, dz_run + i, dx_run + i, count, k, mask, here.at(0, 0, i), act);
+        }
+        if (ragged) {
+          residual_end.store_gradient(here, length);
+          end.store(dx_run, length);
+        }
+      });
     }
   }
 }
@@ -142,7 +145,7 @@ INPLACE_ABN_CLONES void invert_and_combine_rows(const scalar_t* z, int64_t z_str
                                                 const opmath_t* constant, Mask<opmath_t> mask, Res residual, Act act) {
   const int64_t z_ahead = rows_ahead<scalar_t>(z_stride, 2), dz_ahead = rows_ahead<scalar_t>(dz_stride, 2);
   for (int64_t r = 0; r < rows; ++r) {
-    const Res row = residual.at(0, r, 0);
+    const Res row = residual.row(r);
     const auto walk = [&](int64_t c, int64_t count) __attribute__((always_inline)) {
       const Inverted<scalar_t, Act, most_channels> inverted(act, z + r * z_stride + c, count);
       const Loaded<scalar_t, most_channels> gradient(dz + r * dz_stride + c, count);
@@ -152,6 +155,7 @@ INPLACE_ABN_CLONES void invert_and_combine_rows(const scalar_t* z, int64_t z_str
       for (int64_t i = 0; i < count; ++i) {
         opmath_t y, dy;
         inverted.get(act, i, gradient[i], y, dy);
+        dy = added.gradient(dy, i);
         y = added.subtract(y, i);
         added.store_gradient(dy, i);
         to.set(i, from_dy[c + i] * dy + from_xhat[c + i] * masked(y, mask) + constant[c + i]);
@@ -193,12 +197,38 @@ auto panel_combiner(const View<const scalar_t>& xhat, const View<const scalar_t>
       };
 }
 
-// Calls f with the functors of the call's residual and activation.
+// Calls f with the functors of the call's residual, with what is saved beside z, and activation.
 template <typename scalar_t, typename Args, typename F>
 void visit(const Args& args, const View<scalar_t>& dresidual, const F& f) {
   visit_residual<scalar_t>(args.residual, dresidual, [&](auto residual) {
-    visit_inverse<scalar_t>(args.activation, [&](auto act) { f(residual, act); });
+    using Res = decltype(residual);
+    visit_inverse<scalar_t>(args.activation, [&](auto act) {
+      constexpr bool with_dy = is_curved_inverse<decltype(act)>;
+      if (!args.verbatim) {
+        f(residual, act);
+      } else if (args.extent.order == Order::rows) {
+        f(RowVerbatim<scalar_t, Res, with_dy>{residual, args.verbatim, args.extent.channels}, act);
+      } else {
+        f(PlaneVerbatim<scalar_t, Res, with_dy>{residual, args.verbatim}, act);
+      }
+    });
   });
+}
+
+// Calls one of two functions with the functor: for rows or for planes. That of what is saved is for one of them only.
+template <typename Res, typename Rows, typename Planes>
+void in_order(Order order, const Res& residual, const Rows& rows, const Planes& planes) {
+  if constexpr (requires { Res::order; }) {
+    if constexpr (Res::order == Order::rows) {
+      rows(residual);
+    } else {
+      planes(residual);
+    }
+  } else if (order == Order::rows) {
+    rows(residual);
+  } else {
+    planes(residual);
+  }
 }
 
 // Stores the gradients of channel c's parameters. Returns dx as a combination of dy and xhat if `of_xhat`, else of dy
@@ -208,16 +238,19 @@ auto finish_channel(const LocalBackwardArgs<scalar_t>& args, int64_t c, const Su
   using opmath_t = opmath_type<scalar_t>;
   const auto& affine = args.affine;
   const auto count = static_cast<double>(args.extent.batch * args.extent.space);
+  const bool is_saved = args.verbatim.row(c) >= 0;
   const auto gamma = static_cast<double>(affine.gamma(c)), beta = static_cast<double>(affine.beta(c));
+  const double divisor = is_saved ? 1 : static_cast<double>(affine.divisor(c));
   const auto inv_std = static_cast<double>(affine.inv_std(args.var.load(c)));
-  const double sum_xhat_dy = sums.dy_centred / gamma;
+  const double sum_xhat_dy = sums.dy_centred / divisor;
+  of_xhat = of_xhat || is_saved;
   if (args.dweight) args.dweight.store(c, sum_xhat_dy * static_cast<double>(affine.dgamma(c)));
   if (args.dbias) args.dbias.store(c, sums.dy);
   if (args.dx.data == nullptr) return Combination<opmath_t>{1, 0, 0};
   if (!args.training) return Combination<opmath_t>{static_cast<opmath_t>(gamma * inv_std), 0, 0};
-  const double from_y = -inv_std * sum_xhat_dy / count;
+  const double from_xhat = -gamma * inv_std * sum_xhat_dy / count, from_y = from_xhat / divisor;
   return Combination<opmath_t>{
-      static_cast<opmath_t>(gamma * inv_std), static_cast<opmath_t>(of_xhat ? gamma * from_y : from_y),
+      static_cast<opmath_t>(gamma * inv_std), static_cast<opmath_t>(of_xhat ? from_xhat : from_y),
       static_cast<opmath_t>(-gamma * inv_std * sums.dy / count - (of_xhat ? 0 : from_y * beta))};
 }
 
@@ -229,18 +262,20 @@ void invert_once(const LocalBackwardArgs<scalar_t>& args, const View<scalar_t>& 
   const View<const scalar_t> dy{dresidual.data, dresidual.batch_stride, dresidual.channel_stride};
   const auto finish = [&](int64_t c, const Sums& sums) { return finish_channel(args, c, sums, true); };
   const Mask<opmath_type<scalar_t>> mask = args.training ? -1 : 0;
-  if (args.extent.order == Order::rows) {
+  const auto rows = [&](auto residual) {
     const RowGrid grid(args.extent, {args.z.batch_stride, args.dz.batch_stride, args.dx.batch_stride,
                                      args.xhat.batch_stride, residual.row_stride(args.z)});
     const ChannelArrays<opmath_type<scalar_t>, 3> k(grid);
-    reduce_all_rows(args.extent, grid, args.z, args.dz, args.affine, residual, act, store,
+    reduce_all_rows(args.extent, grid, args.z, args.dz, args.affine, args.verbatim, residual, act, store,
                     [&](int64_t c, const Sums& sums) { set(k, c, finish(c, sums)); });
     combine_all_rows(grid, xhat, dy, args.dx, k, mask);
-    return;
-  }
-  reduce_and_apply_planes<Sums>(args.extent, sizeof(scalar_t),
-                                panel_sums_of(args.z, args.dz, args.affine, residual, act, store), finish,
-                                panel_combiner(xhat, dy, args.dx, mask));
+  };
+  const auto planes = [&](auto residual) {
+    reduce_and_apply_planes<Sums>(args.extent, sizeof(scalar_t),
+                                  panel_sums_of(args.z, args.dz, args.affine, args.verbatim, residual, act, store),
+                                  finish, panel_combiner(xhat, dy, args.dx, mask));
+  };
+  in_order(args.extent.order, residual, rows, planes);
 }
 
 // Inverts z for the sums, if any are wanted, and again for dx, if it is: dy where only dresidual is wanted.
@@ -250,14 +285,15 @@ void invert_twice(const LocalBackwardArgs<scalar_t>& args, bool reduce, const Vi
   const DoNotStore<scalar_t> store;
   const auto finish = [&](int64_t c, const Sums& sums) { return finish_channel(args, c, sums, false); };
   const Mask<opmath_type<scalar_t>> mask = args.training && args.dx.data != nullptr ? -1 : 0;
-  if (args.extent.order == Order::rows) {
+  const auto rows = [&](auto residual) {
     const int64_t like = args.z.batch_stride;
     const RowGrid grid(args.extent, {like, args.dz.batch_stride, dx.data == nullptr ? like : dx.batch_stride,
                                      residual.row_stride(args.z)});
     const ChannelArrays<opmath_type<scalar_t>, 3> k(grid);
     const auto set_finished = [&](int64_t c, const Sums& sums) { set(k, c, finish(c, sums)); };
     if (reduce) {
-      reduce_all_rows(args.extent, grid, args.z, args.dz, args.affine, residual, act, store, set_finished);
+      reduce_all_rows(args.extent, grid, args.z, args.dz, args.affine, args.verbatim, residual, act, store,
+                      set_finished);
     } else {
       for (int64_t c = 0; c < grid.channels; ++c) set_finished(c, Sums{});
     }
@@ -268,20 +304,22 @@ void invert_twice(const LocalBackwardArgs<scalar_t>& args, bool reduce, const Vi
                               dx.data + first * dx.batch_stride, dx.batch_stride * fold, rows, width, k[0], k[1], k[2],
                               mask, residual.rows(first, fold), act);
     });
-    return;
-  }
-  const auto reduction = panel_sums_of(args.z, args.dz, args.affine, residual, act, store);
-  reduce_and_apply_planes<Sums>(
-      args.extent, sizeof(scalar_t),
-      [&](int64_t first, int64_t channels, const Panel& panel, Sums* sums) {
-        if (reduce) reduction(first, channels, panel, sums);
-      },
-      finish,
-      [&](int64_t first, int64_t channels, const Panel& panel, const Combination<opmath_type<scalar_t>>* k) {
-        if (dx.data == nullptr) return;
-        invert_and_combine_panel(panel.view(args.z, first), panel.view(args.dz, first), panel.view(dx, first), channels,
-                                 panel.runs, panel.length, k, mask, residual.panel(panel, first), act);
-      });
+  };
+  const auto planes = [&](auto residual) {
+    const auto reduction = panel_sums_of(args.z, args.dz, args.affine, args.verbatim, residual, act, store);
+    reduce_and_apply_planes<Sums>(
+        args.extent, sizeof(scalar_t),
+        [&](int64_t first, int64_t channels, const Panel& panel, Sums* sums) {
+          if (reduce) reduction(first, channels, panel, sums);
+        },
+        finish,
+        [&](int64_t first, int64_t channels, const Panel& panel, const Combination<opmath_type<scalar_t>>* k) {
+          if (dx.data == nullptr) return;
+          invert_and_combine_panel(panel.view(args.z, first), panel.view(args.dz, first), panel.view(dx, first),
+                                   channels, panel.runs, panel.length, k, mask, residual.panel(panel, first), act);
+        });
+  };
+  in_order(args.extent.order, residual, rows, planes);
 }
 
 }  // namespace
@@ -290,22 +328,24 @@ template <typename scalar_t>
 void backward_reduce(const BackwardReduceArgs<scalar_t>& args) {
   using opmath_t = opmath_type<scalar_t>;
   const auto finish = [&args](int64_t c, const Sums& sums) {
+    const double divisor = args.verbatim.row(c) >= 0 ? 1 : static_cast<double>(args.affine.divisor(c));
     args.sum_dy[c] = static_cast<opmath_t>(sums.dy);
-    args.sum_xhat_dy[c] = static_cast<opmath_t>(sums.dy_centred / static_cast<double>(args.affine.gamma(c)));
+    args.sum_xhat_dy[c] = static_cast<opmath_t>(sums.dy_centred / divisor);
     return 0;
   };
+  const StoreXhatAndDy<scalar_t> store{args.xhat, args.dy};
   visit<scalar_t>(args, View<scalar_t>{}, [&](auto residual, auto act) {
-    if (args.extent.order == Order::rows) {
+    const auto rows = [&](auto residual) {
       const RowGrid grid(args.extent, {args.z.batch_stride, args.dz.batch_stride, args.xhat.batch_stride,
                                        args.dy.batch_stride, residual.row_stride(args.z)});
-      reduce_all_rows(args.extent, grid, args.z, args.dz, args.affine, residual, act,
-                      StoreXhatAndDy<scalar_t>{args.xhat, args.dy}, finish);
-      return;
-    }
-    reduce_and_apply_planes<Sums>(
-        args.extent, sizeof(scalar_t),
-        panel_sums_of(args.z, args.dz, args.affine, residual, act, StoreXhatAndDy<scalar_t>{args.xhat, args.dy}),
-        finish, [](int64_t, int64_t, const Panel&, const int*) {});
+      reduce_all_rows(args.extent, grid, args.z, args.dz, args.affine, args.verbatim, residual, act, store, finish);
+    };
+    const auto planes = [&](auto residual) {
+      reduce_and_apply_planes<Sums>(args.extent, sizeof(scalar_t),
+                                    panel_sums_of(args.z, args.dz, args.affine, args.verbatim, residual, act, store),
+                                    finish, [](int64_t, int64_t, const Panel&, const int*) {});
+    };
+    in_order(args.extent.order, residual, rows, planes);
   });
 }
 
@@ -313,9 +353,9 @@ template <typename scalar_t>
 void backward(const BackwardArgs<scalar_t>& args) {
   using opmath_t = opmath_type<scalar_t>;
   const auto combination = [&](int64_t c) {
-    const opmath_t scale = args.affine.gamma(c) * args.affine.inv_std(args.var.load(c));
-    if (args.mean_dy == nullptr) return Combination<opmath_t>{scale, 0, 0};
-    return Combination<opmath_t>{scale, -scale * args.mean_xhat_dy[c], -scale * args.mean_dy[c]};
+    const opmath_t of_dy = args.of_dy(c), of_means = args.of_means(c);
+    if (args.mean_dy == nullptr) return Combination<opmath_t>{of_dy, 0, 0};
+    return Combination<opmath_t>{of_dy, -of_means * args.mean_xhat_dy[c], -of_means * args.mean_dy[c]};
   };
   const Mask<opmath_t> mask = args.mean_dy == nullptr ? 0 : -1;
   if (args.extent.order == Order::rows) {

@@ -6,6 +6,7 @@
 #include "residual.h"
 #include "rows.h"
 #include "vectors.h"
+#include "verbatim.h"
 
 namespace inplace_abn::cpu {
 
@@ -86,11 +87,6 @@ struct StoreXhatAndDy {
   }
 };
 
-template <typename opmath_t>
-struct ChannelValues {
-  opmath_t beta, inverse_gamma;
-};
-
 // Adds `count` elements to lanes, `unit` at a time, without the first `repeated`, which were added before. `residual`
 // and `store` are at the block's first element.
 template <int64_t unit, typename scalar_t, typename opmath_t, typename Res, typename Act, typename Store>
@@ -108,6 +104,7 @@ INPLACE_ABN_INLINE void reduce_block(const scalar_t* z, const scalar_t* dz, int6
     for (int32_t l = 0; l < static_cast<int32_t>(unit); ++l) {
       opmath_t y, dy;
       inverted.get(act, first + l, gradient[first + l], y, dy);
+      dy = added.gradient(dy, first + l);
       const opmath_t centred = added.subtract(y, first + l) - values.beta;
       sum_dy[l] += l < repeated ? opmath_t(0) : dy;
       sum_dy_centred[l] += l < repeated ? opmath_t(0) : dy * centred;
@@ -168,11 +165,13 @@ void reduce_panel(View<const scalar_t> z, View<const scalar_t> dz, int64_t chann
   for (int64_t r = 0; r < runs; ++r) {
     for (int64_t c = 0; c < channels; ++c) {
       const scalar_t *z_channel = z.data + c * z.channel_stride, *dz_channel = dz.data + c * dz.channel_stride;
-      reduce_run(z_channel + r * z.batch_stride,
-                 ahead_of_run(z_channel, z.batch_stride, runs, channels * z.channel_stride, r),
-                 dz_channel + r * dz.batch_stride,
-                 ahead_of_run(dz_channel, dz.batch_stride, runs, channels * dz.channel_stride, r), length, values[c],
-                 residual.at(c, r, 0), act, store.at(c, r, 0), sum_dy[c], sum_dy_centred[c]);
+      visit_run(residual, c, r, [&](auto here) {
+        reduce_run(z_channel + r * z.batch_stride,
+                   ahead_of_run(z_channel, z.batch_stride, runs, channels * z.channel_stride, r),
+                   dz_channel + r * dz.batch_stride,
+                   ahead_of_run(dz_channel, dz.batch_stride, runs, channels * dz.channel_stride, r), length, values[c],
+                   here, act, store.at(c, r, 0), sum_dy[c], sum_dy_centred[c]);
+      });
     }
   }
   for (int64_t c = 0; c < channels; ++c) sums[c] = {total(sum_dy[c]), total(sum_dy_centred[c])};
@@ -185,7 +184,7 @@ INPLACE_ABN_CLONES void reduce_row_chunk(const scalar_t* z, int64_t z_stride, co
                                          Res residual, Act act, Store store) {
   const int64_t z_ahead = rows_ahead<scalar_t>(z_stride, 2), dz_ahead = rows_ahead<scalar_t>(dz_stride, 2);
   for (int64_t r = 0; r < rows; ++r) {
-    const Res residual_row = residual.at(0, r, 0);
+    const Res residual_row = residual.row(r);
     const Store store_row = store.at(0, r, 0);
     const auto walk = [&](int64_t c, int64_t count) __attribute__((always_inline)) {
       const Inverted<scalar_t, Act, most_channels> inverted(act, z + r * z_stride + c, count);
@@ -196,6 +195,7 @@ INPLACE_ABN_CLONES void reduce_row_chunk(const scalar_t* z, int64_t z_stride, co
       for (int64_t i = 0; i < count; ++i) {
         opmath_t y, dy;
         inverted.get(act, i, gradient[i], y, dy);
+        dy = added.gradient(dy, i);
         const opmath_t centred = added.subtract(y, i) - beta[c + i];
         sum_dy[c + i] += dy;
         sum_dy_centred[c + i] += dy * centred;
@@ -211,10 +211,10 @@ INPLACE_ABN_CLONES void reduce_row_chunk(const scalar_t* z, int64_t z_stride, co
 // reduce_panel as reduce_and_apply_planes calls it.
 template <typename scalar_t, typename Res, typename Act, typename Store>
 auto panel_sums_of(const View<const scalar_t>& z, const View<const scalar_t>& dz, const Affine<scalar_t>& affine,
-                   Res residual, Act act, Store store) {
+                   const Verbatim<const scalar_t>& verbatim, Res residual, Act act, Store store) {
   return [=](int64_t first, int64_t channels, const Panel& panel, Sums* sums) {
     ChannelValues<opmath_type<scalar_t>> values[max_group];
-    for (int64_t i = 0; i < channels; ++i) values[i] = {affine.beta(first + i), 1 / affine.gamma(first + i)};
+    for (int64_t i = 0; i < channels; ++i) values[i] = recovering(affine, verbatim, first + i);
     reduce_panel(panel.view(z, first), panel.view(dz, first), channels, panel.runs, panel.length, values,
                  residual.panel(panel, first), act, store.panel(panel, first), sums);
   };
@@ -223,13 +223,15 @@ auto panel_sums_of(const View<const scalar_t>& z, const View<const scalar_t>& dz
 // Row order: reduces all chunks to one Sums per channel, and calls finish(channel, sums).
 template <typename scalar_t, typename Res, typename Act, typename Store, typename Finish>
 void reduce_all_rows(const Extent& extent, const RowGrid& grid, const View<const scalar_t>& z,
-                     const View<const scalar_t>& dz, const Affine<scalar_t>& affine, Res residual, Act act, Store store,
+                     const View<const scalar_t>& dz, const Affine<scalar_t>& affine,
+                     const Verbatim<const scalar_t>& verbatim, Res residual, Act act, Store store,
                      const Finish& finish) {
   using opmath_t = opmath_type<scalar_t>;
   const ChannelArrays<opmath_t, 2> values(grid);
   for (int64_t c = 0; c < grid.channels; ++c) {
-    values.set(0, c, affine.beta(c));
-    values.set(1, c, 1 / affine.gamma(c));
+    const auto [beta, inverse_gamma] = recovering(affine, verbatim, c);
+    values.set(0, c, beta);
+    values.set(1, c, inverse_gamma);
   }
   reduce_rows<MergeSums>(
       extent,

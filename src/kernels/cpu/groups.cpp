@@ -60,9 +60,8 @@ void share_sums(const ShareArgs<scalar_t>& args) {
       if (args.dbias) args.dbias.store(c, sum_dy);
     }
     for (int64_t c = first; c < first + shared; ++c) {
-      const double size = static_cast<double>(args.affine.gamma(c)) * count;
-      args.sum_dy[c] = static_cast<opmath_t>(mean_dy / size);
-      args.sum_xhat_dy[c] = static_cast<opmath_t>(mean_xhat_dy / size);
+      args.sum_dy[c] = static_cast<opmath_t>(mean_dy / count);
+      args.sum_xhat_dy[c] = static_cast<opmath_t>(mean_xhat_dy / count);
     }
   }
 }

@@ -103,6 +103,14 @@ constexpr bool is_costly<Lookup<scalar_t>> = true;
 template <>
 inline constexpr bool is_costly<Call> = true;
 
+// Whether the activation that is inverted is curved. Tables and calls are made for such only.
+template <typename Act>
+constexpr bool is_curved_inverse = is_curved<Act>;
+template <typename scalar_t>
+constexpr bool is_curved_inverse<Lookup<scalar_t>> = true;
+template <>
+inline constexpr bool is_curved_inverse<Call> = true;
+
 // As visit_activation, for passes that call `inverse`.
 template <typename scalar_t, typename F>
 void visit_inverse(const ActivationArgs& args, const F& f) {

@@ -9,8 +9,8 @@
 namespace inplace_abn::cpu {
 
 // `panel` and `rows` return the residual at a part of the tensor, `at` that at an element of a panel's channel and run,
-// or of a row. Indices count from there. `End` is the end of a run (vectors.h). `Block` holds up to `most` elements
-// (blocks.h), and is finished by passes that store a gradient.
+// or of a row, `row` that at a row. Indices count from there. `End` is the end of a run (vectors.h). `Block` holds up
+// to `most` elements (blocks.h), and is finished by passes that store a gradient; `gradient` is what dy is known to be.
 template <typename scalar_t>
 struct NoResidual {
   using opmath_t = opmath_type<scalar_t>;
@@ -24,6 +24,7 @@ struct NoResidual {
     INPLACE_ABN_INLINE explicit Block(NoResidual, int64_t = most) {}
     INPLACE_ABN_INLINE opmath_t add(opmath_t y, int64_t) const { return y; }
     INPLACE_ABN_INLINE opmath_t subtract(opmath_t y, int64_t) const { return y; }
+    INPLACE_ABN_INLINE opmath_t gradient(opmath_t dy, int64_t) const { return dy; }
     INPLACE_ABN_INLINE void store_gradient(opmath_t, int64_t) {}
     INPLACE_ABN_INLINE void finish(int64_t = most) {}
   };
@@ -33,6 +34,7 @@ struct NoResidual {
   int64_t row_stride(const View<const scalar_t>& like) const { return like.batch_stride; }
 
   INPLACE_ABN_INLINE NoResidual at(int64_t, int64_t, int64_t) const { return {}; }
+  INPLACE_ABN_INLINE NoResidual row(int64_t) const { return {}; }
 };
 
 template <typename scalar_t>
@@ -61,6 +63,7 @@ struct Residual {
         : value_(from.value.data, count), gradient_(from.gradient.data) {}
     INPLACE_ABN_INLINE opmath_t add(opmath_t y, int64_t i) const { return y + value_[i]; }
     INPLACE_ABN_INLINE opmath_t subtract(opmath_t y, int64_t i) const { return y - value_[i]; }
+    INPLACE_ABN_INLINE opmath_t gradient(opmath_t dy, int64_t) const { return dy; }
     INPLACE_ABN_INLINE void store_gradient(opmath_t dy, int64_t i) { gradient_.set(i, dy); }
     INPLACE_ABN_INLINE void finish(int64_t count = most) { gradient_.finish(count); }
 
@@ -87,6 +90,7 @@ struct Residual {
     return {{value.data + channel * value.channel_stride + run * value.batch_stride + i, 0, 0},
             {gradient.data + channel * gradient.channel_stride + run * gradient.batch_stride + i, 0, 0}};
   }
+  INPLACE_ABN_INLINE Residual row(int64_t r) const { return at(0, r, 0); }
 };
 
 // Calls f with the functor for the residual, which may be absent. Passes that call store_gradient need `gradient`.

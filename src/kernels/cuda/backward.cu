@@ -1,4 +1,5 @@
 #include "inplace_abn/kernels.h"
+#include "verbatim.cuh"
 #include "walk.cuh"
 
 namespace inplace_abn::cuda {
@@ -28,7 +29,8 @@ struct Results {
 
   __device__ void store(int64_t c, const Affine<scalar_t>& affine, const Totals& totals) const {
     const auto gamma = static_cast<double>(affine.gamma(c)), beta = static_cast<double>(affine.beta(c));
-    const double total_dy = totals.first, total_xhat_dy = totals.second / gamma;
+    const auto divisor = static_cast<double>(affine.divisor(c));
+    const double total_dy = totals.first, total_xhat_dy = totals.second / divisor;
     if (sum_dy != nullptr) sum_dy[c] = static_cast<opmath_t>(total_dy);
     if (sum_xhat_dy != nullptr) sum_xhat_dy[c] = static_cast<opmath_t>(total_xhat_dy);
     if (dweight) dweight.store(c, total_xhat_dy * static_cast<double>(affine.dgamma(c)));
@@ -37,7 +39,7 @@ struct Results {
     const auto inv_std = static_cast<double>(affine.inv_std(var.load(c)));
     const double from_xhat = training ? -gamma * inv_std * total_xhat_dy / count : 0;
     const double constant = training ? -gamma * inv_std * total_dy / count : 0;
-    const double from_y = from_xhat / gamma;
+    const double from_y = from_xhat / divisor;
     combinations[c] = {static_cast<opmath_t>(gamma * inv_std), static_cast<opmath_t>(of_xhat ? from_xhat : from_y),
                        static_cast<opmath_t>(of_xhat ? constant : constant - from_y * beta)};
   }
@@ -60,7 +62,7 @@ struct Reduce {
   Act act;
   Results<scalar_t> results;
 
-  __device__ Channel channel(int64_t c) const { return {affine.beta(c), stores ? 1 / affine.gamma(c) : opmath_t(0)}; }
+  __device__ Channel channel(int64_t c) const { return {affine.beta(c), stores ? 1 / affine.divisor(c) : opmath_t(0)}; }
 
   __device__ static Totals totals(const Channel&, const Sum& sum, opmath_t) {
     return {static_cast<double>(sum.dy), static_cast<double>(sum.dy_centred)};
@@ -98,14 +100,12 @@ struct Combine {
   using Sum = NoSum;
   using Channel = Combination<opmath_t>;
 
-  ChannelVector<scalar_t> var;
-  Affine<scalar_t> affine;
-  const opmath_t *mean_dy, *mean_xhat_dy;
+  BackwardArgs<scalar_t> args;
 
   __device__ Channel channel(int64_t c) const {
-    const opmath_t scale = affine.gamma(c) * affine.inv_std(var.load(c));
-    if (mean_dy == nullptr) return {scale, 0, 0};
-    return {scale, -scale * mean_xhat_dy[c], -scale * mean_dy[c]};
+    const opmath_t of_dy = args.of_dy(c), of_means = args.of_means(c);
+    if (args.mean_dy == nullptr) return {of_dy, 0, 0};
+    return {of_dy, -of_means * args.mean_xhat_dy[c], -of_means * args.mean_dy[c]};
   }
 
   template <int items, int width>
@@ -179,12 +179,22 @@ void backward_reduce(const BackwardReduceArgs<scalar_t>& args) {
     reduce(args.extent, Reduce<scalar_t, decltype(act), with_residual(), true>{args.affine, act, results},
            {{args.z, args.dz, args.residual}, {args.xhat, args.dy}});
   });
+  take_verbatim(args);
+}
+
+template <typename scalar_t>
+void verbatim_gradient(const VerbatimGradientArgs<scalar_t>& args) {
+  visit_activation<scalar_t>(args.activation.kind, args.activation.param, [&](auto act) {
+    using Act = decltype(act);
+    if constexpr (is_curved<Act>) {
+      launch(differentiate_kernel<scalar_t, Act>, args.extent.channels, verbatim_threads, args, act);
+    }
+  });
 }
 
 template <typename scalar_t>
 void backward(const BackwardArgs<scalar_t>& args) {
-  apply(args.extent, Combine<scalar_t>{args.var, args.affine, args.mean_dy, args.mean_xhat_dy},
-        {{args.xhat, args.dy}, {args.dx}});
+  apply(args.extent, Combine<scalar_t>{args}, {{args.xhat, args.dy}, {args.dx}});
 }
 
 template <typename scalar_t>
@@ -226,9 +236,10 @@ void local_backward(const LocalBackwardArgs<scalar_t>& args) {
   });
 }
 
-#define INSTANTIATE(scalar_t)                                         \
-  template void backward_reduce(const BackwardReduceArgs<scalar_t>&); \
-  template void backward(const BackwardArgs<scalar_t>&);              \
+#define INSTANTIATE(scalar_t)                                             \
+  template void backward_reduce(const BackwardReduceArgs<scalar_t>&);     \
+  template void backward(const BackwardArgs<scalar_t>&);                  \
+  template void verbatim_gradient(const VerbatimGradientArgs<scalar_t>&); \
   template void local_backward(const LocalBackwardArgs<scalar_t>&);
 INPLACE_ABN_FOR_ALL_TYPES(INSTANTIATE)
 

@@ -1,5 +1,6 @@
 #include "inplace_abn/kernels.h"
 #include "statistics.cuh"
+#include "verbatim.cuh"
 #include "walk.cuh"
 
 namespace inplace_abn::cuda {
@@ -56,6 +57,7 @@ void visit_transform(const ForwardArgs<scalar_t>& args, const F& f) {
 
 template <typename scalar_t>
 void forward(const ForwardArgs<scalar_t>& args) {
+  save_verbatim(args);
   visit_transform(args, [&](const auto& op, const auto& io) { apply(args.extent, op, io); });
 }
 
@@ -64,7 +66,7 @@ void local_forward(const LocalForwardArgs<scalar_t>& args) {
   const auto count = static_cast<double>(args.extent.batch * args.extent.space);
   reduce_moments(args.extent, Statistics<scalar_t>{args.x, args.mean, args.var, args.running, count});
   const ForwardArgs<scalar_t> all{args.extent, args.x,          args.z,          {args.mean, false}, {args.var, false},
-                                  args.affine, args.activation, args.invertible, args.residual};
+                                  args.affine, args.activation, args.invertible, args.residual,      args.verbatim};
   forward(all);
 }
 

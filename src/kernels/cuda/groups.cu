@@ -45,9 +45,8 @@ __global__ void __launch_bounds__(group_threads)
   }
   const Totals sums = sum_of_block<group_threads>(own, memory);
   for (int64_t c = first + threadIdx.x; c < first + shared; c += group_threads) {
-    const double size = static_cast<double>(args.affine.gamma(c)) * count;
-    args.sum_dy[c] = static_cast<opmath_t>(sums.first / size);
-    args.sum_xhat_dy[c] = static_cast<opmath_t>(sums.second / size);
+    args.sum_dy[c] = static_cast<opmath_t>(sums.first / count);
+    args.sum_xhat_dy[c] = static_cast<opmath_t>(sums.second / count);
   }
 }
 

@@ -1,0 +1,56 @@
+#include "inplace_abn/kernels.h"
+#include "walk.h"
+
+namespace inplace_abn::cpu {
+namespace {
+
+// `count` elements, at these distances.
+template <typename scalar_t, typename opmath_t, typename Act>
+INPLACE_ABN_CLONES void differentiate(const scalar_t* dz, int64_t dz_stride, const scalar_t* xhat,
+                                      const scalar_t* residual, int64_t residual_stride, scalar_t* dy, int64_t stride,
+                                      int64_t count, opmath_t gamma, opmath_t beta, Act act) {
+  INPLACE_ABN_INDEPENDENT
+  for (int64_t i = 0; i < count; ++i) {
+    opmath_t y = gamma * static_cast<opmath_t>(xhat[i * stride]) + beta;
+    if (residual != nullptr) y += static_cast<opmath_t>(residual[i * residual_stride]);
+    dy[i * stride] = static_cast<scalar_t>(static_cast<opmath_t>(dz[i * dz_stride]) * act.slope(y));
+  }
+}
+
+}  // namespace
+
+template <typename scalar_t>
+void verbatim_gradient(const VerbatimGradientArgs<scalar_t>& args) {
+  const Extent& extent = args.extent;
+  // Rows of channels are taken in blocks that stay in cache, planes one by one.
+  const bool rows = extent.order == Order::rows;
+  const int64_t block = rows ? std::max<int64_t>(1, panel_elements / std::max<int64_t>(1, extent.channels)) : 1;
+  const int64_t blocks = (extent.batch + block - 1) / block;
+  visit_activation<scalar_t>(args.activation.kind, args.activation.param, [&](auto act) {
+    if constexpr (is_curved<decltype(act)>) {
+      torch::stable::parallel_for(
+          0, blocks, grain(block * extent.channels * extent.space), [&](int64_t begin, int64_t end) {
+            for (int64_t b = begin; b < end; ++b) {
+              const int64_t n = b * block, count = rows ? std::min(block, extent.batch - n) : extent.space;
+              for (int64_t c = 0; c < extent.channels; ++c) {
+                const int64_t row = args.verbatim.row(c);
+                if (row < 0) continue;
+                const auto at = [&](const auto& view, int64_t channel) {
+                  return view.data + n * view.batch_stride + channel * view.channel_stride;
+                };
+                const auto step = [&](const auto& view) { return rows ? view.batch_stride : int64_t{1}; };
+                const bool adds = args.residual.data != nullptr;
+                differentiate(at(args.dz, c), step(args.dz), at(args.verbatim.xhat, row),
+                              adds ? at(args.residual, c) : nullptr, adds ? step(args.residual) : 0, at(args.dy, row),
+                              step(args.dy), count, args.affine.gamma(c), args.affine.beta(c), act);
+              }
+            }
+          });
+    }
+  });
+}
+
+#define INSTANTIATE(scalar_t) template void verbatim_gradient(const VerbatimGradientArgs<scalar_t>&);
+INPLACE_ABN_FOR_ALL_TYPES(INSTANTIATE)
+
+}  // namespace inplace_abn::cpu
