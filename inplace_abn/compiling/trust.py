@@ -204,7 +204,7 @@ def _chosen(module: Any, figures: Tensor, dtype: torch.dtype, name: str, before:
     given = module.guard_threshold
     threshold = THRESHOLDS[dtype] if given is None else Threshold(given, given)
     last = _NOTHING if before is None else before
-    return chosen(unpacked(figures), last.channels, before is None or name in last.names, threshold)
+    return chosen(unpacked(figures), last.channels, before is None or name in last.names, threshold, dtype)
 
 
 def _told(found: frozenset[str]) -> str:

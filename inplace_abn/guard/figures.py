@@ -48,6 +48,8 @@ class Table(NamedTuple):
     """`recovery.Errors.dx`; of shape (combination, channel)."""
     least: Tensor
     """The magnitude of a signed weight, in units of eps; infinite if there is none."""
+    reach: Tensor
+    """The magnitude of the weight plus that of the bias."""
 
     @property
     def unknown(self) -> bool:
@@ -56,13 +58,16 @@ class Table(NamedTuple):
         return any(t.isnan().any().tolist() for t in self)
 
 
-def packed(errors: Errors, weight: Tensor | None, settings: Settings) -> Tensor:
+def packed(errors: Errors, weight: Tensor | None, bias: Tensor | None, settings: Settings) -> Tensor:
     """The figures of each channel in one tensor; float64 of shape (row, channel).
 
-    The rows are ``weight`` and all of ``dx`` of `Errors`, and the magnitude of a signed weight in units of eps, which is
-    infinite if there is none. Errors of dweight are 0 where there is no weight.
+    The rows are ``weight`` and all of ``dx`` of `Errors`, and ``least`` and ``reach`` of `Table`. Errors of dweight are 0
+    where there is no weight.
     """
     of_weight, least = errors.weight, torch.full_like(errors.weight, math.inf)
+    reach = torch.ones_like(of_weight) if weight is None else weight.detach().abs().double()
+    if bias is not None:
+        reach = reach + bias.detach().abs()
     if weight is None:
         of_weight = torch.zeros_like(of_weight)
     else:
@@ -72,21 +77,21 @@ def packed(errors: Errors, weight: Tensor | None, settings: Settings) -> Tensor:
         if settings.scale != MAGNITUDE:
             # The division is in the weight's dtype, in which the kernels and the guard compare.
             least = (size / settings.eps).double()
-    return torch.stack([of_weight, *errors.dx, least])
+    return torch.stack([of_weight, *errors.dx, least, reach])
 
 
 def unpacked(packed: Tensor) -> Table:
     """The figures on the host. Waits for the device."""
-    weight, *dx, least = packed.cpu()
-    return Table(weight, torch.stack(dx), least)
+    weight, *dx, least, reach = packed.cpu()
+    return Table(weight, torch.stack(dx), least, reach)
 
 
 def worst(found: Sequence[Table]) -> Table | None:
     """The worst figures of each channel in several calls; None without a call."""
     if len(found) < 2:
         return next(iter(found), None)
-    weight, dx, least = (torch.stack(each) for each in zip(*found, strict=True))
-    return Table(weight.amax(0), dx.amax(0), least.amin(0))
+    weight, dx, least, reach = (torch.stack(each) for each in zip(*found, strict=True))
+    return Table(weight.amax(0), dx.amax(0), least.amin(0), reach.amax(0))
 
 
 def fetched(packed: Tensor) -> tuple[Tensor, torch.Event | None]:

@@ -312,10 +312,12 @@ def decide(module: Any, x: Tensor, residual: Tensor | None) -> tuple[bool, Chann
 def with_lost(module: Any, looked: Look) -> Look:
     """What a layer does in a call, if its weights of this very call are looked at (`verbatim.lost`)."""
     decision, mode = looked.decision, looked.mode
-    channels = verbatim.lost(module, decision.verbatim) if decision.trusted else None
-    if channels is None:
+    if not decision.trusted:
         return looked
-    trusted = len(channels) <= verbatim.MOST * channels.size
+    found = verbatim.lost(module, decision.verbatim, None if mode is None else mode.dtype)
+    if found is None:
+        return looked
+    trusted, channels = found
     changes: dict[str, Any] = {"trusted": trusted, "verbatim": channels if trusted else _NONE}
     if mode is None:
         return looked._replace(decision=decision._replace(**changes))
@@ -323,7 +325,17 @@ def with_lost(module: Any, looked: Look) -> Look:
     if not trusted:
         mode.why = f"the weights of {len(channels)} of {channels.size} channels are nearly zero"
         renew(module)
+        _tell(module, f"{mode.why}; it saves its input for backward, as torch does")
     return looked._replace(decision=mode.decisions[-1])
+
+
+def _tell(module: Any, text: str) -> None:
+    """Says that a layer is torch's, or raises that it would be."""
+    if module.on_untrusted == "raise":
+        # The measurement is forgotten, so that the next call measures and raises, too.
+        forget(module)
+        raise RuntimeError(f"inplace_abn: {name(module)}: {text}")
+    _logger.log(logging.WARNING if module.on_untrusted == "warn" else logging.INFO, "%s: %s", name(module), text)
 
 
 def mode_of(module: Any, dtype: torch.dtype) -> Mode | None:
@@ -339,7 +351,7 @@ def _judge(module: Any, mode: Mode, found: list[Table]) -> None:
     before = now = last.trusted
     told = ""
     if table is not None:
-        now, channels = verbatim.chosen(table, last.verbatim, before, threshold)
+        now, channels = verbatim.chosen(table, last.verbatim, before, threshold, mode.dtype)
         told = described(table, len(channels), threshold)
         if now and channels != last.verbatim:
             mode.change(verbatim=channels)
@@ -350,22 +362,15 @@ def _judge(module: Any, mode: Mode, found: list[Table]) -> None:
     if now == before == was_told:
         return
     kind = str(mode.dtype).removeprefix("torch.")
-    text = f"{name(module)}: its input is not recoverable from its output ({told}); "
-    text += f"it saves its input for backward in {kind}, as torch does"
-    if not now and module.on_untrusted == "raise":
-        # The measurement is forgotten, so that the next call measures and raises, too.
-        forget(module)
-        raise RuntimeError(f"inplace_abn: {text}")
+    if not now and (was_told or module.on_untrusted == "raise"):
+        text = f"its input is not recoverable from its output ({told}); "
+        _tell(module, f"{text}it saves its input for backward in {kind}, as torch does")
     if now:
         mode.why = ""
     mode.judge(now)
     renew(module)
-    if now == was_told:
-        return
-    if now:
+    if now and not was_told:
         _logger.info("%s: its input is recoverable again (%s); it runs in place in %s", name(module), told, kind)
-    else:
-        _logger.log(logging.WARNING if module.on_untrusted == "warn" else logging.INFO, "%s", text)
 
 
 def layers_of(model: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -100,7 +100,7 @@ class Observation(NamedTuple):
             errors = recovery.measured(self.x, self.mean, self.var, Operands(weight, bias, added), settings)
             of_weight, of_dx = (t.unflatten(-1, (-1, self.channels)) for t in errors)
             # The worst sample of each channel counts. Errors of dx are shares of what all samples have.
-            return packed(Errors(of_weight.amax(0), of_dx.sum(1)), self.weight, settings)
+            return packed(Errors(of_weight.amax(0), of_dx.sum(1)), self.weight, self.bias, settings)
 
 
 def observe(module: Any, x: Tensor) -> Observation:

@@ -44,7 +44,7 @@ def figures(x: Tensor, y: Tensor, weight: Tensor | None, bias: Tensor | None, se
     of_weight = of_weight.sqrt().nan_to_num(math.inf, math.inf)
     # A weight next to zero says nothing of xhat, whatever xhat is in these rows.
     is_lost = gamma.abs() < max(torch.finfo(y.dtype).tiny, LEAST_WEIGHT)
-    return packed(Errors(of_weight.masked_fill(is_lost, math.inf), of_dx), weight, settings)
+    return packed(Errors(of_weight.masked_fill(is_lost, math.inf), of_dx), weight, bias, settings)
 
 
 def _sums(xhat: Tensor, recovered: Tensor, rstd: Tensor, gamma: Tensor) -> Tensor:

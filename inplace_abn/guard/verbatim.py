@@ -12,11 +12,16 @@ from inplace_abn.guard.figures import HYSTERESIS, Table, Threshold
 from inplace_abn.kernels import ops
 from inplace_abn.settings import Channels
 
-MOST, MOST_AGAIN = 3 / 4, 1 / 2
+_MOST, _MOST_AGAIN = 3 / 4, 1 / 2
 """The largest share of channels that are saved. A layer with more is torch's, until there are no more than the second
 share."""
 _LEAST = 4.0
 """The smallest magnitude of a weight, in units of eps, by which xhat is recovered."""
+
+
+_REACH = {torch.float16: 8.0}
+"""The largest |gamma| + |beta| of a channel that is saved. In float16 tags are a share of y, where there should be zeros.
+"""
 
 
 class Choice(NamedTuple):
@@ -28,8 +33,8 @@ class Choice(NamedTuple):
     """The channels whose xhat it then saves."""
 
 
-def chosen(table: Table, before: Channels, trusted: bool, threshold: Threshold) -> Choice:
-    """What a layer saves, by the largest figures of a generation.
+def chosen(table: Table, before: Channels, trusted: bool, threshold: Threshold, dtype: torch.dtype) -> Choice:
+    """What a layer saves with inputs of this dtype, by the largest figures of a generation.
 
     A channel is ill if its figures are above the threshold, and well again below a quarter of it.
 
@@ -45,10 +50,14 @@ def chosen(table: Table, before: Channels, trusted: bool, threshold: Threshold) 
         ill |= was
     largest = threshold.x if trusted else threshold.x / HYSTERESIS
     if _error(table, ill) > largest:
-        ill[_causes(table, ill, largest)] = True
+        ill[_causes(table, ill, largest / HYSTERESIS)] = True
     numbers = ill.nonzero().flatten().tolist()
-    is_trusted = len(numbers) <= (MOST if trusted else MOST_AGAIN) * size
+    is_trusted = len(numbers) <= (_MOST if trusted else _MOST_AGAIN) * size and _is_in_reach(table.reach[ill], dtype)
     return Choice(is_trusted, Channels(numbers, size))
+
+
+def _is_in_reach(reach: Tensor, dtype: torch.dtype) -> bool:
+    return dtype not in _REACH or not (reach > _REACH[dtype]).any().item()
 
 
 def _error(table: Table, ill: Tensor) -> float:
@@ -68,16 +77,18 @@ def _causes(table: Table, ill: Tensor, largest: float) -> Tensor:
     return well[: enough[0] + 1] if enough else well
 
 
-def lost(module: Any, saved: Channels) -> Channels | None:
-    """The channels to save if a weight on the CPU is nearly zero and its channel is not saved; None if none is.
+def lost(module: Any, saved: Channels, dtype: torch.dtype | None) -> Choice | None:
+    """What to do if a weight on the CPU is nearly zero and its channel is not saved; None if none is.
 
     Whatever has written to the weight, its channel would be lost in this very call.
     """
-    weight, _ = module.scale_and_offset()
+    weight, bias = module.scale_and_offset()
     if type(weight) not in (nn.Parameter, Tensor) or not weight.is_cpu or _torch.transforms_active():
         return None
     with torch.no_grad(), _torch.unwatched():
         if not ops.run(ops.has_lost, [], weight, module.least_weight, saved.rows(weight.device)):
             return None
-        near = (~(weight.abs() >= module.least_weight)).nonzero().flatten().tolist()
-    return Channels(sorted({*saved.numbers, *near}), weight.numel())
+        near = ~(weight.abs() >= module.least_weight)
+        channels = Channels(sorted({*saved.numbers, *near.nonzero().flatten().tolist()}), weight.numel())
+        is_in_reach = dtype is None or bias is None or _is_in_reach(bias[near].abs(), dtype)
+    return Choice(len(channels) <= _MOST * channels.size and is_in_reach, channels)

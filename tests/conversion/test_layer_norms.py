@@ -29,6 +29,7 @@ from training import check_training
 from inplace_abn import convert, guard, report, revert, set_guard, verify
 from inplace_abn.conversion.layer_norms import ConvertedLayerNorm
 from inplace_abn.conversion.narrowed import Narrowed
+from inplace_abn.guard.figures import THRESHOLDS
 from inplace_abn.memory import measure
 
 SIZE = 16
@@ -475,13 +476,16 @@ def test_values_whose_weight_is_tiny_beside_the_bias_are_saved_as_they_are(dtype
         stepped(converted, x)
     (mode,) = converted.norm._guard.modes.values()
     assert converted.norm.note().in_place
-    assert len(mode.decisions[-1].verbatim) == 4
+    # In more than 16 bits there are digits enough.
+    assert len(mode.decisions[-1].verbatim) == (4 if dtype.itemsize == 2 else 0)
     for torchs, own in zip(*errors(model, converted, x), strict=True):
-        assert own <= 6 * torchs + 1e-7
+        assert own <= max(6 * torchs + 1e-7, THRESHOLDS[dtype].x if dtype == torch.float32 else 0.0)
 
 
 def test_where_too_many_values_are_ill_it_keeps_its_input():
     model = Wide(64)
+    with torch.no_grad():
+        model.norm.weight[:100] = 1e-7
     layer = layer_of(check_training(model, torch.randn(200, 128)))
     assert layer.in_place
     converted = convert(copy.deepcopy(model))

@@ -1,4 +1,4 @@
-"""Weights that become zero, or nearly so, in every way that users have, between the steps in which norms are measured."""
+"""Weights that become zero, or nearly so, in every way that users have, between two measurements."""
 
 import copy
 import itertools

@@ -75,7 +75,7 @@ def test_a_layer_tells_what_follows_and_why_it_is_not_in_place(name):
         (with_own_forward(nn.BatchNorm2d(4)), "it has a forward pass of its own"),
         (BatchNormAct2d(4, nn.Hardtanh), NOT_KEPT),
         (BatchNormAct2d(4, nn.SELU), NOT_KEPT),
-        (with_weight(0.0), "a weight is within eps of zero"),
+        (with_weight(0.0), "its input is not recoverable: "),
         (with_weight(1e-3, 1e3), "its input is not recoverable: "),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
@@ -118,8 +118,9 @@ def test_a_report_is_of_the_last_call_and_reads_only():
         model.bn.weight.zero_()
     model.train()(images()).sum().backward()
     optimizer.step()
-    assert report(model).layers[0].why == "a weight is within eps of zero"
-    assert "not in place: a weight is within eps of zero" in repr(model.bn)
+    assert report(model).layers[0].why.endswith("; 4 of 4 channels are ill")
+    assert report(model).layers[0].channels_saved == {"float32": 1.0}
+    assert "not in place: its input is not recoverable: " in repr(model.bn)
     assert report(revert(model)).layers[0].why == "it was not converted"
 
 
@@ -156,7 +157,25 @@ def test_weights_of_zero_are_told_to_end_with_training():
     told = str(analyze(spread(OneNorm(plain)), images()))
     assert "zero_init_last" not in told
     told = str(analyze(OneNorm(plain, with_weight(0.0)), images()))
-    assert "such a norm is in place once its weight has grown" in " ".join(told.split())
+    told = " ".join(told.split())
+    assert "norms save channels in float32" in told
+    assert "norms whose weights begin with zeros (zero_init_last) save less once these have grown" in told
+
+
+def test_a_report_says_which_share_of_channels_is_saved_now():
+    """The reason of the first measurement was told for ever: a weight of 0 eps, when the smallest was 108."""
+    model = convert(spread(OneNorm(plain)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for weight, share in ((0.0, 0.25), (1.0, 0.0)):
+        with torch.no_grad():
+            model.bn.weight[2] = weight
+        for _ in range(2):
+            model(images()).sum().backward()
+            optimizer.step()
+        found = report(model)
+        assert found.layers[0].in_place
+        assert found.layers[0].channels_saved == {"float32": share}
+        assert ("save channels in float32" in str(found)) == (share > 0)
 
 
 def layer(name, saved=1024, follows="relu", why="", in_place=None):

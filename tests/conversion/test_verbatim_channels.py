@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from inplace_abn import convert, guard, report
+from inplace_abn.guard.figures import THRESHOLDS
 from inplace_abn.memory import measure
 
 CHANNELS, GROUPS = 64, 8
@@ -70,7 +71,7 @@ def settled(model, *given):
 def verbatim(model):
     """The channels that a model's norm saves."""
     (mode,) = model.norm._guard.modes.values()
-    return mode.decisions[-1].verbatim
+    return mode.decisions[-1].verbatim.numbers
 
 
 def errors(model, converted, *given):
@@ -91,11 +92,13 @@ def test_gradients_are_as_exact_as_torchs(dtype, act, memory_format):
     model, x = Net(act).to(dtype), images(dtype, memory_format)
     converted = settled(model, x)
     assert report(converted).layers[0].in_place
-    # In float64 there are digits enough.
-    assert verbatim(converted) == (() if dtype == torch.float64 else tuple(range(0, CHANNELS, CHANNELS // 4)))
+    ill = set(range(0, CHANNELS, CHANNELS // 4))
+    assert set(verbatim(converted)) == ill if dtype.itemsize == 2 else set(verbatim(converted)) <= ill
     # Next to a minimum a rounding of z moves y by more than a rounding. In float64 torch is compared with itself.
     has_minimum = isinstance(act, (nn.SiLU, nn.GELU))
     least = {torch.float64: 1e-9, torch.float32: 2e-5 if has_minimum else 0.0}.get(dtype, 0.0)
+    if len(verbatim(converted)) < len(ill):
+        least = max(least, THRESHOLDS[dtype].x)
     for native, own in errors(model, converted, x):
         assert own <= max(6 * native, least)
 
@@ -109,18 +112,18 @@ def test_a_residual_has_its_gradient():
         assert own <= max(6 * native, 2e-5)
 
 
-def test_in_the_first_step_the_input_is_kept():
-    """The layer is measured in its first step, and chooses what to save for the next one."""
+def test_in_the_first_step_as_in_later_ones_such_channels_are_saved():
+    """A layer was torch's in its first step, which decides what fits."""
     model, x = Net().bfloat16(), images(torch.bfloat16)
     converted = convert(copy.deepcopy(model))
-    step(converted, x)
-    assert "not recoverable" in report(converted).layers[0].why
-    for native, own in errors(model, convert(copy.deepcopy(model)), x):
-        assert own == pytest.approx(native, rel=0.05)
+    for native, own in errors(model, converted, x):
+        assert own <= max(6 * native, 2e-5)
+    assert report(converted).layers[0].in_place
+    assert verbatim(converted)
 
 
-@pytest.mark.parametrize(("count", "is_in_place"), [(16, True), (32, False)])
-def test_at_most_a_quarter_of_the_channels_is_saved(count, is_in_place):
+@pytest.mark.parametrize(("count", "is_in_place"), [(16, True), (32, True), (64, False)])
+def test_a_layer_is_torchs_only_if_most_channels_are_ill(count, is_in_place):
     model, x = Net(count=count), images(torch.float32)
     converted = settled(model, x)
     (layer,) = report(converted).layers
