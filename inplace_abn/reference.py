@@ -17,7 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from inplace_abn.settings import MAGNITUDE, WEIGHT, Channels
+MAGNITUDE, AT_LEAST_EPS, WEIGHT = range(3)
+"""What xhat is multiplied by: ``|weight| + eps``; the weight, moved to a magnitude of at least ``eps``; or the weight
+itself (`settings.Settings.scale`)."""
 
 
 def per_channel(t: Tensor, like: Tensor) -> Tensor:
@@ -173,10 +175,10 @@ def recovered_rows(
     y: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    verbatim: tuple[Channels, Tensor | None],
+    verbatim: tuple[Tensor, Tensor] | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """xhat from y, but for the channels of ``verbatim``, of which xhat is given.
+    """xhat from y, but for the channels of ``verbatim``, numbers and xhat of some, of which xhat is given.
 
     Where the weight is zero otherwise, xhat is zero, which the guard does not trust.
     """
@@ -190,9 +192,8 @@ def recovered_rows(
             torch.mul(y, inverse, out=xhat)
         else:
             torch.addcmul(-bias.to(inverse.dtype) * inverse, y, inverse, out=xhat)
-    channels, values = verbatim
-    if values is not None:
-        xhat[..., channels.indices(y.device)] = values.to(dtype)
+    if verbatim is not None:
+        xhat[..., verbatim[0]] = verbatim[1].to(dtype)
     return xhat
 
 

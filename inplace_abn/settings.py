@@ -12,6 +12,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from inplace_abn import activations
+from inplace_abn.reference import AT_LEAST_EPS as AT_LEAST_EPS
+from inplace_abn.reference import MAGNITUDE as MAGNITUDE
+from inplace_abn.reference import WEIGHT as WEIGHT
 
 
 class Operands(NamedTuple):
@@ -38,11 +41,6 @@ class Operands(NamedTuple):
     def momentum_arguments(self) -> tuple[float, Tensor | None]:
         """The momentum as the ops take it: as a number, or as a tensor if only the device knows it."""
         return (0.0, self.momentum) if isinstance(self.momentum, Tensor) else (self.momentum, None)
-
-
-MAGNITUDE, AT_LEAST_EPS, WEIGHT = range(3)
-"""What xhat is multiplied by: ``|weight| + eps``; the weight, moved to a magnitude of at least ``eps``; or the weight
-itself (`Settings.scale`)."""
 
 
 class Channels:

@@ -54,6 +54,7 @@ EMULATED = {
     "test_residual",
     "test_schemas",
     "test_shared_statistics",
+    "test_verbatim",
 }
 
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]

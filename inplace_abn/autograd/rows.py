@@ -13,7 +13,9 @@ from inplace_abn.settings import AT_LEAST_EPS, Settings
 
 
 def _recovered(saved: Saved, settings: Settings, dtype: torch.dtype) -> Tensor:
-    return recovered_rows(saved.z, saved.weight, saved.bias, (settings.verbatim, saved.verbatim), dtype)
+    xhat = saved.verbatim
+    verbatim = None if xhat is None else (settings.verbatim.indices(xhat.device), xhat)
+    return recovered_rows(saved.z, saved.weight, saved.bias, verbatim, dtype)
 
 
 def gradients(need: Needed, saved: Saved, dy: Tensor, own_z: bool, own_dz: bool, settings: Settings) -> Gradients:

@@ -236,8 +236,8 @@ def normalised(
     """torch's norm, which `compiling.joint` can fuse with what follows. The scale is the weight itself.
 
     ``trusted`` names the activations whose z is trusted for recovering x, by their `activation_key`, with spaces in
-    between. They are trusted if xhat of the channels ``saved`` is saved. In training each sample has its own statistics
-    if there are ``groups`` of channels, and statistics are those of all processes of the process group ``name``, if it is given.
+    between, if xhat of the channels ``saved`` is saved. In training each sample has its own statistics if there are
+    ``groups`` of channels, and statistics are those of all processes of the process group ``name``, if it is given.
     """
     mean, var, total, name = _statistics(x, operands, training, groups, name)
     rows = kept = None

@@ -61,8 +61,8 @@ class Table(NamedTuple):
 def packed(errors: Errors, weight: Tensor | None, bias: Tensor | None, settings: Settings) -> Tensor:
     """The figures of each channel in one tensor; float64 of shape (row, channel).
 
-    The rows are ``weight`` and all of ``dx`` of `Errors`, and ``least`` and ``reach`` of `Table`. Errors of dweight are 0
-    where there is no weight.
+    The rows are ``weight`` and all of ``dx`` of `Errors`, and ``least`` and ``reach`` of `Table`. Errors of dweight are
+    0 where there is no weight.
     """
     of_weight, least = errors.weight, torch.full_like(errors.weight, math.inf)
     reach = torch.ones_like(of_weight) if weight is None else weight.detach().abs().double()

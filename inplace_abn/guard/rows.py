@@ -15,7 +15,7 @@ from torch import Tensor
 from inplace_abn.guard.figures import packed
 from inplace_abn.guard.recovery import PIECE, SAMPLE, Errors
 from inplace_abn.reference import LEAST_WEIGHT, inverse_std_of_rows, recovered_rows, standardised_rows
-from inplace_abn.settings import Channels, Settings
+from inplace_abn.settings import Settings
 
 
 @torch.no_grad()
@@ -32,7 +32,7 @@ def figures(x: Tensor, y: Tensor, weight: Tensor | None, bias: Tensor | None, se
     for rows in places.split(max(1, PIECE // channels)):
         own = x[rows].double()
         is_unknown |= ~own.isfinite().all()
-        recovered = recovered_rows(y[rows], weight, bias, (Channels(), None), y.dtype).double()
+        recovered = recovered_rows(y[rows], weight, bias, None, y.dtype).double()
         rstd = inverse_std_of_rows(own, settings.rows, settings.eps)
         xhat = standardised_rows(own, rstd, settings.rows, slice(None))
         sums += _sums(xhat, recovered, rstd, gamma)

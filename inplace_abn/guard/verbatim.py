@@ -20,8 +20,7 @@ _LEAST = 4.0
 
 
 _REACH = {torch.float16: 8.0}
-"""The largest |gamma| + |beta| of a channel that is saved. In float16 tags are a share of y, where there should be zeros.
-"""
+"""The largest |gamma| + |beta| of a channel that is saved. In float16 tags are a share of y instead of zeros."""
 
 
 class Choice(NamedTuple):

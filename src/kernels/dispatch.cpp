@@ -138,7 +138,8 @@ template <typename scalar_t>
 void differentiate_saved(const Tensor& y_act, const Extent& extent, const View<const scalar_t>& dz,
                          const Affine<scalar_t>& affine, const ActivationArgs& activation,
                          const View<const scalar_t>& residual, View<scalar_t> memory, Verbatim<const scalar_t>& known) {
-  memory.instance_stride = known.xhat.instance_stride;
+  // Between samples, the saved xhat may have gaps that its like has not.
+  if (known.xhat.instance_stride == 0) memory.instance_stride = 0;
   const VerbatimGradientArgs<scalar_t> args{extent, dz, affine, activation, residual, known, memory};
   CALL_BACKEND_PER_INSTANCE(y_act, verbatim_gradient, args);
   known.dy = {memory.data, memory.batch_stride, memory.channel_stride, memory.instance_stride};

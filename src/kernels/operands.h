@@ -87,7 +87,10 @@ class Operands {
   template <typename scalar_t>
   Verbatim<const scalar_t> verbatim(const OptTensor& rows, const OptTensor& xhat) {
     if (!rows.has_value()) return {};
-    return seen(*rows, *xhat, input<scalar_t>(*xhat));
+    // Samples at no distance would be taken for channels of one instance, which count on.
+    const bool repeats = division_.per_instance() && !division_.even && xhat->size(0) > 1 && xhat->stride(0) == 0;
+    const Tensor& apart = repeats ? held_.emplace_back(torch::stable::contiguous(*xhat)) : *xhat;
+    return seen(*rows, apart, input<scalar_t>(apart));
   }
 
   template <typename scalar_t>

@@ -98,7 +98,7 @@ def test_the_worst_sample_counts_for_dweight_and_all_samples_for_dx():
     both, first, second = (measuring.measure(module, part, None) for part in (x, x[:1], x[1:]))
     torch.testing.assert_close(both[0], torch.maximum(first[0], second[0]))
     # Both samples have about the same dx.
-    torch.testing.assert_close(both[1:-1], (first[1:-1] + second[1:-1]) / 2, rtol=0.1, atol=0)
+    torch.testing.assert_close(both[1:-2], (first[1:-2] + second[1:-2]) / 2, rtol=0.1, atol=0)
 
 
 def test_samples_that_have_too_many_channels_together_are_not_all_looked_at():
@@ -117,18 +117,21 @@ def test_the_figures_on_the_host_are_those_of_the_device():
     errors = recovery.Errors(of_weight, torch.stack(of_dx))
     weight = torch.tensor([1.0, -1e-4, 2.0**41, 0.5, 1.0])
     settings = Settings("relu", 0.0, EPS, AT_LEAST_EPS, True, None)
-    packed = figures.packed(errors, weight, settings)
-    assert packed.shape == (6, 5)
+    bias = torch.tensor([0.0, -3.0, 0.0, 2.0, 1.0])
+    packed = figures.packed(errors, weight, bias, settings)
+    assert packed.shape == (7, 5)
     found = figures.unpacked(packed)
     assert found.weight.isinf().tolist() == [False, False, True, False, False]
     assert torch.equal(found.weight[:2], errors.weight[:2])
     assert torch.equal(found.dx, errors.dx)
     assert torch.equal(found.least, (weight.abs() / EPS).double())
     assert errors.x == max(sum(row) for row in found.dx.tolist()) ** 0.5
-    without = figures.unpacked(figures.packed(errors, None, settings))
+    assert torch.equal(found.reach, weight.abs().double() + bias.abs().double())
+    without = figures.unpacked(figures.packed(errors, None, None, settings))
+    assert without.reach.tolist() == [1.0] * 5
     assert not without.weight.any()
     assert without.least.isinf().all()
-    assert figures.packed(errors, weight, settings._replace(scale=MAGNITUDE))[-1].isinf().all()
+    assert figures.packed(errors, weight, bias, settings._replace(scale=MAGNITUDE))[-2].isinf().all()
     assert not found.unknown
     for row in range(len(packed)):
         broken = packed.clone()
@@ -181,9 +184,9 @@ def test_channels_of_rows(norm, monkeypatch):
     y = reference.normalised_rows(x.double(), weight.double(), bias.double(), norm, EPS).bfloat16()
     x = x.bfloat16()
     packed = rows.figures(x, y, weight, bias, settings)
-    assert packed.shape == (6, 24)
+    assert packed.shape == (7, 24)
     assert packed[0].isinf().nonzero().flatten().tolist() == [3]
-    assert (packed[1:-1, [3, 5]] > 100 * packed[1:-1, 6:].amax(dim=1, keepdim=True)).all()
+    assert (packed[1:-2, [3, 5]] > 100 * packed[1:-2, 6:].amax(dim=1, keepdim=True)).all()
     monkeypatch.setattr(rows, "PIECE", 100)
     torch.testing.assert_close(rows.figures(x, y, weight, bias, settings), packed, rtol=1e-9, atol=0)
 

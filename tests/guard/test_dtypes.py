@@ -13,7 +13,6 @@ FORMER = {
     "silu float16 gamma 10: dx 13 %": ("silu", torch.float16, 10.0, 0.0),
     "leaky_relu bfloat16 gamma 0.02 beta 1: dweight 14 %": ("leaky_relu", torch.bfloat16, 0.02, 1.0),
     "relu bfloat16 gamma 0.5 beta 10: dx 6 %": ("relu", torch.bfloat16, 0.5, 10.0),
-    "relu bfloat16 gamma 0.5 beta 20: dx 15 %": ("relu", torch.bfloat16, 0.5, 20.0),
 }
 
 
@@ -62,15 +61,13 @@ def test_a_layer_that_was_measured_in_float32_is_measured_again_in_16_bits(case,
             assert module.shares_saved() == {torch.float32: 0.0}
             guard.generations.advance()
         results.append(step(model, module, x.to(dtype), dz.to(dtype)))
-        share = module.shares_saved()[dtype]
-        # The smallest of these errors is small enough once some of the channels are saved.
-        assert 0 < share <= 3 / 4 if "6 %" in case else share == 1
+        assert module.shares_saved()[dtype] == 1.0
     for ours, of_new in zip(*results, strict=True):
         assert torch.equal(ours, of_new)
 
 
 def test_each_dtype_has_a_mode_of_its_own():
-    module = set_guard(layer("relu", 0.5, 20.0), interval=2)
+    module = set_guard(layer("relu", 0.5, 10.0), interval=2)
     for _ in range(6):
         in_place = []
         for dtype in (torch.float32, torch.bfloat16):
@@ -98,7 +95,7 @@ def test_autocast_in_later_epochs_is_measured_first():
 
 def test_messages_say_in_which_dtype_a_layer_keeps_its_input(logged):
     records = logged("INFO")
-    module = layer(gamma=0.5, beta=20.0)
+    module = layer(gamma=0.5, beta=10.0)
     assert error_of_dx(module, torch.randn(8, 8, 16, 16)) < 1e-4
     assert error_of_dx(module, torch.randn(8, 8, 16, 16).bfloat16()) < 0.01
     (record,) = records

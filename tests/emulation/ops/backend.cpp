@@ -24,13 +24,20 @@ class Call {
 
   template <typename scalar_t>
   Call& view(const char* name, const View<scalar_t>& view, unsigned uses) {
-    emulation::add_area(
-        {name,
-         view.data,
-         sizeof(scalar_t),
-         {{extent_.batch, view.batch_stride}, {extent_.channels, view.channel_stride}, {extent_.space, 1}},
-         uses});
-    return *this;
+    return view_of(name, view, extent_.channels, uses);
+  }
+  // What is saved of some channels. Where channels of several samples count on, all of these have saved some.
+  template <typename scalar_t>
+  Call& verbatim(const Verbatim<scalar_t>& verbatim, unsigned uses) {
+    if (!verbatim) return *this;
+    vector("rows", verbatim.rows, verbatim.channels, use_read);
+    view_of("saved xhat", verbatim.xhat, saved_rows(verbatim), uses);
+    return view_of("saved dy", verbatim.dy, saved_rows(verbatim), use_read);
+  }
+  // A view like that of the saved xhat.
+  template <typename scalar_t, typename T>
+  Call& like_verbatim(const char* name, const View<T>& view, const Verbatim<scalar_t>& verbatim, unsigned uses) {
+    return view_of(name, view, saved_rows(verbatim), uses);
   }
   // Vectors that an op returns are its own, and fresh.
   template <typename T>
@@ -62,6 +69,20 @@ class Call {
   }
 
  private:
+  template <typename scalar_t>
+  Call& view_of(const char* name, const View<scalar_t>& view, int64_t channels, unsigned uses) {
+    emulation::add_area({name,
+                         view.data,
+                         sizeof(scalar_t),
+                         {{extent_.batch, view.batch_stride}, {channels, view.channel_stride}, {extent_.space, 1}},
+                         uses});
+    return *this;
+  }
+  template <typename scalar_t>
+  int64_t saved_rows(const Verbatim<scalar_t>& verbatim) const {
+    const int64_t channels = verbatim.first + extent_.channels;
+    return channels == 0 ? 0 : (channels + verbatim.channels - 1) / verbatim.channels * verbatim.saved;
+  }
   static std::mutex& mutex() {
     static std::mutex value;
     return value;
@@ -98,6 +119,7 @@ void forward(const ForwardArgs<scalar_t>& args) {
   Call call(args.extent);
   call.view("x", args.x, use_read).view("z", args.z, use_write).view("residual", args.residual, use_read);
   call.channels("mean", args.mean, use_read).channels("var", args.var, use_read).affine(args.affine);
+  call.verbatim(args.verbatim, use_write);
   cuda::forward(args);
 }
 
@@ -107,7 +129,7 @@ void local_forward(const LocalForwardArgs<scalar_t>& args) {
   const int64_t channels = args.extent.channels;
   call.view("x", args.x, use_read).view("z", args.z, use_write).view("residual", args.residual, use_read);
   call.vector("mean", args.mean, channels, use_write).vector("var", args.var, channels, use_write);
-  call.affine(args.affine).running(args.running);
+  call.affine(args.affine).running(args.running).verbatim(args.verbatim, use_write);
   cuda::local_forward(args);
 }
 
@@ -116,7 +138,9 @@ void backward_reduce(const BackwardReduceArgs<scalar_t>& args) {
   Call call(args.extent);
   const int64_t channels = args.extent.channels;
   call.view("z", args.z, use_read).view("dz", args.dz, use_read).view("residual", args.residual, use_read);
-  call.view("xhat", args.xhat, use_write).view("dy", args.dy, use_write).affine(args.affine);
+  // The dy of channels whose xhat is saved is read once more.
+  call.view("xhat", args.xhat, use_write).view("dy", args.dy, args.verbatim ? use_both : use_write);
+  call.affine(args.affine).verbatim(args.verbatim, use_read);
   call.vector("sum_dy", args.sum_dy, channels, use_write).vector("sum_xhat_dy", args.sum_xhat_dy, channels, use_write);
   cuda::backward_reduce(args);
 }
@@ -130,6 +154,14 @@ void backward(const BackwardArgs<scalar_t>& args) {
   call.vector("mean_dy", args.mean_dy, channels, use_read);
   call.vector("mean_xhat_dy", args.mean_xhat_dy, channels, use_read);
   cuda::backward(args);
+}
+
+template <typename scalar_t>
+void verbatim_gradient(const VerbatimGradientArgs<scalar_t>& args) {
+  Call call(args.extent);
+  call.view("dz", args.dz, use_read).view("residual", args.residual, use_read).affine(args.affine);
+  call.verbatim(args.verbatim, use_read).like_verbatim("dy", args.dy, args.verbatim, use_write);
+  cuda::verbatim_gradient(args);
 }
 
 template <typename scalar_t>
@@ -183,17 +215,18 @@ void rows_backward(const RowsBackwardArgs<scalar_t>& args) {
   cuda::rows_backward(args);
 }
 
-#define INSTANTIATE(scalar_t)                                         \
-  template void statistics(const StatisticsArgs<scalar_t>&);          \
-  template void combine(const CombineArgs<scalar_t>&);                \
-  template void forward(const ForwardArgs<scalar_t>&);                \
-  template void local_forward(const LocalForwardArgs<scalar_t>&);     \
-  template void backward_reduce(const BackwardReduceArgs<scalar_t>&); \
-  template void backward(const BackwardArgs<scalar_t>&);              \
-  template void local_backward(const LocalBackwardArgs<scalar_t>&);   \
-  template void group_statistics(const StatisticsArgs<scalar_t>&);    \
-  template void share_sums(const ShareArgs<scalar_t>&);               \
-  template void inverse(const InverseArgs<scalar_t>&);                \
+#define INSTANTIATE(scalar_t)                                             \
+  template void statistics(const StatisticsArgs<scalar_t>&);              \
+  template void combine(const CombineArgs<scalar_t>&);                    \
+  template void forward(const ForwardArgs<scalar_t>&);                    \
+  template void local_forward(const LocalForwardArgs<scalar_t>&);         \
+  template void backward_reduce(const BackwardReduceArgs<scalar_t>&);     \
+  template void backward(const BackwardArgs<scalar_t>&);                  \
+  template void verbatim_gradient(const VerbatimGradientArgs<scalar_t>&); \
+  template void local_backward(const LocalBackwardArgs<scalar_t>&);       \
+  template void group_statistics(const StatisticsArgs<scalar_t>&);        \
+  template void share_sums(const ShareArgs<scalar_t>&);                   \
+  template void inverse(const InverseArgs<scalar_t>&);                    \
   template void rows_backward(const RowsBackwardArgs<scalar_t>&);
 INPLACE_ABN_FOR_ALL_TYPES(INSTANTIATE)
 
