@@ -351,8 +351,10 @@ def _judge(module: Any, mode: Mode, found: list[Table]) -> None:
     before = now = last.trusted
     told = ""
     if table is not None:
-        now, channels = verbatim.chosen(table, last.verbatim, before, threshold, mode.dtype)
-        told = described(table, len(channels), threshold)
+        # Modes of users need not see these ops, which are on the host.
+        with torch.no_grad(), _torch.NoDispatch():
+            now, channels = verbatim.chosen(table, last.verbatim, before, threshold, mode.dtype)
+            told = described(table, len(channels), threshold)
         if now and channels != last.verbatim:
             mode.change(verbatim=channels)
     # A mode that was renewed is trusted, although other things were said of it.

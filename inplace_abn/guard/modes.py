@@ -124,7 +124,7 @@ class Mode:
         """Decides about a generation, by what the layer has seen before."""
         self.generation = generation
         # A layer that was not trusted and is to be measured again does something else than before.
-        trusted = self.decisions[-1].trusted or self.measured_at < 0 or self.unmeasured_since is not None
+        trusted = self.decisions[-1].trusted or self.is_new(generation)
         known = frozenset(self.measured_consumers) if guarded else None
         self.change(trusted=trusted, measures=measures, known=known, expected=self._expectation())
 

@@ -199,16 +199,16 @@ def _of_dx(means: Tensor, gamma: Tensor, beta: Tensor, dtype: torch.dtype, setti
         return errors
     # A loss has dz follow z. Where channels share statistics, the signs of their weights matter, too.
     scale = (gamma if settings.shared < 2 else torch.stack([gamma, gamma.abs()])).view(-1, 1, len(gamma))
-    products = [*plain[:2], with_xhat[3], with_product[0], *with_xhat[:2], with_xhat[4], squares[4]]
+    products = [*plain[:2], with_xhat[3], with_product[0], with_xhat[4], squares[4]]
     # The means over what has one mean and variance.
-    inner = (scale * torch.stack(products).view(4, 1, 2, -1)).movedim(-1, 0)
+    inner = (scale * torch.stack(products).view(3, 1, 2, -1)).movedim(-1, 0)
     inner = reference.of_group(inner, settings.shared).movedim(0, -1)
     # The error of dx is that of dy without a mean and a multiple of xhat, and without a multiple of the error of xhat.
-    mean, along, projection = inner[0], inner[1:3], inner[3]
+    mean, along, projection = inner
     mixed = mean * along * xhat_mean - scale * (mean * plain[:2] + along * with_xhat[:2])
     errors = (errors + mean.square() + along.square() * xhat).add_(mixed, alpha=2)
-    recovered = projection + along[0]
-    mixed = mean * plain[2] + along[0] * with_xhat[2] - scale * with_off
+    recovered = projection + along
+    mixed = mean * plain[2] + along * with_xhat[2] - scale * with_off
     errors = errors + recovered * (recovered * squares[2] + 2 * mixed)
     # dx is the sum of dy, a multiple of y and a constant. It rounds once more, in the precision of the arithmetic.
     unit = torch.finfo(torch.promote_types(dtype, torch.float32)).eps / 2

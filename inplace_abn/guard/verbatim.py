@@ -82,7 +82,9 @@ def lost(module: Any, saved: Channels, dtype: torch.dtype | None) -> Choice | No
     Whatever has written to the weight, its channel would be lost in this very call.
     """
     weight, bias = module.scale_and_offset()
-    if type(weight) not in (nn.Parameter, Tensor) or not weight.is_cpu or _torch.transforms_active():
+    if type(weight) not in (nn.Parameter, Tensor) or not weight.is_cpu:
+        return None
+    if _torch.transforms_active() or torch.jit.is_tracing():
         return None
     with torch.no_grad(), _torch.unwatched():
         if not ops.run(ops.has_lost, [], weight, module.least_weight, saved.rows(weight.device)):

@@ -220,6 +220,10 @@ class InPlaceABN(guard.Guarded, ABN):
 
     overwrite_input: bool = True
 
+    @property
+    def least_weight(self) -> float:
+        return self.eps if self.signed_weight else 0.0
+
     def __init__(
         self,
         num_features: int,
@@ -330,5 +334,9 @@ class InPlaceABNSync(InPlaceABN):
             return super().forward(x, residual)
         # Ranks may differ in what they save. Their collectives are the same.
         trusted, verbatim = guard.decide(self, x, residual)
+        # A rank with one value per channel cannot measure.
+        if self.guard_interval and x.dim() > 1 and 0 < x.numel() <= x.shape[1]:
+            mode = guard.mode_of(self, x.dtype)
+            trusted = trusted and mode is not None and mode.measured_at >= 0
         options = self.overwrite_input, not trusted
         return self._call(functions.run, x, residual, *options, group=group, verbatim=verbatim)
