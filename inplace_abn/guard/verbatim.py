@@ -84,7 +84,7 @@ def lost(module: Any, saved: Channels, dtype: torch.dtype | None) -> Choice | No
     weight, bias = module.scale_and_offset()
     if type(weight) not in (nn.Parameter, Tensor) or not weight.is_cpu:
         return None
-    if _torch.transforms_active() or torch.jit.is_tracing():
+    if _torch.transforms_active() or _torch.tracing_state() is not None:
         return None
     with torch.no_grad(), _torch.unwatched():
         if not ops.run(ops.has_lost, [], weight, module.least_weight, saved.rows(weight.device)):
