@@ -396,8 +396,9 @@ def set_guard(
         interval: optimizer steps between two measurements. With 0 nothing is measured, and every layer is in place.
             None leaves the interval as it is (100 by default).
         threshold: the relative error of dx, and of a channel's dweight, above which channels are saved, and a layer is
-            not trusted if they are most. They are well again below a quarter of it. None for the default of the activations' dtype, `THRESHOLDS`:
-            for dx 0.023 in bfloat16, 2**-6 in float16, 2**-14 in float32, 2**-30 in float64.
+            not trusted if they are most. They are well again below a quarter of it. None for the default of the
+            activations' dtype, `THRESHOLDS`: for dx 0.023 in bfloat16, 2**-6 in float16, 2**-14 in float32, 2**-30 in
+            float64.
         on_untrusted: "fallback" keeps the layer's input, as torch does, until the layer is trusted again, and logs this
             at level INFO through ``logging.getLogger("inplace_abn")``. "warn" does the same at level WARNING. "raise"
             raises a RuntimeError before anything is written.

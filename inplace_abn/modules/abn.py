@@ -206,8 +206,9 @@ class InPlaceABN(guard.Guarded, ABN):
     The scale is ``|weight| + eps``. With ``signed_weight`` it is the weight itself, as in a standard BatchNorm, but
     with a magnitude of at least ``eps``. Dtypes and errors of a call are those of `inplace_abn.inplace_abn`.
 
-    Channels whose input cannot be recovered exactly enough from the output are saved as well. While these are most, the
-    layer keeps the input, as torch does, and returns a new tensor. `inplace_abn.set_guard` controls how this is measured.
+    Channels whose input cannot be recovered exactly enough from the output are saved as well. While these are most,
+    the layer keeps the input, as torch does, and returns a new tensor. `inplace_abn.set_guard` controls how this is
+    measured.
 
     Args:
         signed_weight: scale by the weight itself, with its sign.

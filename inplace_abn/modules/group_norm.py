@@ -64,8 +64,9 @@ class InPlaceGroupNorm(guard.Guarded, ActivatedNorm):
     is added before the activation. Mathematics, defaults and state dicts are those of `torch.nn.GroupNorm`: the scale
     is the weight itself, and evaluation does what training does.
 
-    Channels whose input cannot be recovered exactly enough from the output are saved as well. While these are most, the
-    layer keeps the input, as torch does, and returns a new tensor. `inplace_abn.set_guard` controls how this is measured.
+    Channels whose input cannot be recovered exactly enough from the output are saved as well. While these are most,
+    the layer keeps the input, as torch does, and returns a new tensor. `inplace_abn.set_guard` controls how this is
+    measured.
 
     Args:
         num_groups: into how many groups of neighbouring channels each sample is divided.

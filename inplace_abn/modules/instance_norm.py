@@ -121,8 +121,9 @@ class InPlaceInstanceNorm(guard.Guarded, ActivatedNorm):
     itself, running statistics are means over the batch, and batches are not counted. Unlike in torch, the input must
     have a batch dimension.
 
-    Channels whose input cannot be recovered exactly enough from the output are saved as well. While these are most, the
-    layer keeps the input, as torch does, and returns a new tensor. `inplace_abn.set_guard` controls how this is measured.
+    Channels whose input cannot be recovered exactly enough from the output are saved as well. While these are most,
+    the layer keeps the input, as torch does, and returns a new tensor. `inplace_abn.set_guard` controls how this is
+    measured.
 
     Args:
         num_features: number of channels.
