@@ -60,31 +60,31 @@ def test_the_answer_is_what_a_normal_batch_says(activation, label):
             nn.init.constant_(module.weight, gamma), nn.init.constant_(module.bias, ratio * gamma)
             said = fidelity.measured(fidelity.Layer(x, gamma, ratio * gamma, activation))
             share = max(said.x / threshold.x, said.weight / threshold.weight)
-            found = trust._tolerated(module, dtype, {"it": (activation, param)}, None)
+            found = trust._tolerated(module, dtype, {"it": (activation, param)}, None).names
             # elu's error grows with the exponential of the largest value, and this batch has none of 4.5 deviations.
             is_refused_early = activation == "elu" and not found
             assert bool(found) == (share <= 1) or 0.5 < share < 2 or is_refused_early, (gamma, ratio, share)
 
 
-def test_channels_are_the_extreme_ones_and_others_and_equal_ones_count_once():
-    weight, bias = torch.randn(512), torch.randn(512)
-    gamma, beta = trust._channels(weight, bias, torch.float32)
-    assert 8 < len(gamma) <= 32
-    for chosen, figure in ((gamma, weight), (gamma.abs(), weight.abs()), (beta, bias), (beta / gamma, bias / weight)):
-        assert {figure.min().item(), figure.max().item()} <= {*chosen.tolist()}
-    assert trust._channels(torch.ones(512), None, torch.float64).tolist() == [[1.0], [0.0]]
-    assert trust._channels(None, None, torch.float32).tolist() == [[1.0], [0.0]]
+def test_ill_channels_are_saved_and_the_others_are_recovered():
+    module = InPlaceABN(512, activation="silu", signed_weight=True)
+    ill = [3, 77, 400]
+    with torch.no_grad():
+        module.weight.normal_(1, 0.2), module.bias.normal_(0, 0.2)
+        module.weight[ill], module.bias[ill] = 1e-4, 1.0
+    answer = trust._tolerated(module, torch.float32, {"it": ("silu", 1.0)}, None)
+    assert (answer.names, [*answer.channels.numbers]) == ({"it"}, ill)
 
 
 @pytest.mark.parametrize("adds", [False, True])
 @pytest.mark.parametrize("activation", [nn.ReLU, nn.SiLU])
 def test_what_an_eager_step_measured_is_trusted_and_nothing_else(activation, adds):
     module = block(activation(), adds)
-    assert trust._found(module.norm, torch.float32, None) == trust._TYPICAL.keys()
+    assert trust._found(module.norm, torch.float32, None).names == trust._TYPICAL.keys()
     step(module, torch.randn(8, 4, 16, 16))
     expected = {activation.__name__.lower(), "identity"} | ({"residual"} if adds else set())
-    assert trust._found(module.norm, torch.float32, None) == expected
-    assert trust._found(module.norm, torch.bfloat16, None) == trust._TYPICAL.keys()
+    assert trust._found(module.norm, torch.float32, None).names == expected
+    assert trust._found(module.norm, torch.bfloat16, None).names == trust._TYPICAL.keys()
 
 
 def test_what_an_eager_step_refused_is_refused():
@@ -92,7 +92,7 @@ def test_what_an_eager_step_refused_is_refused():
     x[0, :, 0, 0] = -1e4
     step(module, x)
     assert not guard.mode_of(module.norm, torch.float32).decisions[-1].trusted
-    assert not trust._found(module.norm, torch.float32, None)
+    assert not trust._found(module.norm, torch.float32, None).names
     distrusted = InPlaceABN(4)
     assert trust.trusts(distrusted, torch.float32)
     distrust(distrusted, torch.float32)
@@ -104,30 +104,30 @@ def test_what_was_measured_is_reviewed_with_the_weights_of_later():
     module = block(nn.ELU())
     step(module, torch.randn(8, 4, 16, 16))
     module.norm.guard_interval = 1
-    assert trust.converted(module.norm, torch.float32).split()[:-1] == [activation_key("elu", 1.0), "identity"]
+    assert trust.converted(module.norm, torch.float32)[0].split()[:-1] == [activation_key("elu", 1.0), "identity"]
     optimize(30.0, module.norm)
-    assert trust.converted(module.norm, torch.float32).split()[:-1] == ["identity"]
+    assert trust.converted(module.norm, torch.float32)[0].split()[:-1] == ["identity"]
     optimize(1.0, module.norm)
-    assert trust.converted(module.norm, torch.float32).split()[:-1] == [activation_key("elu", 1.0), "identity"]
+    assert trust.converted(module.norm, torch.float32)[0].split()[:-1] == [activation_key("elu", 1.0), "identity"]
 
 
 def test_a_norm_that_was_reverted_is_not_reviewed():
     """Each optimizer step of the process raised an error once a compiled model had been reverted."""
     module = block()
-    assert trust.converted(module.norm, torch.float32)
+    assert trust.converted(module.norm, torch.float32)[0]
     revert(module)
     optimize(1.0, nn.BatchNorm2d(4))
     assert module.norm not in trust._answers
-    assert trust.converted(convert(module).norm, torch.float32)
+    assert trust.converted(convert(module).norm, torch.float32)[0]
 
 
 def test_a_weight_within_eps_of_zero_and_a_pausing_guard_decide_for_all():
     module = block()
     nn.init.constant_(module.norm.weight, 1e-6)
-    assert not trust._found(module.norm, torch.float32, None)
+    assert not trust._found(module.norm, torch.float32, None).names
     module.norm.guard_interval = 0
-    assert trust._found(module.norm, torch.float32, None) == trust._TYPICAL.keys()
-    assert not trust._found(module.norm.to("meta"), torch.complex64, None)
+    assert trust._found(module.norm, torch.float32, None).names == trust._TYPICAL.keys()
+    assert not trust._found(module.norm.to("meta"), torch.complex64, None).names
 
 
 def pruned(norm):
@@ -168,7 +168,7 @@ def test_whatever_becomes_of_a_compiled_norm_other_peoples_optimizers_go_on(kind
 def test_an_error_in_a_review_is_told_and_makes_the_norm_torchs(monkeypatch, logged, fresh_compiler):
     module = block()
     module.norm.guard_interval = 1
-    assert trust.converted(module.norm, torch.float32)
+    assert trust.converted(module.norm, torch.float32)[0]
     monkeypatch.setattr(trust, "_tolerated", lambda *_: 1 / 0)
     told = logged("WARNING")
     optimize(1.0, nn.BatchNorm2d(4))
