@@ -23,7 +23,7 @@ from inplace_abn.autograd.backward import Values
 from inplace_abn.autograd.kept import KeptABNFunction
 from inplace_abn.compiling import norms, trust
 from inplace_abn.kernels import node, ops
-from inplace_abn.settings import Operands, Settings, check_hyperparameters
+from inplace_abn.settings import ChannelSlots, Operands, Settings, check_hyperparameters
 
 _DISABLED = os.environ.get("INPLACE_ABN_DISABLE") == "1"
 _node = None if _DISABLED else node.load()
@@ -84,25 +84,35 @@ def inplace_abn(
     return run(x, Operands(weight, bias, residual, running_mean, running_var, momentum), settings, overwrite_input)
 
 
-def run(x: Tensor, operands: Operands, settings: Settings, overwrite_input: bool, keeps_input: bool = False) -> Tensor:
-    """`inplace_abn`, or `inplace_abn_sync` if there is a group."""
+def run(
+    x: Tensor,
+    operands: Operands,
+    settings: Settings,
+    overwrite_input: bool,
+    keeps_input: bool = False,
+    slots: ChannelSlots | None = None,
+) -> Tensor:
+    """`inplace_abn`, or `inplace_abn_sync` if there is a group. Compiled code saves xhat of the channels in ``slots``,
+    if all statistics are of the batch and local."""
     check_activation(settings.activation, settings.activation_param)
     check_hyperparameters(settings.eps, operands.momentum)
     if settings.group is None:
-        return local(x, operands, settings, overwrite_input)
+        return local(x, operands, settings, overwrite_input, slots)
     return _forward(x, operands, settings, keeps_input, overwrite_input)
 
 
-def local(x: Tensor, operands: Operands, settings: Settings, overwrite_input: bool) -> Tensor:
+def local(
+    x: Tensor, operands: Operands, settings: Settings, overwrite_input: bool, slots: ChannelSlots | None = None
+) -> Tensor:
     """`inplace_abn` for settings that were checked and have no group."""
     if not overwrite_input:
-        return _forward(x, operands, settings, overwrite_input=False)
+        return _forward(x, operands, settings, overwrite_input=False, slots=slots)
     # Transforms would look for rules of the node's op, before it could say that it is not for them.
     refuses = torch.compiler.is_compiling() or _torch.transforms_active()
     z: Tensor | None = None
     if _node is not None and not refuses and ops.run_on(x.device) and not _torch.saves_its_result(x):
         z = _by_node(_node, x, operands, settings)
-    return _forward(x, operands, settings) if z is None else z
+    return _forward(x, operands, settings, slots=slots) if z is None else z
 
 
 def _by_node(compiled: node.Node, x: Tensor, operands: Operands, settings: Settings) -> Tensor | None:
@@ -224,6 +234,7 @@ def _forward(
     settings: Settings,
     keeps_input: bool = False,
     overwrite_input: bool = True,
+    slots: ChannelSlots | None = None,
 ) -> Tensor:
     if must_run_out_of_place():
         return out_of_place(x, operands, settings)
@@ -244,7 +255,7 @@ def _forward(
     if compiling and requires_grad and settings.group is None and not settings.per_instance and x.numel() > 0:
         # Compilers remove this clone, except those that run the ops as they are.
         given = x.clone() if overwrite_input else x
-        z: Tensor = _compiled(given, operands, settings)
+        z: Tensor = _compiled(given, operands, settings, slots)
         return x.copy_(z) if overwrite_input else z
     statistics = None
     if settings.group is not None:
@@ -274,13 +285,13 @@ def _forward(
     return nodes.attached(x, nodes.Result(x), operands, values, settings, edge)
 
 
-def _compiled(x: Tensor, operands: Operands, settings: Settings) -> Tensor:
+def _compiled(x: Tensor, operands: Operands, settings: Settings, slots: ChannelSlots | None) -> Tensor:
     """The call for compilers: a norm and an activation, which `compiling.joint` fuses."""
     weight, residual = operands.weight, operands.residual
     param, eps = norms.constant(settings.activation_param), norms.constant(settings.eps)
     scale = None if weight is None else reference.gamma(weight, eps, settings.scale)
     trusted = trust.in_place(settings.activation, param)
-    y = norms.normalised(x, operands._replace(weight=scale), settings.training, eps, trusted)
+    y = norms.normalised(x, operands._replace(weight=scale), settings.training, eps, trusted, slots)
     return activate(y if residual is None else y + residual, settings.activation, param)
 
 

@@ -75,8 +75,8 @@ class Channels:
         return found
 
     def _on_host(self) -> Tensor:
-        # torch.tensor would copy the numbers one by one.
-        return torch.frombuffer(array("q", self.numbers), dtype=torch.int64)
+        # torch.tensor would copy the numbers one by one. A buffer must not be empty.
+        return torch.frombuffer(array("q", (*self.numbers, 0)), dtype=torch.int64)[:-1]
 
     def rows(self, device: torch.device) -> Tensor | None:
         """Where each channel of the layer is among them, or -1; int64 of shape (size,). None if there are none."""
@@ -93,6 +93,15 @@ class Channels:
 def _moved(t: Tensor, device: torch.device) -> Tensor:
     """The tensor on a device, for which the host does not wait."""
     return (t.pin_memory() if device.type == "cuda" else t).to(device, non_blocking=True)
+
+
+class ChannelSlots(NamedTuple):
+    """Channels for compiled code. They may change without a new program, as far as there is room."""
+
+    rows: Tensor
+    """`Channels.rows`."""
+    channels: Tensor
+    """`Channels.indices`, and any numbers where there is room left."""
 
 
 class Settings(NamedTuple):

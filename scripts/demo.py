@@ -124,15 +124,20 @@ def batch(args: argparse.Namespace, data: SegmentationData, seed: int, step: int
     return images.to(args.device), labels.to(args.device)
 
 
-def train(
-    args: argparse.Namespace, name: str, dtype: str, data: SegmentationData, seed: int, bar: tqdm
-) -> dict[str, Trainee]:
-    """Trains a native net and its converted copy in turns, with the same batches."""
+def nets_of(args: argparse.Namespace, name: str, dtype: str, data: SegmentationData, seed: int) -> dict[str, Trainee]:
+    """A native net and its converted copy."""
     torch.manual_seed(seed)
     native = NETS[name](len(data.class_names), args.activation).to(args.device)
     converted = inplace_abn.convert(copy.deepcopy(native), sync=WORLD > 1)
     options = dtype == "bf16", args.lr or LEARNING_RATES[name], args.steps, data.class_weights.to(args.device)
-    nets = {"native": Trainee(native, *options), "converted": Trainee(converted, *options)}
+    return {"native": Trainee(native, *options), "converted": Trainee(converted, *options)}
+
+
+def train(
+    args: argparse.Namespace, name: str, dtype: str, data: SegmentationData, seed: int, bar: tqdm
+) -> dict[str, Trainee]:
+    """Trains a native net and its converted copy in turns, with the same batches."""
+    nets = nets_of(args, name, dtype, data, seed)
     pairs = [(net, DistributedDataParallel(net) if WORLD > 1 else net) for net in nets.values()]
     for step in range(args.steps):
         images, labels = batch(args, data, seed, step)
@@ -149,14 +154,19 @@ def compare(
 ) -> tuple[Comparison, nn.Module]:
     """Trains a net from all seeds, and returns its last converted copy, too. Other processes return no runs."""
     runs: list[Run] = []
+    # What a net holds depends on its weights, so it is measured before training, and after it with one more batch.
+    first = memory(args, data, nets_of(args, name, dtype, data, 0), 0)
     for seed in range(args.seeds):
         nets = train(args, name, dtype, data, seed, bar)
         if RANK == 0:
             runs += [Run(seed, norm, net.miou(data), net.losses, net.seconds) for norm, net in nets.items()]
             bar.write(f"{name}, {dtype}, seed {seed}: mIoU {runs[-2].miou:.3f} native, {runs[-1].miou:.3f} converted")
-    # Memory is measured in one more step of both nets, with their trained weights.
-    memory = MemoryReport(*(measure(net, *batch(args, data, seed, args.steps)) for net in nets.values()))
-    return Comparison(name, dtype, runs, memory), nets["converted"].net
+    last = memory(args, data, nets, args.steps)
+    return Comparison(name, dtype, runs, first, last), nets["converted"].net
+
+
+def memory(args: argparse.Namespace, data: SegmentationData, nets: dict[str, Trainee], step: int) -> MemoryReport:
+    return MemoryReport(*(measure(net, *batch(args, data, 0, step)) for net in nets.values()))
 
 
 def run(args: argparse.Namespace) -> None:

@@ -17,7 +17,7 @@ from inplace_abn import _torch
 from inplace_abn.compiling.inverses import tagged
 from inplace_abn.distributed import all_gather, all_reduce
 from inplace_abn.reference import channel_sum, input_gradient, per_channel, scaled
-from inplace_abn.settings import Operands
+from inplace_abn.settings import ChannelSlots, Operands
 
 _library = torch.library.Library("inplace_abn", "FRAGMENT")
 _SETTINGS = (
@@ -29,15 +29,6 @@ _library.define(f"norm_backward(Tensor dy, Tensor x, {_SETTINGS}) -> (Tensor, Te
 
 NORM = torch.ops.inplace_abn.norm.default
 NORM_BACKWARD = torch.ops.inplace_abn.norm_backward.default
-
-
-class Saved(NamedTuple):
-    """Channels of which xhat is saved beside z. They may change without a new program, as far as there is room."""
-
-    rows: Tensor
-    """`settings.Channels.rows`."""
-    channels: Tensor
-    """Their numbers, and any numbers where there is room left; int64."""
 
 
 class Statistics(NamedTuple):
@@ -229,7 +220,7 @@ def normalised(
     training: bool,
     eps: float,
     trusted: str,
-    saved: Saved | None = None,
+    saved: ChannelSlots | None = None,
     groups: int = 0,
     name: str = "",
 ) -> Tensor:

@@ -15,9 +15,9 @@ from torch import Tensor, fx
 
 from inplace_abn._torch import is_backward
 from inplace_abn.compiling.inlining import inline
-from inplace_abn.compiling.norms import Saved
 from inplace_abn.compiling.search import gradients_of, is_cast, is_read_again
 from inplace_abn.reference import RMS, wide
+from inplace_abn.settings import ChannelSlots
 
 _library = torch.library.Library("inplace_abn", "FRAGMENT")
 _CALL = "Tensor x, Tensor? mean, Tensor rstd, Tensor? weight, Tensor? bias, Tensor? places, Tensor? values, str trusted"
@@ -47,7 +47,7 @@ def normalised(
     y: Tensor,
     statistics: Sequence[Any],
     affine: tuple[Tensor | None, Tensor | None],
-    kept: Saved | None,
+    kept: ChannelSlots | None,
     trusted: str,
 ) -> Tensor:
     """y, whose gradient is that of the norm of x.

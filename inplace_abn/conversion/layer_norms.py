@@ -29,7 +29,7 @@ from inplace_abn.guard.figures import THRESHOLDS
 from inplace_abn.guard.rows import figures
 from inplace_abn.kernels import ops
 from inplace_abn.modules.abn import as_leaf
-from inplace_abn.settings import MAGNITUDE, Operands, Settings, parameters
+from inplace_abn.settings import MAGNITUDE, ChannelSlots, Operands, Settings, parameters
 
 _CONSUMER = (*IDENTITY, False)
 _UNSUITABLE = "its input, its parameters or the mode of the call are not supported"
@@ -183,7 +183,7 @@ class ConvertedLayerNorm(Alone):
                 y, statistics = y if axis == -1 else y.movedim(axis, -1), rows.statistics(moved, kind, eps)
             kept = None
             if has_saved:
-                kept = norms.Saved(self._saved_rows, rows.verbatim(moved, statistics, self._saved_channels))
+                kept = ChannelSlots(self._saved_rows, rows.verbatim(moved, statistics, self._saved_channels))
         z = rows.normalised(moved, y, statistics, (scale, bias), kept, trusted)
         return z if axis == -1 else z.movedim(-1, axis)
 

@@ -187,8 +187,8 @@ class InPlaceNorm(Converted):
             checks.check_count(x)
         name = "" if group is None else group.group_name
         eps = norms.constant(module.eps)
-        saved = norms.Saved(self._saved_rows, self._saved_channels) if has_saved else None
-        return norms.normalised(x, _operands(module), training, eps, trusted, saved, groups, name)
+        slots = guard.slots(self) if has_saved else None
+        return norms.normalised(x, _operands(module), training, eps, trusted, slots, groups, name)
 
     @_torch.read_while_tracing
     def _is_widened(self, dtype: torch.dtype, device: str) -> bool:

@@ -55,6 +55,7 @@ from inplace_abn.guard.layers import renew_if_written as renew_if_written
 from inplace_abn.guard.layers import seen as seen
 from inplace_abn.guard.layers import set_guard as set_guard
 from inplace_abn.guard.layers import settled as settled
+from inplace_abn.guard.layers import slots as slots
 from inplace_abn.guard.layers import strip as strip
 from inplace_abn.guard.layers import take as take
 from inplace_abn.guard.layers import with_lost as with_lost

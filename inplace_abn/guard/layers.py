@@ -13,7 +13,7 @@ from inplace_abn import _torch
 from inplace_abn.guard import generations, measuring, verbatim
 from inplace_abn.guard.figures import THRESHOLDS, Table, Threshold, described, worst
 from inplace_abn.guard.modes import Decision, Mode, State
-from inplace_abn.settings import Channels, parameters
+from inplace_abn.settings import Channels, ChannelSlots, parameters
 
 ON_UNTRUSTED = ("fallback", "warn", "raise")
 CALLS = 8
@@ -307,6 +307,13 @@ def decide(module: Any, x: Tensor, residual: Tensor | None) -> tuple[bool, Chann
             looked = looked._replace(decision=looked.mode.decisions[-1])  # type: ignore[union-attr]
     decision = with_lost(module, looked).decision
     return decision.trusted, decision.verbatim
+
+
+def slots(module: Any) -> ChannelSlots | None:
+    """The channels whose xhat compiled code of the module saves; None if there are none, and in eager mode."""
+    if not torch.compiler.is_compiling() or not hasattr(module, "_saved_rows"):
+        return None
+    return ChannelSlots(module._saved_rows, module._saved_channels)
 
 
 def with_lost(module: Any, looked: Look) -> Look:

@@ -6,7 +6,7 @@ import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,19 +28,23 @@ class Usage:
         peak: the most at any moment of forward and backward.
         timeline: (milliseconds since the start, bytes allocated), at each event of the allocator.
         backward_start: when backward starts, in milliseconds since the start.
+        first_held, first_peak: the same two of the model's first step, in which norms are measured, and libraries
+            allocate some memory once. Zero if its norms were measured before.
     """
 
     held: int
     peak: int
     timeline: tuple[tuple[float, int], ...]
     backward_start: float
+    first_held: int = 0
+    first_peak: int = 0
 
 
 def measure(model: nn.Module, /, *args: Any, tick: Callable[[], None] | None = None, **kwargs: Any) -> Usage:
     """Measures the memory of one training step of ``model``.
 
-    The loss is the sum of the outputs. The step runs twice, and the second one is measured. Buffers are updated, and
-    gradients are set to None. On CUDA the bytes are those of the caching allocator.
+    The loss is the sum of the outputs. The step runs twice: figures are those of the second one, but for the two of the
+    first. Buffers are updated, and gradients are set to None. On CUDA the bytes are those of the caching allocator.
 
     Args:
         model: on the device of its inputs. It is in training mode during the step.
@@ -61,37 +65,44 @@ def measure(model: nn.Module, /, *args: Any, tick: Callable[[], None] | None = N
     cuda = any(t.device.type == "cuda" for t in (*model.parameters(), *tensors_in((args, kwargs))))
     training = [(module, module.training) for module in model.modules()]
     model.train()
-    model.zero_grad(set_to_none=True)
     with ExitStack() as hooks, _quiet():
         for module in model.modules():
             if tick is not None and next(module.children(), None) is None:
                 hooks.enter_context(module.register_forward_hook(ticked))
         try:
-            # The first step is not measured, because libraries allocate some memory only once.
-            loss(model, args, kwargs).backward()
-            model.zero_grad(set_to_none=True)
-            gc.collect()
-            # The measured step must make its own copies of the weights for autocast.
-            torch.clear_autocast_cache()
-            if cuda:
-                torch.cuda.synchronize()
-                torch.cuda.reset_peak_memory_stats()
-                start = torch.cuda.memory_allocated()
-            activities = [torch.profiler.ProfilerActivity.CPU]
+            first = None
+            if any(layer._guard is not None and layer._guard.modes for _, layer in guard.layers_of(model)):
+                loss(model, args, kwargs).backward()
+            else:
+                first = _step(model, args, kwargs, cuda)
             # The guard measures in few steps only, so the measured step is one without.
-            with guard.paused(), torch.profiler.profile(profile_memory=True, activities=activities) as profile:
-                total = loss(model, args, kwargs)
-                held = torch.cuda.memory_allocated() - start if cuda else 0
-                with torch.profiler.record_function(_BACKWARD):
-                    pass
-                total.backward()
-                with torch.profiler.record_function(_END):
-                    pass
-            peak = torch.cuda.max_memory_allocated() - start if cuda else 0
+            with guard.paused():
+                later = _step(model, args, kwargs, cuda)
         finally:
             model.zero_grad(set_to_none=True)
             for module, flag in training:
                 module.training = flag
+    return later if first is None else replace(later, first_held=first.held, first_peak=first.peak)
+
+
+def _step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], cuda: bool) -> Usage:
+    model.zero_grad(set_to_none=True)
+    gc.collect()
+    # The step must make its own copies of the weights for autocast.
+    torch.clear_autocast_cache()
+    if cuda:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        start = torch.cuda.memory_allocated()
+    with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        total = loss(model, args, kwargs)
+        held = torch.cuda.memory_allocated() - start if cuda else 0
+        with torch.profiler.record_function(_BACKWARD):
+            pass
+        total.backward()
+        with torch.profiler.record_function(_END):
+            pass
+    peak = torch.cuda.max_memory_allocated() - start if cuda else 0
     timeline, backward_start = _timeline(profile, "cuda" if cuda else "cpu")
     if not cuda:
         held = next((size for time, size in reversed(timeline) if time <= backward_start), 0)

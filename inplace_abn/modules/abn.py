@@ -253,8 +253,10 @@ class InPlaceABN(guard.Guarded, ABN):
         if isinstance(x, fx.Proxy):
             return as_leaf(self, x, residual)  # type: ignore[no-any-return]
         trusted, verbatim = guard.decide(self, x, residual)
-        function = functions.run if trusted else functions.kept
-        return self._call(function, x, residual, self.overwrite_input, verbatim=verbatim)
+        if not trusted:
+            return self._call(functions.kept, x, residual, self.overwrite_input)
+        options = self.overwrite_input, False, guard.slots(self)
+        return self._call(functions.run, x, residual, *options, verbatim=verbatim)
 
 
 class InPlaceABNSync(InPlaceABN):

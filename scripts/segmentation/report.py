@@ -40,7 +40,10 @@ class Comparison:
     dtype: str
     runs: list[Run]
     """The native and the converted net of each seed."""
+    first: MemoryReport
+    """Of a step before training."""
     memory: MemoryReport
+    """Of a step after it."""
 
     def mious(self, norm: str) -> list[float]:
         return [run.miou for run in self.runs if run.norm == norm]
@@ -59,15 +62,19 @@ def mean_iou(confusion: Tensor) -> float:
 
 def table(comparison: Comparison) -> str:
     """A Markdown table of both nets and of their differences."""
-    runs, memory = comparison.runs, comparison.memory
+    runs, memory, first = comparison.runs, comparison.memory, comparison.first
     assert memory.after is not None
-    rows = [("", f"mIoU, {seeds(len(runs) // 2)}", "held for backward", "peak of a step", "time of a step")]
+    assert first.after is not None
+    names = "held, initialised", "held, trained", "peak, first step", "peak, trained", "time of a step"
+    rows = [("", f"mIoU, {seeds(len(runs) // 2)}", *names)]
     figures = []
-    for norm, usage in zip(COLOURS, (memory.before, memory.after), strict=True):
+    usages = (first.before, memory.before), (first.after, memory.after)
+    for norm, (early, late) in zip(COLOURS, usages, strict=True):
         of, mious = [run for run in runs if run.norm == norm], comparison.mious(norm)
         ms = 1e3 * statistics.median(t for run in of for t in run.seconds[WARM_UP_STEPS:] or run.seconds)
-        rows.append((norm, spread(mious), readable(usage.held), readable(usage.peak), f"{ms:.0f} ms"))
-        figures.append((mious, usage.held, usage.peak, ms))
+        sizes = early.held, late.held, early.first_peak, late.peak
+        rows.append((norm, spread(mious), *map(readable, sizes), f"{ms:.0f} ms"))
+        figures.append((mious, *sizes, ms))
     (mious, *native), (others, *converted) = figures
     ratios = [f"{new / old - 1:+.0%}" for old, new in zip(native, converted, strict=True)]
     rows.append(("difference", spread([b - a for a, b in zip(mious, others, strict=True)], "+"), *ratios))
@@ -82,7 +89,7 @@ def conclusion(comparison: Comparison) -> str:
     if len(comparison.runs[0].losses) < ENOUGH_STEPS:
         return (
             "This was a smoke test: in so few steps the nets have learned next to nothing, so the mIoU compares "
-            "nothing. Memory is what it is after any number of steps. Training without --steps takes some minutes."
+            "nothing, and weights are nearly as initialised. Training without --steps takes some minutes."
         )
     native, converted = comparison.mious("native"), comparison.mious("converted")
     differences = [b - a for a, b in zip(native, converted, strict=True)]

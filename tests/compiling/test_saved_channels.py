@@ -1,6 +1,7 @@
 """Compiled norms of channels that save xhat of some channels, as their weights come and go."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from compiled_nets import assert_same, step
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
-from inplace_abn import InPlaceABN, convert
+from inplace_abn import InPlaceABN, InPlaceInstanceNorm, convert
 
 pytestmark = [pytest.mark.usefixtures("fresh_compiler"), pytest.mark.filterwarnings("ignore:.*torch.jit")]
 CHANNELS = 16
@@ -31,10 +32,16 @@ def net(norm, activation):
     return model.double()
 
 
+AffineInstanceNorm = functools.partial(nn.InstanceNorm2d, affine=True)
+
+
 def kill(*models, channels):
+    """Sets the weights of these channels to zero, and those of others that are zero to one."""
     for model in models:
         with torch.no_grad():
-            model[1].weight[channels] = 0.0
+            weight = model[1].weight
+            weight[weight == 0] = 1.0
+            weight[channels] = 0.0
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
@@ -64,7 +71,7 @@ def test_more_channels_take_a_new_program_twice_at_most():
 
     compiled = torch.compile(module, backend=aot_autograd(fw_compiler=backend), fullgraph=True)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.0) for m in (native, module)]
-    for dead in ([], [3], [3, 4], [3, 4, 9], [1, 3, 4, 9], [2, 3], [0, 1, 2, 3, 4, 5, 6]):
+    for dead in ([], [3], [3, 4], [3, 4, 9], [1, 3, 4, 9], [2, 3], [], [0, 1, 2, 3, 4, 5, 6]):
         kill(native, module, channels=dead)
         step(compiled, module, x)
         step(native, native, x)
@@ -74,19 +81,48 @@ def test_more_channels_take_a_new_program_twice_at_most():
     assert len(programs) <= 2 * 3
 
 
-def test_a_built_module_with_such_channels_is_torchs():
+def built(kind, **options):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), InPlaceABN(8, activation="silu", signed_weight=True), nn.Conv2d(8, 2, 1))
-    model = model.double()
-    with torch.no_grad():
-        model[1].weight[2] = 1e-9
-        model[1].bias.normal_()
-    native = nn.Sequential(model[0], nn.BatchNorm2d(8), nn.SiLU(), model[2]).double()
-    native.load_state_dict(
-        model.state_dict() | {f"3.{name}": t for name, t in model[2].state_dict().items()}, strict=False
-    )
-    native = copy.deepcopy(native)
+    options |= {"signed_weight": True} if kind is InPlaceABN else {"affine": True}
+    module = kind(CHANNELS, activation="silu", **options)
+    nn.init.uniform_(module.weight, 0.5, 1.5)
+    nn.init.normal_(module.bias)
+    return nn.Sequential(nn.Conv2d(3, CHANNELS, 3), module, nn.Conv2d(CHANNELS, 2, 1)).double()
+
+
+@pytest.mark.parametrize("overwrites", [True, False])
+@pytest.mark.parametrize("kind", [InPlaceABN, InPlaceInstanceNorm])
+def test_a_compiled_module_is_right_with_weights_near_zero_and_a_norm_of_the_batch_saves_their_channels(
+    kind, overwrites
+):
+    """One channel whose weight was zero made a compiled in-place module torch's."""
+    module = built(kind, overwrite_input=overwrites)
+    kill(module, channels=[1, 5])
+    native = copy.deepcopy(module)
+    native[1] = nn.Sequential((nn.BatchNorm2d if kind is InPlaceABN else AffineInstanceNorm)(CHANNELS), nn.SiLU())
+    native[1].double()[0].load_state_dict(module[1].state_dict())
+    if kind is InPlaceABN:
+        # In place, a weight is moved to a magnitude of at least eps.
+        with torch.no_grad():
+            native[1][0].weight[[1, 5]] = module[1].eps
     x = torch.randn(4, 3, 9, 10, dtype=torch.float64)
-    compiled = torch.compile(model, backend="aot_eager")
+    compiled, natively = (torch.compile(m, backend="aot_eager") for m in (module, copy.deepcopy(native)))
     for _ in range(2):
-        assert_same(step(compiled, model, x), step(native, native, x))
+        found, expected = step(compiled, module, x), step(native, native, x)
+        assert_same(found, expected)
+    if kind is InPlaceABN:
+        assert held(compiled, x) < held(natively, x)
+
+
+def test_a_compiled_module_follows_its_weights():
+    module = built(InPlaceABN)
+    eager, x = copy.deepcopy(module), torch.randn(4, 3, 9, 10, dtype=torch.float64)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.0) for m in (eager, module)]
+    for dead in ([], [3], [3, 4], [0, 1, 2, 3, 4, 5, 6], [], [2]):
+        kill(eager, module, channels=dead)
+        step(compiled, module, x)
+        step(eager, eager, x)
+        for optimizer in optimizers:
+            optimizer.step()
+        assert_same(step(compiled, module, x), step(eager, eager, x))

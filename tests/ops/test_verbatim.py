@@ -14,7 +14,7 @@ EPS = 1e-5
 CHANNELS = 11
 ACTIVATIONS = [("identity", 0.0), ("relu", 0.0), ("leaky_relu", 0.01), ("elu", 1.0), ("silu", 0.0), ("gelu", 0.0)]
 SHAPES = [(4, CHANNELS, 5, 7), (3, CHANNELS, 75, 67), (40, CHANNELS), (2, CHANNELS, 8, 16), (3, CHANNELS, 9)]
-SAVED = {"one": [3], "some": [0, 4, 5, 10], "all": range(CHANNELS)}
+SAVED = {"one": [3], "some": [0, 4, 5, 10], "most": range(2, 10), "all": range(CHANNELS)}
 
 
 def operands(dtype, device, saved):
@@ -87,6 +87,41 @@ def test_gradients_do_not_depend_on_weights_of_channels_whose_xhat_is_saved(
     saved_channels = channels.indices(x.device)
     of_saved = relative_error(found[1][saved_channels], gradients[1][saved_channels])
     assert of_saved < tolerance, "dweight of the saved channels"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("activation", [("relu", 0.0), ("silu", 0.0)], ids=lambda a: a[0])
+@pytest.mark.parametrize("memory", ["with gaps", "with room", "in another order"])
+def test_it_does_not_matter_where_saved_channels_lie(dtype, layout, activation, memory, device):
+    numbers = [0, 4, 5, 10]
+    torch.manual_seed(1)
+    source, dz = (torch.randn(4, CHANNELS, 5, 7).to(device, dtype) for _ in range(2))
+    weight, bias = (
+        torch.randn(CHANNELS, device=device).to(torch.promote_types(dtype, torch.float32)) for _ in range(2)
+    )
+    arithmetic = EPS, WEIGHT, find(activation[0]).code, activation[1]
+
+    def gradients(rows, kept):
+        x, dx = laid_out(source, layout), torch.empty_like(source)
+        dweight, dbias = torch.empty_like(weight), torch.empty_like(bias)
+        _, var = ops.local_forward(x, weight, bias, None, None, None, 0.0, None, *arithmetic, True, 0, rows, kept)
+        given = x, laid_out(dz, layout), var, weight, bias, None, *arithmetic, True, 0, rows, kept
+        ops.local_backward(*given, dx=dx, dweight=dweight, dbias=dbias)
+        return x, dx, dweight, dbias
+
+    channels = Channels(numbers, CHANNELS)
+    like, rows = laid_out(source, layout), channels.rows(source.device)
+    expected = gradients(rows, reference.empty_channels(like, len(numbers)))
+    if memory == "with gaps":
+        kept = reference.empty_channels(like, 9)[:, 2 : 2 + len(numbers)]
+    elif memory == "with room":
+        kept = reference.empty_channels(like, 9)
+    else:
+        kept = reference.empty_channels(like, len(numbers))
+        rows = torch.where(rows < 0, rows, len(numbers) - 1 - rows)
+    found = gradients(rows, kept)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
 
 
 def test_a_call_says_which_argument_about_saved_channels_is_wrong(device):

@@ -30,19 +30,20 @@ INPLACE_ABN_INLINE opmath_t masked(opmath_t xhat, Mask<opmath_t> mask) {
 // Elements of a run that are combined at a time.
 constexpr int64_t most_of_run = 512;
 
-template <typename scalar_t, typename opmath_t>
-INPLACE_ABN_CLONES void combine_panel(View<const scalar_t> xhat, View<const scalar_t> dy, View<scalar_t> dx,
+template <typename scalar_t, typename dy_t, typename opmath_t>
+INPLACE_ABN_CLONES void combine_panel(View<const scalar_t> xhat, View<const dy_t> dy, View<scalar_t> dx,
                                       int64_t channels, int64_t runs, int64_t length,
                                       const Combination<opmath_t>* combinations, Mask<opmath_t> mask) {
   for (int64_t r = 0; r < runs; ++r) {
     for (int64_t c = 0; c < channels; ++c) {
       const scalar_t* xhat_run = xhat.data + c * xhat.channel_stride + r * xhat.batch_stride;
-      const scalar_t* dy_run = dy.data + c * dy.channel_stride + r * dy.batch_stride;
+      const dy_t* dy_run = dy.data + c * dy.channel_stride + r * dy.batch_stride;
       scalar_t* dx_run = dx.data + c * dx.channel_stride + r * dx.batch_stride;
       const Combination<opmath_t> k = combinations[c];
       for (int64_t done = 0; done < length; done += most_of_run) {
         const int64_t count = std::min(most_of_run, length - done);
-        const Loaded<scalar_t, most_of_run> xhat_block(xhat_run + done, count), dy_block(dy_run + done, count);
+        const Loaded<scalar_t, most_of_run> xhat_block(xhat_run + done, count);
+        const Loaded<dy_t, most_of_run> dy_block(dy_run + done, count);
         Stored<scalar_t, most_of_run> dx_block(dx_run + done);
         INPLACE_ABN_INDEPENDENT
         for (int64_t i = 0; i < count; ++i) {
@@ -116,24 +117,23 @@ INPLACE_ABN_CLONES void invert_and_combine_panel(View<const scalar_t> z, View<co
       const scalar_t* dz_run = dz.data + c * dz.channel_stride + r * dz.batch_stride;
       scalar_t* dx_run = dx.data + c * dx.channel_stride + r * dx.batch_stride;
       const Combination<opmath_t> k = combinations[c];
-      visit_run(residual, c, r, [&](auto here) __attribute__((always_inline)) {
-        RunEnd<scalar_t> z_end, end;
-        typename decltype(here)::End residual_end;
-        if (ragged) {
-          z_end.take(z_run, length, z_run[0]);
-          end.take(dz_run, length, scalar_t(0));
-          residual_end.take(here, length);
-          invert_and_combine_block(z_end.data(), end.data(), end.data(), width, k, mask, residual_end.get(), act);
-        }
-        for (int64_t i = 0, count; i + width <= length; i += count) {
-          count = next_block<block_size<scalar_t, width, Act>, width>(length - i);
-          invert_and_combine_block(z_run + i, dz_run + i, dx_run + i, count, k, mask, here.at(0, 0, i), act);
-        }
-        if (ragged) {
-          residual_end.store_gradient(here, length);
-          end.store(dx_run, length);
-        }
-      });
+      const Res here = residual.at(c, r, 0);
+      RunEnd<scalar_t> z_end, end;
+      typename Res::End residual_end;
+      if (ragged) {
+        z_end.take(z_run, length, z_run[0]);
+        end.take(dz_run, length, scalar_t(0));
+        residual_end.take(here, length);
+        invert_and_combine_block(z_end.data(), end.data(), end.data(), width, k, mask, residual_end.get(), act);
+      }
+      for (int64_t i = 0, count; i + width <= length; i += count) {
+        count = next_block<block_size<scalar_t, width, Act>, width>(length - i);
+        invert_and_combine_block(z_run + i, dz_run + i, dx_run + i, count, k, mask, here.at(0, 0, i), act);
+      }
+      if (ragged) {
+        residual_end.store_gradient(here, length);
+        end.store(dx_run, length);
+      }
     }
   }
 }
@@ -204,26 +204,21 @@ void visit(const Args& args, const View<scalar_t>& dresidual, const F& f) {
     using Res = decltype(residual);
     visit_inverse<scalar_t>(args.activation, [&](auto act) {
       constexpr bool with_dy = is_curved_inverse<decltype(act)>;
-      if (!args.verbatim) {
+      if (!args.verbatim || args.extent.order == Order::planes) {
         f(residual, act);
-      } else if (args.extent.order == Order::rows) {
-        f(RowVerbatim<scalar_t, Res, with_dy>{residual, args.verbatim, args.extent.channels}, act);
       } else {
-        f(PlaneVerbatim<scalar_t, Res, with_dy>{residual, args.verbatim}, act);
+        const SavedOfRow saved(args.verbatim, args.extent.channels);
+        f(RowVerbatim<scalar_t, Res, with_dy>(residual, args.verbatim, saved, args.extent), act);
       }
     });
   });
 }
 
-// Calls one of two functions with the functor: for rows or for planes. That of what is saved is for one of them only.
+// Calls one of two functions with the functor: for rows or for planes. That of saved rows is for rows only.
 template <typename Res, typename Rows, typename Planes>
 void in_order(Order order, const Res& residual, const Rows& rows, const Planes& planes) {
-  if constexpr (requires { Res::order; }) {
-    if constexpr (Res::order == Order::rows) {
-      rows(residual);
-    } else {
-      planes(residual);
-    }
+  if constexpr (requires { residual.saved; }) {
+    rows(residual);
   } else if (order == Order::rows) {
     rows(residual);
   } else {
@@ -271,9 +266,10 @@ void invert_once(const LocalBackwardArgs<scalar_t>& args, const View<scalar_t>& 
     combine_all_rows(grid, xhat, dy, args.dx, k, mask);
   };
   const auto planes = [&](auto residual) {
-    reduce_and_apply_planes<Sums>(args.extent, sizeof(scalar_t),
-                                  panel_sums_of(args.z, args.dz, args.affine, args.verbatim, residual, act, store),
-                                  finish, panel_combiner(xhat, dy, args.dx, mask));
+    reduce_and_apply_planes<Sums>(
+        args.extent, sizeof(scalar_t),
+        panel_sums_of(args.z, args.dz, args.affine, SavedPlanes<scalar_t>(args), residual, act, store), finish,
+        panel_combiner(xhat, dy, args.dx, mask));
   };
   in_order(args.extent.order, residual, rows, planes);
 }
@@ -306,17 +302,27 @@ void invert_twice(const LocalBackwardArgs<scalar_t>& args, bool reduce, const Vi
     });
   };
   const auto planes = [&](auto residual) {
-    const auto reduction = panel_sums_of(args.z, args.dz, args.affine, args.verbatim, residual, act, store);
+    const SavedPlanes<scalar_t> saved(args);
+    const auto reduction = panel_sums_of(args.z, args.dz, args.affine, saved, residual, act, store);
     reduce_and_apply_planes<Sums>(
         args.extent, sizeof(scalar_t),
         [&](int64_t first, int64_t channels, const Panel& panel, Sums* sums) {
           if (reduce) reduction(first, channels, panel, sums);
         },
         finish,
-        [&](int64_t first, int64_t channels, const Panel& panel, const Combination<opmath_type<scalar_t>>* k) {
+        [&](int64_t group, int64_t channels, const Panel& panel, const Combination<opmath_type<scalar_t>>* k) {
           if (dx.data == nullptr) return;
-          invert_and_combine_panel(panel.view(args.z, first), panel.view(args.dz, first), panel.view(dx, first),
-                                   channels, panel.runs, panel.length, k, mask, residual.panel(panel, first), act);
+          for_each_part(args.verbatim, group, channels, [&](int64_t first, int64_t count, bool is_saved) {
+            const int64_t c = group + first;
+            if (!is_saved) {
+              return invert_and_combine_panel(panel.view(args.z, c), panel.view(args.dz, c), panel.view(dx, c), count,
+                                              panel.runs, panel.length, k + first, mask, residual.panel(panel, c), act);
+            }
+            saved.visit_dy(panel, c, [&](auto dy) {
+              residual.panel(panel, c).store_gradient(dy, panel);
+              combine_panel(saved.xhat(panel, c), dy, panel.view(dx, c), 1, panel.runs, panel.length, k + first, mask);
+            });
+          });
         });
   };
   in_order(args.extent.order, residual, rows, planes);
@@ -341,9 +347,10 @@ void backward_reduce(const BackwardReduceArgs<scalar_t>& args) {
       reduce_all_rows(args.extent, grid, args.z, args.dz, args.affine, args.verbatim, residual, act, store, finish);
     };
     const auto planes = [&](auto residual) {
-      reduce_and_apply_planes<Sums>(args.extent, sizeof(scalar_t),
-                                    panel_sums_of(args.z, args.dz, args.affine, args.verbatim, residual, act, store),
-                                    finish, [](int64_t, int64_t, const Panel&, const int*) {});
+      reduce_and_apply_planes<Sums>(
+          args.extent, sizeof(scalar_t),
+          panel_sums_of(args.z, args.dz, args.affine, SavedPlanes<scalar_t>(args), residual, act, store), finish,
+          [](int64_t, int64_t, const Panel&, const int*) {});
     };
     in_order(args.extent.order, residual, rows, planes);
   });

@@ -37,6 +37,8 @@ struct DoNotStore {
 
   DoNotStore panel(const Panel&, int64_t) const { return {}; }
   DoNotStore rows(int64_t, int64_t) const { return {}; }
+  template <typename Xhat, typename Dy>
+  void copy(const Xhat&, const Dy&, const Panel&) const {}
 
   INPLACE_ABN_INLINE DoNotStore at(int64_t, int64_t, int64_t) const { return {}; }
 };
@@ -79,6 +81,12 @@ struct StoreXhatAndDy {
   StoreXhatAndDy rows(int64_t first, int64_t fold) const {
     return {{xhat.data + first * xhat.batch_stride, xhat.batch_stride * fold, 0},
             {dy.data + first * dy.batch_stride, dy.batch_stride * fold, 0}};
+  }
+
+  template <typename Xhat, typename Dy>
+  void copy(const Xhat& from_xhat, const Dy& from_dy, const Panel& panel) const {
+    copy_panel(from_xhat, panel, xhat);
+    copy_panel(from_dy, panel, dy);
   }
 
   INPLACE_ABN_INLINE StoreXhatAndDy at(int64_t channel, int64_t run, int64_t i) const {
@@ -165,13 +173,11 @@ void reduce_panel(View<const scalar_t> z, View<const scalar_t> dz, int64_t chann
   for (int64_t r = 0; r < runs; ++r) {
     for (int64_t c = 0; c < channels; ++c) {
       const scalar_t *z_channel = z.data + c * z.channel_stride, *dz_channel = dz.data + c * dz.channel_stride;
-      visit_run(residual, c, r, [&](auto here) {
-        reduce_run(z_channel + r * z.batch_stride,
-                   ahead_of_run(z_channel, z.batch_stride, runs, channels * z.channel_stride, r),
-                   dz_channel + r * dz.batch_stride,
-                   ahead_of_run(dz_channel, dz.batch_stride, runs, channels * dz.channel_stride, r), length, values[c],
-                   here, act, store.at(c, r, 0), sum_dy[c], sum_dy_centred[c]);
-      });
+      reduce_run(z_channel + r * z.batch_stride,
+                 ahead_of_run(z_channel, z.batch_stride, runs, channels * z.channel_stride, r),
+                 dz_channel + r * dz.batch_stride,
+                 ahead_of_run(dz_channel, dz.batch_stride, runs, channels * dz.channel_stride, r), length, values[c],
+                 residual.at(c, r, 0), act, store.at(c, r, 0), sum_dy[c], sum_dy_centred[c]);
     }
   }
   for (int64_t c = 0; c < channels; ++c) sums[c] = {total(sum_dy[c]), total(sum_dy_centred[c])};
@@ -208,15 +214,49 @@ INPLACE_ABN_CLONES void reduce_row_chunk(const scalar_t* z, int64_t z_stride, co
   }
 }
 
-// reduce_panel as reduce_and_apply_planes calls it.
+// Sums over dy and dy * xhat.
+template <typename scalar_t, typename dy_t, typename opmath_t = opmath_type<scalar_t>>
+INPLACE_ABN_CLONES Sums sums_of_saved(const View<const scalar_t> xhat, const View<const dy_t> dy, int64_t runs,
+                                      int64_t length) {
+  constexpr int64_t lanes = sum_lanes<opmath_t>, most = std::max<int64_t>(256, lanes);
+  alignas(64) opmath_t sum_dy[lanes] = {}, sum_xhat_dy[lanes] = {};
+  for (int64_t r = 0; r < runs; ++r) {
+    for (int64_t first = 0; first < length; first += most) {
+      const int64_t count = std::min(most, length - first);
+      const Loaded<scalar_t, most> xhat_block(xhat.data + r * xhat.batch_stride + first, count);
+      const Loaded<dy_t, most> dy_block(dy.data + r * dy.batch_stride + first, count);
+      for (int64_t i = 0; i < count; i += lanes) {
+        const int64_t some = std::min(lanes, count - i);
+        INPLACE_ABN_INDEPENDENT
+        for (int64_t l = 0; l < some; ++l) {
+          sum_dy[l] += dy_block[i + l];
+          sum_xhat_dy[l] += dy_block[i + l] * xhat_block[i + l];
+        }
+      }
+    }
+  }
+  return {total(sum_dy), total(sum_xhat_dy)};
+}
+
+// reduce_panel as reduce_and_apply_planes calls it. Channels whose xhat is saved are taken from there.
 template <typename scalar_t, typename Res, typename Act, typename Store>
 auto panel_sums_of(const View<const scalar_t>& z, const View<const scalar_t>& dz, const Affine<scalar_t>& affine,
-                   const Verbatim<const scalar_t>& verbatim, Res residual, Act act, Store store) {
-  return [=](int64_t first, int64_t channels, const Panel& panel, Sums* sums) {
-    ChannelValues<opmath_type<scalar_t>> values[max_group];
-    for (int64_t i = 0; i < channels; ++i) values[i] = recovering(affine, verbatim, first + i);
-    reduce_panel(panel.view(z, first), panel.view(dz, first), channels, panel.runs, panel.length, values,
-                 residual.panel(panel, first), act, store.panel(panel, first), sums);
+                   const SavedPlanes<scalar_t>& saved, Res residual, Act act, Store store) {
+  return [=](int64_t group, int64_t channels, const Panel& panel, Sums* sums) {
+    for_each_part(saved.verbatim(), group, channels, [&](int64_t first, int64_t count, bool is_saved) {
+      const int64_t c = group + first;
+      if (is_saved) {
+        const View<const scalar_t> xhat = saved.xhat(panel, c);
+        return saved.visit_dy(panel, c, [&](auto dy) {
+          sums[first] = sums_of_saved(xhat, dy, panel.runs, panel.length);
+          store.panel(panel, c).copy(xhat, dy, panel);
+        });
+      }
+      ChannelValues<opmath_type<scalar_t>> values[max_group];
+      for (int64_t i = 0; i < count; ++i) values[i] = recovering(affine, saved.verbatim(), c + i);
+      reduce_panel(panel.view(z, c), panel.view(dz, c), count, panel.runs, panel.length, values,
+                   residual.panel(panel, c), act, store.panel(panel, c), sums + first);
+    });
   };
 }
 

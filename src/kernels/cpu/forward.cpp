@@ -71,12 +71,14 @@ INPLACE_ABN_CLONES void transform_panel(View<const scalar_t> x, View<scalar_t> z
 template <typename scalar_t, typename opmath_t, typename Res, typename Act>
 INPLACE_ABN_CLONES void transform_rows(const scalar_t* x, int64_t x_stride, scalar_t* z, int64_t z_stride, int64_t rows,
                                        int64_t channels, const opmath_t* mean, const opmath_t* scale,
-                                       const opmath_t* beta, Res residual, Act act) {
+                                       const opmath_t* beta, Res residual, Act act, const SavingRows<scalar_t>& xhat,
+                                       int64_t first, int64_t fold) {
   const int64_t ahead = rows_ahead<scalar_t>(x_stride, 1);
   for (int64_t r = 0; r < rows; ++r) {
     const scalar_t* from = x + r * x_stride;
     scalar_t* to = z + r * z_stride;
     const Res row = residual.at(0, r, 0);
+    xhat.save(first + r * fold, first, first + rows * fold);
     const auto walk = [&](int64_t c, int64_t count) __attribute__((always_inline)) {
       const Loaded<scalar_t, most_channels> block(from + c, count);
       const typename Res::template Block<most_channels> added(row.at(0, 0, c), count);
@@ -100,26 +102,21 @@ void set(const ChannelArrays<opmath_t, 3>& arrays, int64_t c, const Transform<op
 
 template <typename scalar_t, typename Res, typename Act>
 void transform_all_rows(const RowGrid& grid, const View<const scalar_t>& x, const View<scalar_t>& z,
-                        const ChannelArrays<opmath_type<scalar_t>, 3>& t, const XhatOf<scalar_t>& xhat, Res residual,
-                        Act act) {
+                        const ChannelArrays<opmath_type<scalar_t>, 3>& t, const SavingRows<scalar_t>& xhat,
+                        Res residual, Act act) {
   apply_rows(grid, [&](int64_t first, int64_t rows, int64_t fold, int64_t width) {
-    // So few rows at a time that they are still in cache after xhat of some channels was saved.
-    const int64_t at_once = xhat.is_wanted() ? std::max<int64_t>(1, panel_elements / width) : rows;
-    for (int64_t end = first + rows * fold; first < end; first += at_once * fold) {
-      const int64_t count = std::min(at_once, (end - first) / fold);
-      xhat.save(first, count * fold);
-      transform_rows(x.data + first * x.batch_stride, x.batch_stride * fold, z.data + first * z.batch_stride,
-                     z.batch_stride * fold, count, width, t[0], t[1], t[2], residual.rows(first, fold), act);
-    }
+    transform_rows(x.data + first * x.batch_stride, x.batch_stride * fold, z.data + first * z.batch_stride,
+                   z.batch_stride * fold, rows, width, t[0], t[1], t[2], residual.rows(first, fold), act, xhat, first,
+                   fold);
   });
 }
 
 // transform_panel as reduce_and_apply_planes calls it.
 template <typename scalar_t, typename Res, typename Act>
-auto panel_transformer(const View<const scalar_t>& x, const View<scalar_t>& z, const XhatOf<scalar_t>& xhat,
+auto panel_transformer(const View<const scalar_t>& x, const View<scalar_t>& z, const SavingPlanes<scalar_t>& xhat,
                        Res residual, Act act) {
   using opmath_t = opmath_type<scalar_t>;
-  return [=, &xhat](int64_t first, int64_t channels, const Panel& panel, const Transform<opmath_t>* transforms) {
+  return [=](int64_t first, int64_t channels, const Panel& panel, const Transform<opmath_t>* transforms) {
     xhat.save(first, channels, panel);
     transform_panel(panel.view(x, first), panel.view(z, first), channels, panel.runs, panel.length, transforms,
                     residual.panel(panel, first), act);
@@ -139,16 +136,18 @@ void visit(const Args& args, const F& f) {
 template <typename scalar_t>
 void forward(const ForwardArgs<scalar_t>& args) {
   using opmath_t = opmath_type<scalar_t>;
-  const XhatOf<scalar_t> xhat(args.x, args.verbatim, args.mean, args.var, args.affine, args.extent.channels);
   const auto transform = [&](int64_t c) { return make_transform(args.affine, c, args.mean.load(c), args.var.load(c)); };
   visit<scalar_t>(args, [&](auto residual, auto act) {
     if (args.extent.order == Order::rows) {
       const RowGrid grid(args.extent, {args.x.batch_stride, args.z.batch_stride, residual.row_stride(args.x)});
       const ChannelArrays<opmath_t, 3> transforms(grid);
       for (int64_t c = 0; c < grid.channels; ++c) set(transforms, c, transform(c));
+      const SavingRows<scalar_t> xhat(args.x, args.verbatim, args.mean, args.var, args.affine, args.extent.channels,
+                                      grid.fold);
       transform_all_rows(grid, args.x, args.z, transforms, xhat, residual, act);
       return;
     }
+    const SavingPlanes<scalar_t> xhat(args.x, args.verbatim, args.mean, args.var, args.affine);
     reduce_and_apply_planes<NoPartial>(
         args.extent, sizeof(scalar_t), [](int64_t, int64_t, const Panel&, NoPartial*) {},
         [&](int64_t c, NoPartial) { return transform(c); }, panel_transformer(args.x, args.z, xhat, residual, act));
@@ -158,8 +157,7 @@ void forward(const ForwardArgs<scalar_t>& args) {
 template <typename scalar_t>
 void local_forward(const LocalForwardArgs<scalar_t>& args) {
   using opmath_t = opmath_type<scalar_t>;
-  const XhatOf<scalar_t> xhat(args.x, args.verbatim, {args.mean, false}, {args.var, false}, args.affine,
-                              args.extent.channels);
+  const ChannelVector<scalar_t> mean{args.mean, false}, var{args.var, false};
   // Stores the statistics, and returns what to apply.
   const auto finish = [&](int64_t c, const Moments& moments) {
     args.mean[c] = static_cast<opmath_t>(moments.mean);
@@ -173,15 +171,17 @@ void local_forward(const LocalForwardArgs<scalar_t>& args) {
       const ChannelArrays<opmath_t, 3> transforms(grid);
       reduce_rows<MergeMoments>(
           args.extent,
-          [&](int64_t first, int64_t rows, double* mean, double* m2) {
-            row_moments(grid, args.x, first, rows, mean, m2);
+          [&](int64_t first, int64_t rows, double* means, double* m2) {
+            row_moments(grid, args.x, first, rows, means, m2);
           },
-          [&](int64_t c, double mean, double m2) {
-            set(transforms, c, finish(c, Moments{static_cast<double>(args.extent.batch), mean, m2}));
+          [&](int64_t c, double chunk_mean, double m2) {
+            set(transforms, c, finish(c, Moments{static_cast<double>(args.extent.batch), chunk_mean, m2}));
           });
+      const SavingRows<scalar_t> xhat(args.x, args.verbatim, mean, var, args.affine, args.extent.channels, grid.fold);
       transform_all_rows(grid, args.x, args.z, transforms, xhat, residual, act);
       return;
     }
+    const SavingPlanes<scalar_t> xhat(args.x, args.verbatim, mean, var, args.affine);
     reduce_and_apply_planes<Moments>(args.extent, sizeof(scalar_t), panel_moments_of(args.x), finish,
                                      panel_transformer(args.x, args.z, xhat, residual, act));
   });

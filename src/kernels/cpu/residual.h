@@ -30,6 +30,8 @@ struct NoResidual {
   };
 
   NoResidual panel(const Panel&, int64_t) const { return {}; }
+  template <typename Dy>
+  void store_gradient(const Dy&, const Panel&) const {}
   NoResidual rows(int64_t, int64_t) const { return {}; }
   int64_t row_stride(const View<const scalar_t>& like) const { return like.batch_stride; }
 
@@ -75,6 +77,10 @@ struct Residual {
   Residual panel(const Panel& panel, int64_t channel) const {
     return {{panel.of(value, channel), value.batch_stride, value.channel_stride},
             {panel.of(gradient, channel), gradient.batch_stride, gradient.channel_stride}};
+  }
+  template <typename Dy>
+  void store_gradient(const Dy& dy, const Panel& panel) const {
+    copy_panel(dy, panel, gradient);
   }
   // The rows from `first` on, `fold` of them taken as one.
   Residual rows(int64_t first, int64_t fold) const {

@@ -1,3 +1,6 @@
+#include "verbatim.h"
+
+#include "blocks.h"
 #include "inplace_abn/kernels.h"
 #include "walk.h"
 
@@ -17,7 +20,29 @@ INPLACE_ABN_CLONES void differentiate(const scalar_t* dz, int64_t dz_stride, con
   }
 }
 
+template <typename scalar_t, typename opmath_t, typename Act>
+INPLACE_ABN_CLONES void invert(const scalar_t* z, const scalar_t* dz, opmath_t* dy, int64_t length, Act act) {
+  constexpr int64_t most = 256;
+  for (int64_t first = 0; first < length; first += most) {
+    const int64_t count = std::min(most, length - first);
+    const Loaded<scalar_t, most> from(z + first, count), gradient(dz + first, count);
+    INPLACE_ABN_INDEPENDENT
+    for (int64_t i = 0; i < count; ++i) {
+      opmath_t y;
+      act.inverse(from[i], gradient[i], y, dy[first + i]);
+    }
+  }
+}
+
 }  // namespace
+
+template <typename scalar_t>
+void gradient_of_run(const ActivationArgs& activation, const scalar_t* z, const scalar_t* dz, opmath_type<scalar_t>* dy,
+                     int64_t count) {
+  visit_activation<scalar_t>(activation.kind, activation.param, [&](auto act) {
+    if constexpr (!is_curved<decltype(act)>) invert(z, dz, dy, count, act);
+  });
+}
 
 template <typename scalar_t>
 void verbatim_gradient(const VerbatimGradientArgs<scalar_t>& args) {
@@ -50,7 +75,10 @@ void verbatim_gradient(const VerbatimGradientArgs<scalar_t>& args) {
   });
 }
 
-#define INSTANTIATE(scalar_t) template void verbatim_gradient(const VerbatimGradientArgs<scalar_t>&);
+#define INSTANTIATE(scalar_t)                                                                                    \
+  template void gradient_of_run(const ActivationArgs&, const scalar_t*, const scalar_t*, opmath_type<scalar_t>*, \
+                                int64_t);                                                                        \
+  template void verbatim_gradient(const VerbatimGradientArgs<scalar_t>&);
 INPLACE_ABN_FOR_ALL_TYPES(INSTANTIATE)
 
 }  // namespace inplace_abn::cpu

@@ -1,6 +1,8 @@
 // Channels whose xhat is saved beside z. Forward saves xhat of x, and backward takes it instead of what z says.
 #pragma once
 
+#include <atomic>
+#include <bit>
 #include <vector>
 
 #include "blocks.h"
@@ -36,31 +38,70 @@ INPLACE_ABN_CLONES void standardise_run(const scalar_t* x, scalar_t* xhat, int64
   }
 }
 
-// xhat of a part of x. It must come before the part is overwritten.
-template <typename scalar_t>
-class XhatOf {
- public:
-  using opmath_t = opmath_type<scalar_t>;
+// `count` values of places of x, side by side.
+template <typename scalar_t, typename opmath_t>
+INPLACE_ABN_CLONES void standardise_places(const scalar_t* x, const int64_t* places, scalar_t* xhat, int64_t count,
+                                           const opmath_t* mean, const opmath_t* inv_std) {
+  constexpr int64_t most = 256;
+  scalar_t taken[most];
+  for (int64_t first = 0; first < count; first += most) {
+    const int64_t part = std::min(most, count - first);
+    for (int64_t i = 0; i < part; ++i) taken[i] = x[places[first + i]];
+    const Loaded<scalar_t, most> from(taken, part);
+    Stored<scalar_t, most> to(xhat + first);
+    INPLACE_ABN_INDEPENDENT
+    for (int64_t i = 0; i < part; ++i) to.set(i, (from[i] - mean[first + i]) * inv_std[first + i]);
+    to.finish(part);
+  }
+}
 
-  XhatOf(const View<const scalar_t>& x, const Verbatim<scalar_t>& to, const ChannelVector<scalar_t>& mean,
-         const ChannelVector<scalar_t>& var, const Affine<scalar_t>& affine, int64_t channels)
-      : x_(x), to_(to.xhat), mean_(mean), var_(var), affine_(affine) {
-    if (!to) return;
-    rows_.resize(channels);
-    for (int64_t c = 0; c < channels; ++c) {
-      rows_[c] = to.row(c);
-      if (rows_[c] >= 0) saved_.push_back(c);
+// The channels of a row whose xhat is saved, in the order in which it is saved: side by side, from `first` on.
+struct SavedOfRow {
+  std::vector<int64_t> channels;
+  int64_t first = 0;
+  // No other object has had it.
+  const int64_t id = next_id();
+
+  template <typename scalar_t>
+  SavedOfRow(const Verbatim<scalar_t>& verbatim, int64_t count) {
+    int64_t last = -1;
+    for (int64_t c = 0; c < count; ++c) {
+      const int64_t row = verbatim.row(c);
+      if (row < 0) continue;
+      first = last < 0 ? row : std::min(first, row);
+      last = std::max(last, row);
+    }
+    channels.assign(last < 0 ? 0 : last - first + 1, -1);
+    for (int64_t c = 0; c < count; ++c) {
+      if (const int64_t row = verbatim.row(c); row >= 0) channels[row - first] = c;
     }
   }
 
-  bool is_wanted() const { return !saved_.empty(); }
+  int64_t count() const { return static_cast<int64_t>(channels.size()); }
+
+ private:
+  static int64_t next_id() {
+    static std::atomic<int64_t> last = 0;
+    return ++last;
+  }
+};
+
+// Saves xhat of parts of x, before they are overwritten. Statistics may be written until then.
+template <typename scalar_t>
+class SavingPlanes {
+ public:
+  explicit SavingPlanes(const View<const scalar_t>& x, const Verbatim<scalar_t>& to,
+                        const ChannelVector<scalar_t>& mean, const ChannelVector<scalar_t>& var,
+                        const Affine<scalar_t>& affine)
+      : x_(x), to_(to), mean_(mean), var_(var), affine_(affine) {}
 
   void save(int64_t first, int64_t channels, const Panel& panel) const {
-    if (!is_wanted()) return;
+    if (!to_) return;
     for (int64_t c = first; c < first + channels; ++c) {
-      if (rows_[c] < 0) continue;
+      const int64_t row = to_.row(c);
+      if (row < 0) continue;
       const View<const scalar_t> from = panel.view(x_, c);
-      const View<scalar_t> xhat = panel.view(to_, rows_[c]);
+      const View<scalar_t> xhat = panel.view(to_.xhat, row);
       for (int64_t r = 0; r < panel.runs; ++r) {
         standardise_run(from.data + r * from.batch_stride, xhat.data + r * xhat.batch_stride, panel.length,
                         mean_.load(c), affine_.inv_std(var_.load(c)));
@@ -68,121 +109,258 @@ class XhatOf {
     }
   }
 
-  // Of `rows` rows of channels.
-  void save(int64_t first, int64_t rows) const {
-    for (const int64_t c : saved_) {
-      const scalar_t* from = x_.data + first * x_.batch_stride + c;
-      scalar_t* xhat = to_.data + first * to_.batch_stride + rows_[c];
-      const opmath_t mean = mean_.load(c), inv_std = affine_.inv_std(var_.load(c));
-      for (int64_t r = 0; r < rows; ++r) {
-        xhat[r * to_.batch_stride] =
-            static_cast<scalar_t>((static_cast<opmath_t>(from[r * x_.batch_stride]) - mean) * inv_std);
+ private:
+  View<const scalar_t> x_;
+  Verbatim<scalar_t> to_;
+  ChannelVector<scalar_t> mean_, var_;
+  Affine<scalar_t> affine_;
+};
+
+// The same for rows of channels, of which `fold` lie side by side.
+template <typename scalar_t>
+class SavingRows {
+ public:
+  using opmath_t = opmath_type<scalar_t>;
+
+  SavingRows(const View<const scalar_t>& x, const Verbatim<scalar_t>& to, const ChannelVector<scalar_t>& mean,
+             const ChannelVector<scalar_t>& var, const Affine<scalar_t>& affine, int64_t channels, int64_t fold)
+      : x_(x), to_(to.xhat) {
+    if (!to) return;
+    const SavedOfRow saved(to, channels);
+    count_ = saved.count();
+    to_.data += saved.first;
+    if (count_ == 0) return;
+    at_once_ = fold * std::clamp<int64_t>(enough / (fold * count_), 1, rows_ahead);
+    const int64_t unit = to_.batch_stride == count_ ? at_once_ : 1;
+    for (int64_t r = 0; r < unit; ++r) {
+      for (const int64_t channel : saved.channels) {
+        const int64_t c = std::max<int64_t>(0, channel);
+        places_.push_back(r * x.batch_stride + c);
+        mean_.push_back(mean.load(c));
+        inv_std_.push_back(affine.inv_std(var.load(c)));
       }
     }
   }
 
+  // Called with each row. Saves the rows from there on that it saves at once, if it is time, and none after `end`.
+  INPLACE_ABN_INLINE void save(int64_t row, int64_t begin, int64_t end) const {
+    if (count_ > 0 && (row - begin) % at_once_ == 0) save_some(row, std::min(row + at_once_, end));
+  }
+
  private:
+  // So few that they have been prefetched, and so many values that a call does not matter.
+  static constexpr int64_t rows_ahead = 8, enough = 256;
+
+  void save_some(int64_t begin, int64_t end) const {
+    const auto unit = static_cast<int64_t>(places_.size()) / count_;
+    for (int64_t r = begin; r < end; r += unit) {
+      standardise_places(x_.data + r * x_.batch_stride, places_.data(), to_.data + r * to_.batch_stride,
+                         std::min(unit, end - r) * count_, mean_.data(), inv_std_.data());
+    }
+  }
+
   View<const scalar_t> x_;
   View<scalar_t> to_;
-  ChannelVector<scalar_t> mean_, var_;
-  Affine<scalar_t> affine_;
-  std::vector<int64_t> rows_, saved_;
+  int64_t count_ = 0, at_once_ = 1;
+  std::vector<int64_t> places_;
+  std::vector<opmath_t> mean_, inv_std_;
 };
 
-// --- Backward: functors of the residual (residual.h) whose `subtract` gives a saved xhat where there is one
-// -----------
+// --- Backward --------------------------------------------------------------------------------------------------------
 
-// A run of a channel whose xhat is saved, and if `with_dy` also dy.
-template <typename scalar_t, typename Res, bool with_dy>
-struct SavedRun {
-  using opmath_t = opmath_type<scalar_t>;
-  Res residual;
-  const scalar_t *xhat, *dy;
-
-  class End {
-   public:
-    INPLACE_ABN_INLINE void take(const SavedRun& from, int64_t length) {
-      residual_.take(from.residual, length);
-      xhat_.take(from.xhat, length, from.xhat[0]);
-      // Spare lanes have no gradient, so they add nothing.
-      if constexpr (with_dy) dy_.take(from.dy, length, scalar_t(0));
-    }
-    INPLACE_ABN_INLINE SavedRun get() { return {residual_.get(), xhat_.data(), dy_.data()}; }
-    INPLACE_ABN_INLINE void store_gradient(const SavedRun& from, int64_t length) const {
-      residual_.store_gradient(from.residual, length);
-    }
-
-   private:
-    typename Res::End residual_;
-    RunEnd<scalar_t> xhat_, dy_;
-  };
-  template <int64_t most>
-  class Block {
-   public:
-    INPLACE_ABN_INLINE explicit Block(const SavedRun& from, int64_t count = most)
-        : residual_(from.residual, count), xhat_(from.xhat, count), dy_(with_dy ? from.dy : from.xhat, count) {}
-    INPLACE_ABN_INLINE opmath_t subtract(opmath_t, int64_t i) const { return xhat_[i]; }
-    INPLACE_ABN_INLINE opmath_t gradient(opmath_t dy, int64_t i) const {
-      if constexpr (with_dy) return dy_[i];
-      return dy;
-    }
-    INPLACE_ABN_INLINE void store_gradient(opmath_t dy, int64_t i) { residual_.store_gradient(dy, i); }
-    INPLACE_ABN_INLINE void finish(int64_t count = most) { residual_.finish(count); }
-
-   private:
-    typename Res::template Block<most> residual_;
-    Loaded<scalar_t, most> xhat_, dy_;
-  };
-
-  INPLACE_ABN_INLINE SavedRun at(int64_t, int64_t, int64_t i) const {
-    return {residual.at(0, 0, i), xhat + i, with_dy ? dy + i : dy};
+// Calls f(first, channels, is_saved) for parts of a group of channels: those that are not saved together, saved ones
+// one by one. Places count from the group's first channel.
+template <typename scalar_t, typename F>
+void for_each_part(const Verbatim<const scalar_t>& verbatim, int64_t group, int64_t channels, const F& f) {
+  for (int64_t first = 0, count = 1; first < channels; first += count, count = 1) {
+    const bool is_saved = verbatim.row(group + first) >= 0;
+    while (!is_saved && first + count < channels && verbatim.row(group + first + count) < 0) ++count;
+    f(first, count, is_saved);
   }
-};
-
-template <typename scalar_t, typename Res, bool with_dy>
-struct PlaneVerbatim {
-  static constexpr Order order = Order::planes;
-  using Saved = SavedRun<scalar_t, Res, with_dy>;
-  Res residual;
-  Verbatim<const scalar_t> verbatim;
-  Panel part{};
-  int64_t first = 0;
-
-  PlaneVerbatim panel(const Panel& panel, int64_t channel) const {
-    return {residual.panel(panel, channel), verbatim, panel, channel};
-  }
-};
-
-// Calls f with the functor for a run of a panel's channel, at the run's first element.
-template <typename Res, typename F>
-INPLACE_ABN_INLINE void visit_run(const Res& residual, int64_t channel, int64_t run, const F& f) {
-  f(residual.at(channel, run, 0));
-}
-template <typename scalar_t, typename Res, bool with_dy, typename F>
-INPLACE_ABN_INLINE void visit_run(const PlaneVerbatim<scalar_t, Res, with_dy>& known, int64_t channel, int64_t run,
-                                  const F& f) {
-  const Res residual = known.residual.at(channel, run, 0);
-  const int64_t row = known.verbatim.row(known.first + channel);
-  if (row < 0) {
-    f(residual);
-    return;
-  }
-  const auto at = [&](const auto& view) { return known.part.of(view, row) + run * view.batch_stride; };
-  f(SavedRun<scalar_t, Res, with_dy>{residual, at(known.verbatim.xhat), with_dy ? at(known.verbatim.dy) : nullptr});
 }
 
+// dy from z and dz, for activations that are not curved.
+template <typename scalar_t>
+void gradient_of_run(const ActivationArgs& activation, const scalar_t* z, const scalar_t* dz, opmath_type<scalar_t>* dy,
+                     int64_t count);
+
+// Panels of channels whose xhat is saved. Their z is not inverted.
+template <typename scalar_t>
+class SavedPlanes {
+ public:
+  template <typename Args>
+  explicit SavedPlanes(const Args& args)
+      : z_(args.z), dz_(args.dz), activation_(args.activation), verbatim_(args.verbatim) {}
+
+  const Verbatim<const scalar_t>& verbatim() const { return verbatim_; }
+  View<const scalar_t> xhat(const Panel& panel, int64_t c) const {
+    return panel.view(verbatim_.xhat, verbatim_.row(c));
+  }
+  // Calls f with dy, of x's type or wider.
+  template <typename F>
+  void visit_dy(const Panel& panel, int64_t c, const F& f) const {
+    if (verbatim_.dy.data != nullptr) return f(panel.view(verbatim_.dy, verbatim_.row(c)));
+    using opmath_t = opmath_type<scalar_t>;
+    thread_local std::vector<opmath_t> memory;
+    memory.resize(panel.runs * panel.length);
+    const View<const scalar_t> z = panel.view(z_, c), dz = panel.view(dz_, c);
+    for (int64_t r = 0; r < panel.runs; ++r) {
+      gradient_of_run(activation_, z.data + r * z.batch_stride, dz.data + r * dz.batch_stride,
+                      memory.data() + r * panel.length, panel.length);
+    }
+    f(View<const opmath_t>{memory.data(), panel.length, 0});
+  }
+
+ private:
+  View<const scalar_t> z_, dz_;
+  ActivationArgs activation_;
+  Verbatim<const scalar_t> verbatim_;
+};
+
+// Puts values that are side by side where they belong in rows of all channels.
+template <typename opmath_t>
+class Spread {
+ public:
+  static constexpr int64_t lanes = 32 / sizeof(opmath_t);
+
+  // `from` has for each place of a row the number of its value, or -1.
+  void set(std::vector<int64_t> from) {
+    windows_.clear();
+    are_near_ = true;
+    reach_ = 0;
+    for (int64_t begin = 0; begin < static_cast<int64_t>(from.size()); begin += lanes) {
+      const int64_t end = std::min<int64_t>(static_cast<int64_t>(from.size()), begin + lanes);
+      int64_t least = -1;
+      for (int64_t i = begin; i < end; ++i) {
+        if (from[i] >= 0) least = least < 0 ? from[i] : std::min(least, from[i]);
+      }
+      if (least < 0) continue;
+      Window window{begin, least, {}};
+      for (int64_t i = begin; i < end; ++i) {
+        if (from[i] >= 0) window.lanes[i - begin] = static_cast<Lane>(from[i] - least);
+        are_near_ = are_near_ && window.lanes[i - begin] < lanes;
+      }
+      windows_.push_back(window);
+      reach_ = std::max(reach_, least + lanes);
+    }
+    from_ = std::move(from);
+  }
+
+  // Reads up to a vector more than the values. Writes whole vectors, which are read back at once.
+  template <typename scalar_t>
+  INPLACE_ABN_INLINE void apply(const scalar_t* values, opmath_t* row) const {
+#if defined(__GNUC__) && !defined(__clang__)
+    if (are_near_) {
+      const Window* const end = windows_.data() + windows_.size();
+      for (const Window* window = windows_.data(); window != end; ++window) {
+        Lanes taken;
+        memcpy(&taken, window->lanes, sizeof(taken));
+        Vector vector;
+        load(values + window->value, vector);
+        vector = __builtin_shuffle(vector, taken);
+        memcpy(row + window->place, &vector, sizeof(vector));
+      }
+      return;
+    }
+#endif
+    apply_one_by_one(values, row);
+  }
+
+  // How far `apply` may read.
+  int64_t reach() const { return reach_; }
+
+  template <typename scalar_t>
+  INPLACE_ABN_INLINE void apply_one_by_one(const scalar_t* values, opmath_t* row) const {
+    for (size_t i = 0; i < from_.size(); ++i) {
+      if (from_[i] >= 0) row[i] = static_cast<opmath_t>(values[from_[i]]);
+    }
+  }
+
+ private:
+  using Lane = typename Tag<opmath_t>::mask_t;
+  // The values of the places from `place` on lie among those from `value` on.
+  struct Window {
+    int64_t place, value;
+    Lane lanes[Spread::lanes];
+  };
+#if defined(__GNUC__) && !defined(__clang__)
+  typedef opmath_t Vector __attribute__((vector_size(32)));
+  typedef Lane Lanes __attribute__((vector_size(32)));
+
+  INPLACE_ABN_INLINE static void load(const opmath_t* values, Vector& to) { memcpy(&to, values, sizeof(to)); }
+  INPLACE_ABN_INLINE static void load(const c10::BFloat16* values, Vector& to) {
+    typedef uint16_t Narrow __attribute__((vector_size(16)));
+    typedef uint32_t Wide __attribute__((vector_size(32)));
+    Narrow narrow;
+    memcpy(&narrow, values, sizeof(narrow));
+    const Wide wide = __builtin_convertvector(narrow, Wide) << 16;
+    memcpy(&to, &wide, sizeof(to));
+  }
+#endif
+
+  std::vector<int64_t> from_;
+  std::vector<Window> windows_;
+  bool are_near_ = true;
+  int64_t reach_ = 0;
+};
+
+// Rows of values at this distance, spread. `elements` can be read.
+template <typename scalar_t, typename opmath_t>
+INPLACE_ABN_CLONES void spread_rows(const scalar_t* from, int64_t stride, int64_t rows, int64_t elements,
+                                    const Spread<opmath_t>& spread, opmath_t* to, int64_t to_stride) {
+  for (int64_t r = 0; r < rows; ++r) {
+    if (r * stride + spread.reach() <= elements) {
+      spread.apply(from + r * stride, to + r * to_stride);
+    } else {
+      spread.apply_one_by_one(from + r * stride, to + r * to_stride);
+    }
+  }
+}
+
+// Rows of this thread in which what was saved is at its place, and whether a place has something saved.
+template <typename opmath_t>
+struct SpreadRows {
+  using mask_t = typename Tag<opmath_t>::mask_t;
+  Spread<opmath_t> of_xhat, of_dy;
+  int64_t id = 0, fold = 0, at_once, stride;
+  std::vector<opmath_t> xhat, dy, widened;
+  std::vector<mask_t> is_saved;
+
+  void set(const SavedOfRow& saved, int64_t xhat_stride, int64_t dy_stride, int64_t channels, int64_t fold_) {
+    if (id == saved.id && fold == fold_) return;
+    id = saved.id;
+    fold = fold_;
+    constexpr int64_t enough = 2048, lanes = Spread<opmath_t>::lanes;
+    stride = (channels * fold + lanes - 1) / lanes * lanes;
+    at_once = static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(std::max<int64_t>(1, enough / stride))));
+    is_saved.assign(stride, 0);
+    for (const auto& [spread, saved_stride] : {std::pair{&of_xhat, xhat_stride}, std::pair{&of_dy, dy_stride}}) {
+      std::vector<int64_t> from(channels * fold, -1);
+      for (int64_t f = 0; f < fold; ++f) {
+        for (int64_t i = 0; i < saved.count(); ++i) {
+          if (saved.channels[i] < 0) continue;
+          from[f * channels + saved.channels[i]] = f * saved_stride + i;
+          is_saved[f * channels + saved.channels[i]] = -1;
+        }
+      }
+      spread->set(std::move(from));
+    }
+    xhat.resize(at_once * stride);
+    dy.resize(at_once * stride);
+  }
+};
+
+// A functor of the residual (residual.h) for rows. `subtract` gives a saved xhat where there is one, and `gradient` the
+// dy of such a channel if `with_dy`.
 template <typename scalar_t, typename Res, bool with_dy>
 struct RowVerbatim {
   using opmath_t = opmath_type<scalar_t>;
-  static constexpr Order order = Order::rows;
   Res residual;
-  Verbatim<const scalar_t> verbatim;
-  int64_t channels;
-  // Of the rows at hand: the places of the saved values in a row, of which each of `fold` has `saved`; and rows with
-  // the values of xhat and dy at their places, and whether a place has one.
-  int64_t fold = 1, saved = 0;
-  const int32_t* places = nullptr;
-  opmath_t *xhat = nullptr, *dy = nullptr;
+  View<const scalar_t> saved_xhat, saved_dy;
+  const SavedOfRow* saved;
+  int64_t batch, channels, fold = 1;
+  SpreadRows<opmath_t>* spread = nullptr;
+  const opmath_t *xhat = nullptr, *dy = nullptr;
   const typename Tag<opmath_t>::mask_t* is_saved = nullptr;
 
   template <int64_t most>
@@ -191,13 +369,13 @@ struct RowVerbatim {
     INPLACE_ABN_INLINE explicit Block(const RowVerbatim& from, int64_t count = most)
         : residual_(from.residual, count), xhat_(from.xhat), dy_(from.dy), is_saved_(from.is_saved) {}
     INPLACE_ABN_INLINE opmath_t subtract(opmath_t y, int64_t i) const {
-      const opmath_t recovered = residual_.subtract(y, i), saved = xhat_[i];
-      return is_saved_[i] != 0 ? saved : recovered;
+      const opmath_t recovered = residual_.subtract(y, i), kept = xhat_[i];
+      return is_saved_[i] != 0 ? kept : recovered;
     }
     INPLACE_ABN_INLINE opmath_t gradient(opmath_t dy, int64_t i) const {
       if constexpr (!with_dy) return dy;
-      const opmath_t saved = dy_[i];
-      return is_saved_[i] != 0 ? saved : dy;
+      const opmath_t kept = dy_[i];
+      return is_saved_[i] != 0 ? kept : dy;
     }
     INPLACE_ABN_INLINE void store_gradient(opmath_t dy, int64_t i) { residual_.store_gradient(dy, i); }
     INPLACE_ABN_INLINE void finish(int64_t count = most) { residual_.finish(count); }
@@ -208,62 +386,70 @@ struct RowVerbatim {
     const typename Tag<opmath_t>::mask_t* is_saved_;
   };
 
+  RowVerbatim(const Res& of, const Verbatim<const scalar_t>& verbatim, const SavedOfRow& row, const Extent& extent)
+      : residual(of),
+        saved_xhat(verbatim.xhat),
+        saved_dy(verbatim.dy),
+        saved(&row),
+        batch(extent.batch),
+        channels(extent.channels) {
+    saved_xhat.data += row.first;
+    if (with_dy) saved_dy.data += row.first;
+  }
+
+  // Valid until this thread asks for other rows.
   RowVerbatim rows(int64_t first, int64_t fold_) const {
-    thread_local std::vector<int32_t> all_places;
-    thread_local std::vector<opmath_t> row;
-    thread_local std::vector<typename Tag<opmath_t>::mask_t> saved_in_row;
-    all_places.clear();
-    // Rows that no channel has go past the end.
-    row.assign(2 * (channels * fold_ + 1), opmath_t(0));
-    saved_in_row.assign(channels * fold_, 0);
-    // Values follow each other in the order of rows.
-    std::vector<int32_t> channel_of(verbatim.saved, -1);
-    for (int64_t c = 0; c < channels; ++c) {
-      if (const int64_t found = verbatim.row(c); found >= 0) channel_of[found] = static_cast<int32_t>(c);
-    }
-    for (int64_t f = 0; f < fold_; ++f) {
-      for (const int32_t c : channel_of) {
-        all_places.push_back(static_cast<int32_t>(c < 0 ? fold_ * channels : f * channels + c));
-        if (c >= 0) saved_in_row[f * channels + c] = -1;
-      }
-    }
+    thread_local SpreadRows<opmath_t> memory;
+    memory.set(*saved, saved_xhat.batch_stride, saved_dy.batch_stride, channels, fold_);
     RowVerbatim result = *this;
     result.residual = residual.rows(first, fold_);
-    result.verbatim.xhat.data += first * verbatim.xhat.batch_stride;
-    if (with_dy) result.verbatim.dy.data += first * verbatim.dy.batch_stride;
+    result.saved_xhat.data += first * saved_xhat.batch_stride;
+    if (with_dy) result.saved_dy.data += first * saved_dy.batch_stride;
+    result.batch = batch - first;
     result.fold = fold_;
-    result.saved = verbatim.saved;
-    result.places = all_places.data();
-    result.xhat = row.data();
-    result.dy = row.data() + channels * fold_ + 1;
-    result.is_saved = saved_in_row.data();
+    result.spread = &memory;
     return result;
   }
   int64_t row_stride(const View<const scalar_t>& like) const { return residual.row_stride(like); }
 
-  // Row `r`, whose values are put at their places; or a part of the row that was asked for last, from channel `i`.
-  INPLACE_ABN_INLINE RowVerbatim at(int64_t, int64_t r, int64_t i) const {
+  // A part of a row, from channel `i` on.
+  INPLACE_ABN_INLINE RowVerbatim at(int64_t, int64_t, int64_t i) const {
     RowVerbatim result = *this;
-    result.residual = residual.at(0, r, i);
+    result.residual = residual.at(0, 0, i);
     result.xhat += i;
     result.dy += i;
     result.is_saved += i;
     return result;
   }
+  // Rows must be asked for one after the other.
   INPLACE_ABN_INLINE RowVerbatim row(int64_t r) const {
-    put(verbatim.xhat, r, xhat);
-    if constexpr (with_dy) put(verbatim.dy, r, dy);
-    return at(0, r, 0);
+    const int64_t place = r & (spread->at_once - 1);
+    if (place == 0) {
+      put(saved_xhat, r, spread->of_xhat, spread->xhat);
+      if constexpr (with_dy) put(saved_dy, r, spread->of_dy, spread->dy);
+    }
+    RowVerbatim result = *this;
+    result.residual = residual.row(r);
+    result.xhat = spread->xhat.data() + place * spread->stride;
+    result.dy = spread->dy.data() + place * spread->stride;
+    result.is_saved = spread->is_saved.data();
+    return result;
   }
 
  private:
-  INPLACE_ABN_INLINE void put(const View<const scalar_t>& view, int64_t r, opmath_t* to) const {
-    const scalar_t* from = view.data + r * fold * view.batch_stride;
-    const int32_t* place = places;
-    for (int64_t f = 0; f < fold; ++f, from += view.batch_stride) {
-      for (int64_t j = 0; j < saved; ++j, ++place) {
-        to[*place] = static_cast<opmath_t>(from[j]);
-      }
+  INPLACE_ABN_INLINE void put(const View<const scalar_t>& view, int64_t r, const Spread<opmath_t>& of,
+                              std::vector<opmath_t>& to) const {
+    const int64_t stride = fold * view.batch_stride, rows = std::min(spread->at_once, batch / fold - r);
+    const scalar_t* const from = view.data + r * stride;
+    const int64_t elements = (batch - r * fold - 1) * view.batch_stride + saved->count();
+    if constexpr (std::is_same_v<scalar_t, c10::Half>) {
+      const int64_t needed = std::min(elements, rows * stride);
+      spread->widened.resize(rows * stride + Spread<opmath_t>::lanes);
+      widen(from, spread->widened.data(), needed);
+      spread_rows(spread->widened.data(), stride, rows, rows * stride + Spread<opmath_t>::lanes, of, to.data(),
+                  spread->stride);
+    } else {
+      spread_rows(from, stride, rows, elements, of, to.data(), spread->stride);
     }
   }
 };

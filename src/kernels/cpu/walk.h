@@ -96,6 +96,15 @@ struct Panel {
   }
 };
 
+// Of a panel's channel.
+template <typename From, typename To>
+void copy_panel(const View<const From>& from, const Panel& panel, const View<To>& to) {
+  for (int64_t r = 0; r < panel.runs; ++r) {
+    const From* const run = from.data + r * from.batch_stride;
+    std::transform(run, run + panel.length, to.data + r * to.batch_stride, [](From v) { return static_cast<To>(v); });
+  }
+}
+
 // The panels of one channel of a plane-ordered tensor, and their division into parts.
 class PanelGrid {
  public:

@@ -1,0 +1,42 @@
+"""Calls that save xhat of some channels, against finite differences."""
+
+import pytest
+import torch
+from torch.autograd import gradcheck, gradgradcheck
+
+from inplace_abn.functions import run
+from inplace_abn.settings import AT_LEAST_EPS, MAGNITUDE, WEIGHT, Channels, Operands, Settings
+
+CHANNELS = 5
+SAVED = Channels([0, 2, 3], CHANNELS)
+ACTIVATIONS = [("identity", 0.0), ("leaky_relu", 0.1), ("elu", 1.0), ("silu", 0.0), ("hardswish", 0.0), ("gelu", 0.0)]
+
+
+def leaves(scale, layout):
+    torch.manual_seed(0)
+    x = torch.randn(3, CHANNELS, 2, 3, dtype=torch.float64).to(memory_format=layout)
+    residual = torch.randn_like(x)
+    weight, bias = (torch.randn(CHANNELS, dtype=torch.float64) for _ in range(2))
+    # Finite differences must not cross the corner of |weight| at zero.
+    weight[[0, 2]] = torch.tensor([0.0 if scale == WEIGHT else 1e-2, -1e-2], dtype=torch.float64)
+    return [t.requires_grad_() for t in (x, weight, bias, residual)]
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels_last"])
+@pytest.mark.parametrize("kind", ["batch", "frozen", "instance"])
+@pytest.mark.parametrize("scale", [MAGNITUDE, AT_LEAST_EPS, WEIGHT], ids=["magnitude", "at least eps", "weight"])
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: a[0])
+@pytest.mark.parametrize("overwrites", [True, False])
+def test_gradients_are_those_of_finite_differences(layout, kind, scale, activation, overwrites):
+    mean, var = torch.randn(CHANNELS, dtype=torch.float64), torch.rand(CHANNELS, dtype=torch.float64) + 0.5
+    shared = int(kind == "instance")
+    settings = Settings(*activation, 1e-5, scale, kind != "frozen", None, shared, verbatim=SAVED)
+
+    def call(x, weight, bias, residual):
+        running = (mean, var) if kind == "frozen" else (None, None)
+        return run(x * 1, Operands(weight, bias, residual, *running), settings, overwrites)
+
+    given = leaves(scale, layout)
+    assert gradcheck(call, given)
+    if overwrites and kind != "frozen" and scale == WEIGHT and layout is torch.contiguous_format:
+        assert gradgradcheck(call, given)
