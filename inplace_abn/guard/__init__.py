@@ -37,7 +37,6 @@ from inplace_abn.guard.layers import Guarded as Guarded
 from inplace_abn.guard.layers import Look as Look
 from inplace_abn.guard.layers import check_interval as check_interval
 from inplace_abn.guard.layers import decide as decide
-from inplace_abn.guard.layers import expect as expect
 from inplace_abn.guard.layers import forget as forget
 from inplace_abn.guard.layers import give_up as give_up
 from inplace_abn.guard.layers import given_up as given_up
@@ -57,6 +56,5 @@ from inplace_abn.guard.layers import set_guard as set_guard
 from inplace_abn.guard.layers import settled as settled
 from inplace_abn.guard.layers import slots as slots
 from inplace_abn.guard.layers import strip as strip
-from inplace_abn.guard.layers import take as take
 from inplace_abn.guard.layers import with_lost as with_lost
 from inplace_abn.guard.modes import Mode as Mode

@@ -251,11 +251,6 @@ def knows(module: Any, looked: Look, consumer: tuple[str, float, bool]) -> bool:
     return looked.trusted and is_known
 
 
-def expect(module: Any, activation: tuple[str, float]) -> None:
-    """Makes a norm expect an activation in its first call."""
-    module.__dict__["_guard"] = State(activation)
-
-
 def name(module: Any) -> str:
     """What messages call a layer: its name in the model, if it is known."""
     return module.__dict__.get("_guard_name") or f"{type(module).__name__}({module.extra_repr()})"
@@ -297,14 +292,10 @@ def decide(module: Any, x: Tensor, residual: Tensor | None) -> tuple[bool, Chann
     """
     if torch.compiler.is_compiling():
         return bool(module._revision >= 0 and module._may_be_compiled_in_place(x.dtype)), _NONE
-    mode = settled(module, x.dtype)
-    if mode is not None:
-        looked = Look(mode.decisions[-1], mode)
-    else:
-        looked = look(module, x, residual)
-        if looked.due:
-            take(module, measuring.measure(module, x, residual), looked)
-            looked = looked._replace(decision=looked.mode.decisions[-1])  # type: ignore[union-attr]
+    looked = look(module, x, residual)
+    if looked.due:
+        take(module, measuring.measure(module, x, residual), looked)
+        looked = looked._replace(decision=looked.mode.decisions[-1])  # type: ignore[union-attr]
     decision = with_lost(module, looked).decision
     return decision.trusted, decision.verbatim
 
@@ -460,13 +451,5 @@ def renew(module: Any) -> None:
 def strip(module: Any) -> None:
     """Removes all that the guard has stored on a module."""
     forget(module)
-    for name in (
-        "guard_interval",
-        "guard_threshold",
-        "on_untrusted",
-        "_guard_name",
-        "_revision",
-        "_saved_rows",
-        "_saved_channels",
-    ):
+    for name in ("_guard_name", *Guarded.__annotations__):
         module.__dict__.pop(name, None)

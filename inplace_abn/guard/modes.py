@@ -212,8 +212,6 @@ class Mode:
 class State:
     """What the guard knows of a layer."""
 
-    expected: tuple[str, float] | None = None
-    """What is expected to follow a converted norm in its first call."""
     modes: dict[torch.dtype, Mode] = field(default_factory=dict)
     writes: Writes = field(default_factory=lambda: Writes())
     given_up: tuple[int, str] | None = None
@@ -223,7 +221,7 @@ class State:
 
     def mode(self, dtype: torch.dtype) -> Mode:
         if dtype not in self.modes:
-            self.modes[dtype] = Mode(dtype, [Decision(expected=self.expected)])
+            self.modes[dtype] = Mode(dtype, [Decision()])
         return self.modes[dtype]
 
 

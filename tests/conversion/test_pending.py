@@ -17,6 +17,7 @@ from unseen_programs import UNSEEN
 from inplace_abn import convert, guard, revert
 from inplace_abn.conversion import classes
 from inplace_abn.conversion.pending import Pending
+from inplace_abn.guard.modes import Decision, Mode, State
 
 PROGRAMS = SEEN | SUMS | UNSEEN | GRAPH
 # What the norm expects before the first call: nothing, that relu or leaky_relu follows, or that torch's norm is right.
@@ -54,7 +55,8 @@ def converted(net, expected=None):
     for name in ("bn", "bn2", "bn3", "instance"):
         classes.adopt(getattr(net, name), name)
         if expected is not None:
-            guard.expect(getattr(net, name), expected)
+            modes = {t: Mode(t, [Decision(expected=expected)]) for t in (torch.float64, torch.bfloat16)}
+            getattr(net, name).__dict__["_guard"] = State(modes)
     return net
 
 
