@@ -21,8 +21,7 @@ from inplace_abn.activations import activation_of_op, find
 from inplace_abn.autograd import nodes
 from inplace_abn.autograd.backward import Values
 from inplace_abn.compiling import alone, joint
-from inplace_abn.conversion.alone import Alone
-from inplace_abn.conversion.converted import Note, has_standard_strides, may_have_node
+from inplace_abn.conversion.converted import Alone, Note, has_standard_strides, may_have_node
 from inplace_abn.conversion.offered import settled
 from inplace_abn.conversion.pending import Pending
 from inplace_abn.guard.figures import THRESHOLDS

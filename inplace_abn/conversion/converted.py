@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from inplace_abn import _torch, functions, guard
+from inplace_abn.autograd import nodes
+from inplace_abn.autograd.backward import Values
 from inplace_abn.conversion import watch
+from inplace_abn.settings import Operands, Settings
 
 
 class Note(NamedTuple):
@@ -21,42 +25,29 @@ class Note(NamedTuple):
     """Why it was not in place; empty if it was."""
 
 
+@dataclass(slots=True, eq=False)
 class Past:
     """What a converted module did in its last calls."""
 
-    __slots__ = (
-        "bytes_saved",
-        "eps",
-        "follows_norm",
-        "is_known",
-        "is_widened",
-        "kinds",
-        "narrow",
-        "note",
-        "plan",
-        "was_watched",
-    )
-
-    def __init__(self, eps: float) -> None:
-        self.note: Note = Note()
-        self.was_watched: bool = False
-        """Whether the last forward pass was watched (`conversion.watch`)."""
-        self.eps: float = eps
-        """The eps of the last call of a norm."""
-        self.plan: Any = None
-        """For calls of a norm that are like an earlier one (`conversion.plan`)."""
-        self.follows_norm: bool = False
-        """Whether an activation was ever part of a converted norm."""
-        self.is_known: bool = False
-        """Whether what follows an activation was watched, ever."""
-        self.is_widened: bool = False
-        """Whether autocast made a norm compute in float32."""
-        self.narrow: tuple[int, tuple[str, float]] | None = None
-        """The generation in which it was found, and the activation, if all readers of the result take it in 16 bits."""
-        self.kinds: dict[Any, Any] = {}
-        """How a norm of rows computes, by what it is called with (`conversion.layer_norms`)."""
-        self.bytes_saved: int | None = None
-        """What the module saved in the last step in which that was measured."""
+    eps: float
+    """The eps of the last call of a norm."""
+    note: Note = field(default_factory=Note)
+    was_watched: bool = False
+    """Whether the last forward pass was watched (`conversion.watch`)."""
+    plan: Any = None
+    """For calls of a norm that are like an earlier one (`conversion.plan`)."""
+    follows_norm: bool = False
+    """Whether an activation was ever part of a converted norm."""
+    is_known: bool = False
+    """Whether what follows an activation was watched, ever."""
+    is_widened: bool = False
+    """Whether autocast made a norm compute in float32."""
+    narrow: tuple[int, tuple[str, float]] | None = None
+    """The generation in which it was found, and the activation, if all readers of the result take it in 16 bits."""
+    kinds: dict[Any, Any] = field(default_factory=dict)
+    """How a norm of rows computes, by what it is called with (`conversion.layer_norms`)."""
+    bytes_saved: int | None = None
+    """What the module saved in the last step in which that was measured."""
 
     def __getstate__(self) -> tuple[None, dict[str, Any]]:
         """A copy makes a plan of its own."""
@@ -82,6 +73,15 @@ class Converted(guard.Guarded):
         self._past.was_watched = guard.of_forward_pass("watched", watched)
         if self._past.was_watched:
             guard.generations.note_watched(self)
+
+    def _watch_without_gradients(self) -> watch.Watch | None:
+        """What watches this call, if it is in training without gradients: backward may repeat it with gradients."""
+        module: Any = self
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or not module.training or _torch.in_backward():
+            return None
+        watching = watch.current()
+        self._past.was_watched = watching is not None
+        return watching
 
     def _is_given_up(self) -> bool:
         """Whether the module does as torch does, because the watch gave it up.
@@ -145,6 +145,46 @@ class Converted(guard.Guarded):
         raise RuntimeError(
             f"inplace_abn: {type(self).__name__} cannot be scripted; call inplace_abn.revert on the model before"
         )
+
+
+class Alone(Converted):
+    """The part of layers that keep their result for backward, and not their input, whatever made the input.
+
+    What follows mostly keeps the result, too. The watch gives a layer up that saves nothing, because what follows does
+    not keep its result, or because something else keeps its input. A layer keeps its result for the first time in a
+    step that is watched, because what follows may read or write to it.
+    """
+
+    def _is_known(self) -> bool:
+        """Whether what follows was watched before, or is now. If not, the next generation is watched."""
+        past = self._past
+        if past.was_watched or not self.guard_interval:
+            past.is_known = True
+        elif not past.is_known:
+            guard.generations.note_change()
+            past.note = Note(why="it is watched first")
+        # A checkpoint's recomputation does what its forward pass did.
+        return guard.of_forward_pass(f"known {id(self)}", past.is_known)
+
+    def _attached(
+        self, x: Tensor, result: nodes.Result, operands: Operands, values: Values, settings: Settings, follows: str = ""
+    ) -> Tensor:
+        """The result, with a node of its own. ``follows`` is what the report says of it."""
+        observer, activation = self.observer(), (settings.activation, settings.activation_param)
+        if observer is not None and result.saved is None:
+            result = result._replace(saved=observer.saved(result.z, activation, True))
+        z = functions.attached(x, result, operands, values, settings)
+        if observer is not None:
+            observer.note(watch.Result(self, *activation, True, is_alone=True, saved=result.saved), x, z, None)
+        self._past.note = Note(follows, in_place=True, why="")
+        return z
+
+    def noted(self, x: Tensor, z: Tensor, activation: tuple[str, float] | None) -> Tensor:
+        """z as torch computes it."""
+        watching = self._watch_without_gradients()
+        if watching is not None and activation is not None:
+            watching.note_native_activation(self, activation, x, z)
+        return z
 
 
 def may_have_node(x: Tensor) -> bool:

@@ -19,8 +19,7 @@ from inplace_abn.activations import IDENTITY
 from inplace_abn.autograd import nodes
 from inplace_abn.autograd.backward import Values, by_value
 from inplace_abn.compiling import norms, rows, trust
-from inplace_abn.conversion.alone import Alone
-from inplace_abn.conversion.converted import Note, may_have_node
+from inplace_abn.conversion.converted import Alone, Note, may_have_node
 from inplace_abn.conversion.formulas import ATTRIBUTES, Kind, key_of, kind_of, length
 from inplace_abn.conversion.narrowed import narrowed, wide
 from inplace_abn.conversion.offered import settled

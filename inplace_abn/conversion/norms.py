@@ -74,15 +74,10 @@ class InPlaceNorm(Converted):
         return plan.NATIVE if not watch.active and found.holds(self, x) else None
 
     def _noted(self, y: Tensor) -> Tensor:
-        """y as torch computes it. A pass without gradients is watched, too: backward may repeat it with gradients."""
-        module: Any = self
-        if torch.compiler.is_compiling():
-            return y
-        if module.training and not torch.is_grad_enabled() and not _torch.in_backward():
-            watching = watch.current()
-            self._past.was_watched = watching is not None
-            if watching is not None and guard.given_up(self) is None:
-                watching.note_native(self, y)
+        """y as torch computes it."""
+        watching = self._watch_without_gradients()
+        if watching is not None and guard.given_up(self) is None:
+            watching.note_native(self, y)
         return y
 
     def _normalised(self, x: Tensor) -> Tensor | None:

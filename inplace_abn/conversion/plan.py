@@ -23,15 +23,6 @@ NATIVE = object()
 """What stands for the output of a norm that does what it did before conversion."""
 
 
-class Approved(NamedTuple):
-    """An activation that the guard lets follow."""
-
-    code: int
-    """Its number in the kernels."""
-    note: Note
-    """What the norm then says that it did."""
-
-
 class Following(NamedTuple):
     """What is done with the output, and how."""
 
@@ -77,17 +68,11 @@ class Plan:
     )
 
     def __init__(
-        self,
-        module: Any,
-        x: Tensor,
-        settings: Settings,
-        applied: tuple[str, float],
-        look: guard.Look,
-        mode: guard.Mode,
-        node: Node,
+        self, module: Any, x: Tensor, settings: Settings, applied: tuple[str, float], look: guard.Look, node: Node
     ) -> None:
+        assert look.mode is not None
         self.settings: Settings = settings
-        self._look, self._mode, self._decision = look, mode, look.decision
+        self._look, self._mode, self._decision = look, look.mode, look.decision
         self._state, self._eps, self._momentum = module._guard, module.eps, module.momentum
         self.node: Node = node
         self.name: str = settings.name or type(module).__name__
@@ -95,7 +80,9 @@ class Plan:
         saved = channels.rows(x.device), len(channels)
         options = (module.momentum, settings.eps, find(applied[0]).code, applied[1], *saved, settings.name)
         self.in_cpp: Any = node.plan(x, parameters(module)[0], _statistics(module)[0], *options)
-        self._approved: dict[tuple[str, float, bool], Approved] = {}
+        self._approved: dict[tuple[str, float, bool], Note] = {}
+        """What the norm says that it did, by what the guard lets follow: an activation, and whether a sum came before.
+        """
         self._called: dict[tuple[Any, ...], Following] = {}
         """What follows, by the functions and the options that were called, and whether a sum came before."""
 
@@ -125,14 +112,14 @@ class Plan:
     def approve(self, look: guard.Look, activation: tuple[str, float], adds: bool, note: Note) -> None:
         """Lets an activation follow in calls by this plan, as the guard did in this one."""
         if look.decision is self._decision:
-            self._approved[(*activation, adds)] = Approved(find(activation[0]).code, note)
+            self._approved[(*activation, adds)] = note
 
     def learn(self, called: tuple[Any, ...], activation: str, param: float, adds: bool, in_place: bool) -> bool:
         """Remembers which activation was called. Returns whether it is approved."""
         found = None if _torch.is_watched() else self._approved.get((activation, param, adds))
         if found is not None:
-            in_cpp = self.node.activation(found.code, param, in_place, in_place)
-            self._called[called] = Following(in_cpp, (activation, param, adds), found.note, in_place)
+            in_cpp = self.node.activation(find(activation).code, param, in_place, in_place)
+            self._called[called] = Following(in_cpp, (activation, param, adds), found, in_place)
         return found is not None
 
     def learn_keeper(self, reader: str, adds: bool) -> tuple[Any, ...] | None:
@@ -140,8 +127,8 @@ class Plan:
         called = "kept", reader, adds
         found = self._approved.get((*IDENTITY, adds))
         if called not in self._called and found is not None and not _torch.is_watched():
-            in_cpp = self.node.activation(found.code, IDENTITY[1], True, False)
-            self._called[called] = Following(in_cpp, ("kept",), found.note._replace(follows=reader), False)
+            in_cpp = self.node.activation(find(IDENTITY[0]).code, IDENTITY[1], True, False)
+            self._called[called] = Following(in_cpp, ("kept",), found._replace(follows=reader), False)
         return None if found is None else called
 
     def activate(self, module: Any, waiting: Any, called: tuple[Any, ...]) -> tuple[Tensor | None, bool]:
@@ -191,7 +178,7 @@ def of_call(module: Any, x: Tensor, settings: Settings, applied: tuple[str, floa
     are_numbers = isinstance(module.momentum, (int, float)) and isinstance(module.eps, (int, float))
     if node is None or look.mode is None or not is_simple or not are_numbers:
         return None
-    return Plan(module, x, settings, applied, look, look.mode, node)
+    return Plan(module, x, settings, applied, look, node)
 
 
 def _statistics(module: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

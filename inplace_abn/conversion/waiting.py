@@ -6,6 +6,7 @@ This is a norm's call, the memory that holds its result, and the graph nodes tha
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,32 +35,25 @@ of their own.
 """
 
 
+@dataclass(eq=False)
 class NormCall:
     """A norm's call: what it was called with, and what it computed."""
 
-    def __init__(
-        self,
-        module: Any,
-        x: Tensor,
-        operands: Operands,
-        mean: Tensor | None,
-        values: Values,
-        settings: Settings,
-        look: guard.Look,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        self.module: Any = module
-        self.dtype: torch.dtype = dtype or x.dtype
-        """That of what is kept."""
-        self.x: Tensor = x
-        self.look: guard.Look = look
-        # Only parameters are kept. The statistics of the call are the mean and the variance among the values.
-        self.operands: Operands = Operands(operands.weight, operands.bias)
-        self.mean: Tensor | None = mean
-        self.values: Values = values
-        self.settings: Settings = settings
+    module: Any
+    x: Tensor
+    operands: Operands
+    """Only parameters are kept. The statistics of the call are the mean and the variance among the values."""
+    mean: Tensor | None
+    values: Values
+    settings: Settings
+    look: guard.Look
+    dtype: torch.dtype | None = None
+    """That of what is kept; None for that of x."""
+    trusted: bool = True
+
+    def __post_init__(self) -> None:
+        x, self.operands = self.x, Operands(self.operands.weight, self.operands.bias)
         self.called_with(seen(x), (x.grad_fn, x.output_nr), self._present(), _torch.top_saved_tensors_hooks(True))
-        self.trusted: bool = True
 
     def called_with(self, x: Seen, edge: tuple[Any, int], parameters: tuple[Seen, Seen], hooks: Any) -> None:
         """Notes what the tensors were like when the norm was called, x's place in the graph, and the saved-tensor
@@ -129,7 +123,7 @@ class NormCall:
             rows, verbatim = channels.rows(x.device), None
             if rows is not None:
                 xhat = reference.standardised_channels(x, mean, var, settings.eps, channels.indices(x.device))
-                verbatim = reference.empty_channels(x, len(channels)).to(self.dtype).copy_(xhat)
+                verbatim = reference.empty_channels(x, len(channels)).to(self.dtype or x.dtype).copy_(xhat)
         self.values = self.values._replace(verbatim=verbatim, rows=rows)
         self.settings = settings._replace(verbatim=channels)
 
@@ -178,25 +172,20 @@ _NOTHING: Seen = (0, 0, False)
 _STORED = (Tensor, torch.nn.Parameter)
 
 
+@dataclass(eq=False)
 class PendingState:
     """What a pending tensor stands for: memory, and what was done with that memory."""
 
-    def __init__(
-        self,
-        norm: NormCall,
-        memory: Tensor | None,
-        residual: Tensor | None,
-        applied: tuple[str, float],
-        narrow: Tensor | None = None,
-    ) -> None:
-        self.norm: NormCall = norm
-        self.memory: Tensor | None = memory
-        self.residual = residual
-        self.narrow = narrow
-        """The activated output in 16 bits, if autocast computes in float32 and there is no memory."""
-        self.applied: tuple[str, float] = applied
-        """The activation whose result memory holds. It was applied in expectation, and nobody has asked for it yet."""
-        self.made_of(0 if memory is None else memory._version, seen(residual))
+    norm: NormCall
+    memory: Tensor | None
+    residual: Tensor | None
+    applied: tuple[str, float]
+    """The activation whose result memory holds. It was applied in expectation, and nobody has asked for it yet."""
+    narrow: Tensor | None = None
+    """The activated output in 16 bits, if autocast computes in float32 and there is no memory."""
+
+    def __post_init__(self) -> None:
+        self.made_of(0 if self.memory is None else self.memory._version, seen(self.residual))
 
     def made_of(self, version: int, residual: Seen) -> None:
         """Notes the version of the memory, and what the residual was like."""

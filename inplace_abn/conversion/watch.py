@@ -16,6 +16,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -26,7 +27,6 @@ from torch.utils._pytree import tree_map_only
 
 from inplace_abn import _torch, guard, tags
 from inplace_abn.activations import activate, activation_of_op, find
-from inplace_abn.conversion import compiler
 from inplace_abn.kernels import ops
 from inplace_abn.trial import tensors_in
 
@@ -69,7 +69,7 @@ class Result(NamedTuple):
     is_residual: bool = False
     """Whether z is kept because another norm's node adds it."""
     is_alone: bool = False
-    """Whether the layer is an activation without a norm, or a norm of rows (`conversion.alone`)."""
+    """Whether the layer is an activation without a norm, or a norm of rows (`converted.Alone`)."""
     z: Any = None
     """None if z has no tags, and what is held is not measured."""
     saved: Tensor | None = None
@@ -208,7 +208,7 @@ class Watch(_torch.OwnMode):
         """Makes a checkpoint's recomputation do what its forward pass does: compiled code runs as it is written."""
         if checkpoint is not None and checkpoint not in self._checkpoints:
             self._checkpoints.add(checkpoint)
-            _torch.recompute_in(checkpoint, compiler.paused)
+            _torch.recompute_in(checkpoint, _compilers_paused)
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an op, and sees what it reads and writes."""
@@ -419,11 +419,37 @@ def give_up(layer: Any, why: str, noticed: bool = True) -> None:
         )
 
 
+_lock, _stance = threading.Lock(), ExitStack()
+_watches = 0
+
+
+@contextmanager
+def _compilers_paused() -> Iterator[None]:
+    """Makes compiled code of all threads run as it is written while any thread watches, so that the watch sees it.
+
+    Compilers do nothing under a dispatch mode, which is an error where a full graph is asked for.
+    """
+    global _watches
+    with _lock:
+        _watches += 1
+        if _watches == 1 and "torch._dynamo" in sys.modules:
+            # Between two compiled graphs the compiler is at work, and cannot be paused.
+            with suppress(RuntimeError):
+                _stance.enter_context(torch.compiler.set_stance("force_eager"))
+    try:
+        yield
+    finally:
+        with _lock:
+            _watches -= 1
+            if _watches == 0:
+                _stance.close()
+
+
 def start(model: nn.Module) -> None:
     """Makes the calling thread watch a model's forward pass."""
     active.add(threading.get_ident())
     _local.watch, _local.root = Watch(), weakref.ref(model)
-    _local.frame, _local.pause = next(_frames_of_callers()), compiler.paused()
+    _local.frame, _local.pause = next(_frames_of_callers()), _compilers_paused()
     _local.pause.__enter__()
     _local.watch.__enter__()
 
