@@ -201,6 +201,16 @@ def in_effect(activation: str, param: float) -> Activation:
     return find("relu" if is_relu(activation, param) else activation)
 
 
+def gains(activation: str, param: float, dtype: torch.dtype | None = None) -> bool:
+    """Whether torch keeps the input of the activation, and not its result, and the result determines the input.
+
+    In float16 the tags of a flat tail grow to a quarter with the input, unless a norm limits it.
+    """
+    if activation in ("leaky_relu", "elu"):
+        return param > 0 if activation == "leaky_relu" else param <= 1
+    return activation not in ("identity", "none", "relu") and (dtype != torch.float16 or find(activation).zeros == "")
+
+
 def activate(y: Tensor, activation: str, param: float, inplace: bool = False) -> Tensor:
     """act(y). ``param`` is leaky_relu's slope or elu's alpha."""
     return find(activation).apply(y, param, inplace)

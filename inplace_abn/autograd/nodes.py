@@ -155,18 +155,9 @@ class InPlaceABNFunction(torch.autograd.Function):
     """The node of z, which is x after the op has overwritten it, or ``result.z`` if the op wrote elsewhere."""
 
     @staticmethod
-    def forward(
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        var: Tensor,
-        edge: Tensor | None,
-        result: Result,
-        values: Values,
-        call: _Call,
-    ) -> Tensor:
-        return x if call.overwrites else result.z
+    def forward(x: Tensor, *inputs: Any) -> Tensor:
+        *_, result, _, call = inputs
+        return x if call.overwrites else result.z  # type: ignore[no-any-return]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -265,21 +256,13 @@ class TracedABNFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        x: Tensor,
-        z: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        var: Tensor,
-        settings: Settings,
-    ) -> Tensor:
+    def forward(x: Tensor, z: Tensor, *_: Any) -> Tensor:
         return z.view_as(z)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, _, *others, ctx.settings = inputs
-        ctx.save_for_backward(output, *others)
+        _, _, weight, bias, residual, var, ctx.settings = inputs
+        ctx.save_for_backward(output, weight, bias, residual, var)
 
     @staticmethod
     def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, fx
 
 from inplace_abn._torch import is_backward
+from inplace_abn.compiling.alone import VIEWS
 from inplace_abn.compiling.inlining import inlined
 from inplace_abn.compiling.search import is_cast, is_read_again
 from inplace_abn.reference import gradients_of_scaled, mean_of_rows
 
 _aten = torch.ops.aten
-_VIEWS = frozenset([_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default])
 _PERMUTATIONS = frozenset([_aten.permute.default, _aten.t.default, _aten.transpose.int])
 _LINEAR = frozenset([_aten.mm.default, _aten.addmm.default])
 
@@ -32,7 +32,7 @@ class _Path(NamedTuple):
 
 def _path(node: fx.Node) -> _Path:
     steps: list[fx.Node] = []
-    while node.target in _VIEWS or node.target in _PERMUTATIONS or is_cast(node):
+    while node.target in VIEWS or node.target in _PERMUTATIONS or is_cast(node):
         steps.insert(0, node)
         node = node.args[0]  # type: ignore[assignment]
     return _Path(node, tuple(steps))
@@ -41,7 +41,7 @@ def _path(node: fx.Node) -> _Path:
 def _back(t: Tensor, steps: tuple[fx.Node, ...]) -> Tensor:
     """A tensor like the last step's result, laid out as what the first step was made of."""
     for step in reversed(steps):
-        if step.target in _VIEWS:
+        if step.target in VIEWS:
             t = t.reshape(step.args[0].meta["val"].shape)  # type: ignore[union-attr]
         elif step.target in _PERMUTATIONS:
             dims = _dims(step)
@@ -97,7 +97,7 @@ def _is_vector(path: _Path, factor: fx.Node, gamma: fx.Node) -> bool:
     count, place = path.source.meta["val"].shape[1], 1
     for step in path.steps:
         shape = step.meta["val"].shape
-        if step.target in _VIEWS:
+        if step.target in VIEWS:
             if place != step.args[0].meta["val"].dim() - 1 or shape[-1] != count:  # type: ignore[union-attr]
                 return False
             place = len(shape) - 1
@@ -156,8 +156,8 @@ def _is_reverse(back: tuple[fx.Node, ...], steps: tuple[fx.Node, ...]) -> bool:
 
 
 def _is_inverse(step: fx.Node, other: fx.Node) -> bool:
-    if other.target in _VIEWS:
-        return step.target in _VIEWS and bool(step.meta["val"].shape == other.all_input_nodes[0].meta["val"].shape)
+    if other.target in VIEWS:
+        return step.target in VIEWS and bool(step.meta["val"].shape == other.all_input_nodes[0].meta["val"].shape)
     dims = _dims(other)
     return step.target in _PERMUTATIONS and _dims(step) == [dims.index(i) for i in range(len(dims))]
 

@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+from inplace_abn import _torch, tags
 from inplace_abn._torch import is_backward
-from inplace_abn.compiling import alone
+from inplace_abn.activations import gains
 from inplace_abn.compiling.norms import NORM, NORM_BACKWARD
-from inplace_abn.compiling.readers import Readers
 from inplace_abn.compiling.spelled import activated, activation_key
 
 _aten = torch.ops.aten
@@ -45,6 +46,40 @@ class Fusion(NamedTuple):
     bits that a convolution or a linear layer takes."""
     activation: str
     param: float
+
+
+class Readers:
+    """Finds readers that would notice a tag in the forward part of the graph, as the watch of eager steps does."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._ops: list[tuple[fx.Node, tags.Op, list[tags.Seen]]] = []
+        self._outputs: set[int] = set()
+        for node in graph.nodes:
+            if node.op == "output":
+                nodes = [n for n in tree_leaves(node.args) if isinstance(n, fx.Node) and not is_backward(n)]
+                self._outputs.update(seen.storage for n in nodes for seen in _seen(n))
+            elif isinstance(node.target, _torch.OpOverload) and not is_backward(node):
+                args, kwargs = tree_map_only(fx.Node, lambda n: n.meta.get("val"), (node.args, node.kwargs))
+                self._ops.append((node, tags.op_of(node.target, args, kwargs), _seen(node)))
+
+    def reads_tags(self, z: fx.Node, activation: str, param: float) -> bool:
+        """Whether an op of the forward pass would notice the tags in an activation's result."""
+        sign = tags.sign_of(activation, param)
+        if not sign:
+            return False
+        follower = tags.Follower()
+        (seen,) = _seen(z)
+        follower.add(seen.storage, z, sign)
+        start = next(i for i, (node, *_) in enumerate(self._ops) if node is z)
+        for _, op, results in self._ops[start + 1 :]:
+            if follower.readings(op):
+                return True
+            follower.follow(op, results)
+        return bool(follower.chosen.keys() & self._outputs)
+
+
+def _seen(node: Any) -> list[tags.Seen]:
+    return [tags.seen(t) for t in tree_leaves(node.meta.get("val")) if isinstance(t, Tensor)]
 
 
 class Search:
@@ -97,7 +132,7 @@ class Search:
     def _alone(self, x: fx.Node) -> Fusion | None:
         """The fusion of an activation that keeps its input only for itself, and whose result is kept anyway."""
         found = None if is_read_again(x) else activated(x)
-        if found is None or not alone.gains(*found[1:], x.meta["val"].dtype) or "recompute" in x.meta:
+        if found is None or not gains(*found[1:], x.meta["val"].dtype) or "recompute" in x.meta:
             return None
         if not is_read_again(found[0]) or not any(map(is_backward, x.users)) or self.readers.reads_tags(*found):
             return None

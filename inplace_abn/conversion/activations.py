@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from inplace_abn import _torch, functions, guard
-from inplace_abn.activations import activation_of_op, find
+from inplace_abn.activations import activation_of_op, gains
 from inplace_abn.autograd import nodes
 from inplace_abn.autograd.backward import Values
 from inplace_abn.compiling import alone, joint
@@ -131,13 +131,8 @@ _UNSUITABLE = "its input or the mode of the call is not supported"
 
 
 def _is_suitable(x: Tensor, activation: tuple[str, float]) -> bool:
-    """Whether the ops take the tensor, there is a graph, and tags are small.
-
-    In float16 the tags of a flat tail grow to a quarter with the input, which no norm limits here.
-    """
-    if x.dtype == torch.float16 and find(activation[0]).zeros == "positive":
-        return False
-    if not may_have_node(x) or not x.requires_grad or x.layout is not torch.strided:
+    """Whether the ops take the tensor, there is a graph, and tags are small."""
+    if not gains(*activation, x.dtype) or not may_have_node(x) or not x.requires_grad or x.layout is not torch.strided:
         return False
     if not ops.run_on(x.device):
         return False

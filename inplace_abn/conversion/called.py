@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from inplace_abn import _torch, guard
-from inplace_abn.activations import IDENTITY, is_relu
+from inplace_abn.activations import IDENTITY, gains
 from inplace_abn.autograd import scale
 from inplace_abn.conversion import watch
 from inplace_abn.conversion.activations import ActivationAlone, qualified
@@ -43,7 +43,7 @@ class CalledActivation(ActivationAlone):
     def activated(self, call: Activating, native: Callable[[], Tensor]) -> Tensor:
         """The result of the call. ``native`` computes it as torch does."""
         activation = call.activation, call.param
-        if not _gains(*activation):
+        if not gains(*activation):
             return native()
         if not self.is_called:
             self._past.note = Note(call.activation, why=_WITHOUT_GRADIENTS)
@@ -77,11 +77,6 @@ class CalledActivation(ActivationAlone):
 
     def activations(self) -> set[str]:
         return {self._past.note.follows} if self._past.note.in_place and self._past.note != _SCALED else set()
-
-
-def _gains(activation: str, param: float) -> bool:
-    """Whether torch keeps the input of the activation, and not its result, and the result determines the input."""
-    return not is_relu(activation, param) and (activation != "elu" or param <= 1)
 
 
 def is_fit(module: nn.Module) -> bool:
@@ -140,16 +135,20 @@ def listen_less(model: nn.Module) -> None:
     for _, module, layer in carried(model):
         given_up = guard.given_up(layer)
         if not layer.is_called or (given_up is not None and given_up[0] != guard.generations.current):
-            _stop(module)
+            remove_hooks(module, _offer_output)
 
 
 def release(model: nn.Module) -> None:
     """Removes what `carry` and `listen` have stored."""
     for _, module, _ in carried(model):
-        _stop(module)
+        remove_hooks(module, _offer_output)
         del module.__dict__[guard.CARRIED]
 
 
-def _stop(module: nn.Module) -> None:
-    for key in [key for key, hook in [*module._forward_hooks.items()] if hook is _offer_output]:
-        module._forward_hooks.pop(key, None)
+def remove_hooks(module: nn.Module, *functions: Any) -> None:
+    """Removes hooks around the module's forward pass."""
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        # Another thread may remove the same hooks.
+        for key in [key for key, value in [*hooks.items()] if value in functions]:
+            hooks.pop(key, None)
+            module._forward_hooks_always_called.pop(key, None)

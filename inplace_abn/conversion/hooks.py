@@ -79,7 +79,7 @@ def begin(model: nn.Module, args: Any) -> None:
     root.calls[kind] += 1
     for part in model.modules():
         if part is not model:
-            _remove(part, begin_part, end_part)
+            called.remove_hooks(part, begin_part, end_part)
     if intervals:
         watch.start(model)
         called.listen(model)
@@ -137,13 +137,4 @@ def _add(module: nn.Module, before: Any, after: Any) -> None:
 def unhook(model: nn.Module) -> None:
     """Removes what `hook` added, from all modules."""
     for module in model.modules():
-        _remove(module, begin, finish, begin_part, end_part)
-
-
-def _remove(module: nn.Module, *functions: Any) -> None:
-    """Removes hooks around the module's forward pass."""
-    for hooks in (module._forward_pre_hooks, module._forward_hooks):
-        # Another thread may remove the same hooks.
-        for key in [key for key, value in [*hooks.items()] if value in functions]:
-            hooks.pop(key, None)
-            module._forward_hooks_always_called.pop(key, None)
+        called.remove_hooks(module, begin, finish, begin_part, end_part)

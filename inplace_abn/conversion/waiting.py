@@ -215,13 +215,11 @@ class PendingState:
         assert memory is not None
         if self.applied != activation or memory._version != self._version:
             memory = self.take_back()
-            channels = memory.shape[1]
-            dtype = torch.float64 if memory.dtype == torch.float64 else torch.float32
-            zero, one = torch.zeros(channels, dtype=dtype, device=memory.device), memory.new_ones(channels, dtype=dtype)
-            name, param = activation
+            zero = torch.zeros(memory.shape[1], dtype=reference.wide(memory.dtype), device=memory.device)
+            code, param = ACTIVATIONS[activation[0]].code, activation[1]
             with _torch.BelowAutograd():
                 # With these statistics the norm is the identity, bit for bit.
-                ops.forward(memory, zero, one, None, None, None, 1e-30, WEIGHT, ACTIVATIONS[name].code, param, True)
+                ops.forward(memory, zero, torch.ones_like(zero), None, None, None, 1e-30, WEIGHT, code, param, True)
             self.applied = activation
         return memory
 
@@ -274,19 +272,12 @@ class WaitingFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        norm: NormCall,
-        pending: Sequence[Tensor],
-    ) -> Tensor:
-        return pending[0]
+    def forward(*inputs: Any) -> Tensor:
+        return inputs[-1][0]  # type: ignore[no-any-return]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, weight, bias, _, norm, _ = inputs
+        x, weight, bias, _residual, norm, _pending = inputs
         ctx.save_for_backward(x, weight)
         ctx.bias_dtype, ctx.call = None if bias is None else bias.dtype, (norm.mean, norm.values.var, norm.settings)
         ctx.set_materialize_grads(False)

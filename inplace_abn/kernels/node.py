@@ -20,21 +20,6 @@ from inplace_abn import _torch
 
 _FOLDER = Path(__file__).parents[1]
 _MODULE = "inplace_abn._node"
-_CALLED = (
-    "inplace_abn",
-    "attached",
-    "plan",
-    "norm",
-    "activation",
-    "activate",
-    "add",
-    "add_",
-    "is_placed",
-    "parts",
-    "wait",
-)
-"""The functions that are torch ops of the same signature in the wheel."""
-
 _REFUSALS = {"norm": (None, None), "activate": None, "add": (None, None), "add_": (None, None)}
 """What those return that take calls over, if the call needs Python."""
 
@@ -117,10 +102,12 @@ def _of_wheel() -> Node:
         gradient, output = ops.last_counts()
         return (gradient[0], gradient[1]) if gradient else None, output
 
-    called = {name: _torch.builtin_of(getattr(ops, name).default) for name in _CALLED}
+    made: dict[str, Any] = {"set_sole_holders": set_sole_holders, "last_counts": last_counts}
+    # The others are torch ops of the same signature.
+    called = {name: _torch.builtin_of(getattr(ops, name).default) for name in Node._fields if name not in made}
     for name, refusal in _REFUSALS.items():
         called[name] = _unless_traced(called[name], refusal)
-    return Node(**called, set_sole_holders=set_sole_holders, last_counts=last_counts)
+    return Node(**called, **made)
 
 
 def _unless_traced(op: Callable[..., Any], refusal: Any) -> Callable[..., Any]:
