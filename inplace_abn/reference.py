@@ -23,7 +23,13 @@ itself (`settings.Settings.scale`)."""
 
 
 def per_channel(t: Tensor, like: Tensor) -> Tensor:
-    """A view of ``t``, of shape (channel,), that broadcasts against ``like`` of shape (batch, channel, \\*)."""
+    """``t``, of shape (channel,), so that it broadcasts against ``like`` of shape (batch, channel, \\*): a view.
+
+    It may also be of shape (batch, group), with a value for the neighbouring channels of each group.
+    """
+    if t.dim() == 2:
+        spread = t.unsqueeze(-1).expand(*t.shape, like.shape[1] // t.shape[1])
+        return spread.reshape(t.shape[0], like.shape[1], *[1] * (like.dim() - 2))
     return t.view([1, -1] + [1] * (like.dim() - 2))
 
 

@@ -118,7 +118,7 @@ def _write_fused(
     def forward(x: Tensor, mean: Tensor, var: Tensor, *operands: Any) -> Tensor:
         if norm is None:
             return inverses.tagged(x.to(reference.wide(dtype)), activation, param, dtype)
-        y = reference.scaled(norms.standardised(x, mean, var, eps), *operands)
+        y = reference.scaled(reference.standardised(x, mean, var, eps), *operands)
         return inverses.tagged(y, activation, param, dtype)
 
     def inverse(z: Tensor, rows: Any, verbatim: Any, *operands: Any) -> tuple[Tensor, Tensor]:

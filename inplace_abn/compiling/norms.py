@@ -16,7 +16,7 @@ from torch import Tensor
 from inplace_abn import _torch
 from inplace_abn.compiling.inverses import tagged
 from inplace_abn.distributed import all_gather, all_reduce
-from inplace_abn.reference import channel_sum, input_gradient, per_channel, scaled
+from inplace_abn.reference import channel_sum, input_gradient, per_channel, scaled, standardised, standardised_channels
 from inplace_abn.settings import ChannelSlots, Operands
 
 _library = torch.library.Library("inplace_abn", "FRAGMENT")
@@ -46,27 +46,6 @@ class Statistics(NamedTuple):
 def arithmetic(x: Tensor) -> torch.dtype:
     """The dtype that x is computed with."""
     return torch.promote_types(x.dtype, torch.float32)
-
-
-def _spread(t: Tensor, x: Tensor) -> Tensor:
-    """Statistics of channels, of shape (channel,), or of groups, of shape (batch, group), in a shape that
-    broadcasts against x of shape (batch, channel, \\*)."""
-    if t.dim() == 1:
-        return per_channel(t, x)
-    samples, groups = t.shape
-    spread = t.unsqueeze(-1).expand(samples, groups, x.shape[1] // groups)
-    return spread.reshape(samples, x.shape[1], *[1] * (x.dim() - 2))
-
-
-def standardised(x: Tensor, mean: Tensor, var: Tensor, eps: float) -> Tensor:
-    """xhat, in the wider of the two dtypes."""
-    return (x - _spread(mean, x)) * _spread(torch.rsqrt(var + eps), x)
-
-
-def verbatim(x: Tensor, mean: Tensor, var: Tensor, eps: float, channels: Tensor) -> Tensor:
-    """xhat of some channels, in the wider of the two dtypes."""
-    mean, inv_std = (_spread(t, x)[:, channels] for t in (mean, torch.rsqrt(var + eps)))
-    return (x[:, channels] - mean) * inv_std
 
 
 def where_saved(rows: Tensor, saved: Tensor, other: Tensor) -> Tensor:
@@ -114,7 +93,7 @@ def gradients(
     count = dy.numel() // var.numel()
     of_dy, of_xhat_dy = (t.unflatten(1, (var.shape[1], -1)).sum(-1) / count for t in scaled_sums)
     dx = wide if weight is None else wide * per_channel(weight, wide)
-    dx = (dx - _spread(of_dy, wide) - xhat * _spread(of_xhat_dy, wide)) * _spread(inv_std, wide)
+    dx = input_gradient(dx, xhat, inv_std, (of_dy, of_xhat_dy))
     return dx.to(dtype), of_samples[1].sum(0), of_samples[0].sum(0)
 
 
@@ -138,25 +117,33 @@ def plain_norm_backward(dy: Tensor, x: Tensor, mean: Tensor, var: Tensor, *call:
     return gradients(dy, standardised(x, mean, var, eps), statistics, weight, eps, training, x.dtype)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, eps, training, group, trusted = inputs
-    ctx.save_for_backward(*tensors)
-    ctx.settings = eps, training, group, trusted
+def register(library: torch.library.Library, plain: dict[Any, Any], place: int) -> None:
+    """Registers a norm and its gradient, by the functions that run where nothing replaces the two ops.
 
+    The first eight arguments of the norm are tensors. The one at this place is x, and 4 and 5 are weight and bias.
+    """
+    norm, gradient = plain
 
-def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-    weight, bias = ctx.saved_tensors[4:6]
-    dx, dweight, dbias = NORM_BACKWARD(dy, *ctx.saved_tensors, *ctx.settings)
-    dweight = None if weight is None else dweight.to(weight.dtype)
-    dbias = None if bias is None else dbias.to(bias.dtype)
-    return dx, None, None, None, dweight, dbias, *[None] * 6
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[:8])
+        ctx.settings = inputs[8:]
+
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        weight, bias = ctx.saved_tensors[4:6]
+        found: list[Any] = [None] * (8 + len(ctx.settings))
+        found[place], dweight, dbias = gradient(dy, *ctx.saved_tensors, *ctx.settings)
+        found[4] = None if weight is None else dweight.to(weight.dtype)
+        found[5] = None if bias is None else dbias.to(bias.dtype)
+        return tuple(found)
+
+    for op, function in plain.items():
+        library.impl(op, function, "CompositeExplicitAutograd")
+        torch.library.register_fake(op, function, lib=library)
+    torch.library.register_autograd(norm, backward, setup_context=setup_context, lib=library)
 
 
 PLAIN: dict[Any, Any] = {NORM: plain_norm, NORM_BACKWARD: plain_norm_backward}
-for _op, _plain in PLAIN.items():
-    _library.impl(_op, _plain, "CompositeExplicitAutograd")
-    torch.library.register_fake(_op, _plain, lib=_library)
-torch.library.register_autograd(NORM, _backward, setup_context=_setup_context, lib=_library)
+register(_library, PLAIN, 0)
 
 
 def _statistics(x: Tensor, operands: Operands, training: bool, groups: int, name: str) -> Statistics:
@@ -234,7 +221,8 @@ def normalised(
     rows = kept = None
     if saved is not None:
         with torch.no_grad():
-            kept = verbatim(x, mean, var, eps, saved.channels).to(x.dtype)
+            of_x = per_channel(mean, x), per_channel(var, x)
+            kept = standardised_channels(x, *of_x, eps, saved.channels).to(x.dtype)
         rows = saved.rows
     y: Tensor = NORM(x, mean, var, total, operands.weight, operands.bias, rows, kept, eps, training, name, trusted)
     return y

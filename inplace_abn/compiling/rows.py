@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from inplace_abn._torch import is_backward
 from inplace_abn.compiling.inlining import inline
+from inplace_abn.compiling.norms import register
 from inplace_abn.compiling.search import gradients_of, is_cast, is_read_again
 from inplace_abn.reference import RMS, wide
 from inplace_abn.settings import ChannelSlots
@@ -105,24 +106,8 @@ def _recovered(y: Tensor, weight: Tensor | None, bias: Tensor | None, places: Te
     return torch.where(places < 0, xhat, values[..., places.clamp_min(0)].to(xhat.dtype))
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.trusted = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-    _, _, _, _, weight, bias, *_ = ctx.saved_tensors
-    dx, dweight, dbias = NORM_BACKWARD(dy, *ctx.saved_tensors, ctx.trusted)
-    dweight = None if weight is None else dweight.to(weight.dtype)
-    dbias = None if bias is None else dbias.to(bias.dtype)
-    return None, dx, None, None, dweight, dbias, None, None, None
-
-
 PLAIN: dict[Any, Any] = {NORM: _plain, NORM_BACKWARD: _plain_backward}
-for _op, _function in PLAIN.items():
-    _library.impl(_op, _function, "CompositeExplicitAutograd")
-    torch.library.register_fake(_op, _function, lib=_library)
-torch.library.register_autograd(NORM, _backward, setup_context=_setup_context, lib=_library)
+register(_library, PLAIN, 1)
 
 
 def fuse(graph: fx.Graph) -> bool:
