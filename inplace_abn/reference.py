@@ -178,11 +178,7 @@ def normalised_rows(x: Tensor, weight: Tensor | None, bias: Tensor | None, rows:
 
 
 def recovered_rows(
-    y: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    verbatim: tuple[Tensor, Tensor] | None,
-    dtype: torch.dtype,
+    y: Tensor, weight: Tensor | None, bias: Tensor | None, verbatim: tuple[Tensor, Tensor] | None, dtype: torch.dtype
 ) -> Tensor:
     """xhat from y, but for the channels of ``verbatim``, numbers and xhat of some, of which xhat is given.
 

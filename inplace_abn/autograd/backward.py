@@ -75,17 +75,13 @@ def values_per_channel(x: Tensor) -> int:
 
 
 def gradients(need: Needed, saved: Saved, dz: Tensor, own_z: bool, own_dz: bool, settings: Settings) -> Gradients:
-    """The gradients that are needed. ``own_z`` and ``own_dz`` say whether backward may overwrite z and dz."""
-    compute = _local if settings.group is None else _in_steps
-    return compute(need, saved, dz, own_z, own_dz, settings)
-
-
-def _local(need: Needed, saved: Saved, dz: Tensor, own_z: bool, own_dz: bool, settings: Settings) -> Gradients:
-    """The gradients without a collective.
+    """The gradients that are needed. ``own_z`` and ``own_dz`` say whether backward may overwrite z and dz.
 
     The residual's gradient is written over dz or z, and dx over the other one, as far as these may be overwritten. If
     both may be overwritten, the op may write xhat over z, so that z is inverted once.
     """
+    if settings.group is not None:
+        return _in_steps(need, saved, dz, own_z, own_dz, settings)
     z, weight, bias, residual, var, verbatim, rows = saved
     reusable = [t for t, own in ((z, own_z), (dz, own_dz)) if own]
 

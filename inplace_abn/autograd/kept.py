@@ -58,13 +58,9 @@ class KeptABNFunction(torch.autograd.Function):
         if need_x:
             assert settings.group is not None
             means = distributed.means(sum_dy, sum_xhat_dy, backward.values_per_channel(x), settings.group)
-            inv_std, scale = torch.rsqrt(var + settings.eps), _scale(weight, settings)
+            inv_std, scale = torch.rsqrt(var + settings.eps), reference.unclamped(weight, settings.eps, settings.scale)
             dx = reference.input_gradient(dy, xhat, inv_std if scale is None else inv_std * scale, means).to(x.dtype)
         return dx, dweight, dbias, dresidual, None, None, None
-
-
-def _scale(weight: Tensor | None, settings: Settings) -> Tensor | None:
-    return reference.unclamped(weight, settings.eps, settings.scale)
 
 
 def _normalised(
@@ -72,6 +68,7 @@ def _normalised(
 ) -> tuple[Tensor, Tensor]:
     """xhat in the statistics' dtype, and the activation's input in x's dtype, rounded where torch rounds."""
     weight, bias, residual = operands.of_graph()
-    xhat, scale = reference.standardised(x, *statistics, settings.eps), _scale(weight, settings)
+    xhat = reference.standardised(x, *statistics, settings.eps)
+    scale = reference.unclamped(weight, settings.eps, settings.scale)
     y = reference.scaled(xhat, scale, bias, None).to(x.dtype)
     return xhat, y if residual is None else y + residual

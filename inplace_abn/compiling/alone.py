@@ -8,13 +8,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 _aten = torch.ops.aten
 _library = torch.library.Library("inplace_abn", "FRAGMENT")
 _library.define("alone(Tensor x) -> Tensor")
 
 ALONE = torch.ops.inplace_abn.alone.default
+"""Marks x as the input of an activation."""
 
 _library.impl(ALONE, torch.clone, "CompositeExplicitAutograd")
 torch.library.register_fake(ALONE, torch.clone, lib=_library)
@@ -23,12 +24,6 @@ torch.library.register_autograd(ALONE, lambda ctx, dy: dy, lib=_library)
 _MAKERS = frozenset([_aten.convolution.default, _aten.addmm.default, _aten.mm.default, _aten.bmm.default])
 """Ops whose result nobody else keeps."""
 VIEWS = frozenset([_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default])
-
-
-def marked(x: Tensor) -> Tensor:
-    """x, marked as the input of an activation."""
-    y: Tensor = ALONE(x)
-    return y
 
 
 def inputs(graph: fx.Graph) -> list[fx.Node]:

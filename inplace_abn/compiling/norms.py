@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from inplace_abn import _torch
+from inplace_abn import _torch, reference
 from inplace_abn.compiling.inverses import tagged
 from inplace_abn.distributed import all_gather, all_reduce
-from inplace_abn.reference import channel_sum, input_gradient, per_channel, scaled, standardised, standardised_channels
+from inplace_abn.reference import channel_sum, input_gradient, per_channel, scaled, standardised
 from inplace_abn.settings import ChannelSlots, Operands
 
 _library = torch.library.Library("inplace_abn", "FRAGMENT")
@@ -41,11 +41,6 @@ class Statistics(NamedTuple):
     """The number of values of a channel in all processes, if statistics are synchronised."""
     group: str = ""
     """The name of their process group."""
-
-
-def arithmetic(x: Tensor) -> torch.dtype:
-    """The dtype that x is computed with."""
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 def where_saved(rows: Tensor, saved: Tensor, other: Tensor) -> Tensor:
@@ -157,7 +152,7 @@ def _statistics(x: Tensor, operands: Operands, training: bool, groups: int, name
         assert running_var is not None
         return Statistics(running_mean.clone(), running_var.clone())
     with torch.no_grad():
-        values = x.detach().to(arithmetic(x))
+        values = x.detach().to(reference.wide(x.dtype))
         if groups:
             values = values.unflatten(1, (groups, -1))
         dims = [*range(2, values.dim())] if groups else [0, *range(2, x.dim())]
@@ -222,7 +217,7 @@ def normalised(
     if saved is not None:
         with torch.no_grad():
             of_x = per_channel(mean, x), per_channel(var, x)
-            kept = standardised_channels(x, *of_x, eps, saved.channels).to(x.dtype)
+            kept = reference.standardised_channels(x, *of_x, eps, saved.channels).to(x.dtype)
         rows = saved.rows
     y: Tensor = NORM(x, mean, var, total, operands.weight, operands.bias, rows, kept, eps, training, name, trusted)
     return y

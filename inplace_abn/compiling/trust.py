@@ -163,9 +163,7 @@ def _shapes(module: Any) -> _Shapes:
 def _found(module: Any, dtype: torch.dtype, before: _Answer | None) -> _Answer:
     """What a compiled norm may be fused with. Arguments are those of `_tolerated`."""
     mode = guard.mode_of(module, dtype)
-    if guard.is_noticed(module) or (mode is not None and not mode.decisions[-1].trusted):
-        return _NOTHING
-    if not _shapes(module):
+    if guard.is_noticed(module) or (mode is not None and not mode.decisions[-1].trusted) or not _shapes(module):
         return _NOTHING
     measured = mode is not None and mode.measured_at >= 0
     is_known = measured and before is None
@@ -188,11 +186,10 @@ def _found(module: Any, dtype: torch.dtype, before: _Answer | None) -> _Answer:
 
 def _found_of_rows(module: Any, dtype: torch.dtype, before: _Answer | None) -> _Answer:
     """As `_found` for a norm of rows, which is fused with nothing."""
-    weight, bias = (None if t is None else t.detach() for t in module.scale_and_offset())
     if module.guard_interval == 0:
         return _Answer(frozenset({"identity"}))
     kind = module.known_kind()
-    weight, bias = (None if t is None else t.to("cpu", torch.float64) for t in (weight, bias))
+    weight, bias = (None if t is None else t.detach().to("cpu", torch.float64) for t in module.scale_and_offset())
     # In each row these values are spread over the whole distribution.
     _, values = _normal(module.num_features)
     x = (_MEAN + _DEVIATION * values[0].T).contiguous()

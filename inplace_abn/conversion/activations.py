@@ -100,7 +100,7 @@ class InPlaceActivation(ActivationAlone):
         # Compilers compile anew when the module is given up.
         if _torch.transforms_active() or _torch.is_exporting() or self._revision < 0 or not self._is_applied():
             return x
-        return alone.marked(x)
+        return alone.ALONE(x)  # type: ignore[no-any-return]
 
     @_torch.read_while_tracing
     def _is_applied(self) -> bool:

@@ -139,7 +139,7 @@ class Converted(guard.Guarded):
 
     def activations(self) -> set[str]:
         """The names of the activations that the module has applied in this generation of the guard."""
-        raise NotImplementedError
+        return set()
 
     def __prepare_scriptable__(self) -> Any:
         raise RuntimeError(

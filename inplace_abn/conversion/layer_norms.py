@@ -85,9 +85,6 @@ class ConvertedLayerNorm(Alone):
             y = self._kept(x)
         return self.noted(x, super().forward(x), IDENTITY) if y is None else y  # type: ignore[misc]
 
-    def activations(self) -> set[str]:
-        return set()
-
     def _kept(self, x: Tensor) -> Tensor | None:
         """The result, whose node keeps it; None where the norm does what it did before conversion."""
         self._note_watch()

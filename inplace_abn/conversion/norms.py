@@ -330,10 +330,8 @@ def _unversioned(operands: Operands) -> Operands:
 
     torch's own norm saves running statistics, and updates them without a new version.
     """
-    mean, var = operands.running_mean, operands.running_var
-    return operands._replace(
-        running_mean=None if mean is None else mean.data, running_var=None if var is None else var.data
-    )
+    mean, var = (None if t is None else t.data for t in (operands.running_mean, operands.running_var))
+    return operands._replace(running_mean=mean, running_var=var)
 
 
 def _may_wait(module: Any, x: Tensor) -> bool:

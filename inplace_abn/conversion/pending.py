@@ -30,15 +30,7 @@ from inplace_abn.conversion.naming import attached, attached_narrowly, made, rec
 from inplace_abn.conversion.narrowed import narrowed
 from inplace_abn.conversion.offered import settled
 from inplace_abn.conversion.plan import Plan
-from inplace_abn.conversion.recognition import (
-    IN_GRAPH,
-    KNOWN,
-    METADATA,
-    NO_GRADIENT,
-    Activating,
-    Adding,
-    is_writing,
-)
+from inplace_abn.conversion.recognition import IN_GRAPH, KNOWN, METADATA, NO_GRADIENT, Activating, Adding, is_writing
 from inplace_abn.conversion.waiting import NormCall, PendingState, stand, wait
 
 _logger = logging.getLogger("inplace_abn")
@@ -121,11 +113,8 @@ class Pending(Tensor):
                 result = call
             if result is not None:
                 return result
-        if func in METADATA:
-            args = tuple(_asked(t) for t in args)
-            with _torch.NoTorchFunction():
-                return func(*args, **kwargs)
-        if func in _torch.HOOKS:
+        if func in METADATA or func in _torch.HOOKS:
+            args = tuple(_asked(t) for t in args) if func in METADATA else args
             with _torch.NoTorchFunction():
                 return func(*args, **kwargs)
         if func in IN_GRAPH:

@@ -105,15 +105,11 @@ class Observation(NamedTuple):
 
 def observe(module: Any, x: Tensor) -> Observation:
     """What a measurement needs of a call."""
-    running_mean, running_var = running_statistics(module)
-    training = uses_own_statistics(module)
+    running, training = running_statistics(module), uses_own_statistics(module)
     with torch.no_grad(), _torch.unwatched():
         shared = module.shared if training else 0
-        mean, var = (
-            ops.run(ops.statistics, [], x, shared)
-            if training
-            else (cast(Tensor, running_mean), cast(Tensor, running_var))
-        )
+        found = ops.run(ops.statistics, [], x, shared) if training else running
+        mean, var = cast("tuple[Tensor, Tensor]", found)
         if shared > 0:
             mean, var = (t.view(len(x), -1)[recovery.looked_at(x)].flatten() for t in (mean, var))
         sample = recovery.sample(x, shared > 0)

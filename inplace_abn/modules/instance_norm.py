@@ -84,10 +84,8 @@ def run(x: Tensor, operands: Operands, settings: Settings, overwrite_input: bool
 
 def of_samples(operands: Operands, samples: int) -> Operands:
     """The operands with running statistics for each sample."""
-    return operands._replace(
-        running_mean=reference.repeated(operands.running_mean, samples),
-        running_var=reference.repeated(operands.running_var, samples),
-    )
+    mean, var = (reference.repeated(t, samples) for t in (operands.running_mean, operands.running_var))
+    return operands._replace(running_mean=mean, running_var=var)
 
 
 def take_means(operands: Operands, each: Operands, samples: int) -> None:
