@@ -9,14 +9,14 @@ namespace {
 
 // `count` elements, at these distances.
 template <typename scalar_t, typename opmath_t, typename Act>
-INPLACE_ABN_CLONES void differentiate(const scalar_t* dz, int64_t dz_stride, const scalar_t* xhat,
-                                      const scalar_t* residual, int64_t residual_stride, scalar_t* dy, int64_t stride,
-                                      int64_t count, opmath_t gamma, opmath_t beta, Act act) {
+INPLACE_ABN_CLONES void differentiate(const scalar_t* dz, int64_t dz_stride, const scalar_t* xhat, int64_t xhat_stride,
+                                      const scalar_t* residual, int64_t residual_stride, scalar_t* dy,
+                                      int64_t dy_stride, int64_t count, opmath_t gamma, opmath_t beta, Act act) {
   INPLACE_ABN_INDEPENDENT
   for (int64_t i = 0; i < count; ++i) {
-    opmath_t y = gamma * static_cast<opmath_t>(xhat[i * stride]) + beta;
+    opmath_t y = gamma * static_cast<opmath_t>(xhat[i * xhat_stride]) + beta;
     if (residual != nullptr) y += static_cast<opmath_t>(residual[i * residual_stride]);
-    dy[i * stride] = static_cast<scalar_t>(static_cast<opmath_t>(dz[i * dz_stride]) * act.slope(y));
+    dy[i * dy_stride] = static_cast<scalar_t>(static_cast<opmath_t>(dz[i * dz_stride]) * act.slope(y));
   }
 }
 
@@ -65,7 +65,7 @@ void verbatim_gradient(const VerbatimGradientArgs<scalar_t>& args) {
                 };
                 const auto step = [&](const auto& view) { return rows ? view.batch_stride : int64_t{1}; };
                 const bool adds = args.residual.data != nullptr;
-                differentiate(at(args.dz, c), step(args.dz), at(args.verbatim.xhat, row),
+                differentiate(at(args.dz, c), step(args.dz), at(args.verbatim.xhat, row), step(args.verbatim.xhat),
                               adds ? at(args.residual, c) : nullptr, adds ? step(args.residual) : 0, at(args.dy, row),
                               step(args.dy), count, args.affine.gamma(c), args.affine.beta(c), act);
               }
