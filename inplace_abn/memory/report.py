@@ -36,7 +36,7 @@ class MemoryReport:
         if self.after is not None:
             rows.append(("converted", readable(self.after.held), readable(self.after.peak)))
             rows.append(("saved", _less(self.after.held, self.before.held), _less(self.after.peak, self.before.peak)))
-            rows.append(("its first step", readable(self.after.first_held), readable(self.after.first_peak)))
+            rows.append(("at first", readable(self.after.first_held), readable(self.after.first_peak)))
         *lines, _ = lay_out(rows, (1, 2), 100)
         if self.norms is not None and not self.norms.layers:
             lines += self.norms.left_out()

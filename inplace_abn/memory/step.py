@@ -28,8 +28,8 @@ class Usage:
         peak: the most at any moment of forward and backward.
         timeline: (milliseconds since the start, bytes allocated), at each event of the allocator.
         backward_start: when backward starts, in milliseconds since the start.
-        first_held, first_peak: the same two of the model's first step, in which norms are measured, and libraries
-            allocate some memory once. Zero if its norms were measured before.
+        first_held: what the model's first step holds, in which norms are measured; zero if they were measured before.
+        first_peak: the peak of that step, with what libraries allocate once.
     """
 
     held: int

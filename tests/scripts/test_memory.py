@@ -42,7 +42,7 @@ def test_a_report_compares_and_tells_what_norms_did():
     assert len(report.norms.in_place) == 10
     assert report.after.peak < report.before.peak
     lines = str(report).splitlines()
-    assert [line.split()[0] for line in lines] == ["held", "native", "converted", "saved", "its"]
+    assert [line.split()[0] for line in lines] == ["held", "native", "converted", "saved", "at"]
     assert not model.training
     assert not any(isinstance(m, InPlaceNorm) for m in model.modules())
     assert all(p.grad is None for p in model.parameters())

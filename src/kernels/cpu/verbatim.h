@@ -90,9 +90,8 @@ struct SavedOfRow {
 template <typename scalar_t>
 class SavingPlanes {
  public:
-  explicit SavingPlanes(const View<const scalar_t>& x, const Verbatim<scalar_t>& to,
-                        const ChannelVector<scalar_t>& mean, const ChannelVector<scalar_t>& var,
-                        const Affine<scalar_t>& affine)
+  SavingPlanes(const View<const scalar_t>& x, const Verbatim<scalar_t>& to, const ChannelVector<scalar_t>& mean,
+               const ChannelVector<scalar_t>& var, const Affine<scalar_t>& affine)
       : x_(x), to_(to), mean_(mean), var_(var), affine_(affine) {}
 
   void save(int64_t first, int64_t channels, const Panel& panel) const {
