@@ -140,8 +140,9 @@ def update(
 
 LAYER, RMS = "layer", "rms"
 """The values of `Settings.rows`."""
-LEAST_WEIGHT = 1e-30
-"""The smallest weight from whose output xhat is recovered."""
+LEAST_WEIGHT = 1e-4
+"""The smallest magnitude of a weight from whose output xhat is recovered. Beside a bias of one, float32 keeps three
+digits of xhat there."""
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
