@@ -140,8 +140,8 @@ def update(
 
 LAYER, RMS = "layer", "rms"
 """The values of `Settings.rows`."""
-LEAST_WEIGHT = 1e-4
-"""The smallest magnitude of a weight from whose output xhat is recovered. Beside a bias of one, float32 keeps three
+LEAST_WEIGHT = 1e-5
+"""The smallest magnitude of a weight from whose output xhat is recovered. Beside a bias of one, float32 keeps two
 digits of xhat there."""
 
 

@@ -438,7 +438,7 @@ def ill(norm, count):
     with torch.no_grad():
         norm.weight.uniform_(0.5, 1.5)
         norm.bias.fill_(0.1)
-        norm.weight[: norm.weight.numel() // 2 : norm.weight.numel() // 2 // count] = 1e-5
+        norm.weight[: norm.weight.numel() // 2 : norm.weight.numel() // 2 // count] = 1e-4
     return norm
 
 

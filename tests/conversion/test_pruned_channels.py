@@ -117,7 +117,7 @@ def test_a_mask_applied_in_every_step_is_right_with_a_sum(norm, after):
 
 
 @pytest.mark.parametrize("kind", [nn.LayerNorm, nn.RMSNorm])
-@pytest.mark.parametrize("small", [1e-5, 1e-6, 1e-8, -1e-8])
+@pytest.mark.parametrize("small", [5e-6, 1e-6, 1e-8, -1e-8])
 def test_a_weight_of_rows_that_an_optimizer_moves_near_zero_is_right_in_the_same_step(kind, small):
     """Between two measurements a weight of 1e-6 beside a bias of one gave gradients that were 1 % off, 1e-8 40 %."""
     torch.manual_seed(0)
