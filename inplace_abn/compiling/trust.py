@@ -103,7 +103,7 @@ def of_rows(module: Any, *dtypes: torch.dtype) -> tuple[str, bool]:
 def _has_saved(module: Any) -> bool:
     """Whether compiled code of the module saves xhat of some channels. Sets the tensors that say which.
 
-    They have room for more channels, and are written to when the channels change. So it takes no new program.
+    They have room for more channels, so that a change takes no new program.
     """
     answers = _answers.get(module, {})
     now = [answer.channels for key, answer in answers.items() if key[:2] == _state(module)]
@@ -113,13 +113,16 @@ def _has_saved(module: Any) -> bool:
         return False
     with torch.no_grad(), _torch.unwatched():
         device = module.weight.device
-        if there is None or len(there) < len(channels) or there.device != device:
-            room = min(channels.size, max(_LEAST_ROOM, 1 << (len(channels) - 1).bit_length()))
-            there = module.__dict__["_saved_channels"] = torch.zeros(room, dtype=torch.int64, device=device)
-            module.__dict__["_saved_rows"] = torch.full((channels.size,), -1, device=device)
+        fits = there is not None and len(there) >= len(channels) and there.device == device
+        if fits and module._saved_numbers == channels.numbers:
+            return True
+        room = len(there) if there is not None and fits else max(_LEAST_ROOM, 1 << (len(channels) - 1).bit_length())
+        # A backward pass to come may need the tensors that are there.
+        indices = torch.zeros(min(channels.size, room), dtype=torch.int64, device=device)
+        indices[: len(channels)] = channels.indices(device)
         rows = channels.rows(device)
-        module._saved_rows.copy_(torch.full_like(module._saved_rows, -1) if rows is None else rows)
-        there[: len(channels)] = channels.indices(device)
+        module.__dict__["_saved_channels"], module.__dict__["_saved_numbers"] = indices, channels.numbers
+        module.__dict__["_saved_rows"] = torch.full((channels.size,), -1, device=device) if rows is None else rows
     return True
 
 
@@ -236,11 +239,10 @@ def _renew(module: Any, answers: _Answers, interval: int) -> None:
         return
     if why:
         _logger.warning("%s: %s", guard.name(module), why)
-    there = module.__dict__.get("_saved_channels")
+    there: Tensor | None = module.__dict__.get("_saved_channels")
     answers.update(now)
-    if _has_saved(module) and module._saved_channels is not there:
-        there = None
-    if there is None or any(now[key].names != found.names for key, found in before.items()):
+    are_too_few = _has_saved(module) and (there is None or there.shape != module._saved_channels.shape)
+    if there is None or are_too_few or any(now[key].names != found.names for key, found in before.items()):
         guard.renew(module)
         _answers[module] = {(*_state(module), *key[2:]): found for key, found in now.items()}
 

@@ -120,6 +120,7 @@ class Converted(guard.Guarded):
     def adopt(self, name: str) -> None:
         """Begins with what conversion stores on the module, which is called ``name`` in messages."""
         self.__dict__.update(_guard_name=name, _past=Past(getattr(self, "eps", 0.0)))
+        guard.renew(self)
 
     def forget(self) -> None:
         """Forgets what was measured and seen, as if the module had just been converted."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,9 @@ from inplace_abn.guard.figures import THRESHOLDS, Table, Threshold, described, w
 from inplace_abn.guard.modes import Decision, Mode, State
 from inplace_abn.settings import Channels, ChannelSlots, parameters
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 ON_UNTRUSTED = ("fallback", "warn", "raise")
 CALLS = 8
 """The largest number of calls that are measured in a generation. Without optimizer steps a generation never ends."""
@@ -24,6 +28,7 @@ CARRIED = "_follows"
 
 _logger = logging.getLogger("inplace_abn")
 _NONE = Channels()
+_revisions = itertools.count(1)
 
 
 class Guarded:
@@ -36,11 +41,25 @@ class Guarded:
     per_instance: bool = False
     """Whether each sample of the input has its own statistics."""
     _revision: int = 0
-    """A number that changes when code that was compiled for the module is no longer valid."""
+    """A number that no other module has or had: what was compiled for one must not run for another. It changes when
+    such code is no longer valid; negative: compiled code does as torch does."""
     _saved_rows: Tensor
     """The channels whose xhat compiled code saves: `settings.Channels.rows`."""
     _saved_channels: Tensor
     """Their numbers, with room for more."""
+    _saved_numbers: tuple[int, ...]
+    """The same on the host."""
+
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        module = super().__new__(cls)
+        renew(module)
+        return module
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        compiled = ("_saved_rows", "_saved_channels", "_saved_numbers")
+        restore = getattr(super(), "__setstate__", self.__dict__.update)
+        restore({name: value for name, value in state.items() if name not in compiled})
+        renew(self)
 
     @property
     def shared(self) -> int:
@@ -444,8 +463,7 @@ def forget(module: Any) -> None:
 
 def renew(module: Any) -> None:
     """Makes compilers compile the module anew."""
-    # A module that was reverted has no revision any more.
-    module.__dict__["_revision"] = getattr(module, "_revision", 0) + 1
+    module.__dict__["_revision"] = next(_revisions)
 
 
 def strip(module: Any) -> None:

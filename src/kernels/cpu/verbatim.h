@@ -438,16 +438,18 @@ struct RowVerbatim {
  private:
   INPLACE_ABN_INLINE void put(const View<const scalar_t>& view, int64_t r, const Spread<opmath_t>& of,
                               std::vector<opmath_t>& to) const {
-    const int64_t stride = fold * view.batch_stride, rows = std::min(spread->at_once, batch / fold - r);
+    const int64_t count = saved->count(), stride = fold * view.batch_stride;
+    if (count == 0) return;
+    const int64_t rows = std::min(spread->at_once, batch / fold - r);
     const scalar_t* const from = view.data + r * stride;
-    const int64_t elements = (batch - r * fold - 1) * view.batch_stride + saved->count();
     if constexpr (std::is_same_v<scalar_t, c10::Half>) {
-      const int64_t needed = std::min(elements, rows * stride);
-      spread->widened.resize(rows * stride + Spread<opmath_t>::lanes);
-      widen(from, spread->widened.data(), needed);
-      spread_rows(spread->widened.data(), stride, rows, rows * stride + Spread<opmath_t>::lanes, of, to.data(),
-                  spread->stride);
+      // Rows may lie at any distance, or be one.
+      const int64_t span = (rows * fold - 1) * view.batch_stride + count;
+      spread->widened.resize(span + Spread<opmath_t>::lanes);
+      widen(from, spread->widened.data(), span);
+      spread_rows(spread->widened.data(), stride, rows, span + Spread<opmath_t>::lanes, of, to.data(), spread->stride);
     } else {
+      const int64_t elements = (batch - r * fold - 1) * view.batch_stride + count;
       spread_rows(from, stride, rows, elements, of, to.data(), spread->stride);
     }
   }
