@@ -8,12 +8,33 @@ namespace inplace_abn::cuda {
 
 constexpr int verbatim_threads = 256;
 
-// Element `i` of `row` of a view.
-template <typename scalar_t>
-__device__ __forceinline__ scalar_t* element(const Extent& extent, const View<scalar_t>& view, int64_t row, int64_t i) {
-  const int64_t plane = extent.space == 0 ? 0 : i / extent.space;
-  return view.data + plane * view.batch_stride + row * view.channel_stride + (i - plane * extent.space);
-}
+// The place of a thread in a row of [batch, space], which goes on by the threads of a block. Divides only at the start.
+struct Place {
+  int64_t plane, offset;
+  const int64_t planes_on, offset_on, space;
+
+  __device__ explicit Place(const Extent& extent)
+      : plane(extent.space == 0 ? extent.batch : threadIdx.x / extent.space),
+        offset(threadIdx.x - plane * extent.space),
+        planes_on(extent.space == 0 ? 0 : verbatim_threads / extent.space),
+        offset_on(verbatim_threads - planes_on * extent.space),
+        space(extent.space) {}
+
+  __device__ __forceinline__ void go_on() {
+    plane += planes_on;
+    offset += offset_on;
+    if (offset >= space) {
+      offset -= space;
+      ++plane;
+    }
+  }
+
+  // The element of `row` of a view that lies here.
+  template <typename scalar_t>
+  __device__ __forceinline__ scalar_t& in(const View<scalar_t>& view, int64_t row) const {
+    return view.data[plane * view.batch_stride + row * view.channel_stride + offset];
+  }
+};
 
 // Saves xhat of x.
 template <typename scalar_t>
@@ -23,9 +44,9 @@ __global__ void __launch_bounds__(verbatim_threads)
   const int64_t c = first_block + blockIdx.x, row = args.verbatim.row(c);
   if (row < 0) return;
   const opmath_t mean = args.mean.load(c), inv_std = args.affine.inv_std(args.var.load(c));
-  for (int64_t i = threadIdx.x; i < args.extent.batch * args.extent.space; i += verbatim_threads) {
-    const auto x = static_cast<opmath_t>(*element(args.extent, args.x, c, i));
-    *element(args.extent, args.verbatim.xhat, row, i) = static_cast<scalar_t>((x - mean) * inv_std);
+  for (Place at(args.extent); at.plane < args.extent.batch; at.go_on()) {
+    const auto x = static_cast<opmath_t>(at.in(args.x, c));
+    at.in(args.verbatim.xhat, row) = static_cast<scalar_t>((x - mean) * inv_std);
   }
 }
 
@@ -36,11 +57,11 @@ __global__ void __launch_bounds__(verbatim_threads)
   const int64_t c = first_block + blockIdx.x, row = args.verbatim.row(c);
   if (row < 0) return;
   const opmath_t gamma = args.affine.gamma(c), beta = args.affine.beta(c);
-  for (int64_t i = threadIdx.x; i < args.extent.batch * args.extent.space; i += verbatim_threads) {
-    opmath_t y = gamma * static_cast<opmath_t>(*element(args.extent, args.verbatim.xhat, row, i)) + beta;
-    if (args.residual.data != nullptr) y += static_cast<opmath_t>(*element(args.extent, args.residual, c, i));
-    const auto dz = static_cast<opmath_t>(*element(args.extent, args.dz, c, i));
-    *element(args.extent, args.dy, row, i) = static_cast<scalar_t>(dz * act.slope(y));
+  for (Place at(args.extent); at.plane < args.extent.batch; at.go_on()) {
+    opmath_t y = gamma * static_cast<opmath_t>(at.in(args.verbatim.xhat, row)) + beta;
+    if (args.residual.data != nullptr) y += static_cast<opmath_t>(at.in(args.residual, c));
+    const auto dz = static_cast<opmath_t>(at.in(args.dz, c));
+    at.in(args.dy, row) = static_cast<scalar_t>(dz * act.slope(y));
   }
 }
 
@@ -53,12 +74,12 @@ __global__ void __launch_bounds__(verbatim_threads)
   const int64_t c = first_block + blockIdx.x, row = args.verbatim.row(c);
   if (row < 0) return;
   Totals own{};
-  for (int64_t i = threadIdx.x; i < args.extent.batch * args.extent.space; i += verbatim_threads) {
-    const scalar_t xhat = *element(args.extent, args.verbatim.xhat, row, i);
-    scalar_t* const stored = element(args.extent, args.dy, c, i);
-    if (args.verbatim.dy.data != nullptr) *stored = *element(args.extent, args.verbatim.dy, row, i);
-    *element(args.extent, args.xhat, c, i) = xhat;
-    const auto dy = static_cast<opmath_t>(*stored);
+  for (Place at(args.extent); at.plane < args.extent.batch; at.go_on()) {
+    const scalar_t xhat = at.in(args.verbatim.xhat, row);
+    scalar_t& stored = at.in(args.dy, c);
+    if (args.verbatim.dy.data != nullptr) stored = at.in(args.verbatim.dy, row);
+    at.in(args.xhat, c) = xhat;
+    const auto dy = static_cast<opmath_t>(stored);
     own.add({static_cast<double>(dy), static_cast<double>(static_cast<opmath_t>(xhat) * dy)});
   }
   const Totals sums = sum_of_block<verbatim_threads>(own, memory);
