@@ -4,6 +4,7 @@
     python scripts/zoo.py resnet50 dla34             # some of them
     python scripts/zoo.py --write docs/zoo.md        # the page of the documentation
     python scripts/zoo.py --readme                   # larger inputs, without gradients: the table of README.md
+    python scripts/zoo.py --readme --dtype bfloat16  # the same under autocast, which is printed only
 
 Only the models of the packages are needed, so the packages are installed without their dependencies:
 
@@ -11,7 +12,7 @@ Only the models of the packages are needed, so the packages are installed withou
         monai dynamic-network-architectures transformers diffusers
 
 Take the torchvision that was made for this torch. Models are built from their configurations, with random weights, and
-run in float32 on the CPU. The converted model is measured as initialised and with norms as `trained.as_trained` leaves
+run on the CPU. The converted model is measured as initialised and with norms as `trained.as_trained` leaves
 them; natively it makes no difference. When steps are timed, the native and the converted model take turns.
 """
 
@@ -26,7 +27,7 @@ import itertools
 import os
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,10 +49,9 @@ COLUMNS = (
 README = Path(__file__).parents[1] / "README.md"
 README_MARKERS = ("<!-- models -->\n", "<!-- /models -->")
 README_COLUMNS = (
-    *("", "model", "held, MiB", "as initialised", "as trained", "held in bf16", "as initialised", "as trained"),
-    *("peak, MiB", "peak in bf16", "time of a step, and in bf16"),
+    *("", "model", "held, MiB", "as initialised", "as trained"),
+    *("peak, MiB", "as initialised", "as trained", "time of a step"),
 )
-README_DTYPES = (torch.float32, torch.bfloat16)
 
 MEASURED_STEPS = 5
 """Norms are measured in the first, second, third and fifth step, and then not before the ninth."""
@@ -483,18 +483,20 @@ def change(native: int, converted: int) -> str:
     return f"**{converted / native - 1:+.0%}**"
 
 
-def readme_row(name: str, found: Sequence[Found]) -> tuple[str, ...]:
-    """The cells of `README_COLUMNS` for what was measured in each of `README_DTYPES`."""
-    held, peaks = [], []
-    for native, *converted, _ in found:
-        held.append(mebibytes(native.held))
-        held += [f"{mebibytes(each.held)}, {change(native.held, each.held)}" for each in converted]
-        sizes = differing(mebibytes(each.peak) for each in converted)
-        changes = differing(change(native.peak, each.peak) for each in converted)
-        peaks.append(f"{mebibytes(native.peak)} → {sizes}, {changes}")
-    times = " / ".join("-" if each.time is None else f"{each.time:.2f}" for each in found)
+def readme_row(name: str, found: Found) -> tuple[str, ...]:
+    """The cells of `README_COLUMNS` for what was measured."""
+
+    def sizes(native: int, *converted: int) -> list[str]:
+        return [mebibytes(native), *(f"{mebibytes(each)}, {change(native, each)}" for each in converted)]
+
+    native, initialised, trained, time = found
     family, shape = README_MODELS[name]
-    return (family, f"{name}, {shape_in_words(shape)}", *held, *peaks, times)
+    return (
+        *(family, f"{name}, {shape_in_words(shape)}"),
+        *sizes(native.held, initialised.held, trained.held),
+        *sizes(native.peak, initialised.peak, trained.peak),
+        "-" if time is None else f"{time:.2f}",
+    )
 
 
 def with_table(text: str, table: str) -> str:
@@ -533,16 +535,20 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12, help="that are timed; 0 for none")
     parser.add_argument("--write", metavar="FILE", help="write a page with the table")
     parser.add_argument("--readme", action="store_true", help="measure the table of README.md, and write it there")
+    parser.add_argument("--dtype", default="float32", help="of autocast, with --readme")
     args = parser.parse_args()
     if args.readme and (args.names or args.write):
         parser.error("the table of README.md has models of its own, so --readme takes neither names nor --write")
+    dtype = getattr(torch, args.dtype)
+    if dtype != torch.float32 and not args.readme:
+        parser.error("--dtype is for --readme")
     columns = README_COLUMNS if args.readme else COLUMNS
     chosen = [*README_MODELS] if args.readme else [n for n in ZOO if not args.names or any(p in n for p in args.names)]
     lines = [line(columns), line(["---"] * len(columns))]
     print(*lines, sep="\n", flush=True)
     for name in chosen:
         if args.readme:
-            cells = readme_row(name, [measured(name, dtype, args.steps) for dtype in README_DTYPES])
+            cells = readme_row(name, measured(name, dtype, args.steps))
         else:
             cells = entry_row(name, ZOO[name], args.batch, not args.no_verify, args.steps)
         lines.append(line(cells))
@@ -551,8 +557,8 @@ def main() -> None:
     print(f"\n{text}", file=sys.stderr)
     threads = f"{torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''}"
     table = "\n".join(lines) + "\n"
-    if args.readme:
-        table += f"\nfloat32, and autocast to bfloat16; CPU, {threads}, {text}.\n"
+    if args.readme and dtype == torch.float32:
+        table += f"\nfloat32, CPU, {threads}, {text}.\n"
         README.write_text(with_table(README.read_text(encoding="utf-8"), table), encoding="utf-8")
     elif args.write:
         page = PAGE.format(versions=text, threads=threads)

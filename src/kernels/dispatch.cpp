@@ -413,6 +413,7 @@ void local_backward(const Tensor& y_act, const Tensor& dy_act, const Tensor& var
   if (dx.has_value()) check_output(op, is_same(*dx, dy_act) ? "dy_act" : "dx", *dx, y_act, {&y_act, &dy_act});
   if (residual.has_value()) check_like(op, "residual", *residual, y_act);
   if (dresidual.has_value()) {
+    INPLACE_ABN_CHECK(residual.has_value(), op, ": dresidual was asked for without a residual");
     check_output(op, is_same(*dresidual, dy_act) ? "dy_act" : "dresidual", *dresidual, y_act, {&y_act, &dy_act});
     if (dx.has_value()) check_overlap(op, "dresidual", *dresidual, *dx, false);
   }

@@ -222,6 +222,8 @@ def test_ops_name_themselves_the_argument_and_both_sides():
         ops.backward_reduce(z, dz, None, None, None, 1e-5, False, 99, 0.1)
     with pytest.raises(ValueError, match="without a weight"):
         ops.local_backward(z, dz, var, None, None, None, *tail, True, dweight=var)
+    with pytest.raises(ValueError, match="without a residual"):
+        ops.local_backward(z, dz, var, None, None, None, *tail, True, dresidual=torch.empty_like(z))
     with pytest.raises(ValueError, match="expected gathered of shape"):
         ops.combine(torch.ones(2, 4), None, None, 0.1, None)
     with pytest.raises(TypeError, match="expected momentum as one float64 value"):

@@ -101,10 +101,11 @@ def test_the_models_table_is_written_between_its_markers():
     with pytest.raises(ValueError, match="expected one"):
         zoo.with_table("a", "new\n")
     native, initialised, trained = (zoo.Memory(held << 20, peak << 20) for held, peak in ((4, 8), (1, 6), (2, 6)))
-    found = [zoo.Found(native, initialised, trained, 0.98), zoo.Found(native, initialised, native, None)]
-    assert zoo.line(zoo.readme_row("timm resnet50", found)) == (
-        "| CNN | timm resnet50, 8x3x224x224 | 4 | 1, **-75%** | 2, **-50%** | 4 | 1, **-75%** | 4, **+0%** "
-        "| 8 → 6, **-25%** | 8 → 6 / 8, **-25%** / **+0%** | 0.98 / - |"
+    assert zoo.line(zoo.readme_row("timm resnet50", zoo.Found(native, initialised, trained, 0.98))) == (
+        "| CNN | timm resnet50, 8x3x224x224 | 4 | 1, **-75%** | 2, **-50%** | 8 | 6, **-25%** | 6, **-25%** | 0.98 |"
+    )
+    assert zoo.readme_row("timm resnet50", zoo.Found(native, initialised, native, None))[4:] == (
+        *("4, **+0%**", "8", "6, **-25%**", "8, **+0%**", "-"),
     )
 
 
