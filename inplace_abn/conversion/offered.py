@@ -1,96 +1,246 @@
-"""Tensors that wait for an activation without a norm: outputs of linear layers and convolutions.
+"""Tensors whose readers are seen: outputs of norms, of linear layers and of convolutions.
 
-Such a tensor is what the module returned, with its values and its place in the graph. Only its class is another one
-until the first function is called with it. Whatever that is, the tensor is a plain one from then on.
+Such a tensor is an ordinary one, with memory and a place in torch's graph. Only its class is another one. It carries a
+recipe: how to make a leaner node for a reader that needs less than torch's node keeps. Whatever the recipe does not
+know gets the tensor itself. The tensor's own node dies with the tensor.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from inplace_abn import _torch
 from inplace_abn.conversion import watch
-from inplace_abn.conversion.recognition import KNOWN, QUESTIONS, Activating, Adding
-from inplace_abn.conversion.scaled import PERMUTING, PRODUCTS, Origin
+from inplace_abn.conversion.consumers import is_cast_for, kept
+from inplace_abn.conversion.recognition import IN_GRAPH, KNOWN, METADATA, NO_GRADIENT, SHOWING, Activating, Adding
+from inplace_abn.conversion.scaled import PERMUTING, PRODUCTS
 from inplace_abn.trial import tensors_in
 
+_ASKING = IN_GRAPH | SHOWING | frozenset(_torch.HOOKS)
 
-class Offer(NamedTuple):
-    """What belongs to a tensor that waits."""
+
+class Recipe:
+    """How to make leaner nodes of a tensor for its readers. Methods return None where the reader gets torch's.
+
+    They get the tensor as a plain one.
+    """
 
     layer: Any
-    """What an activation is told (`conversion.called.CalledActivation`)."""
-    origin: Origin | None
-    """How the tensor came about, if it is the output of a linear layer."""
-    hooks: Any
-    """The saved-tensor hooks at the time when the tensor was made. A checkpoint that begins later has a plain tensor in
-    its recomputation."""
+    """The layer that made the tensor."""
+    twin: Tensor | None = None
+    """The same values with a leaner node, which all readers share from then on."""
+    summand: Tensor | None = None
+    """The same for sums, which keep nothing, if their readers' gradient may be as exact as that of a 16-bit copy."""
+    is_left: bool = False
+    """Whether a result was made beside the tensor, whose gradient does not pass the tensor's place in the graph."""
+    is_asked: bool = False
+    """Whether somebody has asked for the tensor's place in the graph, which gradients must pass from then on."""
+
+    def lacks(self, t: Tensor) -> bool:
+        """Whether `is_left` is true of the tensor, which was not written to since."""
+        return False
+
+    def activated(self, t: Tensor, call: Activating, native: Callable[[], Tensor]) -> Tensor | None:
+        """The result of an activation. One in place takes the recipe from the tensor."""
+        return None
+
+    def scaled(self, t: Tensor, factor: Any, product: Callable[[], Tensor]) -> Tensor | None:
+        """The product with a vector."""
+        return None
+
+    def kept(self, t: Tensor, reader: str) -> Tensor | None:
+        """The same values for a reader that keeps them."""
+        return None
+
+    def cast(self, t: Tensor, dtype: torch.dtype, reader: str) -> Tensor | None:
+        """The values in 16 bits for a reader that gets, and keeps, such a copy from autocast."""
+        return None
+
+    def adds(self, t: Tensor, other: Any, call: Adding) -> bool:
+        """Whether the sum of the tensor and something else, which is torch's, has a recipe."""
+        return False
+
+    def of_sum(self, result: Tensor, residual: Any) -> Recipe:
+        """The recipe of the sum."""
+        raise NotImplementedError
+
+    def permuted(self, dims: Any) -> Recipe | None:
+        """The recipe of a permutation."""
+        return None
 
 
 class Offered(Tensor):
-    """A tensor whose first reader is seen."""
+    """A tensor whose readers are seen."""
+
+    _recipe: Recipe
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling() or func in QUESTIONS:
+        if torch.compiler.is_compiling() or func in METADATA:
             with _torch.NoTorchFunction():
                 return func(*args, **kwargs)
-        read = KNOWN.get(func)
-        call = None if read is None else read(args, kwargs)
-        if type(call) is Offered:
-            # A dropout that drops nothing returns what it is given.
-            return call
-        waiting = {id(t): _taken(t) for t in tensors_in((args, kwargs)) if type(t) is Offered}
-        offers = {key: found for key, found in waiting.items() if found is not None}
-        if watch.current() is not None and _torch.in_compiled_function():
-            # Compilers know plain tensors only.
-            for found in offers.values():
-                watch.give_up(found.layer, "compiled code reads its input")
-            return func(*args, **kwargs)
-        if isinstance(call, Activating) and not call.in_place and id(call.input) in offers:
-            return offers[id(call.input)].layer.activated(call, lambda: func(*args, **kwargs))
-        if func in PRODUCTS and len(args) == 2 and not kwargs:
-            for t, factor in (args, args[::-1]):
-                waited = offers.get(id(t))
-                if waited is not None and waited.origin is not None:
-                    z = waited.layer.scaled(t, waited.origin, factor, lambda: func(*args))
-                    if z is not None:
-                        return z
-        result = func(*args, **kwargs)
-        if func in PERMUTING and not kwargs and id(args[0]) in offers:
-            layer, origin, _ = offers[id(args[0])]
-            if origin is not None:
-                offer(result, layer, origin.permuted(args[1:]))
-        if isinstance(call, Adding) and not call.in_place and offers:
-            offer(result, next(iter(offers.values())).layer)
-        return result
+        given = [t for t in tensors_in((args, kwargs)) if type(t) is Offered]
+        recipes = {id(t): t._recipe for t in given}
+        for t in given:
+            t.__class__ = Tensor  # type: ignore[assignment]
+        try:
+            return _read(func, args, kwargs, recipes)
+        finally:
+            for t in given:
+                if "_recipe" in t.__dict__:
+                    t.__class__ = Offered
 
 
-def offer(t: Any, layer: Any, origin: Origin | None = None) -> None:
-    """Makes a plain tensor one whose first reader is seen."""
+def offer(t: Any, recipe: Recipe) -> None:
+    """Makes a plain tensor one whose readers are seen."""
     if type(t) is Tensor:
-        t._offer = Offer(layer, origin, _torch.top_saved_tensors_hooks(True))  # type: ignore[attr-defined]
+        t._recipe = recipe  # type: ignore[attr-defined]
         t.__class__ = Offered
 
 
-def _taken(t: Any) -> Offer | None:
-    """Makes the tensor a plain one. Returns what belonged to it.
-
-    None if saved-tensor hooks are others than they were, or if another thread has taken it.
-    """
-    found: Offer | None = vars(t).pop("_offer", None)
-    t.__class__ = Tensor
-    return found if found is not None and found.hooks == _torch.top_saved_tensors_hooks(True) else None
-
-
 def settled(t: Any) -> Any:
-    """The value; an offered tensor is a plain one from now on."""
-    if type(t) is Offered:
-        _taken(t)
-    return t
+    """The value as a plain tensor."""
+    if type(t) is not Offered:
+        return t
+    recipe = t._recipe
+    if recipe.twin is not None:
+        return recipe.twin
+    if recipe.is_left:
+        # Whoever asks for the gradient of the tensor itself is told that it lacks a part.
+        with _torch.NoTorchFunction():
+            return t.view_as(t)
+    return forgotten(t)
+
+
+def forgotten(t: Any) -> Tensor:
+    """Makes the tensor a plain one for ever."""
+    t.__dict__.pop("_recipe", None)
+    t.__class__ = Tensor
+    return t  # type: ignore[no-any-return]
+
+
+def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], recipes: dict[int, Recipe]) -> Any:
+    """The result of a function that is called with offered tensors."""
+
+    def native(sums: bool = False) -> Any:
+        found = {key: r.summand if sums and r.twin is None else r.twin for key, r in recipes.items()}
+        twins = {key: twin for key, twin in found.items() if twin is not None}
+        return func(*_replaced(args, twins), **_replaced(kwargs, twins)) if twins else func(*args, **kwargs)
+
+    read = KNOWN.get(func)
+    call = None if read is None else read(args, kwargs)
+    if isinstance(call, Tensor):
+        # A dropout that drops nothing returns what it is given.
+        return call
+    if func in _ASKING:
+        return _asked(func, args, kwargs, recipes, native)
+    if watch.current() is not None and _torch.in_compiled_function():
+        # Compilers know plain tensors only.
+        for recipe in recipes.values():
+            watch.give_up(recipe.layer, "compiled code reads its input")
+        return native()
+    if isinstance(call, Activating):
+        recipe = recipes.get(id(call.input))
+        z = None if recipe is None or recipe.twin is not None else recipe.activated(call.input, call, native)
+        return native() if z is None else z
+    if isinstance(call, Adding):
+        found = _sum_with_recipe(call, recipes) if torch.is_grad_enabled() else None
+        result = native(sums=not call.in_place)
+        if found is not None:
+            offer(result, found[0].of_sum(result, found[1]))
+        return result
+    if func in PRODUCTS and len(args) == 2 and not kwargs:
+        for t, factor in (args, args[::-1]):
+            recipe = recipes.get(id(t))
+            z = None if recipe is None else recipe.scaled(t, factor, native)
+            if z is not None:
+                return z
+    _make_twins(func, args, kwargs, recipes)
+    result = native()
+    if func in PERMUTING and not kwargs and id(args[0]) in recipes:
+        recipe = recipes[id(args[0])].permuted(args[1:])
+        if recipe is not None:
+            offer(result, recipe)
+    return result
+
+
+def _make_twins(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], recipes: dict[int, Recipe]) -> None:
+    """Makes twins of what the function keeps for backward."""
+    reader = getattr(func, "__name__", "what follows")
+    for t in kept(func, args, kwargs):
+        recipe = recipes.get(id(t))
+        if recipe is not None and recipe.twin is None:
+            recipe.twin = recipe.kept(t, reader)
+    for t in args:
+        recipe = recipes.get(id(t))
+        if recipe is not None and recipe.twin is None and is_cast_for(func, t):
+            dtype = torch.get_autocast_dtype(t.device.type)
+            narrow = None if t.dtype == dtype else recipe.cast(t, dtype, reader)
+            if narrow is not None:
+                # Only this reader gets it.
+                recipes[id(t)] = _Narrow(narrow)
+
+
+class _Narrow(Recipe):
+    """What stands for a recipe while one reader gets another tensor."""
+
+    def __init__(self, twin: Tensor) -> None:
+        self.twin = twin
+
+
+def _replaced(value: Any, twins: dict[int, Tensor | None]) -> Any:
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind([_replaced(item, twins) for item in value])
+    if kind is dict:
+        return {key: _replaced(item, twins) for key, item in value.items()}
+    if isinstance(value, Tensor):
+        return twins.get(id(value), value)
+    return torch.utils._pytree.tree_map_only(Tensor, lambda t: twins.get(id(t), t), value)
+
+
+def _asked(func: Any, args: Any, kwargs: Any, recipes: dict[int, Recipe], native: Callable[[], Any]) -> Any:
+    """The answer to a question about a tensor's place in the graph. From then on it is an ordinary tensor.
+
+    Raises:
+        RuntimeError: a hook, or a gradient, is asked for that would lack that of a result beside the tensor.
+    """
+    asked = [t for t in tensors_in((args, kwargs)) if id(t) in recipes]
+    for t in asked:
+        recipe = recipes[id(t)]
+        if recipe.lacks(t) and func in IN_GRAPH and func not in NO_GRADIENT:
+            raise RuntimeError(
+                f"inplace_abn: a gradient of the output of {recipe.layer.__dict__['_guard_name']}, or a hook on it, is "
+                "asked for after it was activated, and the gradient of the result does not pass it. Ask before, or "
+                "leave this layer out of the conversion (filter_fn)"
+            )
+    result = native()
+    for t in asked:
+        recipe = recipes[id(t)]
+        if recipe.twin is None and not recipe.lacks(t):
+            recipe.is_asked = True
+            forgotten(t)
+    return result
+
+
+def _sum_with_recipe(call: Adding, recipes: dict[int, Recipe]) -> tuple[Recipe, Any] | None:
+    """The recipe of one of the operands, and what is added. The other one's twin is added, if it has a recipe, too."""
+    for t, other in ((call.first, call.second), (call.second, call.first)):
+        recipe, of_other = recipes.get(id(t)), recipes.get(id(other))
+        if recipe is None or recipe.twin is not None or t is other or (call.in_place and t is not call.first):
+            continue
+        if not recipe.adds(t, other, call):
+            continue
+        if of_other is None:
+            return recipe, other
+        if of_other.twin is None:
+            of_other.twin = of_other.kept(other, "add")
+        return recipe, other if of_other.twin is None else of_other.twin
+    return None

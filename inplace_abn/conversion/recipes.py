@@ -1,0 +1,308 @@
+"""The recipes of norms' outputs (`conversion.offered`): one node for the norm and what follows, which keeps the result.
+
+The guard is asked when such a node is to be made, with the call's input, what was added, and what follows at hand.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inplace_abn import _torch, functions, guard, reference
+from inplace_abn.activations import IDENTITY
+from inplace_abn.autograd import forward, nodes
+from inplace_abn.autograd.backward import Values, by_value
+from inplace_abn.conversion import watch
+from inplace_abn.conversion.converted import Note
+from inplace_abn.conversion.formulas import Kind
+from inplace_abn.conversion.offered import Recipe, forgotten, offer
+from inplace_abn.conversion.recognition import Activating, Adding
+from inplace_abn.guard import measuring
+from inplace_abn.guard.rows import figures
+from inplace_abn.kernels import ops
+from inplace_abn.modules.instance_norm import of_samples
+from inplace_abn.settings import MAGNITUDE, WEIGHT, Channels, Operands, Settings
+
+_NEW = "it is measured first with what follows"
+
+Seen = tuple[int, int, bool]
+"""A tensor at the time of a call: its version, its address, and whether it requires grad.
+
+Whoever writes to it, or frees its memory, changes this. The address is zero for subclasses, which need not have memory
+of their own.
+"""
+
+
+def seen(t: Tensor | None) -> Seen:
+    """What the tensor is like now."""
+    return _NOTHING if t is None else (t._version, t.data_ptr() if type(t) in _STORED else 0, t.requires_grad)
+
+
+_NOTHING: Seen = (0, 0, False)
+_STORED = (Tensor, torch.nn.Parameter)
+
+
+class OfCall(Recipe):
+    """The recipe of a layer's result: what it was called with."""
+
+    residual: Tensor | None = None
+    _seen_residual: Seen = _NOTHING
+    _summed: OfCall | None = None
+    """The recipe of the norm's output, if this is one of a sum."""
+
+    def __init__(self, layer: Any, x: Tensor, operands: Operands, y: Tensor) -> None:
+        self.layer, self.x, self.operands = layer, x, operands
+        self._edge = x.grad_fn, x.output_nr
+        self._seen = seen(x), seen(operands.weight), seen(operands.bias)
+        self._hooks: Any = _torch.top_saved_tensors_hooks(True)
+        self._version = y._version
+
+    def lacks(self, t: Tensor) -> bool:
+        return self.is_left and t._version == self._version
+
+    def is_open(self, t: Tensor) -> bool:
+        """Whether a node may be made, which keeps t or what follows."""
+        return t._version == self._version and self.is_unchanged()
+
+    def is_unchanged(self) -> bool:
+        """Whether a graph is recorded that nobody watches, all tensors are as they were in the call, and so are
+        saved-tensor hooks. Checkpoints are such hooks, which count what is saved."""
+        x, (weight, bias, _) = self.x, self.operands.of_graph()
+        return (
+            torch.is_grad_enabled()
+            and self._hooks == _torch.top_saved_tensors_hooks(True)
+            and (x.grad_fn, x.output_nr) == self._edge
+            and (seen(x), seen(weight), seen(bias)) == self._seen
+            and seen(self.residual) == self._seen_residual
+            and not (self._summed is not None and self._summed.is_asked)
+            and not _torch.is_watched()
+            and not functions.is_disabled()
+        )
+
+
+class OfNorm(OfCall):
+    """The recipe of a norm's output, and of sums of it and something else."""
+
+    narrow: Tensor | None = None
+    """x in 16 bits, if autocast makes the norm compute in float32."""
+
+    def __init__(
+        self, layer: Any, x: Tensor, operands: Operands, found: tuple[Tensor, Tensor], settings: Settings, y: Tensor
+    ) -> None:
+        super().__init__(layer, x, operands, y)
+        self.statistics, self.settings = found, settings
+        self._base = y if layer.returns_view else None
+
+    def adds(self, t: Tensor, other: Any, call: Adding) -> bool:
+        if self.residual is not None or self.is_left or not self.is_open(t) or (call.in_place and _is_hooked(t)):
+            return False
+        if type(other) is not Tensor or other.layout is not torch.strided or other.is_neg() or other.is_inference():
+            return False
+        is_alike = (other.shape, other.dtype, other.device) == (t.shape, t.dtype, t.device)
+        # The sum has the layout of its first operand.
+        is_alike = is_alike and (t is call.first or other.stride() == t.stride())
+        return is_alike and other.untyped_storage().data_ptr() != t.untyped_storage().data_ptr()
+
+    def of_sum(self, result: Tensor, residual: Any) -> Recipe:
+        found = copy.copy(self)
+        found.residual, found._seen_residual, found._version = residual, seen(residual), result._version
+        found._summed, found._base = self, None
+        return found
+
+    def activated(self, t: Tensor, call: Activating, native: Callable[[], Tensor]) -> Tensor | None:
+        if not self.is_open(t) or (call.in_place and (self.is_left or _is_hooked(t))):
+            return None
+        activation, writable = (call.activation, call.param), watch.is_writable(call.activation, call.in_place)
+        channels = self._decided(activation, "add, " * (self.residual is not None) + call.activation)
+        if channels is None:
+            return None
+        data = t.detach()
+        z = data if call.in_place else torch.empty_like(data)
+        _activate(data, z, self.settings.activating(activation))
+        if call.in_place:
+            forgotten(t)
+            # A view has the place in the graph that its base has.
+            z = t if self._base is None else self._base
+            z.detach_()
+        else:
+            self.is_left = True
+        if self._summed is not None:
+            self._summed.is_left = True
+        z = self._attached(z, activation, channels, writable)
+        if call.in_place:
+            return t
+        if self.narrow is not None and self.residual is None:
+            offer(z, OfWidened(self, activation, z))
+        return z
+
+    def kept(self, t: Tensor, reader: str) -> Tensor | None:
+        if not self.is_open(t):
+            return None
+        channels = self._decided(IDENTITY, reader)
+        return None if channels is None else self._attached(t.detach(), IDENTITY, channels, reader == "add")
+
+    def _decided(self, activation: tuple[str, float], follows: str) -> Channels | None:
+        """The channels whose xhat is saved, if the guard trusts the layer; None if it does not."""
+        layer, x, residual = self.layer, self.x.detach(), self.residual
+        what = (*activation, residual is not None)
+        # Nobody has seen yet who reads and writes such a result.
+        if activation != IDENTITY and not layer._past.was_watched and guard.is_premature(layer, x.dtype, what):
+            layer._past.note = Note(follows, False, _NEW)
+            return None
+        looked = guard.look(layer, self.x, residual, what)
+        decision = guard.learnt(layer, looked, lambda: measuring.measure(layer, x, activation, residual))
+        layer._past.note = Note(follows, decision.trusted, "" if decision.trusted else layer.why_untrusted)
+        return decision.verbatim if decision.trusted else None
+
+    def _attached(self, z: Tensor, activation: tuple[str, float], channels: Channels, writable: bool) -> Tensor:
+        """z with a node that keeps it, as a function of x."""
+        layer, residual = self.layer, self.residual
+        observer = layer.observer()
+        saved = None if observer is None else observer.saved(z, activation, writable)
+        of_residual = None if observer is None or residual is None else observer.of_residual(residual)
+        settings = self.settings._replace(verbatim=channels).activating(activation)
+        result = nodes.Result(z, saved, of_residual)
+        values, operands = self._values(z.dtype, channels), self.operands._replace(residual=residual)
+        z = functions.attached(self.x, result, operands, values, settings)
+        if observer is not None:
+            is_residual = activation == IDENTITY and writable
+            noted = watch.Result(layer, *activation, writable, is_residual, saved=saved, of_residual=of_residual)
+            observer.note(noted, self.x, z, residual)
+        return z
+
+    def _values(self, dtype: torch.dtype, channels: Channels) -> Values:
+        """What backward needs besides z and the residual."""
+        x, (mean, var), settings = self.x.detach(), self.statistics, self.settings
+        weight, bias = by_value(self.operands.weight, self.operands.bias)
+        rows, verbatim = channels.rows(x.device), None
+        if rows is not None:
+            with torch.no_grad(), _torch.unwatched():
+                xhat = reference.standardised_channels(x, mean, var, settings.eps, channels.indices(x.device))
+                verbatim = reference.empty_channels(x, len(channels)).to(dtype).copy_(xhat)
+        return Values(weight, bias, var, verbatim, rows)
+
+
+class OfWidened(Recipe):
+    """The recipe of the activated output of a norm that autocast computes in float32. What follows mostly gets a copy
+    in 16 bits, which is computed anew from x, because tags do not survive a cast."""
+
+    def __init__(self, norm: OfNorm, activation: tuple[str, float], z: Tensor) -> None:
+        self.layer, self._norm, self._activation, self._version = norm.layer, norm, activation, z._version
+        self._found: dict[torch.dtype, Tensor | None] = {}
+
+    def cast(self, t: Tensor, dtype: torch.dtype, reader: str) -> Tensor | None:
+        norm, x = self._norm, self._norm.narrow
+        if x is None or x.dtype != dtype or t._version != self._version or not norm.is_unchanged():
+            return None
+        if dtype not in self._found:
+            self._found[dtype] = self._attached(x, reader)
+        return self._found[dtype]
+
+    def _attached(self, x: Tensor, reader: str) -> Tensor | None:
+        norm, layer, activation = self._norm, self.layer, self._activation
+        looked = guard.look(layer, x, None, (*activation, False))
+        decision = guard.learnt(layer, looked, lambda: measuring.measure(layer, x, activation, None))
+        if not decision.trusted:
+            return None
+        settings = norm.settings._replace(verbatim=decision.verbatim).activating(activation)
+        z, operands = torch.empty_like(x), of_samples(norm.operands, len(x))
+        values = forward.written(x, z, operands, settings, True)
+        return functions.attached(norm.x, nodes.Result(z), norm.operands, values, settings)
+
+
+def _is_hooked(t: Tensor) -> bool:
+    """Whether a gradient is asked for that a write in place would take to another place in the graph."""
+    return bool(t._backward_hooks) or t.retains_grad
+
+
+def _activate(y: Tensor, z: Tensor, settings: Settings) -> None:
+    """Activates y with tags, so that backward can recover it: with these statistics the norm is the identity."""
+    zero = torch.zeros(y.shape[1], dtype=reference.wide(y.dtype), device=y.device)
+    given = y, zero, torch.ones_like(zero), None, None, None, 1e-30, WEIGHT, *settings.arithmetic()[2:], True
+    if z is y:
+        ops.run(ops.forward, [z], *given)
+    else:
+        ops.run(ops.forward_out, [z], *given, z=z)
+
+
+class OfRows(OfCall):
+    """The recipe of the output of a norm of rows. Nodes are made along the last dimension, to which x is moved."""
+
+    _narrow: Tensor | None = None
+
+    def __init__(
+        self, layer: Any, x: Tensor, parameters: tuple[Tensor | None, Tensor | None], kind: Kind, rstd: Any, y: Tensor
+    ) -> None:
+        super().__init__(layer, x, Operands(*parameters), y)
+        self.kind, self._rstd = kind, rstd
+
+    def kept(self, t: Tensor, reader: str) -> Tensor | None:
+        return self._attached(t, t.detach(), reader)
+
+    def cast(self, t: Tensor, dtype: torch.dtype, reader: str) -> Tensor | None:
+        if self._narrow is None or self._narrow.dtype != dtype:
+            narrow = t.detach().to(dtype)
+            self.summand = self._attached(t, narrow, reader)
+            self._narrow = None if self.summand is None else stand(self.summand, (narrow,))
+        return self._narrow if self.is_open(t) else None
+
+    def _attached(self, t: Tensor, kept: Tensor, reader: str) -> Tensor | None:
+        """The values of t with a node that keeps ``kept``; None if the guard does not trust the layer."""
+        if not self.is_open(t):
+            return None
+        layer, kind, x, (weight, bias, _) = self.layer, self.kind, self.x.detach(), self.operands.of_graph()
+        y = moved_axis(t.detach(), kind.axis, -1)
+        saved = None if kept.dtype == t.dtype else moved_axis(kept, kind.axis, -1)
+        name = layer.__dict__["_guard_name"]
+        settings = Settings(*IDENTITY, kind.eps, MAGNITUDE, True, None, 0, name, rows=kind.rows)
+        with torch.no_grad():
+            scale, offset = by_value(weight if weight is None or not kind.offset else weight + kind.offset, bias)
+        # As far as the guard looks at the rows before it measures.
+        size = x.numel() // x.shape[-1], x.shape[-1]
+        rows = torch.empty_strided(size, (0, 0), dtype=x.dtype, device=x.device, requires_grad=self.x.requires_grad)
+        looked = guard.look(layer, rows, None, (), kept.dtype)
+        with torch.no_grad():
+            decision = guard.learnt(
+                layer, looked, lambda: figures(x, y if saved is None else saved, scale, offset, settings)
+            )
+            layer._past.note = Note(reader, decision.trusted, "" if decision.trusted else layer.why_untrusted)
+            if not decision.trusted:
+                return None
+            columns, values = decision.verbatim, None
+            rstd = reference.inverse_std_of_rows(x, kind.rows, kind.eps) if self._rstd is None else self._rstd
+            if columns:
+                values = reference.standardised_rows(x, rstd, kind.rows, columns.indices(x.device)).to(kept.dtype)
+        of_call = Values(scale, offset, rstd.flatten(), values)
+        result, settings = nodes.Result(y, saved), settings._replace(verbatim=columns)
+        z = functions.attached(self.x, result, self.operands, of_call, settings)
+        observer = layer.observer()
+        if observer is not None:
+            observer.note(watch.Result(layer, *IDENTITY, False, is_alone=True), self.x, z, None)
+        return moved_axis(z, -1, kind.axis)
+
+
+def moved_axis(t: Tensor, source: int, destination: int) -> Tensor:
+    return t if source == destination else t.movedim(source, destination)
+
+
+class StandsForFunction(torch.autograd.Function):
+    """Places the copy of a tensor in another dtype after the tensor in the graph."""
+
+    @staticmethod
+    def forward(before: Tensor, after: tuple[Tensor]) -> Tensor:
+        return after[0]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Nothing is saved."""
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        return g, None
+
+
+stand: Callable[..., Any] = super(torch.autograd.Function, StandsForFunction).apply
