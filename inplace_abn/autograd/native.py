@@ -1,7 +1,12 @@
-"""torch's norm: the graph node of an output that this package's op has computed. It keeps x, as torch's node does."""
+"""The graph node of a norm's output. It keeps x, as torch's node does, until a reader keeps the output anyway.
+
+From then on it keeps the output instead, and x is free. It stays one node, so everybody who has read the output, or put
+a hook on it, sees the same gradients. `autograd.backward` and `autograd.rows` have the gradients from the output.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,8 +16,10 @@ from torch import Tensor
 
 from inplace_abn import _torch, reference
 from inplace_abn.activations import IDENTITY
+from inplace_abn.autograd import backward, ownership, rows
+from inplace_abn.autograd.backward import Edges, Needed, Saved, Values, edge_of_value, input_edge
 from inplace_abn.autograd.kept import KeptABNFunction
-from inplace_abn.kernels.node import Node
+from inplace_abn.reference import LAYER, normalised_rows
 from inplace_abn.settings import WEIGHT, Operands, Settings
 
 Gradients = list[Tensor | None]
@@ -20,9 +27,11 @@ Gradients = list[Tensor | None]
 
 
 def native(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, settings: Settings
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, var: Tensor, settings: Settings
 ) -> Tensor:
     """y as torch computes it from x. Running statistics are not updated."""
+    if settings.rows:
+        return normalised_rows(x, weight, bias, settings.rows, settings.eps).to(x.dtype)
     if settings.group is not None:
         y: Tensor = KeptABNFunction.apply(x, weight, bias, None, mean, var, settings)
         return y
@@ -43,35 +52,106 @@ def _gradients(
     x: Tensor,
     weight: Tensor | None,
     bias_dtype: torch.dtype | None,
-    call: tuple[Tensor, Tensor, Settings],
+    call: tuple[Tensor | None, Tensor, Settings],
     needed: Sequence[bool],
 ) -> Gradients:
     """The gradients of torch's norm. The bias's value does not matter, so torch's norm does not save it either."""
     mean, var, settings = call
-    is_usual = x.dtype in (torch.float32, torch.float64) or (weight is not None and weight.dtype == torch.float32)
-    if is_usual and settings.group is None and not torch.is_grad_enabled() and not _torch.transforms_active():
-        inv_std, mask = torch.rsqrt(var + settings.eps), list(needed[:3])
-        if not settings.per_instance:
-            running = (None, None) if settings.training else (mean, var)
-            found = torch.ops.aten.native_batch_norm_backward(
-                g, x, weight, *running, mean, inv_std, settings.training, settings.eps, mask
-            )
-            return [t if need else None for t, need in zip(found, mask, strict=True)]
+    is_wide = x.dtype in (torch.float32, torch.float64) or (weight is not None and weight.dtype == torch.float32)
+    if is_wide and mean is not None and not (settings.per_instance or settings.group or torch.is_grad_enabled()):
+        found = _by_torch(g, x, weight, mean, var, settings, list(needed[:3]))
+        return [t if need else None for t, need in zip(found, needed, strict=False)]
     create_graph, inputs = torch.is_grad_enabled(), []
     with torch.enable_grad():
-        given = [x, weight, None if bias_dtype is None else x.new_zeros(x.shape[1], dtype=bias_dtype)]
+        channels = x.shape[-1 if settings.rows else 1]
+        given = [x, weight, None if bias_dtype is None else x.new_zeros(channels, dtype=bias_dtype)]
         for i, t in enumerate(given):
             if t is not None and needed[i]:
                 # Hooks on a tensor itself run when its gradient is complete, and must not run here.
                 given[i] = t.view_as(t) if create_graph and t.requires_grad else t.detach().requires_grad_()
                 inputs.append(given[i])
         y = native(*given, *call)  # type: ignore[arg-type]
-        found = iter(torch.autograd.grad(y, inputs, g, create_graph=create_graph) if inputs else ())  # type: ignore[arg-type]
-    return [next(found) if need else None for need in needed[:3]]
+        each = iter(torch.autograd.grad(y, inputs, g.to(y.dtype), create_graph=create_graph) if inputs else ())  # type: ignore[arg-type]
+    return [next(each) if need else None for need in needed[:3]]
+
+
+def _by_torch(
+    g: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, var: Tensor, settings: Settings, needed: list[bool]
+) -> Sequence[Tensor | None]:
+    """The gradients, by the op that torch's own node calls."""
+    aten = torch.ops.aten
+    if settings.rows:
+        bias = weight if weight is None else weight.new_empty(len(weight))
+        return aten.native_layer_norm_backward(g, x, x.shape[-1:], mean, var, weight, bias, needed)  # type: ignore[no-any-return]
+    running = (None, None) if settings.training else (mean, var)
+    given = mean, torch.rsqrt(var + settings.eps), settings.training, settings.eps, needed
+    return aten.native_batch_norm_backward(g, x, weight, *running, *given)  # type: ignore[no-any-return]
+
+
+class _Held:
+    """Tensors that are saved for backward as autograd saves them, until this is dropped: hooks get them, and writes to
+    them are noticed."""
+
+    def __init__(self, *tensors: Tensor | None) -> None:
+        self._holder = _HoldingFunction.apply(torch.empty(0, requires_grad=True), tensors)
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self._holder.grad_fn.saved_tensors  # type: ignore[no-any-return]
+
+
+class _HoldingFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(holder: Tensor, tensors: tuple[Tensor | None, ...]) -> Tensor:
+        return holder.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[1])
+
+
+class Node:
+    """What the node keeps."""
+
+    __slots__ = ("_bias_dtype", "_edges", "_held", "_keeps_output", "_statistics", "settings")
+
+    def __init__(self, x: Tensor, operands: Operands, statistics: tuple[Any, Tensor], settings: Settings) -> None:
+        weight, bias, _ = operands.of_graph()
+        self.settings: Settings = settings
+        self._bias_dtype: torch.dtype | None = None if bias is None else bias.dtype
+        self._statistics: tuple[Any, Tensor] = statistics
+        self._held: _Held | None = _Held(x, weight)
+        self._keeps_output: bool = False
+        self._edges: Edges = Edges(None)
+
+    def keep(self, y: Tensor, x: Tensor, operands: Operands, values: Values, settings: Settings) -> None:
+        """Keeps y, or a copy of it in 16 bits, instead of x."""
+        weight, bias, _ = operands.of_graph()
+        edge = input_edge(x) if x.requires_grad else None
+        self._edges = Edges(edge, edge_of_value(weight, values.weight), edge_of_value(bias, values.bias))
+        self.settings, self._held, self._keeps_output = settings, _Held(*values.saved(y.detach(), None)), True
+
+    def gradients(self, dy: Tensor, needed: Sequence[bool], own_dy: bool) -> Sequence[Tensor | None]:
+        held = self._held
+        if held is None:
+            raise RuntimeError(
+                "Trying to backward through the graph a second time. Specify retain_graph=True if you need to"
+            )
+        if not self._keeps_output:
+            x, weight = held.tensors()
+            return _gradients(dy, x, weight, self._bias_dtype, (*self._statistics, self.settings), needed)  # type: ignore[arg-type]
+        saved, need = Saved(*held.tensors()), Needed(*needed[:3], False)  # type: ignore[arg-type]
+        maths = rows if self.settings.rows else backward
+        if torch.is_grad_enabled():
+            return maths.differentiable(saved, dy, self._edges, self.settings)[:3]
+        own_dy = own_dy and saved.z.stride() == dy.stride()
+        return maths.gradients(need, saved, dy, False, own_dy, self.settings)[:3]
+
+    def release(self) -> None:
+        self._held = None
 
 
 class NormFunction(torch.autograd.Function):
-    """The node of y. It saves what torch's norm saves."""
+    """The node of y in Python."""
 
     @staticmethod
     def forward(*inputs: Any) -> Tensor:
@@ -79,17 +159,34 @@ class NormFunction(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, weight, bias, mean, var, settings, _ = inputs
-        ctx.save_for_backward(x, weight)
-        ctx.bias_dtype, ctx.call = None if bias is None else bias.dtype, (mean, var, settings)
+        ctx.node = inputs[3]
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor | None) -> tuple[Tensor | None, ...]:
-        if g is None:
-            return (None,) * 7
-        x, weight = ctx.saved_tensors
-        return *_gradients(g, x, weight, ctx.bias_dtype, ctx.call, ctx.needs_input_grad), None, None, None, None
+    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dy is None:
+            return (None,) * 5
+        own_dy = _torch.current_node() is ctx and ownership.owns_gradient(dy, sys.getrefcount(dy))
+        found = ctx.node.gradients(dy, ctx.needs_input_grad, own_dy)
+        if not _torch.keeps_graph() and _torch.current_node() is ctx:
+            ctx.node.release()
+        return *found, None, None
+
+
+# As in autograd/nodes.py, this is ``apply`` without the binding of default arguments.
+_apply = super(torch.autograd.Function, NormFunction).apply
+
+
+def attached(
+    y: Tensor, x: Tensor, operands: Operands, statistics: tuple[Any, Tensor], settings: Settings
+) -> Node | None:
+    """Gives y, which has no graph, a node that keeps x; None if nothing needs a gradient."""
+    weight, bias, _ = operands.of_graph()
+    if not any(t is not None and t.requires_grad for t in (x, weight, bias)):
+        return None
+    node = Node(x, operands, statistics, settings)
+    _apply(x, weight, bias, node, (y,))
+    return node
 
 
 _library = torch.library.Library("inplace_abn", "FRAGMENT")
@@ -108,17 +205,3 @@ def _norm_backward(*args: Any) -> list[Tensor]:
 
 
 _library.impl("waiting_backward", _norm_backward, "CompositeImplicitAutograd")
-
-# As in autograd/nodes.py, this is ``apply`` without the binding of default arguments.
-_apply = super(torch.autograd.Function, NormFunction).apply
-
-
-def attached(
-    node: Node | None, y: Tensor, x: Tensor, operands: Operands, statistics: tuple[Tensor, Tensor], settings: Settings
-) -> None:
-    """Gives y, which has no graph, the node of torch's norm."""
-    weight, bias, _ = operands.of_graph()
-    if node is None or settings.group is not None:
-        _apply(x, weight, bias, *statistics, settings, (y,))
-    else:
-        node.wait(y, x, weight, bias, None, *statistics, settings.eps, settings.training, settings.shared)

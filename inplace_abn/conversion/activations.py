@@ -84,7 +84,7 @@ class InPlaceActivation(ActivationAlone):
             return as_leaf(self, input)
         if torch.compiler.is_compiling():
             return super().forward(self._marked(settled(input)))  # type: ignore[misc, no-any-return]
-        if type(input) is Offered and type(input._recipe) is OfNorm and input._recipe.twin is None:
+        if type(input) is Offered and type(input._recipe) is OfNorm:
             # If the norm is given up, what follows may be why, so this activation is then torch's as well.
             self._past.note, self._past.follows_norm = OF_NORM, True
             return super().forward(input)  # type: ignore[misc, no-any-return]

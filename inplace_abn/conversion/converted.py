@@ -38,6 +38,8 @@ class Past:
     """Whether an activation was ever part of a converted norm."""
     is_known: bool = False
     """Whether what follows an activation was watched, ever."""
+    is_hooked: bool = False
+    """Whether the layer is part of a model that is watched."""
     kinds: dict[Any, Any] = field(default_factory=dict)
     """How a norm of rows computes, by what it is called with (`conversion.layer_norms`)."""
     bytes_saved: int | None = None
@@ -104,7 +106,7 @@ class Converted(guard.Guarded):
     def forget(self) -> None:
         """Forgets what was measured and seen, as if the module had just been converted."""
         guard.forget(self)
-        self.__dict__["_past"] = Past(getattr(self, "eps", 0.0))
+        self.__dict__["_past"] = Past(getattr(self, "eps", 0.0), is_hooked=self._past.is_hooked)
 
     def release(self) -> None:
         """Removes what conversion has stored on the module. The class stays."""

@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 
 from inplace_abn import _torch, guard
 from inplace_abn.conversion import called, watch
+from inplace_abn.conversion.converted import Converted
 from inplace_abn.conversion.offered import Offered, settled
 from inplace_abn.guard import generations
 from inplace_abn.trial import tensors_in
@@ -117,7 +118,10 @@ def hook(model: nn.Module) -> None:
     The parts of the model that contain layers get hooks too, in case that the model itself is never called. The
     outermost part that is called is watched, and needs no hooks within it.
     """
-    layers = [name for name, _ in guard.layers_of(model)]
+    layers = dict(guard.layers_of(model))
+    for layer in layers.values():
+        if isinstance(layer, Converted):
+            layer._past.is_hooked = True
     parts = {name[:i] for name in layers for i, character in enumerate(name) if character == "."}
     _add(model, begin, finish)
     for name in sorted(parts):

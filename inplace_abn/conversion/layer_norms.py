@@ -15,15 +15,16 @@ import torch
 from torch import Tensor, fx, nn
 
 from inplace_abn import _torch, functions, guard, reference
+from inplace_abn.autograd import native
 from inplace_abn.compiling import norms, rows, trust
 from inplace_abn.conversion.converted import Converted, Note, may_have_node
 from inplace_abn.conversion.formulas import ATTRIBUTES, Kind, key_of, kind_of, length
 from inplace_abn.conversion.offered import offer, settled
-from inplace_abn.conversion.recipes import OfRows, moved_axis
+from inplace_abn.conversion.recipes import OfRows, moved_axis, settings_of_rows
 from inplace_abn.guard.figures import THRESHOLDS
 from inplace_abn.kernels import ops
 from inplace_abn.modules.abn import as_leaf
-from inplace_abn.settings import ChannelSlots, parameters
+from inplace_abn.settings import ChannelSlots, Operands, parameters
 
 _UNSUITABLE = "its input, its parameters or the mode of the call are not supported"
 _UNKNOWN = "its forward pass is not that of a layer norm or an RMS norm"
@@ -88,13 +89,16 @@ class ConvertedLayerNorm(Converted):
             self._past.note = Note(why=_UNKNOWN)
             return None
         functions.calibrate()
-        moved, rstd = moved_axis(x, kind.axis, -1), None
-        if kind.is_torch:
-            y, _, rstd = torch.native_layer_norm(moved, moved.shape[-1:], *parameters(self), kind.eps)
-            y = moved_axis(y, -1, kind.axis)
-        else:
-            y = super().forward(x)  # type: ignore[misc]
-        offer(y, OfRows(self, moved, parameters(self), kind, rstd, y))
+        moved, operands, mean, rstd = moved_axis(x, kind.axis, -1), Operands(*parameters(self)), None, None
+        with torch.no_grad():
+            if kind.is_torch:
+                y, mean, rstd = torch.native_layer_norm(moved, moved.shape[-1:], *operands.of_graph()[:2], kind.eps)
+            else:
+                y = moved_axis(super().forward(x), kind.axis, -1)  # type: ignore[misc]
+        y = y.detach()
+        node = native.attached(y, moved, operands, (mean, rstd), settings_of_rows(self, kind))
+        y = moved_axis(y, -1, kind.axis)
+        offer(y, OfRows(self, moved, operands, y, node, kind, rstd))
         return y
 
     def _compiled(self, x: Tensor) -> Tensor | None:

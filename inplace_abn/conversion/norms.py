@@ -94,12 +94,12 @@ class InPlaceNorm(Converted):
         settings = Settings(*what, self.__dict__["_guard_name"])
         of_call = of_samples(operands, samples) if settings.per_instance else operands
         statistics = forward.normalised(x.detach(), y, of_call, settings)
-        native.attached(functions.node_in_cpp(), y, x, operands, statistics, settings)
+        parameters = Operands(operands.weight, operands.bias)
+        node = native.attached(y, x, parameters, statistics, settings)
         if settings.per_instance:
             # As in torch, after x was saved, where a checkpoint's recomputation may end.
             take_means(operands, of_call, samples)
-        parameters = Operands(operands.weight, operands.bias)
-        recipe = OfNorm(self, x, parameters, statistics, settings, y)
+        recipe = OfNorm(self, x, parameters, y, node, statistics, settings)
         if of_cast.dtype != x.dtype:
             recipe.narrow = self._laid_out(of_cast).detach()
         # torch's instance norm returns a view, whose hooks a write leaves behind.

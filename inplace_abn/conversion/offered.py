@@ -31,10 +31,8 @@ class Recipe:
 
     layer: Any
     """The layer that made the tensor."""
-    twin: Tensor | None = None
-    """The same values with a leaner node, which all readers share from then on."""
     summand: Tensor | None = None
-    """The same for sums, which keep nothing, if their readers' gradient may be as exact as that of a 16-bit copy."""
+    """The same values for sums, which keep nothing, with a node that keeps a copy in 16 bits."""
     is_left: bool = False
     """Whether a result was made beside the tensor, whose gradient does not pass the tensor's place in the graph."""
     is_asked: bool = False
@@ -52,9 +50,8 @@ class Recipe:
         """The product with a vector."""
         return None
 
-    def kept(self, t: Tensor, reader: str) -> Tensor | None:
-        """The same values for a reader that keeps them."""
-        return None
+    def keep(self, t: Tensor, reader: str) -> None:
+        """Makes the tensor's node keep the tensor, because a reader keeps it anyway."""
 
     def cast(self, t: Tensor, dtype: torch.dtype, reader: str) -> Tensor | None:
         """The values in 16 bits for a reader that gets, and keeps, such a copy from autocast."""
@@ -109,14 +106,22 @@ def settled(t: Any) -> Any:
     """The value as a plain tensor."""
     if type(t) is not Offered:
         return t
-    recipe = t._recipe
-    if recipe.twin is not None:
-        return recipe.twin
-    if recipe.is_left:
+    if t._recipe.is_left:
         # Whoever asks for the gradient of the tensor itself is told that it lacks a part.
         with _torch.NoTorchFunction():
             return t.view_as(t)
     return forgotten(t)
+
+
+def kept_by(t: Any, reader: str) -> Tensor:
+    """The tensor as a plain one, for a reader that keeps it."""
+    if type(t) is Offered:
+        recipe, t.__class__ = t._recipe, Tensor
+        try:
+            recipe.keep(t, reader)
+        finally:
+            t.__class__ = Offered
+    return settled(t)  # type: ignore[no-any-return]
 
 
 def forgotten(t: Any) -> Tensor:
@@ -129,10 +134,8 @@ def forgotten(t: Any) -> Tensor:
 def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], recipes: dict[int, Recipe]) -> Any:
     """The result of a function that is called with offered tensors."""
 
-    def native(sums: bool = False) -> Any:
-        found = {key: r.summand if sums and r.twin is None else r.twin for key, r in recipes.items()}
-        twins = {key: twin for key, twin in found.items() if twin is not None}
-        return func(*_replaced(args, twins), **_replaced(kwargs, twins)) if twins else func(*args, **kwargs)
+    def native() -> Any:
+        return func(*args, **kwargs)
 
     read = KNOWN.get(func)
     call = None if read is None else read(args, kwargs)
@@ -148,11 +151,14 @@ def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], recipes: dic
         return native()
     if isinstance(call, Activating):
         recipe = recipes.get(id(call.input))
-        z = None if recipe is None or recipe.twin is not None else recipe.activated(call.input, call, native)
+        z = None if recipe is None else recipe.activated(call.input, call, native)
         return native() if z is None else z
     if isinstance(call, Adding):
         found = _sum_with_recipe(call, recipes) if torch.is_grad_enabled() else None
-        result = native(sums=not call.in_place)
+        if not call.in_place:
+            summands = {key: recipe.summand for key, recipe in recipes.items() if recipe.summand is not None}
+            args = tuple(summands.get(id(t), t) for t in args)
+        result = native()
         if found is not None:
             offer(result, found[0].of_sum(result, found[1]))
         return result
@@ -162,7 +168,11 @@ def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], recipes: dic
             z = None if recipe is None else recipe.scaled(t, factor, native)
             if z is not None:
                 return z
-    _make_twins(func, args, kwargs, recipes)
+    reader = getattr(func, "__name__", "what follows")
+    for t in kept(func, args, kwargs):
+        if id(t) in recipes:
+            recipes[id(t)].keep(t, reader)
+    args = tuple(_cast(func, t, recipes[id(t)], reader) if id(t) in recipes else t for t in args)
     result = native()
     if func in PERMUTING and not kwargs and id(args[0]) in recipes:
         recipe = recipes[id(args[0])].permuted(args[1:])
@@ -171,39 +181,11 @@ def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], recipes: dic
     return result
 
 
-def _make_twins(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], recipes: dict[int, Recipe]) -> None:
-    """Makes twins of what the function keeps for backward."""
-    reader = getattr(func, "__name__", "what follows")
-    for t in kept(func, args, kwargs):
-        recipe = recipes.get(id(t))
-        if recipe is not None and recipe.twin is None:
-            recipe.twin = recipe.kept(t, reader)
-    for t in args:
-        recipe = recipes.get(id(t))
-        if recipe is not None and recipe.twin is None and is_cast_for(func, t):
-            dtype = torch.get_autocast_dtype(t.device.type)
-            narrow = None if t.dtype == dtype else recipe.cast(t, dtype, reader)
-            if narrow is not None:
-                # Only this reader gets it.
-                recipes[id(t)] = _Narrow(narrow)
-
-
-class _Narrow(Recipe):
-    """What stands for a recipe while one reader gets another tensor."""
-
-    def __init__(self, twin: Tensor) -> None:
-        self.twin = twin
-
-
-def _replaced(value: Any, twins: dict[int, Tensor | None]) -> Any:
-    kind = type(value)
-    if kind is tuple or kind is list:
-        return kind([_replaced(item, twins) for item in value])
-    if kind is dict:
-        return {key: _replaced(item, twins) for key, item in value.items()}
-    if isinstance(value, Tensor):
-        return twins.get(id(value), value)
-    return torch.utils._pytree.tree_map_only(Tensor, lambda t: twins.get(id(t), t), value)
+def _cast(func: Any, t: Tensor, recipe: Recipe, reader: str) -> Tensor:
+    """What the function gets: a copy in 16 bits if autocast makes one."""
+    dtype = torch.get_autocast_dtype(t.device.type) if is_cast_for(func, t) else t.dtype
+    narrow = None if t.dtype == dtype else recipe.cast(t, dtype, reader)
+    return t if narrow is None else narrow
 
 
 def _asked(func: Any, args: Any, kwargs: Any, recipes: dict[int, Recipe], native: Callable[[], Any]) -> Any:
@@ -224,23 +206,19 @@ def _asked(func: Any, args: Any, kwargs: Any, recipes: dict[int, Recipe], native
     result = native()
     for t in asked:
         recipe = recipes[id(t)]
-        if recipe.twin is None and not recipe.lacks(t):
+        if not recipe.lacks(t):
             recipe.is_asked = True
             forgotten(t)
     return result
 
 
 def _sum_with_recipe(call: Adding, recipes: dict[int, Recipe]) -> tuple[Recipe, Any] | None:
-    """The recipe of one of the operands, and what is added. The other one's twin is added, if it has a recipe, too."""
+    """The recipe of one of the operands, and what is added."""
     for t, other in ((call.first, call.second), (call.second, call.first)):
-        recipe, of_other = recipes.get(id(t)), recipes.get(id(other))
-        if recipe is None or recipe.twin is not None or t is other or (call.in_place and t is not call.first):
+        recipe = recipes.get(id(t))
+        if recipe is None or t is other or (call.in_place and t is not call.first):
             continue
         if not recipe.adds(t, other, call):
             continue
-        if of_other is None:
-            return recipe, other
-        if of_other.twin is None:
-            of_other.twin = of_other.kept(other, "add")
-        return recipe, other if of_other.twin is None else of_other.twin
+        return recipe, other
     return None

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from inplace_abn import _torch, functions, guard, reference
 from inplace_abn.activations import IDENTITY
-from inplace_abn.autograd import forward, nodes
+from inplace_abn.autograd import forward, native, nodes
 from inplace_abn.autograd.backward import Values, by_value
 from inplace_abn.conversion import watch
 from inplace_abn.conversion.converted import Note
 from inplace_abn.conversion.formulas import Kind
-from inplace_abn.conversion.offered import Recipe, forgotten, offer
+from inplace_abn.conversion.offered import Offered, Recipe, forgotten, kept_by, offer
 from inplace_abn.conversion.recognition import Activating, Adding
 from inplace_abn.guard import measuring
 from inplace_abn.guard.rows import figures
@@ -39,6 +39,9 @@ of their own.
 
 def seen(t: Tensor | None) -> Seen:
     """What the tensor is like now."""
+    if type(t) is Offered:
+        with _torch.NoTorchFunction():
+            return t._version, t.data_ptr(), t.requires_grad
     return _NOTHING if t is None else (t._version, t.data_ptr() if type(t) in _STORED else 0, t.requires_grad)
 
 
@@ -54,8 +57,8 @@ class OfCall(Recipe):
     _summed: OfCall | None = None
     """The recipe of the norm's output, if this is one of a sum."""
 
-    def __init__(self, layer: Any, x: Tensor, operands: Operands, y: Tensor) -> None:
-        self.layer, self.x, self.operands = layer, x, operands
+    def __init__(self, layer: Any, x: Tensor, operands: Operands, y: Tensor, node: native.Node | None) -> None:
+        self.layer, self.x, self.operands, self._node = layer, x, operands, node
         self._edge = x.grad_fn, x.output_nr
         self._seen = seen(x), seen(operands.weight), seen(operands.bias)
         self._hooks: Any = _torch.top_saved_tensors_hooks(True)
@@ -91,10 +94,17 @@ class OfNorm(OfCall):
     """x in 16 bits, if autocast makes the norm compute in float32."""
 
     def __init__(
-        self, layer: Any, x: Tensor, operands: Operands, found: tuple[Tensor, Tensor], settings: Settings, y: Tensor
+        self,
+        layer: Any,
+        x: Tensor,
+        operands: Operands,
+        y: Tensor,
+        node: native.Node | None,
+        statistics: tuple[Tensor, Tensor],
+        settings: Settings,
     ) -> None:
-        super().__init__(layer, x, operands, y)
-        self.statistics, self.settings = found, settings
+        super().__init__(layer, x, operands, y, node)
+        self.statistics, self.settings = statistics, settings
         self._base = y if layer.returns_view else None
 
     def adds(self, t: Tensor, other: Any, call: Adding) -> bool:
@@ -139,28 +149,36 @@ class OfNorm(OfCall):
             offer(z, OfWidened(self, activation, z))
         return z
 
-    def kept(self, t: Tensor, reader: str) -> Tensor | None:
-        if not self.is_open(t):
-            return None
+    def keep(self, t: Tensor, reader: str) -> None:
+        if self._node is None or self.residual is not None or not self.is_open(t):
+            return
         channels = self._decided(IDENTITY, reader)
-        return None if channels is None else self._attached(t.detach(), IDENTITY, channels, reader == "add")
+        if channels is not None:
+            node, self._node = self._node, None
+            settings = self.settings._replace(verbatim=channels)
+            node.keep(t, self.x, self.operands, self._values(t.dtype, channels), settings)
+            observer, is_residual = self.layer.observer(), reader == "add"
+            if observer is not None:
+                observer.note(watch.Result(self.layer, *IDENTITY, False, is_residual), self.x, t, None)
 
     def _decided(self, activation: tuple[str, float], follows: str) -> Channels | None:
         """The channels whose xhat is saved, if the guard trusts the layer; None if it does not."""
-        layer, x, residual = self.layer, self.x.detach(), self.residual
+        layer, x = self.layer, self.x.detach()
+        residual = None if self.residual is None else self.residual.detach()
         what = (*activation, residual is not None)
         # Nobody has seen yet who reads and writes such a result.
-        if activation != IDENTITY and not layer._past.was_watched and guard.is_premature(layer, x.dtype, what):
-            layer._past.note = Note(follows, False, _NEW)
+        past = layer._past
+        if activation != IDENTITY and not past.was_watched and guard.is_premature(layer, x.dtype, what, past.is_hooked):
+            past.note = Note(follows, False, _NEW)
             return None
         looked = guard.look(layer, self.x, residual, what)
         decision = guard.learnt(layer, looked, lambda: measuring.measure(layer, x, activation, residual))
-        layer._past.note = Note(follows, decision.trusted, "" if decision.trusted else layer.why_untrusted)
+        past.note = Note(follows, decision.trusted, "" if decision.trusted else layer.why_untrusted)
         return decision.verbatim if decision.trusted else None
 
     def _attached(self, z: Tensor, activation: tuple[str, float], channels: Channels, writable: bool) -> Tensor:
         """z with a node that keeps it, as a function of x."""
-        layer, residual = self.layer, self.residual
+        layer, residual = self.layer, None if self.residual is None else kept_by(self.residual, "add")
         observer = layer.observer()
         saved = None if observer is None else observer.saved(z, activation, writable)
         of_residual = None if observer is None or residual is None else observer.of_residual(residual)
@@ -169,8 +187,7 @@ class OfNorm(OfCall):
         values, operands = self._values(z.dtype, channels), self.operands._replace(residual=residual)
         z = functions.attached(self.x, result, operands, values, settings)
         if observer is not None:
-            is_residual = activation == IDENTITY and writable
-            noted = watch.Result(layer, *activation, writable, is_residual, saved=saved, of_residual=of_residual)
+            noted = watch.Result(layer, *activation, writable, saved=saved, of_residual=of_residual)
             observer.note(noted, self.x, z, residual)
         return z
 
@@ -230,45 +247,51 @@ def _activate(y: Tensor, z: Tensor, settings: Settings) -> None:
 
 
 class OfRows(OfCall):
-    """The recipe of the output of a norm of rows. Nodes are made along the last dimension, to which x is moved."""
+    """The recipe of the output of a norm of rows. x and the output are along the last dimension."""
 
     _narrow: Tensor | None = None
 
     def __init__(
-        self, layer: Any, x: Tensor, parameters: tuple[Tensor | None, Tensor | None], kind: Kind, rstd: Any, y: Tensor
+        self, layer: Any, x: Tensor, operands: Operands, y: Tensor, node: native.Node | None, kind: Kind, rstd: Any
     ) -> None:
-        super().__init__(layer, x, Operands(*parameters), y)
+        super().__init__(layer, x, operands, y, node)
         self.kind, self._rstd = kind, rstd
 
-    def kept(self, t: Tensor, reader: str) -> Tensor | None:
-        return self._attached(t, t.detach(), reader)
+    def keep(self, t: Tensor, reader: str) -> None:
+        if self._node is not None and self.is_open(t):
+            y = moved_axis(t.detach(), self.kind.axis, -1)
+            found = self._decided(y, reader)
+            if found is not None:
+                node, self._node = self._node, None
+                node.keep(y, self.x, self.operands, *found)
+                self._noted(t)
 
     def cast(self, t: Tensor, dtype: torch.dtype, reader: str) -> Tensor | None:
-        if self._narrow is None or self._narrow.dtype != dtype:
-            narrow = t.detach().to(dtype)
-            self.summand = self._attached(t, narrow, reader)
-            self._narrow = None if self.summand is None else stand(self.summand, (narrow,))
-        return self._narrow if self.is_open(t) else None
-
-    def _attached(self, t: Tensor, kept: Tensor, reader: str) -> Tensor | None:
-        """The values of t with a node that keeps ``kept``; None if the guard does not trust the layer."""
         if not self.is_open(t):
             return None
+        if self._narrow is None or self._narrow.dtype != dtype:
+            axis, narrow = self.kind.axis, t.detach().to(dtype)
+            found = self._decided(moved_axis(narrow, axis, -1), reader)
+            if found is None:
+                return None
+            y, self.is_left = moved_axis(t.detach(), axis, -1), True
+            result = nodes.Result(y, moved_axis(narrow, axis, -1))
+            self.summand = moved_axis(functions.attached(self.x, result, self.operands, *found), -1, axis)
+            self._narrow = stand(self.summand, (narrow,))
+            self._noted(self.summand)
+        return self._narrow
+
+    def _decided(self, kept: Tensor, reader: str) -> tuple[Values, Settings] | None:
+        """What a node needs that keeps the output in this dtype; None if the guard does not trust the layer."""
         layer, kind, x, (weight, bias, _) = self.layer, self.kind, self.x.detach(), self.operands.of_graph()
-        y = moved_axis(t.detach(), kind.axis, -1)
-        saved = None if kept.dtype == t.dtype else moved_axis(kept, kind.axis, -1)
-        name = layer.__dict__["_guard_name"]
-        settings = Settings(*IDENTITY, kind.eps, MAGNITUDE, True, None, 0, name, rows=kind.rows)
-        with torch.no_grad():
-            scale, offset = by_value(weight if weight is None or not kind.offset else weight + kind.offset, bias)
+        settings = settings_of_rows(layer, kind)
         # As far as the guard looks at the rows before it measures.
         size = x.numel() // x.shape[-1], x.shape[-1]
         rows = torch.empty_strided(size, (0, 0), dtype=x.dtype, device=x.device, requires_grad=self.x.requires_grad)
         looked = guard.look(layer, rows, None, (), kept.dtype)
         with torch.no_grad():
-            decision = guard.learnt(
-                layer, looked, lambda: figures(x, y if saved is None else saved, scale, offset, settings)
-            )
+            scale, offset = by_value(weight if weight is None or not kind.offset else weight + kind.offset, bias)
+            decision = guard.learnt(layer, looked, lambda: figures(x, kept, scale, offset, settings))
             layer._past.note = Note(reader, decision.trusted, "" if decision.trusted else layer.why_untrusted)
             if not decision.trusted:
                 return None
@@ -276,13 +299,17 @@ class OfRows(OfCall):
             rstd = reference.inverse_std_of_rows(x, kind.rows, kind.eps) if self._rstd is None else self._rstd
             if columns:
                 values = reference.standardised_rows(x, rstd, kind.rows, columns.indices(x.device)).to(kept.dtype)
-        of_call = Values(scale, offset, rstd.flatten(), values)
-        result, settings = nodes.Result(y, saved), settings._replace(verbatim=columns)
-        z = functions.attached(self.x, result, self.operands, of_call, settings)
-        observer = layer.observer()
+        return Values(scale, offset, rstd.flatten(), values), settings._replace(verbatim=columns)
+
+    def _noted(self, z: Tensor) -> None:
+        observer = self.layer.observer()
         if observer is not None:
-            observer.note(watch.Result(layer, *IDENTITY, False, is_alone=True), self.x, z, None)
-        return moved_axis(z, -1, kind.axis)
+            observer.note(watch.Result(self.layer, *IDENTITY, False, is_alone=True), self.x, z, None)
+
+
+def settings_of_rows(layer: Any, kind: Kind) -> Settings:
+    name = layer.__dict__["_guard_name"]
+    return Settings(*IDENTITY, kind.eps, MAGNITUDE, True, None, 0, name, rows=kind.rows)
 
 
 def moved_axis(t: Tensor, source: int, destination: int) -> Tensor:

@@ -300,16 +300,19 @@ def learnt(module: Any, looked: Look, measure: Callable[[], Tensor]) -> Decision
     return _with_lost(module, looked).decision
 
 
-def is_premature(module: Any, dtype: torch.dtype, follows: Follows) -> bool:
-    """Whether something else than before follows for the first time in this generation. The next one measures it."""
-    if not module.guard_interval or generations.is_paused():
-        return False
+def is_premature(module: Any, dtype: torch.dtype, follows: Follows, is_watched: bool) -> bool:
+    """Whether something follows for the first time. It is measured in the next generation, or, if somebody watches the
+    layer now and then, in the next step that is watched."""
     mode, at = mode_of(module, dtype, follows), generations.now()
-    if mode is None and modes_of(module, dtype):
+    if not module.guard_interval or generations.is_paused():
+        return bool(module.guard_interval) and is_watched and (mode is None or mode.known_since > at)
+    if mode is None and (is_watched or modes_of(module, dtype)):
         mode = notice_writes(module).mode(dtype, follows)
         mode.unmeasured_since = at
+    is_premature = mode is not None and mode.known_since > at and (is_watched or mode.unmeasured_since == at)
+    if is_premature:
         generations.note_change(module)
-    return mode is not None and mode.measured_at < 0 and mode.unmeasured_since == at
+    return is_premature
 
 
 def stays_untrusted(module: Any, dtype: torch.dtype) -> bool:
