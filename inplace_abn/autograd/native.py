@@ -19,7 +19,8 @@ from inplace_abn.activations import IDENTITY
 from inplace_abn.autograd import backward, ownership, rows
 from inplace_abn.autograd.backward import Edges, Needed, Saved, Values, edge_of_value, input_edge
 from inplace_abn.autograd.kept import KeptABNFunction
-from inplace_abn.reference import LAYER, normalised_rows
+from inplace_abn.autograd.nodes import modified
+from inplace_abn.reference import normalised_rows
 from inplace_abn.settings import WEIGHT, Operands, Settings
 
 Gradients = list[Tensor | None]
@@ -118,7 +119,8 @@ class Node:
         weight, bias, _ = operands.of_graph()
         self.settings: Settings = settings
         self._bias_dtype: torch.dtype | None = None if bias is None else bias.dtype
-        self._statistics: tuple[Any, Tensor] = statistics
+        # Of samples they are not needed again.
+        self._statistics: tuple[Any, Any] = (None, None) if settings.per_instance else statistics
         self._held: _Held | None = _Held(x, weight)
         self._keeps_output: bool = False
         self._edges: Edges = Edges(None)
@@ -139,7 +141,12 @@ class Node:
         if not self._keeps_output:
             x, weight = held.tensors()
             return _gradients(dy, x, weight, self._bias_dtype, (*self._statistics, self.settings), needed)  # type: ignore[arg-type]
-        saved, need = Saved(*held.tensors()), Needed(*needed[:3], False)  # type: ignore[arg-type]
+        try:
+            saved, need = Saved(*held.tensors()), Needed(*needed[:3], False)  # type: ignore[arg-type]
+        except RuntimeError as error:
+            if "modified by an inplace operation" in str(error):
+                raise RuntimeError(modified("output", self.settings.name)) from error
+            raise
         maths = rows if self.settings.rows else backward
         if torch.is_grad_enabled():
             return maths.differentiable(saved, dy, self._edges, self.settings)[:3]

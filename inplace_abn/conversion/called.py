@@ -21,7 +21,7 @@ from inplace_abn.conversion.activations import ActivationAlone, qualified
 from inplace_abn.conversion.converted import Note, may_have_node
 from inplace_abn.conversion.offered import Recipe, offer
 from inplace_abn.conversion.recognition import Activating, Adding
-from inplace_abn.conversion.scaled import Origin, of_output
+from inplace_abn.conversion.scaled import PERMUTING, Origin, of_output
 
 _WITHOUT_GRADIENTS = "it was called without gradients only"
 _SCALED = Note("mul by a vector", in_place=True, why="")
@@ -103,9 +103,9 @@ class OfOutput(Recipe):
     def of_sum(self, result: Tensor, residual: Any) -> Recipe:
         return OfOutput(self.layer, None)
 
-    def permuted(self, dims: Any) -> Recipe | None:
-        is_open = self._origin is not None and self._is_open()
-        return OfOutput(self.layer, self._origin.permuted(dims)) if is_open else None  # type: ignore[union-attr]
+    def of_view(self, t: Tensor, func: Any, args: tuple[Any, ...]) -> Recipe | None:
+        is_open = self._origin is not None and func in PERMUTING and self._is_open()
+        return OfOutput(self.layer, self._origin.permuted(args)) if is_open else None  # type: ignore[union-attr]
 
 
 def is_fit(module: nn.Module) -> bool:

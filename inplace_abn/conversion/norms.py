@@ -58,8 +58,7 @@ class InPlaceNorm(Converted):
         return y
 
     def _normalised(self, x: Tensor) -> Tensor | None:
-        """The norm's output, which is offered to what follows; None where the norm does what it did before conversion.
-        """
+        """The norm's output, which is offered to what follows; None where the norm does what it did before conversion."""
         if not torch.is_grad_enabled() or self.is_parametrized():
             return None
         if torch.compiler.is_compiling():

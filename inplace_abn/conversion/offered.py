@@ -1,8 +1,8 @@
-"""Tensors whose readers are seen: outputs of norms, of linear layers and of convolutions.
+"""Tensors whose first reader is seen: outputs of norms, of linear layers and of convolutions.
 
-Such a tensor is an ordinary one, with memory and a place in torch's graph. Only its class is another one. It carries a
-recipe: how to make a leaner node for a reader that needs less than torch's node keeps. Whatever the recipe does not
-know gets the tensor itself. The tensor's own node dies with the tensor.
+Such a tensor is an ordinary one, with memory and a place in torch's graph. Only its class is another one until it is
+read. It carries a recipe: how to make a leaner node for a reader that needs less than the tensor's own node keeps. What
+the recipe does not know gets the tensor itself. The tensor's own node dies with the tensor.
 """
 
 from __future__ import annotations
@@ -17,17 +17,14 @@ from inplace_abn import _torch
 from inplace_abn.conversion import watch
 from inplace_abn.conversion.consumers import is_cast_for, kept
 from inplace_abn.conversion.recognition import IN_GRAPH, KNOWN, METADATA, NO_GRADIENT, SHOWING, Activating, Adding
-from inplace_abn.conversion.scaled import PERMUTING, PRODUCTS
+from inplace_abn.conversion.scaled import PRODUCTS, VIEWING
 from inplace_abn.trial import tensors_in
 
 _ASKING = IN_GRAPH | SHOWING | frozenset(_torch.HOOKS)
 
 
 class Recipe:
-    """How to make leaner nodes of a tensor for its readers. Methods return None where the reader gets torch's.
-
-    They get the tensor as a plain one.
-    """
+    """How to serve a tensor's first reader. Methods get the tensor as a plain one."""
 
     layer: Any
     """The layer that made the tensor."""
@@ -43,18 +40,18 @@ class Recipe:
         return False
 
     def activated(self, t: Tensor, call: Activating, native: Callable[[], Tensor]) -> Tensor | None:
-        """The result of an activation. One in place takes the recipe from the tensor."""
+        """The result of an activation; None if it is torch's."""
         return None
 
     def scaled(self, t: Tensor, factor: Any, product: Callable[[], Tensor]) -> Tensor | None:
-        """The product with a vector."""
+        """The product with a vector; None if it is torch's."""
         return None
 
     def keep(self, t: Tensor, reader: str) -> None:
-        """Makes the tensor's node keep the tensor, because a reader keeps it anyway."""
+        """Makes the tensor's node keep the tensor, because the reader keeps it anyway."""
 
     def cast(self, t: Tensor, dtype: torch.dtype, reader: str) -> Tensor | None:
-        """The values in 16 bits for a reader that gets, and keeps, such a copy from autocast."""
+        """The values in 16 bits for a reader that gets, and keeps, such a copy from autocast; None if torch makes it."""
         return None
 
     def adds(self, t: Tensor, other: Any, call: Adding) -> bool:
@@ -65,8 +62,8 @@ class Recipe:
         """The recipe of the sum."""
         raise NotImplementedError
 
-    def permuted(self, dims: Any) -> Recipe | None:
-        """The recipe of a permutation."""
+    def of_view(self, t: Tensor, func: Any, args: tuple[Any, ...]) -> Recipe | None:
+        """The recipe of a view, which the function makes with these other arguments."""
         return None
 
 
@@ -117,10 +114,8 @@ def kept_by(t: Any, reader: str) -> Tensor:
     """The tensor as a plain one, for a reader that keeps it."""
     if type(t) is Offered:
         recipe, t.__class__ = t._recipe, Tensor
-        try:
-            recipe.keep(t, reader)
-        finally:
-            t.__class__ = Offered
+        recipe.keep(t, reader)
+        t.__class__ = Offered
     return settled(t)  # type: ignore[no-any-return]
 
 
@@ -132,7 +127,7 @@ def forgotten(t: Any) -> Tensor:
 
 
 def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], recipes: dict[int, Recipe]) -> Any:
-    """The result of a function that is called with offered tensors."""
+    """The result of a function that is called with offered tensors, which are plain ones meanwhile."""
 
     def native() -> Any:
         return func(*args, **kwargs)
@@ -143,42 +138,52 @@ def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], recipes: dic
         # A dropout that drops nothing returns what it is given.
         return call
     if func in _ASKING:
-        return _asked(func, args, kwargs, recipes, native)
+        _ask(func, args, kwargs, recipes)
+        return native()
+    offered = [t for t in tensors_in((args, kwargs)) if id(t) in recipes]
     if watch.current() is not None and _torch.in_compiled_function():
         # Compilers know plain tensors only.
-        for recipe in recipes.values():
-            watch.give_up(recipe.layer, "compiled code reads its input")
+        for t in offered:
+            watch.give_up(recipes[id(t)].layer, "compiled code reads its input")
+            _spend(t, recipes)
         return native()
-    if isinstance(call, Activating):
-        recipe = recipes.get(id(call.input))
-        z = None if recipe is None else recipe.activated(call.input, call, native)
-        return native() if z is None else z
-    if isinstance(call, Adding):
-        found = _sum_with_recipe(call, recipes) if torch.is_grad_enabled() else None
-        if not call.in_place:
-            summands = {key: recipe.summand for key, recipe in recipes.items() if recipe.summand is not None}
-            args = tuple(summands.get(id(t), t) for t in args)
-        result = native()
+    result: Any = None
+    if isinstance(call, Activating) and id(call.input) in recipes:
+        result = recipes[id(call.input)].activated(call.input, call, native)
+    elif isinstance(call, Adding) and torch.is_grad_enabled():
+        found = _sum_with_recipe(call, recipes)
         if found is not None:
+            result = native()
             offer(result, found[0].of_sum(result, found[1]))
-        return result
-    if func in PRODUCTS and len(args) == 2 and not kwargs:
+        elif not call.in_place and any(recipe.summand is not None for recipe in recipes.values()):
+            given = [recipes[id(t)].summand if id(t) in recipes else None for t in args]
+            return func(*(t if each is None else each for t, each in zip(args, given, strict=True)), **kwargs)
+    elif func in PRODUCTS and len(args) == 2 and not kwargs:
         for t, factor in (args, args[::-1]):
-            recipe = recipes.get(id(t))
-            z = None if recipe is None else recipe.scaled(t, factor, native)
-            if z is not None:
-                return z
+            if result is None and id(t) in recipes:
+                result = recipes[id(t)].scaled(t, factor, native)
+    if result is not None:
+        return result
     reader = getattr(func, "__name__", "what follows")
     for t in kept(func, args, kwargs):
         if id(t) in recipes:
             recipes[id(t)].keep(t, reader)
-    args = tuple(_cast(func, t, recipes[id(t)], reader) if id(t) in recipes else t for t in args)
-    result = native()
-    if func in PERMUTING and not kwargs and id(args[0]) in recipes:
-        recipe = recipes[id(args[0])].permuted(args[1:])
-        if recipe is not None:
-            offer(result, recipe)
+    given = tuple(_cast(func, t, recipes[id(t)], reader) if id(t) in recipes else t for t in args)
+    result = func(*given, **kwargs)
+    if func in VIEWING and not kwargs and id(args[0]) in recipes:
+        of_view = recipes[id(args[0])].of_view(args[0], func, args[1:])
+        if of_view is not None:
+            offer(result, of_view)
+    for t in offered:
+        if not any(t is not each and t is old for each, old in zip(given, args, strict=True)):
+            _spend(t, recipes)
     return result
+
+
+def _spend(t: Tensor, recipes: dict[int, Recipe]) -> None:
+    """Makes the tensor a plain one, unless whoever asks for its gradient has to be told something."""
+    if t.__dict__.get("_recipe") is recipes[id(t)] and not recipes[id(t)].lacks(t):
+        forgotten(t)
 
 
 def _cast(func: Any, t: Tensor, recipe: Recipe, reader: str) -> Tensor:
@@ -188,28 +193,24 @@ def _cast(func: Any, t: Tensor, recipe: Recipe, reader: str) -> Tensor:
     return t if narrow is None else narrow
 
 
-def _asked(func: Any, args: Any, kwargs: Any, recipes: dict[int, Recipe], native: Callable[[], Any]) -> Any:
-    """The answer to a question about a tensor's place in the graph. From then on it is an ordinary tensor.
+def _ask(func: Any, args: Any, kwargs: Any, recipes: dict[int, Recipe]) -> None:
+    """Makes tensors plain ones whose place in the graph is asked for.
 
     Raises:
         RuntimeError: a hook, or a gradient, is asked for that would lack that of a result beside the tensor.
     """
-    asked = [t for t in tensors_in((args, kwargs)) if id(t) in recipes]
-    for t in asked:
-        recipe = recipes[id(t)]
+    for t in tensors_in((args, kwargs)):
+        recipe = recipes.get(id(t))
+        if recipe is None:
+            continue
         if recipe.lacks(t) and func in IN_GRAPH and func not in NO_GRADIENT:
             raise RuntimeError(
                 f"inplace_abn: a gradient of the output of {recipe.layer.__dict__['_guard_name']}, or a hook on it, is "
                 "asked for after it was activated, and the gradient of the result does not pass it. Ask before, or "
                 "leave this layer out of the conversion (filter_fn)"
             )
-    result = native()
-    for t in asked:
-        recipe = recipes[id(t)]
-        if not recipe.lacks(t):
-            recipe.is_asked = True
-            forgotten(t)
-    return result
+        recipe.is_asked = True
+        _spend(t, recipes)
 
 
 def _sum_with_recipe(call: Adding, recipes: dict[int, Recipe]) -> tuple[Recipe, Any] | None:

@@ -67,6 +67,9 @@ class OfCall(Recipe):
     def lacks(self, t: Tensor) -> bool:
         return self.is_left and t._version == self._version
 
+    def of_view(self, t: Tensor, func: Any, args: tuple[Any, ...]) -> Recipe | None:
+        return None if self._node is None or self.residual is not None else OfView(self, t.detach())
+
     def is_open(self, t: Tensor) -> bool:
         """Whether a node may be made, which keeps t or what follows."""
         return t._version == self._version and self.is_unchanged()
@@ -85,6 +88,20 @@ class OfCall(Recipe):
             and not _torch.is_watched()
             and not functions.is_disabled()
         )
+
+
+class OfView(Recipe):
+    """The recipe of a view of a norm's output. Whoever keeps the view keeps the output."""
+
+    def __init__(self, viewed: OfCall, y: Tensor) -> None:
+        self.layer, self._viewed, self._y = viewed.layer, viewed, y
+
+    def keep(self, t: Tensor, reader: str) -> None:
+        if t.untyped_storage().data_ptr() == self._y.untyped_storage().data_ptr():
+            self._viewed.keep(self._y, reader)
+
+    def of_view(self, t: Tensor, func: Any, args: tuple[Any, ...]) -> Recipe | None:
+        return self
 
 
 class OfNorm(OfCall):
@@ -164,7 +181,8 @@ class OfNorm(OfCall):
     def _decided(self, activation: tuple[str, float], follows: str) -> Channels | None:
         """The channels whose xhat is saved, if the guard trusts the layer; None if it does not."""
         layer, x = self.layer, self.x.detach()
-        residual = None if self.residual is None else self.residual.detach()
+        with _torch.NoTorchFunction():
+            residual = None if self.residual is None else self.residual.detach()
         what = (*activation, residual is not None)
         # Nobody has seen yet who reads and writes such a result.
         past = layer._past
@@ -289,7 +307,7 @@ class OfRows(OfCall):
         size = x.numel() // x.shape[-1], x.shape[-1]
         rows = torch.empty_strided(size, (0, 0), dtype=x.dtype, device=x.device, requires_grad=self.x.requires_grad)
         looked = guard.look(layer, rows, None, (), kept.dtype)
-        with torch.no_grad():
+        with torch.no_grad(), _torch.unwatched():
             scale, offset = by_value(weight if weight is None or not kind.offset else weight + kind.offset, bias)
             decision = guard.learnt(layer, looked, lambda: figures(x, kept, scale, offset, settings))
             layer._past.note = Note(reader, decision.trusted, "" if decision.trusted else layer.why_untrusted)

@@ -107,9 +107,11 @@ class Look(NamedTuple):
     """Whether the call is measured."""
     decisive: bool = False
     """Whether that measurement may change the mode in the same call."""
+
     @property
     def trusted(self) -> bool:
         return self.decision.trusted
+
 
 def _modes(module: Any) -> list[Mode]:
     return [] if module._guard is None else [*module._guard.modes.values()]

@@ -38,6 +38,7 @@ class Decision(NamedTuple):
     verbatim: Channels = Channels()
     """The channels whose xhat is saved for backward, because z does not determine it."""
 
+
 @dataclass(slots=True, eq=False)
 class Mode:
     """What a layer does where one thing follows, and is kept in one dtype."""
