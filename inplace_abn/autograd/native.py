@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,7 @@ from inplace_abn.autograd import backward, ownership, rows
 from inplace_abn.autograd.backward import Edges, Needed, Saved, Values, edge_of_value, input_edge
 from inplace_abn.autograd.kept import KeptABNFunction
 from inplace_abn.autograd.nodes import modified
+from inplace_abn.kernels import node as kernels
 from inplace_abn.reference import normalised_rows
 from inplace_abn.settings import WEIGHT, Operands, Settings
 
@@ -184,13 +185,32 @@ class NormFunction(torch.autograd.Function):
 _apply = super(torch.autograd.Function, NormFunction).apply
 
 
+class NodeInCpp(NamedTuple):
+    """The same for a node in C++."""
+
+    cpp: kernels.Node
+
+    def keep(self, y: Tensor, x: Tensor, operands: Operands, values: Values, settings: Settings) -> None:
+        self.cpp.keep(y, True, values.rows, values.verbatim)
+
+
 def attached(
-    y: Tensor, x: Tensor, operands: Operands, statistics: tuple[Any, Tensor], settings: Settings
-) -> Node | None:
+    cpp: kernels.Node | None,
+    y: Tensor,
+    x: Tensor,
+    operands: Operands,
+    statistics: tuple[Any, Tensor],
+    settings: Settings,
+) -> Node | NodeInCpp | None:
     """Gives y, which has no graph, a node that keeps x; None if nothing needs a gradient."""
     weight, bias, _ = operands.of_graph()
     if not any(t is not None and t.requires_grad for t in (x, weight, bias)):
         return None
+    if cpp is not None and settings.group is None and not settings.rows:
+        options = settings.eps, settings.training, settings.shared, settings.name
+        with _torch.NoTorchFunction():
+            cpp.attach_norm(y, x, weight, bias, *statistics, *options)
+        return NodeInCpp(cpp)
     node = Node(x, operands, statistics, settings)
     _apply(x, weight, bias, node, (y,))
     return node
@@ -198,7 +218,7 @@ def attached(
 
 _library = torch.library.Library("inplace_abn", "FRAGMENT")
 _library.define(
-    "waiting_backward(Tensor g, Tensor x, Tensor? weight, ScalarType? bias_dtype, Tensor? mean, Tensor var, "
+    "native_norm_backward(Tensor g, Tensor x, Tensor? weight, ScalarType? bias_dtype, Tensor? mean, Tensor var, "
     "bool[] needed, float eps, bool training, int shared) -> Tensor[]"
 )
 
@@ -211,4 +231,4 @@ def _norm_backward(*args: Any) -> list[Tensor]:
     return [t for t in found if t is not None]
 
 
-_library.impl("waiting_backward", _norm_backward, "CompositeImplicitAutograd")
+_library.impl("native_norm_backward", _norm_backward, "CompositeImplicitAutograd")

@@ -100,7 +100,7 @@ class OfOutput(Recipe):
     def adds(self, t: Tensor, other: Any, call: Adding) -> bool:
         return not call.in_place and self._is_open()
 
-    def of_sum(self, result: Tensor, residual: Any) -> Recipe:
+    def of_sum(self, result: Tensor, residual: Any, call: Adding) -> Recipe:
         return OfOutput(self.layer, None)
 
     def of_view(self, t: Tensor, func: Any, args: tuple[Any, ...]) -> Recipe | None:

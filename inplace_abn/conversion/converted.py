@@ -44,6 +44,8 @@ class Past:
     """How a norm of rows computes, by what it is called with (`conversion.layer_norms`)."""
     bytes_saved: int | None = None
     """What the module saved in the last step in which that was measured."""
+    quick: tuple[Any, ...] | None = None
+    """What calls are like that the node in C++ makes: the dtype, eps and momentum."""
 
 
 class Converted(guard.Guarded):

@@ -96,7 +96,7 @@ class ConvertedLayerNorm(Converted):
             else:
                 y = moved_axis(super().forward(x), kind.axis, -1)  # type: ignore[misc]
         y = y.detach()
-        node = native.attached(y, moved, operands, (mean, rstd), settings_of_rows(self, kind))
+        node = native.attached(None, y, moved, operands, (mean, rstd), settings_of_rows(self, kind))
         y = moved_axis(y, -1, kind.axis)
         offer(y, OfRows(self, moved, operands, y, node, kind, rstd))
         return y

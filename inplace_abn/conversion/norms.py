@@ -13,13 +13,14 @@ from inplace_abn import _torch, distributed, functions, guard
 from inplace_abn.activations import IDENTITY
 from inplace_abn.autograd import checks, forward, native
 from inplace_abn.compiling import norms, trust
+from inplace_abn.conversion import watch
 from inplace_abn.conversion.converted import Converted, Note, has_standard_strides, may_have_node
 from inplace_abn.conversion.offered import offer, settled
 from inplace_abn.conversion.recipes import OfNorm
 from inplace_abn.guard import measuring
 from inplace_abn.modules.abn import as_leaf
 from inplace_abn.modules.instance_norm import of_samples, take_means
-from inplace_abn.settings import WEIGHT, Operands, Settings, running_statistics
+from inplace_abn.settings import WEIGHT, Operands, Settings, counted_batches, parameters, running_statistics
 
 
 class InPlaceNorm(Converted):
@@ -47,8 +48,36 @@ class InPlaceNorm(Converted):
         if isinstance(input, fx.Proxy):
             return as_leaf(self, input)
         x = settled(input)
-        y = self._normalised(x)
+        y = self._at_once(x)
+        if y is None:
+            y = self._normalised(x)
         return self._noted(self._native(x)) if y is None else y
+
+    def _at_once(self, x: Any) -> Any:
+        """The norm's output by the node in C++, if the call is like an earlier one; None if Python has to look at it.
+
+        The node looks at the tensors, and at what surrounds the call.
+        """
+        past, module = self._past, self
+        if past.quick is None or past.was_watched or watch.active or not past.note.in_place:
+            return None
+        # Compilers that are not Dynamo pass tensors of classes of their own.
+        if type(x) is not Tensor or torch.compiler.is_dynamo_compiling() or self.is_parametrized():
+            return None
+        dtype, eps, momentum = past.quick
+        held: Any = module
+        if x.dtype is not dtype or held.eps is not eps or held.momentum is not momentum or not held.training:
+            return None
+        node, state = functions.node_in_cpp(), self._guard
+        if node is None or state is None or state.given_up is not None or functions.is_disabled():
+            return None
+        statistics = (None, None, None)
+        if held.track_running_stats:
+            statistics = *running_statistics(held), counted_batches(held)  # type: ignore[assignment]
+        y = node.norm(x, *parameters(held), *statistics, momentum, eps, self.__dict__["_guard_name"])
+        if y is not None:
+            offer(y, OfNorm.at_once(self))
+        return y
 
     def _noted(self, y: Tensor) -> Tensor:
         """y as torch computes it."""
@@ -58,7 +87,7 @@ class InPlaceNorm(Converted):
         return y
 
     def _normalised(self, x: Tensor) -> Tensor | None:
-        """The norm's output, which is offered to what follows; None where the norm does what it did before conversion."""
+        """The norm's output, which is offered; None where the norm does what it did before conversion."""
         if not torch.is_grad_enabled() or self.is_parametrized():
             return None
         if torch.compiler.is_compiling():
@@ -93,18 +122,26 @@ class InPlaceNorm(Converted):
         settings = Settings(*what, self.__dict__["_guard_name"])
         of_call = of_samples(operands, samples) if settings.per_instance else operands
         statistics = forward.normalised(x.detach(), y, of_call, settings)
-        parameters = Operands(operands.weight, operands.bias)
-        node = native.attached(y, x, parameters, statistics, settings)
+        of_graph = Operands(operands.weight, operands.bias)
+        node = native.attached(functions.node_in_cpp(), y, x, of_graph, statistics, settings)
         if settings.per_instance:
             # As in torch, after x was saved, where a checkpoint's recomputation may end.
             take_means(operands, of_call, samples)
-        recipe = OfNorm(self, x, parameters, y, node, statistics, settings)
+        recipe = OfNorm(self, x, of_graph, y, node, statistics, settings)
+        if self._is_simple(settings):
+            past.quick = x.dtype, module.eps, module.momentum
         if of_cast.dtype != x.dtype:
             recipe.narrow = self._laid_out(of_cast).detach()
         # torch's instance norm returns a view, whose hooks a write leaves behind.
         y = y.view_as(y) if self.returns_view else y
         offer(y, recipe)
         return y
+
+    def _is_simple(self, settings: Settings) -> bool:
+        """Whether the node in C++ may make calls like this one: in training, by local statistics of the batch."""
+        module: Any = self
+        are_numbers = isinstance(module.momentum, (int, float)) and isinstance(module.eps, (int, float))
+        return are_numbers and module.training and not settings.per_instance and not self.is_synchronised()
 
     def _cast(self, x: Tensor) -> Tensor:
         """x in the dtype in which torch computes the norm."""

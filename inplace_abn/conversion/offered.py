@@ -51,14 +51,14 @@ class Recipe:
         """Makes the tensor's node keep the tensor, because the reader keeps it anyway."""
 
     def cast(self, t: Tensor, dtype: torch.dtype, reader: str) -> Tensor | None:
-        """The values in 16 bits for a reader that gets, and keeps, such a copy from autocast; None if torch makes it."""
+        """The values in 16 bits for a reader that gets, and keeps, such a copy from autocast; None for torch's."""
         return None
 
     def adds(self, t: Tensor, other: Any, call: Adding) -> bool:
         """Whether the sum of the tensor and something else, which is torch's, has a recipe."""
         return False
 
-    def of_sum(self, result: Tensor, residual: Any) -> Recipe:
+    def of_sum(self, result: Tensor, residual: Any, call: Adding) -> Recipe:
         """The recipe of the sum."""
         raise NotImplementedError
 
@@ -154,7 +154,7 @@ def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], recipes: dic
         found = _sum_with_recipe(call, recipes)
         if found is not None:
             result = native()
-            offer(result, found[0].of_sum(result, found[1]))
+            offer(result, found[0].of_sum(result, found[1], call))
         elif not call.in_place and any(recipe.summand is not None for recipe in recipes.values()):
             given = [recipes[id(t)].summand if id(t) in recipes else None for t in args]
             return func(*(t if each is None else each for t, each in zip(args, given, strict=True)), **kwargs)

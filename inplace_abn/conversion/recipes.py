@@ -6,6 +6,7 @@ The guard is asked when such a node is to be made, with the call's input, what w
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from inplace_abn import _torch, functions, guard, reference
-from inplace_abn.activations import IDENTITY
+from inplace_abn.activations import IDENTITY, find
 from inplace_abn.autograd import forward, native, nodes
 from inplace_abn.autograd.backward import Values, by_value
 from inplace_abn.conversion import watch
@@ -68,7 +69,7 @@ class OfCall(Recipe):
         return self.is_left and t._version == self._version
 
     def of_view(self, t: Tensor, func: Any, args: tuple[Any, ...]) -> Recipe | None:
-        return None if self._node is None or self.residual is not None else OfView(self, t.detach())
+        return None if self.residual is not None else OfView(self, t)
 
     def is_open(self, t: Tensor) -> bool:
         """Whether a node may be made, which keeps t or what follows."""
@@ -105,7 +106,14 @@ class OfView(Recipe):
 
 
 class OfNorm(OfCall):
-    """The recipe of a norm's output, and of sums of it and something else."""
+    """The recipe of a norm's output, and of sums of it and something else.
+
+    That of a call by the node in C++ has next to nothing in it until Python needs more.
+    """
+
+    _is_loaded = True
+    _operand = 0
+    """Which operand of a sum is the norm's output."""
 
     narrow: Tensor | None = None
     """x in 16 bits, if autocast makes the norm compute in float32."""
@@ -124,8 +132,60 @@ class OfNorm(OfCall):
         self.statistics, self.settings = statistics, settings
         self._base = y if layer.returns_view else None
 
+    @classmethod
+    def at_once(cls, layer: Any) -> OfNorm:
+        """The recipe of an output that the node in C++ has made."""
+        recipe = cls.__new__(cls)
+        recipe.layer, recipe._is_loaded, recipe._version = layer, False, 0
+        return recipe
+
+    def is_open(self, t: Tensor) -> bool:
+        return self._load(t) and super().is_open(t)
+
+    def _load(self, t: Tensor) -> bool:
+        """Gets from the node in C++ what the norm was called with. False if that has changed."""
+        if self._is_loaded:
+            return True
+        cpp, layer = functions.node_in_cpp(), self.layer
+        found = () if cpp is None or t._version != self._version else cpp.parts(t, self._operand)
+        if not found:
+            return False
+        x, weight, bias, *statistics = found
+        super().__init__(layer, x, Operands(weight, bias), t, None if cpp is None else native.NodeInCpp(cpp))
+        self.settings = Settings(*IDENTITY, layer.eps, WEIGHT, True, None, 0, layer.__dict__["_guard_name"])
+        self.statistics, self._base, self._is_loaded = tuple(statistics), None, True
+        return True
+
+    def _settled(self, t: Tensor, what: tuple[Any, ...]) -> Any:
+        """The node in C++, if it may make what follows; None if Python has to look at it."""
+        residual, summed = self.residual, self._summed
+        if self._is_loaded or self.is_left or type(residual) is Offered or (summed is not None and summed.is_asked):
+            return None
+        mode = guard.settled(self.layer, t.dtype, what)
+        decision = None if mode is None else mode.decisions[-1]
+        is_usual = decision is not None and decision.trusted and not decision.verbatim
+        return functions.node_in_cpp() if is_usual and seen(residual) == self._seen_residual else None
+
+    def _activated_at_once(self, t: Tensor, call: Activating) -> Tensor | None:
+        what = call.activation, call.param, self.residual is not None
+        cpp = self._settled(t, what)
+        if cpp is None or (call.in_place and _is_hooked(t)):
+            return None
+        given = self.residual, self._operand, self._version, find(call.activation).code, call.param, call.in_place
+        z: Tensor | None = cpp.activate(t, *given)
+        if z is None:
+            return None
+        if call.in_place:
+            forgotten(t)
+        self.is_left = not call.in_place
+        if self._summed is not None:
+            self._summed.is_left = True
+        self.layer._past.note = _noted(call.activation, self.residual is not None)
+        return z
+
     def adds(self, t: Tensor, other: Any, call: Adding) -> bool:
-        if self.residual is not None or self.is_left or not self.is_open(t) or (call.in_place and _is_hooked(t)):
+        is_open = t._version == self._version if not self._is_loaded else self.is_open(t)
+        if self.residual is not None or self.is_left or not is_open or (call.in_place and _is_hooked(t)):
             return False
         if type(other) is not Tensor or other.layout is not torch.strided or other.is_neg() or other.is_inference():
             return False
@@ -134,13 +194,16 @@ class OfNorm(OfCall):
         is_alike = is_alike and (t is call.first or other.stride() == t.stride())
         return is_alike and other.untyped_storage().data_ptr() != t.untyped_storage().data_ptr()
 
-    def of_sum(self, result: Tensor, residual: Any) -> Recipe:
+    def of_sum(self, result: Tensor, residual: Any, call: Adding) -> Recipe:
         found = copy.copy(self)
         found.residual, found._seen_residual, found._version = residual, seen(residual), result._version
-        found._summed, found._base = self, None
+        found._summed, found._base, found._operand = self, None, int(residual is not call.second)
         return found
 
     def activated(self, t: Tensor, call: Activating, native: Callable[[], Tensor]) -> Tensor | None:
+        z = self._activated_at_once(t, call)
+        if z is not None:
+            return z
         if not self.is_open(t) or (call.in_place and (self.is_left or _is_hooked(t))):
             return None
         activation, writable = (call.activation, call.param), watch.is_writable(call.activation, call.in_place)
@@ -167,7 +230,13 @@ class OfNorm(OfCall):
         return z
 
     def keep(self, t: Tensor, reader: str) -> None:
-        if self._node is None or self.residual is not None or not self.is_open(t):
+        if self.residual is not None:
+            return
+        cpp = self._settled(t, (*IDENTITY, False))
+        if cpp is not None and cpp.keep(t, False, None, None):
+            self.layer._past.note = _noted(reader, False)
+            return
+        if not self.is_open(t) or self._node is None:
             return
         channels = self._decided(IDENTITY, reader)
         if channels is not None:
@@ -247,6 +316,11 @@ class OfWidened(Recipe):
         z, operands = torch.empty_like(x), of_samples(norm.operands, len(x))
         values = forward.written(x, z, operands, settings, True)
         return functions.attached(norm.x, nodes.Result(z), norm.operands, values, settings)
+
+
+@functools.cache
+def _noted(follows: str, adds: bool) -> Note:
+    return Note("add, " * adds + follows, True, "")
 
 
 def _is_hooked(t: Tensor) -> bool:

@@ -1,0 +1,36 @@
+// The graph node of a norm's output, and what becomes of it.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "node.h"
+
+namespace inplace_abn {
+
+// A converted norm's call in training, by local statistics: y as torch computes it, with a node that keeps x, as
+// torch's does, until something keeps y anyway. Autograd does not notice the update of the running statistics, as in
+// torch. `batches`, the number of batches, is counted. Returns an undefined tensor, and does nothing, if the call needs
+// Python.
+Tensor norm(const Tensor& x, const OptTensor& weight, const OptTensor& bias, const OptTensor& running_mean,
+            const OptTensor& running_var, const OptTensor& batches, double momentum, double eps,
+            const std::string& name);
+
+// Gives y, which Python has computed, such a node. Returns whether it did.
+bool attach_norm(const Tensor& y, const Tensor& x, const OptTensor& weight, const OptTensor& bias, const Tensor& mean,
+                 const Tensor& var, double eps, bool training, int64_t shared, const std::string& name);
+
+// Makes the node of y keep y instead of x, because something keeps y anyway. `rows` and `verbatim` are those of
+// `attached`. Unless the call `is_decided`, the result is false, and nothing was done, if the call needs Python.
+bool keep(const Tensor& y, bool is_decided, const OptTensor& rows, const OptTensor& verbatim);
+
+// The activation of t, which is the output of a norm, or a sum whose operand of this number is one and the other one is
+// `residual`. t is unchanged if its version is this one. The result has a node of its own, and t has none any more if
+// it is activated in place. Returns an undefined tensor, and does nothing, if the call needs Python.
+Tensor activate(const Tensor& t, const OptTensor& residual, int64_t operand, int64_t version, int64_t activation,
+                double activation_param, bool in_place);
+
+// What the norm was called with that made t, as above: x, weight, bias, mean and var. Empty if these have changed.
+std::vector<Tensor> parts(const Tensor& t, int64_t operand);
+
+}  // namespace inplace_abn
