@@ -126,12 +126,15 @@ class Node:
         self._keeps_output: bool = False
         self._edges: Edges = Edges(None)
 
-    def keep(self, y: Tensor, x: Tensor, operands: Operands, values: Values, settings: Settings) -> None:
-        """Keeps y, or a copy of it in 16 bits, instead of x."""
-        weight, bias, _ = operands.of_graph()
+    def keep(
+        self, t: Tensor, x: Tensor, operands: Operands, values: Values, settings: Settings, operand: int = 0
+    ) -> None:
+        """Keeps t instead of x. t is y, or the sum of y and the residual."""
+        weight, bias, residual = operands.of_graph()
         edge = input_edge(x) if x.requires_grad else None
         self._edges = Edges(edge, edge_of_value(weight, values.weight), edge_of_value(bias, values.bias))
-        self.settings, self._held, self._keeps_output = settings, _Held(*values.saved(y.detach(), None)), True
+        saved = values.saved(t.detach(), None if residual is None else residual.detach())
+        self.settings, self._held, self._keeps_output = settings, _Held(*saved), True
 
     def gradients(self, dy: Tensor, needed: Sequence[bool], own_dy: bool) -> Sequence[Tensor | None]:
         held = self._held
@@ -190,8 +193,10 @@ class NodeInCpp(NamedTuple):
 
     cpp: kernels.Node
 
-    def keep(self, y: Tensor, x: Tensor, operands: Operands, values: Values, settings: Settings) -> None:
-        self.cpp.keep(y, True, values.rows, values.verbatim)
+    def keep(
+        self, t: Tensor, x: Tensor, operands: Operands, values: Values, settings: Settings, operand: int = 0
+    ) -> None:
+        self.cpp.keep(t, operands.residual, operand, 0, True, values.rows, values.verbatim)
 
 
 def attached(

@@ -15,7 +15,7 @@ from inplace_abn.conversion.converted import Converted
 from inplace_abn.conversion.formulas import does_nothing_else, length
 from inplace_abn.conversion.layer_norms import ConvertedLayerNorm
 from inplace_abn.conversion.norms import InPlaceGroupNorms, InPlaceInstanceNorms, InPlaceNorm
-from inplace_abn.conversion.offered import settled
+from inplace_abn.conversion.offered import kept_by
 from inplace_abn.modules.abn import as_leaf
 from inplace_abn.settings import check_hyperparameters
 
@@ -157,7 +157,7 @@ def _forward_with_activation(base: type[nn.Module]) -> Callable[[Any, Tensor], T
     def forward(self: Any, x: Tensor) -> Tensor:
         if isinstance(x, fx.Proxy):
             return as_leaf(self, x)
-        x = settled(x)
+        x = kept_by(x, "norm")
         y = self._normalised(x)
         unwatched = watch.current() is None or torch.is_grad_enabled()
         if y is None and unwatched and (self._participating() is None or not self.training):

@@ -19,8 +19,8 @@ from inplace_abn.autograd import native
 from inplace_abn.compiling import norms, rows, trust
 from inplace_abn.conversion.converted import Converted, Note, may_have_node
 from inplace_abn.conversion.formulas import ATTRIBUTES, Kind, key_of, kind_of, length
-from inplace_abn.conversion.offered import offer, settled
-from inplace_abn.conversion.recipes import OfRows, moved_axis, settings_of_rows
+from inplace_abn.conversion.offered import kept_by, offer
+from inplace_abn.conversion.recipes import UNSEEN, OfRows, moved_axis, settings_of_rows
 from inplace_abn.guard.figures import THRESHOLDS
 from inplace_abn.kernels import ops
 from inplace_abn.modules.abn import as_leaf
@@ -69,7 +69,7 @@ class ConvertedLayerNorm(Converted):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         if isinstance(args[0], fx.Proxy):
             return as_leaf(self, args[0])  # type: ignore[arg-type]
-        x, y = settled(args[0]), None
+        x, y = kept_by(args[0], "layer_norm"), None
         if torch.compiler.is_compiling():
             y = self._compiled(x)
         elif torch.is_grad_enabled():
@@ -89,7 +89,9 @@ class ConvertedLayerNorm(Converted):
             self._past.note = Note(why=_UNKNOWN)
             return None
         functions.calibrate()
-        moved, operands, mean, rstd = moved_axis(x, kind.axis, -1), Operands(*parameters(self)), None, None
+        weight, bias = parameters(self)
+        operands = Operands(weight if weight is None or not kind.offset else weight + kind.offset, bias)
+        moved, mean, rstd = moved_axis(x, kind.axis, -1), None, None
         with torch.no_grad():
             if kind.is_torch:
                 y, mean, rstd = torch.native_layer_norm(moved, moved.shape[-1:], *operands.of_graph()[:2], kind.eps)
@@ -98,6 +100,7 @@ class ConvertedLayerNorm(Converted):
         y = y.detach()
         node = native.attached(None, y, moved, operands, (mean, rstd), settings_of_rows(self, kind))
         y = moved_axis(y, -1, kind.axis)
+        self._past.note = UNSEEN
         offer(y, OfRows(self, moved, operands, y, node, kind, rstd))
         return y
 

@@ -15,8 +15,8 @@ from inplace_abn.autograd import checks, forward, native
 from inplace_abn.compiling import norms, trust
 from inplace_abn.conversion import watch
 from inplace_abn.conversion.converted import Converted, Note, has_standard_strides, may_have_node
-from inplace_abn.conversion.offered import offer, settled
-from inplace_abn.conversion.recipes import OfNorm
+from inplace_abn.conversion.offered import kept_by, offer
+from inplace_abn.conversion.recipes import UNSEEN, OfNorm
 from inplace_abn.guard import measuring
 from inplace_abn.modules.abn import as_leaf
 from inplace_abn.modules.instance_norm import of_samples, take_means
@@ -47,7 +47,7 @@ class InPlaceNorm(Converted):
     def forward(self, input: Tensor) -> Tensor:
         if isinstance(input, fx.Proxy):
             return as_leaf(self, input)
-        x = settled(input)
+        x = kept_by(input, "norm")
         y = self._at_once(x)
         if y is None:
             y = self._normalised(x)
@@ -134,6 +134,7 @@ class InPlaceNorm(Converted):
             recipe.narrow = self._laid_out(of_cast).detach()
         # torch's instance norm returns a view, whose hooks a write leaves behind.
         y = y.view_as(y) if self.returns_view else y
+        past.note = UNSEEN
         offer(y, recipe)
         return y
 

@@ -50,6 +50,9 @@ class Recipe:
     def keep(self, t: Tensor, reader: str) -> None:
         """Makes the tensor's node keep the tensor, because the reader keeps it anyway."""
 
+    def not_kept(self, reader: str) -> None:
+        """Notes that the reader does not keep the tensor."""
+
     def cast(self, t: Tensor, dtype: torch.dtype, reader: str) -> Tensor | None:
         """The values in 16 bits for a reader that gets, and keeps, such a copy from autocast; None for torch's."""
         return None
@@ -165,9 +168,9 @@ def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], recipes: dic
     if result is not None:
         return result
     reader = getattr(func, "__name__", "what follows")
-    for t in kept(func, args, kwargs):
-        if id(t) in recipes:
-            recipes[id(t)].keep(t, reader)
+    keeps = {id(t): t for t in kept(func, args, kwargs) if id(t) in recipes}
+    for key, t in keeps.items():
+        recipes[key].keep(t, reader)
     given = tuple(_cast(func, t, recipes[id(t)], reader) if id(t) in recipes else t for t in args)
     result = func(*given, **kwargs)
     if func in VIEWING and not kwargs and id(args[0]) in recipes:
@@ -176,6 +179,8 @@ def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], recipes: dic
             offer(result, of_view)
     for t in offered:
         if not any(t is not each and t is old for each, old in zip(given, args, strict=True)):
+            if id(t) not in keeps and not isinstance(call, Activating):
+                recipes[id(t)].not_kept(reader)
             _spend(t, recipes)
     return result
 

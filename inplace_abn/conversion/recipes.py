@@ -29,6 +29,8 @@ from inplace_abn.modules.instance_norm import of_samples
 from inplace_abn.settings import MAGNITUDE, WEIGHT, Channels, Operands, Settings
 
 _NEW = "it is measured first with what follows"
+UNSEEN = Note("code outside of torch's functions", False, "it cannot be seen what keeps its output")
+"""What a norm did whose output nobody has read."""
 
 Seen = tuple[int, int, bool]
 """A tensor at the time of a call: its version, its address, and whether it requires grad.
@@ -67,6 +69,10 @@ class OfCall(Recipe):
 
     def lacks(self, t: Tensor) -> bool:
         return self.is_left and t._version == self._version
+
+    def not_kept(self, reader: str) -> None:
+        if not self.is_left:
+            self.layer._past.note = Note(reader, False, "what follows does not keep its output for backward")
 
     def of_view(self, t: Tensor, func: Any, args: tuple[Any, ...]) -> Recipe | None:
         return None if self.residual is not None else OfView(self, t)
@@ -230,22 +236,23 @@ class OfNorm(OfCall):
         return z
 
     def keep(self, t: Tensor, reader: str) -> None:
-        if self.residual is not None:
-            return
-        cpp = self._settled(t, (*IDENTITY, False))
-        if cpp is not None and cpp.keep(t, False, None, None):
-            self.layer._past.note = _noted(reader, False)
-            return
-        if not self.is_open(t) or self._node is None:
-            return
-        channels = self._decided(IDENTITY, reader)
-        if channels is not None:
-            node, self._node = self._node, None
-            settings = self.settings._replace(verbatim=channels)
-            node.keep(t, self.x, self.operands, self._values(t.dtype, channels), settings)
-            observer, is_residual = self.layer.observer(), reader == "add"
-            if observer is not None:
-                observer.note(watch.Result(self.layer, *IDENTITY, False, is_residual), self.x, t, None)
+        cpp, adds = self._settled(t, (*IDENTITY, self.residual is not None)), self.residual is not None
+        if cpp is not None and cpp.keep(t, self.residual, self._operand, self._version, False, None, None):
+            self.layer._past.note = _noted(reader, adds)
+        elif not self.is_left and self.is_open(t) and self._node is not None:
+            channels = self._decided(IDENTITY, "add, " * adds + reader)
+            if channels is not None:
+                self._keep(t, channels, reader == "add")
+
+    def _keep(self, t: Tensor, channels: Channels, is_residual: bool) -> None:
+        layer, residual = self.layer, None if self.residual is None else kept_by(self.residual, "add")
+        node, self._node = self._node, None
+        assert node is not None
+        settings, operands = self.settings._replace(verbatim=channels), self.operands._replace(residual=residual)
+        node.keep(t, self.x, operands, self._values(t.dtype, channels), settings, self._operand)
+        observer = layer.observer()
+        if observer is not None:
+            observer.note(watch.Result(layer, *IDENTITY, False, is_residual), self.x, t, residual)
 
     def _decided(self, activation: tuple[str, float], follows: str) -> Channels | None:
         """The channels whose xhat is saved, if the guard trusts the layer; None if it does not."""
@@ -259,7 +266,7 @@ class OfNorm(OfCall):
             past.note = Note(follows, False, _NEW)
             return None
         looked = guard.look(layer, self.x, residual, what)
-        decision = guard.learnt(layer, looked, lambda: measuring.measure(layer, x, activation, residual))
+        decision = guard.learnt(layer, looked, lambda: measuring.measure(layer, x, residual, activation))
         past.note = Note(follows, decision.trusted, "" if decision.trusted else layer.why_untrusted)
         return decision.verbatim if decision.trusted else None
 
@@ -304,12 +311,16 @@ class OfWidened(Recipe):
             return None
         if dtype not in self._found:
             self._found[dtype] = self._attached(x, reader)
+            self.is_left = self._found[dtype] is not None
         return self._found[dtype]
+
+    def lacks(self, t: Tensor) -> bool:
+        return self.is_left and t._version == self._version
 
     def _attached(self, x: Tensor, reader: str) -> Tensor | None:
         norm, layer, activation = self._norm, self.layer, self._activation
         looked = guard.look(layer, x, None, (*activation, False))
-        decision = guard.learnt(layer, looked, lambda: measuring.measure(layer, x, activation, None))
+        decision = guard.learnt(layer, looked, lambda: measuring.measure(layer, x, None, activation))
         if not decision.trusted:
             return None
         settings = norm.settings._replace(verbatim=decision.verbatim).activating(activation)
@@ -382,7 +393,7 @@ class OfRows(OfCall):
         rows = torch.empty_strided(size, (0, 0), dtype=x.dtype, device=x.device, requires_grad=self.x.requires_grad)
         looked = guard.look(layer, rows, None, (), kept.dtype)
         with torch.no_grad(), _torch.unwatched():
-            scale, offset = by_value(weight if weight is None or not kind.offset else weight + kind.offset, bias)
+            scale, offset = by_value(weight, bias)
             decision = guard.learnt(layer, looked, lambda: figures(x, kept, scale, offset, settings))
             layer._past.note = Note(reader, decision.trusted, "" if decision.trusted else layer.why_untrusted)
             if not decision.trusted:

@@ -285,8 +285,7 @@ def decide(module: Any, x: Tensor, residual: Tensor | None) -> tuple[bool, Chann
     if torch.compiler.is_compiling():
         return bool(module._revision >= 0 and module._may_be_compiled_in_place(x.dtype)), _NONE
     looked = look(module, x, residual)
-    follows = module.activation, module.activation_param
-    decision = learnt(module, looked, lambda: measuring.measure(module, x, follows, residual))
+    decision = learnt(module, looked, lambda: measuring.measure(module, x, residual))
     return decision.trusted, decision.verbatim
 
 

@@ -70,9 +70,13 @@ def is_suitable(module: Any, x: Tensor, residual: Tensor | None, empty: bool = F
     return True
 
 
-def measure(module: Any, x: Tensor, activation: tuple[str, float], residual: Tensor | None) -> Tensor:
-    """What `figures.packed` returns for a call that this activation follows, on x's device. The host does not wait."""
-    return observe(module, x).figures(*activation, residual)
+def measure(module: Any, x: Tensor, residual: Tensor | None, activation: tuple[str, float] | None = None) -> Tensor:
+    """What `figures.packed` returns, on x's device. The host does not wait for it.
+
+    ``activation`` is what follows, if the module does not know it.
+    """
+    follows = (module.activation, module.activation_param) if activation is None else activation
+    return observe(module, x).figures(*follows, residual)
 
 
 class Observation(NamedTuple):

@@ -70,7 +70,6 @@ class NormFunction final : public Node {
     node->settings = settings;
     node->layer = name;
     node->seen_ = node->seen();
-    node->version_ = y._version();
   }
 
   // The node of t, or of the operand of this number if t is a sum; null if it is another node.
@@ -96,9 +95,15 @@ class NormFunction final : public Node {
            call<HasLost>("inplace_abn::has_lost", "", weight, settings.eps, std::nullopt);
   }
 
-  void keep(const Tensor& y, const OptTensor& rows, const OptTensor& verbatim) {
+  void keep(const Tensor& t, const OptTensor& residual, const OptTensor& rows, const OptTensor& verbatim) {
     const std::lock_guard lock(mutex_);
-    y_ = {y, true};
+    // A sum comes after this node, which must not hold what leads to itself.
+    if (residual.has_value()) {
+      y_ = {t.detach(), false};
+      residual_ = {residual->detach(), false};
+    } else {
+      y_ = {t, true};
+    }
     const at::AutoDispatchBelowADInplaceOrView guard;
     values_ = {optional(copy(optional(weight))), optional(copy(optional(bias))), var, rows, verbatim};
     keeps_output_ = true;
@@ -106,8 +111,6 @@ class NormFunction final : public Node {
     weight_.reset_data();
     x = mean = Tensor();
   }
-
-  bool is_version(const Tensor& y) const { return y._version() == version_; }
 
   variable_list apply(variable_list&& incoming) override {
     std::unique_lock lock(mutex_);
@@ -122,7 +125,8 @@ class NormFunction final : public Node {
     // Only the engine gives up what it passes to backward.
     const bool by_engine = torch::autograd::get_current_node().get() == this;
     const bool own_dy = by_engine && owns_gradient(incoming[0]);
-    NodeSaved saved{unpacked(y_, "output", layer, getptr()), std::nullopt, values_};
+    NodeSaved saved{unpacked(y_, "output", layer, getptr()), optional(unpacked(residual_, "residual", layer, getptr())),
+                    values_};
     if (at::GradMode::is_enabled()) lock.unlock();
     return of_norm(
         gradients_of(incoming[0], std::move(saved), with_residual(needed), settings, by_engine, own_dy, this));
@@ -133,6 +137,7 @@ class NormFunction final : public Node {
     x_.reset_data();
     weight_.reset_data();
     y_.reset_data();
+    residual_.reset_data();
     x = Tensor();
     values_ = {};
   }
@@ -142,6 +147,7 @@ class NormFunction final : public Node {
     args.collect(x_, false);
     args.collect(weight_, false);
     args.collect(y_, true);
+    args.collect(residual_, false);
     args.collect(mean);
     args.collect(var);
     for (const OptTensor* t : {&values_.weight, &values_.bias, &values_.rows, &values_.verbatim}) args.collect(*t);
@@ -156,6 +162,7 @@ class NormFunction final : public Node {
       visit(x_);
       visit(weight_);
       visit(y_);
+      visit(residual_);
       visit(mean);
       visit(var);
       for (OptTensor* t : {&values_.weight, &values_.bias, &values_.rows, &values_.verbatim}) visit(*t);
@@ -164,7 +171,8 @@ class NormFunction final : public Node {
     const auto given = [](const OptTensor& t) { return t.value_or(Tensor()); };
     PackedArgs packed;
     packed.pack(keeps_output_);
-    packed.pack(keeps_output_ ? variable_list{unpacked(y_, "output", layer, getptr()), given(values_.weight),
+    packed.pack(keeps_output_ ? variable_list{unpacked(y_, "output", layer, getptr()),
+                                              unpacked(residual_, "residual", layer, getptr()), given(values_.weight),
                                               given(values_.bias), var, given(values_.rows), given(values_.verbatim)}
                               : tensors());
     packed.pack(needed_by_edges(*this, inputs));
@@ -238,16 +246,15 @@ class NormFunction final : public Node {
     s.training = packed.unpack<bool>();
     s.shared = packed.unpack<int64_t>();
     if (!keeps_output) return gradients(incoming[0], tensors, needed, bias_dtype, s);
-    const NodeValues values{optional(tensors.at(1)), optional(tensors.at(2)), tensors.at(3), optional(tensors.at(4)),
-                            optional(tensors.at(5))};
-    return of_norm(gradients_of(incoming[0], {tensors.at(0), std::nullopt, values}, with_residual(needed), s, false,
-                                false, nullptr));
+    const NodeValues values{optional(tensors.at(2)), optional(tensors.at(3)), tensors.at(4), optional(tensors.at(5)),
+                            optional(tensors.at(6))};
+    const NodeSaved found{tensors.at(0), optional(tensors.at(1)), values};
+    return of_norm(gradients_of(incoming[0], found, with_residual(needed), s, false, false, nullptr));
   }
 
-  SavedVariable x_, weight_, y_;
+  SavedVariable x_, weight_, y_, residual_;
   NodeValues values_;
   std::tuple<Seen, Seen, Seen> seen_;
-  int64_t version_ = 0;
   bool keeps_output_ = false;
 };
 
@@ -311,14 +318,16 @@ bool attach_norm(const Tensor& y, const Tensor& x, const OptTensor& weight, cons
   return true;
 }
 
-bool keep(const Tensor& y, bool is_decided, const OptTensor& rows, const OptTensor& verbatim) {
-  auto* const node = NormFunction::of(y, 0);
-  if (node == nullptr || node != y.grad_fn().get()) return false;
+bool keep(const Tensor& t, const OptTensor& residual, int64_t operand, int64_t version, bool is_decided,
+          const OptTensor& rows, const OptTensor& verbatim) {
+  auto* const node = NormFunction::of(t, operand);
+  if (node == nullptr) return false;
   if (!is_decided &&
-      (!node->is_unchanged() || !node->is_version(y) || !may_attach(y, y, {}, {}, {}) || node->has_lost())) {
+      (t._version() != version || !node->is_unchanged() ||
+       !may_attach(node->x, t, optional(node->weight), optional(node->bias), residual) || node->has_lost())) {
     return false;
   }
-  node->keep(y, rows, verbatim);
+  node->keep(t, residual, rows, verbatim);
   return true;
 }
 

@@ -20,12 +20,14 @@ Tensor norm(const Tensor& x, const OptTensor& weight, const OptTensor& bias, con
 bool attach_norm(const Tensor& y, const Tensor& x, const OptTensor& weight, const OptTensor& bias, const Tensor& mean,
                  const Tensor& var, double eps, bool training, int64_t shared, const std::string& name);
 
-// Makes the node of y keep y instead of x, because something keeps y anyway. `rows` and `verbatim` are those of
-// `attached`. Unless the call `is_decided`, the result is false, and nothing was done, if the call needs Python.
-bool keep(const Tensor& y, bool is_decided, const OptTensor& rows, const OptTensor& verbatim);
+// Makes the norm's node keep t instead of x, because something keeps t anyway. t is the output of a norm, or a sum
+// whose operand of this number is one and the other one is `residual`, and is unchanged if its version is this one.
+// `rows` and `verbatim` are those of `attached`. Unless the call `is_decided`, the result is false, and nothing was
+// done, if the call needs Python.
+bool keep(const Tensor& t, const OptTensor& residual, int64_t operand, int64_t version, bool is_decided,
+          const OptTensor& rows, const OptTensor& verbatim);
 
-// The activation of t, which is the output of a norm, or a sum whose operand of this number is one and the other one is
-// `residual`. t is unchanged if its version is this one. The result has a node of its own, and t has none any more if
+// The activation of t, as above. The result has a node of its own, and t has none any more if
 // it is activated in place. Returns an undefined tensor, and does nothing, if the call needs Python.
 Tensor activate(const Tensor& t, const OptTensor& residual, int64_t operand, int64_t version, int64_t activation,
                 double activation_param, bool in_place);

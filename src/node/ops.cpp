@@ -62,7 +62,10 @@ TORCH_LIBRARY(inplace_abn_node, m) {
          const Tensor& var, double eps, bool training, int64_t shared, std::string_view name) {
         return attach_norm(y, x, weight, bias, mean, var, eps, training, shared, std::string(name));
       });
-  m.def("keep(Tensor(a!) y, bool is_decided, Tensor? rows, Tensor? verbatim) -> bool", &keep);
+  m.def(
+      "keep(Tensor(a!) t, Tensor? residual, int operand, int version, bool is_decided, Tensor? rows, Tensor? verbatim) "
+      "-> bool",
+      &keep);
   m.def(
       "activate(Tensor(a!) t, Tensor? residual, int operand, int version, int activation, float activation_param, "
       "bool in_place) -> Tensor",
