@@ -127,14 +127,21 @@ class Node:
         self._edges: Edges = Edges(None)
 
     def keep(
-        self, t: Tensor, x: Tensor, operands: Operands, values: Values, settings: Settings, operand: int = 0
+        self,
+        t: Tensor,
+        saved: Tensor,
+        x: Tensor,
+        operands: Operands,
+        values: Values,
+        settings: Settings,
+        operand: int = 0,
     ) -> None:
-        """Keeps t instead of x. t is y, or the sum of y and the residual."""
+        """Keeps t instead of x. t is y, or the sum of y and the residual. ``saved`` is t, or an alias of it."""
         weight, bias, residual = operands.of_graph()
         edge = input_edge(x) if x.requires_grad else None
         self._edges = Edges(edge, edge_of_value(weight, values.weight), edge_of_value(bias, values.bias))
-        saved = values.saved(t.detach(), None if residual is None else residual.detach())
-        self.settings, self._held, self._keeps_output = settings, _Held(*saved), True
+        found = values.saved(t.detach() if saved is t else saved, None if residual is None else residual.detach())
+        self.settings, self._held, self._keeps_output = settings, _Held(*found), True
 
     def gradients(self, dy: Tensor, needed: Sequence[bool], own_dy: bool) -> Sequence[Tensor | None]:
         held = self._held
@@ -194,9 +201,16 @@ class NodeInCpp(NamedTuple):
     cpp: kernels.Node
 
     def keep(
-        self, t: Tensor, x: Tensor, operands: Operands, values: Values, settings: Settings, operand: int = 0
+        self,
+        t: Tensor,
+        saved: Tensor,
+        x: Tensor,
+        operands: Operands,
+        values: Values,
+        settings: Settings,
+        operand: int = 0,
     ) -> None:
-        self.cpp.keep(t, operands.residual, operand, 0, True, values.rows, values.verbatim)
+        self.cpp.keep_as(t, saved, operands.residual, operand, values.rows, values.verbatim)
 
 
 def attached(

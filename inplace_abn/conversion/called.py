@@ -82,6 +82,8 @@ class CalledActivation(ActivationAlone):
 class OfOutput(Recipe):
     """The recipe of the output of a linear layer or a convolution, and of sums of it and something else."""
 
+    bypasses = False
+
     def __init__(self, layer: CalledActivation, origin: Origin | None) -> None:
         self.layer, self._origin = layer, origin
         # A checkpoint that begins later has a plain tensor in its recomputation.

@@ -32,6 +32,8 @@ class Recipe:
     """The same values for sums, which keep nothing, with a node that keeps a copy in 16 bits."""
     is_left: bool = False
     """Whether a result was made beside the tensor, whose gradient does not pass the tensor's place in the graph."""
+    bypasses: bool = True
+    """Whether results are made beside the tensor, and not of it."""
     is_asked: bool = False
     """Whether somebody has asked for the tensor's place in the graph, which gradients must pass from then on."""
 
@@ -144,7 +146,7 @@ def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], recipes: dic
         _ask(func, args, kwargs, recipes)
         return native()
     offered = [t for t in tensors_in((args, kwargs)) if id(t) in recipes]
-    if watch.current() is not None and _torch.in_compiled_function():
+    if any(recipe.layer._past.was_watched for recipe in recipes.values()) and _torch.in_compiled_function():
         # Compilers know plain tensors only.
         for t in offered:
             watch.give_up(recipes[id(t)].layer, "compiled code reads its input")
@@ -214,8 +216,9 @@ def _ask(func: Any, args: Any, kwargs: Any, recipes: dict[int, Recipe]) -> None:
                 "asked for after it was activated, and the gradient of the result does not pass it. Ask before, or "
                 "leave this layer out of the conversion (filter_fn)"
             )
-        recipe.is_asked = True
-        _spend(t, recipes)
+        if recipe.bypasses:
+            recipe.is_asked = True
+            _spend(t, recipes)
 
 
 def _sum_with_recipe(call: Adding, recipes: dict[int, Recipe]) -> tuple[Recipe, Any] | None:

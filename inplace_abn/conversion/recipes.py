@@ -237,7 +237,7 @@ class OfNorm(OfCall):
 
     def keep(self, t: Tensor, reader: str) -> None:
         cpp, adds = self._settled(t, (*IDENTITY, self.residual is not None)), self.residual is not None
-        if cpp is not None and cpp.keep(t, self.residual, self._operand, self._version, False, None, None):
+        if cpp is not None and cpp.keep(t, self.residual, self._operand, self._version):
             self.layer._past.note = _noted(reader, adds)
         elif not self.is_left and self.is_open(t) and self._node is not None:
             channels = self._decided(IDENTITY, "add, " * adds + reader)
@@ -248,11 +248,15 @@ class OfNorm(OfCall):
         layer, residual = self.layer, None if self.residual is None else kept_by(self.residual, "add")
         node, self._node = self._node, None
         assert node is not None
-        settings, operands = self.settings._replace(verbatim=channels), self.operands._replace(residual=residual)
-        node.keep(t, self.x, operands, self._values(t.dtype, channels), settings, self._operand)
-        observer = layer.observer()
+        observer, settings = layer.observer(), self.settings._replace(verbatim=channels)
+        saved = None if observer is None else observer.saved(t, IDENTITY, True)
+        of_residual = None if observer is None or residual is None else observer.of_residual(residual)
+        operands = self.operands._replace(residual=residual if of_residual is None else of_residual)
+        values = self._values(t.dtype, channels)
+        node.keep(t, t if saved is None else saved, self.x, operands, values, settings, self._operand)
         if observer is not None:
-            observer.note(watch.Result(layer, *IDENTITY, False, is_residual), self.x, t, residual)
+            noted = watch.Result(layer, *IDENTITY, True, is_residual, saved=saved, of_residual=of_residual)
+            observer.note(noted, self.x, t, residual)
 
     def _decided(self, activation: tuple[str, float], follows: str) -> Channels | None:
         """The channels whose xhat is saved, if the guard trusts the layer; None if it does not."""
@@ -366,7 +370,7 @@ class OfRows(OfCall):
             found = self._decided(y, reader)
             if found is not None:
                 node, self._node = self._node, None
-                node.keep(y, self.x, self.operands, *found)
+                node.keep(y, y, self.x, self.operands, *found)
                 self._noted(t)
 
     def cast(self, t: Tensor, dtype: torch.dtype, reader: str) -> Tensor | None:

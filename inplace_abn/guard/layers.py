@@ -304,13 +304,16 @@ def learnt(module: Any, looked: Look, measure: Callable[[], Tensor]) -> Decision
 def is_premature(module: Any, dtype: torch.dtype, follows: Follows, is_watched: bool) -> bool:
     """Whether something follows for the first time. It is measured in the next generation, or, if somebody watches the
     layer now and then, in the next step that is watched."""
-    mode, at = mode_of(module, dtype, follows), generations.now()
-    if not module.guard_interval or generations.is_paused():
-        return bool(module.guard_interval) and is_watched and (mode is None or mode.known_since > at)
-    if mode is None and (is_watched or modes_of(module, dtype)):
-        mode = notice_writes(module).mode(dtype, follows)
-        mode.unmeasured_since = at
-    is_premature = mode is not None and mode.known_since > at and (is_watched or mode.unmeasured_since == at)
+    at = generations.now()
+    alike = [mode for mode in _modes(module) if mode.follows == follows]
+    if not module.guard_interval or any(mode.known_since <= at for mode in alike):
+        return False
+    if generations.is_paused():
+        return is_watched
+    if not alike and (is_watched or modes_of(module, dtype)):
+        alike = [notice_writes(module).mode(dtype, follows)]
+        alike[0].unmeasured_since = at
+    is_premature = bool(alike) and (is_watched or any(mode.unmeasured_since == at for mode in alike))
     if is_premature:
         generations.note_change(module)
     return is_premature

@@ -40,7 +40,10 @@ class Node(NamedTuple):
     attach_norm: Callable[..., bool]
     """`autograd.native.attached`."""
     keep: Callable[..., bool]
-    """Makes the node of a norm's output keep the output."""
+    """Makes the node of a norm's output keep the output, or a sum. Returns False, and does nothing, if the call needs
+    Python."""
+    keep_as: Callable[..., None]
+    """The same for a call that Python has decided about."""
     activate: Callable[..., Any]
     """The activation of a norm's output, or of a sum. Returns None, and does nothing, if the call needs Python."""
     parts: Callable[..., Any]

@@ -30,6 +30,7 @@ PYBIND11_MODULE(_node, m) {
   m.def("norm", &inplace_abn::norm, without_gil);
   m.def("attach_norm", &inplace_abn::attach_norm, without_gil);
   m.def("keep", &inplace_abn::keep, without_gil);
+  m.def("keep_as", &inplace_abn::keep_as, without_gil);
   m.def("activate", &inplace_abn::activate, without_gil);
   m.def("parts", &inplace_abn::parts, without_gil);
   m.def("set_sole_holders", &set_sole_holders);

@@ -98,12 +98,10 @@ class NormFunction final : public Node {
   void keep(const Tensor& t, const OptTensor& residual, const OptTensor& rows, const OptTensor& verbatim) {
     const std::lock_guard lock(mutex_);
     // A sum comes after this node, which must not hold what leads to itself.
-    if (residual.has_value()) {
-      y_ = {t.detach(), false};
-      residual_ = {residual->detach(), false};
-    } else {
-      y_ = {t, true};
-    }
+    const auto& producer = t.grad_fn();
+    const bool is_own = producer.get() == this;
+    y_ = {is_own || !producer ? t : t.detach(), is_own};
+    if (residual.has_value()) residual_ = {residual->detach(), false};
     const at::AutoDispatchBelowADInplaceOrView guard;
     values_ = {optional(copy(optional(weight))), optional(copy(optional(bias))), var, rows, verbatim};
     keeps_output_ = true;
@@ -318,17 +316,20 @@ bool attach_norm(const Tensor& y, const Tensor& x, const OptTensor& weight, cons
   return true;
 }
 
-bool keep(const Tensor& t, const OptTensor& residual, int64_t operand, int64_t version, bool is_decided,
-          const OptTensor& rows, const OptTensor& verbatim) {
+bool keep(const Tensor& t, const OptTensor& residual, int64_t operand, int64_t version) {
   auto* const node = NormFunction::of(t, operand);
-  if (node == nullptr) return false;
-  if (!is_decided &&
-      (t._version() != version || !node->is_unchanged() ||
-       !may_attach(node->x, t, optional(node->weight), optional(node->bias), residual) || node->has_lost())) {
+  if (node == nullptr || t._version() != version || !node->is_unchanged() ||
+      !may_attach(node->x, t, optional(node->weight), optional(node->bias), residual) || node->has_lost()) {
     return false;
   }
-  node->keep(t, residual, rows, verbatim);
+  node->keep(t, residual, std::nullopt, std::nullopt);
   return true;
+}
+
+void keep_as(const Tensor& t, const Tensor& saved, const OptTensor& residual, int64_t operand, const OptTensor& rows,
+             const OptTensor& verbatim) {
+  auto* const node = NormFunction::of(t, operand);
+  if (node != nullptr) node->keep(saved, residual, rows, verbatim);
 }
 
 Tensor activate(const Tensor& t, const OptTensor& residual, int64_t operand, int64_t version, int64_t activation,

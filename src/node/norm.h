@@ -22,10 +22,13 @@ bool attach_norm(const Tensor& y, const Tensor& x, const OptTensor& weight, cons
 
 // Makes the norm's node keep t instead of x, because something keeps t anyway. t is the output of a norm, or a sum
 // whose operand of this number is one and the other one is `residual`, and is unchanged if its version is this one.
-// `rows` and `verbatim` are those of `attached`. Unless the call `is_decided`, the result is false, and nothing was
-// done, if the call needs Python.
-bool keep(const Tensor& t, const OptTensor& residual, int64_t operand, int64_t version, bool is_decided,
-          const OptTensor& rows, const OptTensor& verbatim);
+// Returns false, and does nothing, if the call needs Python.
+bool keep(const Tensor& t, const OptTensor& residual, int64_t operand, int64_t version);
+
+// The same for a call that Python has decided about. `saved` is t, or an alias of it. `rows` and `verbatim` are those
+// of `attached`.
+void keep_as(const Tensor& t, const Tensor& saved, const OptTensor& residual, int64_t operand, const OptTensor& rows,
+             const OptTensor& verbatim);
 
 // The activation of t, as above. The result has a node of its own, and t has none any more if
 // it is activated in place. Returns an undefined tensor, and does nothing, if the call needs Python.

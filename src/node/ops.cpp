@@ -62,10 +62,9 @@ TORCH_LIBRARY(inplace_abn_node, m) {
          const Tensor& var, double eps, bool training, int64_t shared, std::string_view name) {
         return attach_norm(y, x, weight, bias, mean, var, eps, training, shared, std::string(name));
       });
-  m.def(
-      "keep(Tensor(a!) t, Tensor? residual, int operand, int version, bool is_decided, Tensor? rows, Tensor? verbatim) "
-      "-> bool",
-      &keep);
+  m.def("keep(Tensor(a!) t, Tensor? residual, int operand, int version) -> bool", &keep);
+  m.def("keep_as(Tensor(a!) t, Tensor saved, Tensor? residual, int operand, Tensor? rows, Tensor? verbatim) -> ()",
+        &keep_as);
   m.def(
       "activate(Tensor(a!) t, Tensor? residual, int operand, int version, int activation, float activation_param, "
       "bool in_place) -> Tensor",
