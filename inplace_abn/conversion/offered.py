@@ -7,7 +7,7 @@ the recipe does not know gets the tensor itself. The tensor's own node dies with
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -85,16 +85,33 @@ class Offered(Tensor):
         if torch.compiler.is_compiling() or func in METADATA:
             with _torch.NoTorchFunction():
                 return func(*args, **kwargs)
-        given = [t for t in tensors_in((args, kwargs)) if type(t) is Offered]
+        given = _offered_in(args)
+        if kwargs:
+            given += _offered_in(kwargs.values())
         recipes = {id(t): t._recipe for t in given}
         for t in given:
             t.__class__ = Tensor  # type: ignore[assignment]
         try:
-            return _read(func, args, kwargs, recipes)
+            return _read(func, args, kwargs, given, recipes)
         finally:
             for t in given:
                 if "_recipe" in t.__dict__:
                     t.__class__ = Offered
+
+
+def _offered_in(values: Iterable[Any]) -> list[Any]:
+    """The offered tensors among arguments, at any depth."""
+    found = []
+    for value in values:
+        kind = type(value)
+        if kind is Offered:
+            found.append(value)
+        elif kind not in _LEAVES:
+            found += [t for t in tensors_in(value) if type(t) is Offered]
+    return found
+
+
+_LEAVES = frozenset([Tensor, torch.nn.Parameter, int, float, bool, str, type(None)])
 
 
 def offer(t: Any, recipe: Recipe) -> None:
@@ -131,7 +148,9 @@ def forgotten(t: Any) -> Tensor:
     return t  # type: ignore[no-any-return]
 
 
-def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], recipes: dict[int, Recipe]) -> Any:
+def _read(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], offered: list[Tensor], recipes: dict[int, Recipe]
+) -> Any:
     """The result of a function that is called with offered tensors, which are plain ones meanwhile."""
 
     def native() -> Any:
@@ -143,9 +162,8 @@ def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], recipes: dic
         # A dropout that drops nothing returns what it is given.
         return call
     if func in _ASKING:
-        _ask(func, args, kwargs, recipes)
+        _ask(func, offered, recipes)
         return native()
-    offered = [t for t in tensors_in((args, kwargs)) if id(t) in recipes]
     if any(recipe.layer._past.was_watched for recipe in recipes.values()) and _torch.in_compiled_function():
         # Compilers know plain tensors only.
         for t in offered:
@@ -200,16 +218,14 @@ def _cast(func: Any, t: Tensor, recipe: Recipe, reader: str) -> Tensor:
     return t if narrow is None else narrow
 
 
-def _ask(func: Any, args: Any, kwargs: Any, recipes: dict[int, Recipe]) -> None:
+def _ask(func: Any, offered: list[Tensor], recipes: dict[int, Recipe]) -> None:
     """Makes tensors plain ones whose place in the graph is asked for.
 
     Raises:
         RuntimeError: a hook, or a gradient, is asked for that would lack that of a result beside the tensor.
     """
-    for t in tensors_in((args, kwargs)):
-        recipe = recipes.get(id(t))
-        if recipe is None:
-            continue
+    for t in offered:
+        recipe = recipes[id(t)]
         if recipe.lacks(t) and func in IN_GRAPH and func not in NO_GRADIENT:
             raise RuntimeError(
                 f"inplace_abn: a gradient of the output of {recipe.layer.__dict__['_guard_name']}, or a hook on it, is "

@@ -178,7 +178,7 @@ class OfNorm(OfCall):
         if cpp is None or (call.in_place and _is_hooked(t)):
             return None
         given = self.residual, self._operand, self._version, find(call.activation).code, call.param, call.in_place
-        z: Tensor | None = cpp.activate(t, *given)
+        z: Tensor | None = cpp.activate(t, *_identity(t.shape[1], reference.wide(t.dtype), t.device), *given)
         if z is None:
             return None
         if call.in_place:
@@ -343,10 +343,18 @@ def _is_hooked(t: Tensor) -> bool:
     return bool(t._backward_hooks) or t.retains_grad
 
 
+@functools.lru_cache(maxsize=256)
+def _identity(channels: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The mean and the variance with which a norm without parameters, and with next to no eps, is the identity."""
+    with torch.inference_mode(False), _torch.NoDispatch():
+        zero = torch.zeros(channels, dtype=dtype, device=device)
+        return zero, torch.ones_like(zero)
+
+
 def _activate(y: Tensor, z: Tensor, settings: Settings) -> None:
     """Activates y with tags, so that backward can recover it: with these statistics the norm is the identity."""
-    zero = torch.zeros(y.shape[1], dtype=reference.wide(y.dtype), device=y.device)
-    given = y, zero, torch.ones_like(zero), None, None, None, 1e-30, WEIGHT, *settings.arithmetic()[2:], True
+    statistics = _identity(y.shape[1], reference.wide(y.dtype), y.device)
+    given = y, *statistics, None, None, None, 1e-30, WEIGHT, *settings.arithmetic()[2:], True
     if z is y:
         ops.run(ops.forward, [z], *given)
     else:

@@ -1,7 +1,5 @@
 #include "norm.h"
 
-#include <ATen/ops/ones_like.h>
-#include <ATen/ops/zeros_like.h>
 #include <c10/core/InferenceMode.h>
 
 #include <initializer_list>
@@ -332,29 +330,27 @@ void keep_as(const Tensor& t, const Tensor& saved, const OptTensor& residual, in
   if (node != nullptr) node->keep(saved, residual, rows, verbatim);
 }
 
-Tensor activate(const Tensor& t, const OptTensor& residual, int64_t operand, int64_t version, int64_t activation,
-                double activation_param, bool in_place) {
+Tensor activate(const Tensor& t, const Tensor& mean, const Tensor& var, const OptTensor& residual, int64_t operand,
+                int64_t version, int64_t activation, double activation_param, bool in_place) {
   const auto* const node = NormFunction::of(t, operand);
   if (node == nullptr || t._version() != version || !node->is_unchanged() ||
       !may_attach(node->x, t, optional(node->weight), optional(node->bias), residual) || node->has_lost()) {
     return {};
   }
   // What follows may free the node.
-  const Tensor x = node->x, var = node->var;
+  const Tensor x = node->x, var_of_norm = node->var;
   const OptTensor weight = optional(node->weight), bias = optional(node->bias);
   const NodeSettings settings = node->settings;
   const std::string name = node->layer;
   Tensor z = t;
   {
     const at::AutoDispatchBelowADInplaceOrView guard;
-    const Tensor zero = at::zeros_like(var), one = at::ones_like(var);
-    // With these statistics the norm is the identity, bit for bit.
     if (in_place) {
-      call<Forward>("inplace_abn::forward", "", t, zero, one, std::nullopt, std::nullopt, std::nullopt, identity_eps,
+      call<Forward>("inplace_abn::forward", "", t, mean, var, std::nullopt, std::nullopt, std::nullopt, identity_eps,
                     scale_is_weight, activation, activation_param, true, std::nullopt, std::nullopt);
     } else {
       z = uninitialised_like(t);
-      call<ForwardOut>("inplace_abn::forward", "out", t, zero, one, std::nullopt, std::nullopt, std::nullopt,
+      call<ForwardOut>("inplace_abn::forward", "out", t, mean, var, std::nullopt, std::nullopt, std::nullopt,
                        identity_eps, scale_is_weight, activation, activation_param, true, std::nullopt, std::nullopt,
                        z);
     }
@@ -365,8 +361,8 @@ Tensor activate(const Tensor& t, const OptTensor& residual, int64_t operand, int
   }
   const at::AutoDispatchBelowADInplaceOrView guard;
   const auto copied = [](const OptTensor& value) { return optional(copy(value)); };
-  return attached(x, z, weight, bias, residual, copied(weight), copied(bias), var, std::nullopt, std::nullopt, true,
-                  settings.eps, scale_is_weight, activation, activation_param, 0, name);
+  return attached(x, z, weight, bias, residual, copied(weight), copied(bias), var_of_norm, std::nullopt, std::nullopt,
+                  true, settings.eps, scale_is_weight, activation, activation_param, 0, name);
 }
 
 std::vector<Tensor> parts(const Tensor& t, int64_t operand) {

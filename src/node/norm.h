@@ -30,10 +30,11 @@ bool keep(const Tensor& t, const OptTensor& residual, int64_t operand, int64_t v
 void keep_as(const Tensor& t, const Tensor& saved, const OptTensor& residual, int64_t operand, const OptTensor& rows,
              const OptTensor& verbatim);
 
-// The activation of t, as above. The result has a node of its own, and t has none any more if
-// it is activated in place. Returns an undefined tensor, and does nothing, if the call needs Python.
-Tensor activate(const Tensor& t, const OptTensor& residual, int64_t operand, int64_t version, int64_t activation,
-                double activation_param, bool in_place);
+// The activation of t, as above. `mean` and `var` are those with which a norm is the identity. The result has a node of
+// its own, and t has none any more if it is activated in place. Returns an undefined tensor, and does nothing, if the
+// call needs Python.
+Tensor activate(const Tensor& t, const Tensor& mean, const Tensor& var, const OptTensor& residual, int64_t operand,
+                int64_t version, int64_t activation, double activation_param, bool in_place);
 
 // What the norm was called with that made t, as above: x, weight, bias, mean and var. Empty if these have changed.
 std::vector<Tensor> parts(const Tensor& t, int64_t operand);

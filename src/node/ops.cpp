@@ -66,7 +66,8 @@ TORCH_LIBRARY(inplace_abn_node, m) {
   m.def("keep_as(Tensor(a!) t, Tensor saved, Tensor? residual, int operand, Tensor? rows, Tensor? verbatim) -> ()",
         &keep_as);
   m.def(
-      "activate(Tensor(a!) t, Tensor? residual, int operand, int version, int activation, float activation_param, "
+      "activate(Tensor(a!) t, Tensor mean, Tensor var, Tensor? residual, int operand, int version, int activation, "
+      "float activation_param, "
       "bool in_place) -> Tensor",
       &activate);
   m.def("parts(Tensor t, int operand) -> Tensor[]", &parts);
