@@ -5,7 +5,6 @@ The guard is asked when such a node is to be made, with the call's input, what w
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -197,11 +196,11 @@ class OfNorm(OfCall):
             return False
         is_alike = (other.shape, other.dtype, other.device) == (t.shape, t.dtype, t.device)
         # The sum has the layout of its first operand.
-        is_alike = is_alike and (t is call.first or other.stride() == t.stride())
-        return is_alike and other.untyped_storage().data_ptr() != t.untyped_storage().data_ptr()
+        return is_alike and (t is call.first or other.stride() == t.stride())
 
     def of_sum(self, result: Tensor, residual: Any, call: Adding) -> Recipe:
-        found = copy.copy(self)
+        found = OfNorm.__new__(OfNorm)
+        found.__dict__.update(self.__dict__)
         found.residual, found._seen_residual, found._version = residual, seen(residual), result._version
         found._summed, found._base, found._operand = self, None, int(residual is not call.second)
         return found
