@@ -317,7 +317,7 @@ def test_where_the_output_does_not_tell_a_channel_it_is_saved(small, layout, dty
     z = module(given)
     assert z is given
     assert module.shares_saved() == {dtype: 0.125}
-    assert module._guard.modes[dtype].decisions[-1].verbatim.numbers == (2,)
+    assert guard.mode_of(module, dtype).decisions[-1].verbatim.numbers == (2,)
     assert not records
     expected = F.leaky_relu(twin(exact), 0.01)
     kept, dz = z.detach().clone(), correlated(x.detach())
