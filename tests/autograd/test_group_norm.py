@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from wired_nets import Row
 from wirings import WIRINGS
 
-from inplace_abn import InPlaceGroupNorm, inplace_group_norm, report, revert, set_guard
+from inplace_abn import InPlaceGroupNorm, guard, inplace_group_norm, report, revert, set_guard
 from inplace_abn.guard import measuring
 from inplace_abn.guard.figures import unpacked
 

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from wired_nets import Row
 from wirings import WIRINGS
 
-from inplace_abn import InPlaceABN, InPlaceInstanceNorm, functions, inplace_instance_norm, set_guard
+from inplace_abn import InPlaceABN, InPlaceInstanceNorm, functions, guard, inplace_instance_norm, set_guard
 from inplace_abn.autograd import plain
 from inplace_abn.settings import Operands, Settings
 
