@@ -202,7 +202,8 @@ class OfNorm(OfCall):
         found = OfNorm.__new__(OfNorm)
         found.__dict__.update(self.__dict__)
         found.residual, found._seen_residual, found._version = residual, seen(residual), result._version
-        found._summed, found._base, found._operand = self, None, int(residual is not call.second)
+        found._summed, found._operand = self, int(residual is not call.second)
+        found._base = self._base if call.in_place else None
         return found
 
     def activated(self, t: Tensor, call: Activating, native: Callable[[], Tensor]) -> Tensor | None:
