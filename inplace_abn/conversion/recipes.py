@@ -119,6 +119,8 @@ class OfNorm(OfCall):
     _is_loaded = True
     _operand = 0
     """Which operand of a sum is the norm's output."""
+    _base: Tensor | None = None
+    """What the output is a view of, if torch's norm returns a view."""
 
     narrow: Tensor | None = None
     """x in 16 bits, if autocast makes the norm compute in float32."""
@@ -158,7 +160,7 @@ class OfNorm(OfCall):
         x, weight, bias, *statistics = found
         super().__init__(layer, x, Operands(weight, bias), t, None if cpp is None else native.NodeInCpp(cpp))
         self.settings = Settings(*IDENTITY, layer.eps, WEIGHT, True, None, 0, layer.__dict__["_guard_name"])
-        self.statistics, self._base, self._is_loaded = tuple(statistics), None, True
+        self.statistics, self._is_loaded = tuple(statistics), True
         return True
 
     def _settled(self, t: Tensor, what: tuple[Any, ...]) -> Any:
