@@ -160,6 +160,8 @@ class OfNorm(OfCall):
         x, weight, bias, *statistics = found
         super().__init__(layer, x, Operands(weight, bias), t, None if cpp is None else native.NodeInCpp(cpp))
         self.settings = Settings(*IDENTITY, layer.eps, WEIGHT, True, None, 0, layer.__dict__["_guard_name"])
+        # The node in C++ makes no call under saved-tensor hooks.
+        self._hooks = None
         self.statistics, self._is_loaded = tuple(statistics), True
         return True
 
