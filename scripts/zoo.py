@@ -9,7 +9,7 @@
 Only the models of the packages are needed, so the packages are installed without their dependencies:
 
     pip install --no-deps timm torchvision segmentation-models-pytorch ultralytics opencv-python-headless \\
-        monai dynamic-network-architectures transformers diffusers
+        monai einops dynamic-network-architectures transformers diffusers
 
 Take the torchvision that was made for this torch. Models are built from their configurations, with random weights, and
 run on the CPU. The converted model is measured as initialised and with norms as `trained.as_trained` leaves
