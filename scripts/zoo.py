@@ -535,7 +535,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12, help="that are timed; 0 for none")
     parser.add_argument("--write", metavar="FILE", help="write a page with the table")
     parser.add_argument("--readme", action="store_true", help="measure the table of README.md, and write it there")
-    parser.add_argument("--dtype", default="float32", help="of autocast, with --readme")
+    dtypes = ("float32", "bfloat16")
+    parser.add_argument("--dtype", choices=dtypes, default="float32", help="of autocast, with --readme")
     args = parser.parse_args()
     if args.readme and (args.names or args.write):
         parser.error("the table of README.md has models of its own, so --readme takes neither names nor --write")
