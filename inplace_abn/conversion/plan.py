@@ -76,8 +76,7 @@ class Plan:
         self._state, self._eps, self._momentum = module._guard, module.eps, module.momentum
         self.node: Node = node
         self.name: str = settings.name or type(module).__name__
-        channels = settings.verbatim
-        saved = channels.rows(x.device), len(channels)
+        saved = settings.saved(x.device)
         options = (module.momentum, settings.eps, find(applied[0]).code, applied[1], *saved, settings.name)
         self.in_cpp: Any = node.plan(x, parameters(module)[0], _statistics(module)[0], *options)
         self._approved: dict[tuple[str, float, bool], Note] = {}
@@ -160,7 +159,7 @@ class Plan:
             )
             node: Any = t.grad_fn if is_placed else None
             inputs = node.next_functions if is_placed else ()
-        rows = None if verbatim is None else self.settings.verbatim.rows(x.device)
+        rows = None if verbatim is None else self.settings.saved(x.device)[0]
         values, operands = Values(weight_value, bias_value, var, verbatim, rows), Operands(weight, bias)
         norm = NormCall(module, x, operands, None, values, self.settings, self._look)
         source = inputs[0][0] if inputs and is_inner else None
