@@ -160,7 +160,8 @@ def _statistics(x: Tensor, operands: Operands, training: bool, groups: int, name
         found = _of_all_processes(mean, var, x.numel() // mean.numel(), name) if name else Statistics(mean, var)
         if running_mean is not None and running_var is not None:
             count = x.numel() // mean.numel() if found.total is None else found.total
-            of_batch = found.mean, found.var * (count / (count - 1))
+            # A quotient of sizes alone would have float's precision on CUDA.
+            of_batch = found.mean, found.var * count / (count - 1)
             for running, batch in zip((running_mean, running_var), of_batch, strict=True):
                 batch = batch.mean(0) if groups else batch
                 running.copy_((1 - momentum) * running + momentum * batch)
