@@ -331,6 +331,23 @@ def test_an_eps_that_changes_is_seen(name, device):
         assert_native(name, step(function, module, x), step(native, native, x))
 
 
+def test_a_default_device_changes_nothing(device):
+    """With one a group norm could not be compiled, and the first measurement on CUDA raised."""
+    layers = nn.Conv2d(4, 8, 3), nn.GroupNorm(2, 8), nn.SiLU(), nn.Conv2d(8, 4, 1), nn.BatchNorm2d(4), nn.ReLU()
+    native = nn.Sequential(*layers, nn.Conv2d(4, 2, 1)).to(device, torch.float64)
+    x = torch.randn(3, 4, 8, 9, dtype=torch.float64, device=device)
+    module, eager = (convert(copy.deepcopy(native)) for _ in range(2))
+    function, natively = compiled(module), compiled(copy.deepcopy(native))
+    optimizer = torch.optim.SGD(eager.parameters(), lr=0.0)
+    with torch.device("meta"):
+        for _ in range(5):
+            expected = step(native, native, x)
+            assert_same(step(function, module, x), expected)
+            assert_same(step(eager, eager, x), expected)
+            optimizer.step()
+        assert held(function, x) < held(natively, x)
+
+
 @pytest.mark.parametrize(
     ("name", "part"),
     [(name, part) for name in ("layer norm, gelu", "layer scale") for part in ("norm", "act", "up")]
