@@ -200,8 +200,8 @@ def test_tiny_run(tiny):
     assert (out / "bench.png").stat().st_size > 1000
     (run,) = result["runs"]
     assert [what.partition(": ")[0] for what in run["skipped"]] == [
-        "net timm:none fp32:contiguous",
-        "net timm:none bf16:contiguous",
+        "net timm:none fp32:contiguous trained",
+        "net timm:none bf16:contiguous trained",
     ]
     assert run["malloc"]["mode"] == "warmed"
     assert run["malloc"]["page_faults_64MiB"] < 100

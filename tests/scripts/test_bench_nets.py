@@ -128,8 +128,8 @@ def test_tables_of_nets_give_ratios_to_eager_native_and_notes():
     assert "| net | eager native | eager converted | compiled native |" in text
     assert "| 4.0 (100%) / 8.0 (100%) | 2.0 (50%) / 6.0 (75%) | - |" in text
     assert "| 10.0 | 8.00, 0.800x (0.700-0.900) | - |" in text
-    assert "| b, fp32 contiguous, 2x3x32x32 | - | 8.00 | - |" in text
-    assert "- a, fp32 contiguous, 2x3x32x32, compiled native: why" in text
+    assert "| b trained, fp32 contiguous, 2x3x32x32 | - | 8.00 | - |" in text
+    assert "- a trained, fp32 contiguous, 2x3x32x32, compiled native: why" in text
     assert report.nets_tables({"nets": []}) == ""
 
 
