@@ -41,8 +41,12 @@ OPS = (
     ),
     *(f"tests/autograd/test_{name}.py" for name in ("functions", "residual", "instance_norm")),
 )
-# These tests run all activations, with and without a residual, in few shapes of any alignment.
-CHECKED = ("tests/ops/test_cuda.py", "-k", "test_small_tensors_of_any_alignment and (float32 or bfloat16)")
+# Tests of few shapes of any alignment, with and without a residual, of saved channels and of rows.
+CHECKED = (
+    *("tests/ops/test_cuda.py", "tests/ops/test_verbatim.py", "tests/ops/test_norms_of_rows.py", "-k"),
+    "(any_alignment and (float32 or bfloat16) and (leaky_relu or silu)) or (cuda and dx_is_torchs and bfloat16)"
+    " or (cuda and xhat_is_saved and channels_last and some and silu)",
+)
 BENCH = (PYTHON, "scripts/bench.py", "--time-limit", "{limit}")
 ON_GPU = ("--device", "cuda")
 # Nets are trained on GPUs in this dtype and layout.
