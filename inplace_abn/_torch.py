@@ -281,6 +281,13 @@ def read_while_tracing(function: Any) -> Any:
     return function
 
 
+def process_group(name: str) -> Any:
+    """The process group of this name. Compiled code knows groups by their names."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type, attr-defined]
+
+
 def call_on_joint_graphs(wrap: Any) -> bool:
     """Makes compilers pass their joint graphs of forward and backward through ``wrap(before)``, and returns whether.
 

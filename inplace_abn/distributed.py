@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from inplace_abn import _torch
+
 
 def _level_of_caller() -> int:
     """The number of frames up to the first function that belongs neither to this package nor to torch."""
@@ -39,10 +41,26 @@ def participating_group(group: ProcessGroup | None) -> ProcessGroup | None:
     return group if dist.get_rank(group) >= 0 and dist.get_world_size(group) > 1 else None
 
 
+@_torch.read_while_tracing
+def _place_in_gloo(device: str, name: str) -> tuple[int, int] | None:
+    """This process's rank in a group of gloo that gathers from GPUs, and the number of ranks; None for other groups.
+
+    torch's functional gathering has gloo read memory of the GPU, which ends the process. Its sum copies to the host.
+    """
+    if device != "cuda":
+        return None
+    group = _torch.process_group(name)
+    return (dist.get_rank(group), dist.get_world_size(group)) if dist.get_backend(group) == "gloo" else None
+
+
 def all_gather(t: Tensor, group: Any) -> Tensor:
     """(ranks, n) from every rank's ``t`` of shape (n,). ``group`` is a process group or its name."""
     from torch.distributed import _functional_collectives as functional
 
+    place = _place_in_gloo(t.device.type, group if isinstance(group, str) else group.group_name)
+    if place is not None:
+        rank, ranks = place
+        return all_reduce(torch.nn.functional.pad(t.unsqueeze(0), (0, 0, rank, ranks - rank - 1)), group)
     # torch 2.13 renamed the function, and warns about the old name.
     gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
     gathered: Tensor = functional.wait_tensor(gather(t.unsqueeze(0), 0, group))

@@ -117,9 +117,7 @@ def local(
 
 def _by_node(compiled: node.Node, x: Tensor, operands: Operands, settings: Settings) -> Tensor | None:
     """The call by the node in C++; None if it needs Python."""
-    channels = settings.verbatim
-    saved = channels.rows(x.device), len(channels)
-    what = *operands.momentum_arguments(), *settings.arithmetic(), settings.shared, *saved
+    what = *operands.momentum_arguments(), *settings.arithmetic(), settings.shared, *settings.saved(x.device)
     try:
         return compiled.inplace_abn(x, *operands.tensors(), settings.training, *what)  # type: ignore[no-any-return]
     except (ValueError, RuntimeError) as raised:

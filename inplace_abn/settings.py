@@ -121,8 +121,9 @@ class Settings(NamedTuple):
     """
     name: str = ""
     """The layer's, for messages; empty if it is not known."""
-    verbatim: Channels = Channels()
-    """The channels whose xhat is saved for backward, because z does not determine it."""
+    verbatim: Channels | None = None
+    """The channels whose xhat is saved for backward, because z does not determine it. None means none: compilers
+    may refuse a default that is no constant."""
     rows: str = ""
     """The norm of rows: "layer" or "rms" (`reference`); empty for norms over batch and space."""
 
@@ -134,6 +135,11 @@ class Settings(NamedTuple):
     def activating(self, activation: tuple[str, float]) -> Settings:
         """The settings with another activation and its parameter."""
         return Settings._make((*activation, *self[2:]))
+
+    def saved(self, device: torch.device) -> tuple[Tensor | None, int]:
+        """`Channels.rows` of the channels of ``verbatim``, and how many they are."""
+        channels = self.verbatim
+        return (channels.rows(device), len(channels)) if channels else (None, 0)
 
     def arithmetic(self) -> tuple[float, int, int, float]:
         """The arguments that every op has in common."""

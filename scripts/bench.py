@@ -76,6 +76,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--callgrind", action="store_true", help="count the instructions of a call; needs valgrind, takes minutes")
     nets = "torchvision:resnet18, timm:resnet50, smp:Unet-resnet18, ultralytics:yolo11n, demo:relu"
     add("--nets", nargs="*", type=net_name, metavar="NAME", help=f"whose packages are installed, such as {nets}")
+    weights = "of the nets' norms: as initialised, or as training leaves them (scripts/trained.py; the default)"
+    add("--weights", nargs="+", choices=["initialised", "trained"], default=["trained"], help=weights)
     add("--eager-nets", action="store_true", help="do not compile nets, which on a CPU takes minutes for each")
     add("--net-batch", type=int, nargs="+", help="images per step (default 8, quick 2)")
     batch_memory = "also find the largest batch of each eager net that trains within so much memory (CUDA only)"

@@ -27,30 +27,39 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpu_prebuilt import FOLDER, SITE
+from gpu_prebuilt import ROOT, SITE
 
 PYTHON = sys.executable
 PYTEST = (PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider")
 OPS = (
     *(
         f"tests/ops/test_{name}.py"
-        for name in ("ops", "schemas", "activations", "dead_positions", "norms_of_rows", "cuda")
+        for name in (
+            *("ops", "schemas", "activations", "dead_positions", "norms_of_rows", "cuda"),
+            *("verbatim", "infinities", "shared_statistics"),
+        )
     ),
-    *(f"tests/autograd/test_{name}.py" for name in ("functions", "residual")),
+    *(f"tests/autograd/test_{name}.py" for name in ("functions", "residual", "instance_norm")),
 )
-# These tests run all activations, with and without a residual, in few shapes of any alignment.
-CHECKED = ("tests/ops/test_cuda.py", "-k", "test_small_tensors_of_any_alignment and (float32 or bfloat16)")
+# Tests of few shapes of any alignment, with and without a residual, of saved channels and of rows.
+CHECKED = (
+    *("tests/ops/test_cuda.py", "tests/ops/test_verbatim.py", "tests/ops/test_norms_of_rows.py", "-k"),
+    "(any_alignment and (float32 or bfloat16) and (leaky_relu or silu)) or (cuda and dx_is_torchs and bfloat16)"
+    " or (cuda and xhat_is_saved and channels_last and some and silu)",
+)
 BENCH = (PYTHON, "scripts/bench.py", "--time-limit", "{limit}")
 ON_GPU = ("--device", "cuda")
 # Nets are trained on GPUs in this dtype and layout.
 NETS = (*BENCH, *ON_GPU, "--groups", "--overhead", "0", "--settings", "bf16:channels_last")
 RESNET, *OTHERS = PUBLIC = (
     "torchvision:resnet50",
-    "smp:Unet-resnet18",
     "timm:vit_small_patch16_224",
+    "smp:Unet-resnet18",
     "diffusers:UNet2D",
 )
-LARGE = ("--net-size", "224", "--net-batch", "32")
+# Fewer images take a GPU of this size less time than the host needs to start the kernels.
+LARGE = ("--net-size", "224", "--net-batch", "256")
+BOTH = ("--weights", "initialised", "trained")
 SMALL = ("--malloc", "default", "--groups", "core", "--shapes", "2x8x6x6", "--settings", "fp32:contiguous")
 TINY_NET = ("--malloc", "default", "--groups", "--overhead", "0", "--settings", "fp32:channels_last")
 TINY_NET += ("--nets", "demo:relu", "--net-size", "32", "--net-batch", "2", "--steps", "2")
@@ -64,7 +73,7 @@ the build; without it the first step of each call is a build of some minutes.
 
   OUT=... scripts/gpu_check.sh
   OUT=... scripts/gpu_check.sh prebuilt build compiled others
-  OUT=... scripts/gpu_check.sh prebuilt build sass huge batches suite
+  OUT=... scripts/gpu_check.sh prebuilt build huge batches suite
 
 The folders ops, nets, compiled, others and batches in results.tar.gz go to scripts/results/cuda-DATE.
 """
@@ -85,7 +94,7 @@ class Step(NamedTuple):
 def checker(tool: str) -> Step:
     command = (PYTHON, "scripts/gpu_sanitizer.py", tool)
     tests = ("tests/emulation/test_fuzz.py", "-k", "test_random_calls_on_rows_agree_with_the_cpu and 0")
-    return Step((*command, *CHECKED), (*command, "--device", "emulated", *tests), 90, reserved=45)
+    return Step((*command, *CHECKED), (*command, "--device", "emulated", *tests), 60, reserved=30)
 
 
 def script(name: str, seconds: int, *options: str) -> Step:
@@ -97,30 +106,35 @@ STEPS = {
     "prebuilt": Step((PYTHON, "scripts/gpu_prebuilt.py"), (), 60),
     "build": Step((PYTHON, "setup.py", "build_ext", "--inplace"), (PYTHON, "-c", BUILD_EMULATOR), 270),
     "smoke": script("smoke", 60),
-    "profile": script("profile", 90, "--out", "{tables}"),
+    "waits": Step(
+        (*PYTEST, "-k", "cuda and host", "tests/guard/test_host_waits.py"),
+        (*PYTEST, "-k", "cpu and host", "tests/guard/test_host_waits.py"),
+        40,
+        side_by_side=True,
+    ),
+    "profile": script("profile", 60, "--out", "{tables}"),
+    "nets": Step(
+        (*NETS, "--nets", *PUBLIC, *LARGE, *BOTH, "--eager-nets", "--batch-memory", "16", "--out", "{tables}"),
+        (*BENCH, *TINY_NET, *BOTH, "--eager-nets", "--out", "{tables}"),
+        100,
+    ),
     "ops": Step(
         (*PYTEST, "-k", "cuda", "-m", "not slow and not huge", *OPS),
         (*PYTEST, "-m", "emulated", "tests/ops/test_infinities.py"),
-        120,
+        90,
         side_by_side=True,
     ),
     "bench": Step(
         (*BENCH, *ON_GPU, "--groups", "core", "--overhead", "3", "--seconds", "0.3", "--out", "{tables}"),
         (*BENCH, *SMALL, "--seconds", "0", "--overhead", "0", "--out", "{tables}"),
-        80,
+        60,
     ),
-    "nets": Step(
-        (*NETS, "--nets", *PUBLIC, *LARGE, "--eager-nets", "--batch-memory", "16", "--out", "{tables}"),
-        (*BENCH, *TINY_NET, "--eager-nets", "--out", "{tables}"),
-        110,
-    ),
+    **{tool: checker(tool) for tool in ("memcheck", "racecheck", "synccheck")},
     "compiled": Step(
         (*NETS, "--nets", RESNET, *LARGE, "--out", "{tables}"),
         (*BENCH, *TINY_NET, "--eager-nets", "--out", "{tables}"),
         150,
     ),
-    **{tool: checker(tool) for tool in ("memcheck", "racecheck", "synccheck")},
-    "sass": Step((PYTHON, "scripts/check_sass.py", "{build}", "inplace_abn/_kernels.so"), (), 60),
     "others": Step((*NETS, "--nets", *OTHERS, *LARGE, "--out", "{tables}"), (), 510),
     "huge": Step((*PYTEST, "-k", "cuda", "-m", "huge", "tests"), (), 180),
     "batches": Step(
@@ -177,8 +191,8 @@ def environment_of(name: str, step: Step) -> dict[str, str]:
         # The file that takes longest is done sooner if its kernels are split over the processors.
         environment |= {"INPLACE_ABN_FORCE_CUDA": "1", "INPLACE_ABN_NVCC_FLAGS": "--split-compile=0 -Xptxas=-v"}
         environment |= {"MAX_JOBS": str(os.cpu_count())}
-    if SITE.exists():
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [environment.get("PYTHONPATH"), str(SITE)]))
+    # The package is not installed there.
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH"), str(SITE)]))
     if step.side_by_side and importlib.util.find_spec("xdist") is not None:
         workers = min(8, os.cpu_count() or 1)
         # All workers compute the expected results on the CPU at the same time, so they share its processors.
@@ -190,9 +204,7 @@ def command_of(name: str, command: tuple[str, ...], logs: Path, tables: Path, se
     """The command of a step that runs for at most ``seconds``, and writes what it measures to the folder ``tables``. A
     benchmark begins nothing in the last quarter of that time. It compiles and finishes there what it has begun."""
     limit = int(0.75 * seconds)
-    built = logs / "build.log"
-    build = built if built.exists() else FOLDER / "build.log"
-    words = tuple(word.format(build=build, tables=tables, limit=limit) for word in command)
+    words = tuple(word.format(tables=tables, limit=limit) for word in command)
     return (*words, f"--junitxml={logs / name}.xml") if "pytest" in words else words
 
 

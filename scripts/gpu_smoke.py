@@ -157,6 +157,9 @@ def main(arguments: list[str] | None = None) -> int:
             case = Case(shape, dtype, layout, activation)
             # 16 bits have a wide tolerance already.
             allowed = (2 if dtype.itemsize == 2 else 8) * tolerance(dtype, activation[0])
+            if device.type == "cuda" and activation[0] == "hardswish":
+                # torch's own kernel, which makes z, multiplies doubles by a sixth in float's precision.
+                allowed = max(allowed, 2.0**-24)
             error, what = worst(case.results(counting, device), case.results(own, cpu), allowed)
             found = max(found, (error, f"{what} of {activation[0]}, {shape}"))
         failed += found[0] > 1

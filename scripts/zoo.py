@@ -9,7 +9,7 @@
 Only the models of the packages are needed, so the packages are installed without their dependencies:
 
     pip install --no-deps timm torchvision segmentation-models-pytorch ultralytics opencv-python-headless \\
-        monai dynamic-network-architectures transformers diffusers
+        monai einops dynamic-network-architectures transformers diffusers
 
 Take the torchvision that was made for this torch. Models are built from their configurations, with random weights, and
 run on the CPU. The converted model is measured as initialised and with norms as `trained.as_trained` leaves
@@ -535,7 +535,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12, help="that are timed; 0 for none")
     parser.add_argument("--write", metavar="FILE", help="write a page with the table")
     parser.add_argument("--readme", action="store_true", help="measure the table of README.md, and write it there")
-    parser.add_argument("--dtype", default="float32", help="of autocast, with --readme")
+    dtypes = ("float32", "bfloat16")
+    parser.add_argument("--dtype", choices=dtypes, default="float32", help="of autocast, with --readme")
     args = parser.parse_args()
     if args.readme and (args.names or args.write):
         parser.error("the table of README.md has models of its own, so --readme takes neither names nor --write")

@@ -250,8 +250,8 @@ struct RowsBackwardArgs {
   INPLACE_ABN_INLINE opmath_t gamma(int64_t c) const { return weight ? weight.load(c) : opmath_t(1); }
   INPLACE_ABN_INLINE opmath_t beta(int64_t c) const { return bias && !is_xhat ? bias.load(c) : opmath_t(0); }
   // Where the weight is zero, xhat does not matter.
-  INPLACE_ABN_INLINE opmath_t inverse_gamma(int64_t c) const {
-    const opmath_t g = is_xhat ? opmath_t(1) : gamma(c);
+  INPLACE_ABN_INLINE opmath_t inverse(opmath_t gamma) const {
+    const opmath_t g = is_xhat ? opmath_t(1) : gamma;
     return g == 0 ? opmath_t(0) : 1 / g;
   }
 };

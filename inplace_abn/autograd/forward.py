@@ -12,7 +12,7 @@ from inplace_abn import distributed, reference
 from inplace_abn.autograd import checks
 from inplace_abn.autograd.backward import Values, by_value, values_per_channel
 from inplace_abn.kernels import ops
-from inplace_abn.settings import Channels, Operands, Settings
+from inplace_abn.settings import Operands, Settings
 
 
 def written(
@@ -29,9 +29,8 @@ def written(
     no backward follows. Running statistics are given for each sample, if samples have their own.
     """
     kept = {} if z is x else {"z": z}
-    channels = settings.verbatim if invertible else Channels()
-    rows = channels.rows(x.device)
-    verbatim = None if rows is None else reference.empty_channels(x, len(channels))
+    rows, count = settings.saved(x.device) if invertible else (None, 0)
+    verbatim = None if rows is None else reference.empty_channels(x, count)
     weight, bias, residual, *running, _ = operands
     if settings.per_instance:
         weight, bias = (reference.repeated(t, x.shape[0]) for t in (weight, bias))

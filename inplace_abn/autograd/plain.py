@@ -30,7 +30,7 @@ def abn(x: Tensor, operands: Operands, settings: Settings, inplace: bool = True)
             var, mean = torch.var_mean(values, [0, *range(2, x.dim())], correction=0)
             reference.update(running_mean, running_var, mean, var, values_per_channel(x), momentum)
         running_mean = running_var = None
-    momentum = 0.0 if isinstance(momentum, Tensor) else float(momentum)
+    momentum, weight = 0.0 if isinstance(momentum, Tensor) else float(momentum), _beside_bias(weight, bias)
     y = F.batch_norm(x, running_mean, running_var, weight, bias, settings.training, momentum, settings.eps)
     return _added_and_activated(y, operands, settings, inplace)
 
@@ -47,12 +47,14 @@ def _group_norm(x: Tensor, operands: Operands, settings: Settings) -> Tensor:
     dtypes = [t.dtype for t in (x, operands.weight, operands.bias) if t is not None]
     wide = functools.reduce(torch.promote_types, dtypes)
     weight, bias = (None if t is None else t.to(wide) for t in (operands.weight, operands.bias))
+    weight = _beside_bias(weight, bias)
     return F.group_norm(x.to(wide), x.shape[1] // settings.shared, weight, bias, settings.eps).to(x.dtype)
 
 
 def _instance_norm(x: Tensor, operands: Operands, settings: Settings) -> Tensor:
     _, _, _, running_mean, running_var, momentum = operands
     weight, bias = _of_one_dtype(operands.weight, operands.bias, running_mean)
+    weight = _beside_bias(weight, bias)
     # On the CPU torch's gradient of one channels-last sample with several spatial dimensions is wrong.
     flat = x.flatten(2) if x.dim() > 3 else x
     share = float(momentum)
@@ -64,6 +66,11 @@ def _added_and_activated(y: Tensor, operands: Operands, settings: Settings, inpl
     if operands.residual is not None:
         y = y + operands.residual
     return activate(y, settings.activation, settings.activation_param, inplace)
+
+
+def _beside_bias(weight: Tensor | None, bias: Tensor | None) -> Tensor | None:
+    """The weight, or ones where there is a bias only. torch's norms do not have its gradient on all devices."""
+    return torch.ones_like(bias) if weight is None and bias is not None else weight
 
 
 def _of_one_dtype(

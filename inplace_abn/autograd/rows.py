@@ -13,8 +13,8 @@ from inplace_abn.settings import AT_LEAST_EPS, Settings
 
 
 def _recovered(saved: Saved, settings: Settings, dtype: torch.dtype) -> Tensor:
-    xhat = saved.verbatim
-    verbatim = None if xhat is None else (settings.verbatim.indices(xhat.device), xhat)
+    xhat, channels = saved.verbatim, settings.verbatim
+    verbatim = None if xhat is None or channels is None else (channels.indices(xhat.device), xhat)
     return recovered_rows(saved.z, saved.weight, saved.bias, verbatim, dtype)
 
 

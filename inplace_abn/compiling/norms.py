@@ -86,7 +86,7 @@ def gradients(
     of_samples = [t.flatten(2).sum(-1) if t.dim() > 2 else t for t in (wide, wide * xhat)]
     scaled_sums = of_samples if weight is None else [t * weight for t in of_samples]
     count = dy.numel() // var.numel()
-    of_dy, of_xhat_dy = (t.unflatten(1, (var.shape[1], -1)).sum(-1) / count for t in scaled_sums)
+    of_dy, of_xhat_dy = (torch.unflatten(t, 1, (var.shape[1], -1)).sum(-1) / count for t in scaled_sums)
     dx = wide if weight is None else wide * per_channel(weight, wide)
     dx = input_gradient(dx, xhat, inv_std, (of_dy, of_xhat_dy))
     return dx.to(dtype), of_samples[1].sum(0), of_samples[0].sum(0)
@@ -154,13 +154,14 @@ def _statistics(x: Tensor, operands: Operands, training: bool, groups: int, name
     with torch.no_grad():
         values = x.detach().to(reference.wide(x.dtype))
         if groups:
-            values = values.unflatten(1, (groups, -1))
+            values = torch.unflatten(values, 1, (groups, -1))
         dims = [*range(2, values.dim())] if groups else [0, *range(2, x.dim())]
         var, mean = torch.var_mean(values, dims, correction=0)
         found = _of_all_processes(mean, var, x.numel() // mean.numel(), name) if name else Statistics(mean, var)
         if running_mean is not None and running_var is not None:
             count = x.numel() // mean.numel() if found.total is None else found.total
-            of_batch = found.mean, found.var * (count / (count - 1))
+            # A quotient of sizes alone would have float's precision on CUDA.
+            of_batch = found.mean, found.var * count / (count - 1)
             for running, batch in zip((running_mean, running_var), of_batch, strict=True):
                 batch = batch.mean(0) if groups else batch
                 running.copy_((1 - momentum) * running + momentum * batch)
@@ -170,7 +171,7 @@ def _statistics(x: Tensor, operands: Operands, training: bool, groups: int, name
 def _of_all_processes(mean: Tensor, var: Tensor, count: int, name: str) -> Statistics:
     """The statistics of the batches of all processes, of which some may be empty."""
     own = torch.stack([mean, var, torch.full_like(mean, count)])
-    gathered = all_gather(own.flatten(), name).unflatten(1, own.shape)
+    gathered = torch.unflatten(all_gather(own.flatten(), name), 1, own.shape)
     gathered = torch.where(gathered[:, 2:] == 0, 0.0, gathered)
     means, variances, counts = gathered.unbind(1)
     total = counts.sum(0)

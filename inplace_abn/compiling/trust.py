@@ -295,7 +295,8 @@ def _tolerated(module: Any, dtype: torch.dtype, candidates: _Candidates, before:
 
 def _normal(channels: int) -> tuple[Tensor, Tensor]:
     """Values of two independent standard normal distributions, each of shape (1, channels, values); float64."""
-    steps = torch.arange(0.5, channels * min(max(_VALUES // channels, _LEAST), _VALUES_OF_CHANNEL), dtype=torch.float64)
+    count = channels * min(max(_VALUES // channels, _LEAST), _VALUES_OF_CHANNEL)
+    steps = torch.arange(0.5, count, dtype=torch.float64, device="cpu")
     # Quantiles are dealt to the channels in turn. Multiples of the golden ratio fill the range evenly, in an order that
     # has nothing to do with the size.
     values = torch.special.ndtri(steps / len(steps)).view(1, -1, channels).mT.contiguous()
@@ -307,7 +308,7 @@ def _normal(channels: int) -> tuple[Tensor, Tensor]:
 def _affine(weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype, shared: int) -> tuple[Tensor, Tensor]:
     """Weight and bias on the CPU."""
     given = [t.detach().to("cpu", dtype) for t in (weight, bias) if t is not None]
-    given = given or [torch.ones(max(shared, 1), dtype=dtype)]
+    given = given or [torch.ones(max(shared, 1), dtype=dtype, device="cpu")]
     gamma = torch.ones_like(given[0]) if weight is None else given[0]
     return gamma, torch.zeros_like(gamma) if bias is None else given[-1]
 

@@ -98,7 +98,7 @@ def fetched(packed: Tensor) -> tuple[Tensor, torch.Event | None]:
     """A copy on the host, and the event at which it is complete. The event is None if the figures are on the host."""
     if packed.is_cpu:
         return packed, None
-    host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=packed.is_cuda)
+    host = torch.empty(packed.shape, dtype=packed.dtype, device="cpu", pin_memory=packed.is_cuda)
     host.copy_(packed, non_blocking=True)
     event = torch.Event(packed.device)
     # The copy is on the stream of its own device, which need not be the current one.

@@ -33,7 +33,10 @@ SAMPLE = 1 << 17
 _CHANNELS = 1 << 12
 """The largest number of channels that several images have together of which `sample` takes values."""
 PIECE = 1 << 15
-"""The number of values that are looked at together, for each of which there are up to 12 float64."""
+"""The number of values that are looked at together on a CPU, for each of which there are up to 12 float64.
+
+Elsewhere it is `SAMPLE`, because the host takes longer to start an op than a device to run it.
+"""
 
 
 class Errors(NamedTuple):
@@ -104,9 +107,10 @@ def measured(x: Tensor, mean: Tensor, var: Tensor, operands: Operands, settings:
     _, channels, size = x.shape
     count = sum(_SUMS)
     # The sums of a channel of few values take more memory than the values.
-    means, step = inv_std.new_zeros(count, channels), max(1, PIECE // max(size, count))
+    piece = PIECE if x.is_cpu else SAMPLE
+    means, step = inv_std.new_zeros(count, channels), max(1, piece // max(size, count))
     for rows in (slice(i, i + step) for i in range(0, channels, step)):
-        for columns in (slice(i, i + PIECE) for i in range(0, size, PIECE)):
+        for columns in (slice(i, i + piece) for i in range(0, size, piece)):
             given = Operands(part(weight, rows), part(bias, rows), part(residual, slice(None), rows, columns))
             statistics = mean[rows], var[rows]
             means[:, rows].add_(_sums(x[:, rows, columns], exact[:, rows], statistics, given, settings))

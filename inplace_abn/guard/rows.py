@@ -29,7 +29,8 @@ def figures(x: Tensor, y: Tensor, weight: Tensor | None, bias: Tensor | None, se
     places, channels, (x, y) = _places(x), x.shape[-1], (t.flatten(0, -2) for t in (x, y))
     gamma = x.new_ones(channels, dtype=torch.float64) if weight is None else weight.double()
     sums, is_unknown = gamma.new_zeros(8, channels), torch.zeros((), dtype=torch.bool, device=x.device)
-    for rows in places.split(max(1, PIECE // channels)):
+    piece = PIECE if x.is_cpu else SAMPLE
+    for rows in places.split(max(1, piece // channels)):
         own = x[rows].double()
         is_unknown |= ~own.isfinite().all()
         recovered = recovered_rows(y[rows], weight, bias, None, y.dtype).double()

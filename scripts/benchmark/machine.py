@@ -33,9 +33,14 @@ COPY_BYTES = 1 << 30
 
 
 def environment(mode: str) -> dict[str, str]:
-    """The environment of this process, with the variables of malloc set for ``mode``."""
+    """The environment of this process, with the variables of malloc set for ``mode``.
+
+    In it Python finds the package that this process has imported.
+    """
     inherited = {name: value for name, value in os.environ.items() if name not in MALLOC}
-    return inherited | (MALLOC if mode == "warmed" else {})
+    folders = [str(Path(inplace_abn.__file__).parents[1]), os.environ.get("PYTHONPATH")]
+    path = {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
+    return inherited | path | (MALLOC if mode == "warmed" else {})
 
 
 def warm(nbytes: int) -> None:

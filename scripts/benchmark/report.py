@@ -158,7 +158,9 @@ def overhead_table(run: Record) -> str:
 
 
 def net_name(net: Record) -> str:
-    return f"{net['net']}, {net['dtype']} {net['layout']}, {net['batch']}x3x{net['size']}x{net['size']}"
+    return (
+        f"{net['net']} {net['weights']}, {net['dtype']} {net['layout']}, {net['batch']}x3x{net['size']}x{net['size']}"
+    )
 
 
 def nets_tables(run: Record) -> str:

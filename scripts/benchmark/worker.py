@@ -103,12 +103,12 @@ class Worker:
     def measure_nets(self) -> Iterator[dict[str, Any]]:
         args = self.args
         names = [name for name, how in steps.CONTENDERS.items() if not (how.compiled and args.eager_nets)]
-        for net, setting in itertools.product(args.nets, self.settings):
-            what = f"net {net} {setting}"
+        for net, setting, weights in itertools.product(args.nets, self.settings, args.weights):
+            what = f"net {net} {setting} {weights}"
             if not self.has_time(what):
                 continue
             try:
-                course = steps.Course(zoo.named(net).build(), setting, args.net_size, self.device)
+                course = steps.Course(zoo.named(net).build(weights == "trained"), setting, args.net_size, self.device)
             except Exception as error:
                 self.skipped.append(f"{what}: {reason(error)}")
                 continue
@@ -118,7 +118,8 @@ class Worker:
 
             for batch in args.net_batch:
                 measured = steps.measure_net(course, batch, args.steps, names, has_time, args.batch_memory)
-                yield {"net": net, **setting._asdict(), "batch": batch, "size": args.net_size} | measured
+                what_it_is = {"net": net, "weights": weights, **setting._asdict(), "batch": batch}
+                yield what_it_is | {"size": args.net_size} | measured
 
 
 def compare(collected: dict[str, Tensor]) -> dict[str, Any]:

@@ -44,7 +44,9 @@ def oracle(x, dz, weight, bias, running_mean, running_var, residual, training, m
         if t is not None
     }
     running = [None if t is None else t.double().clone() for t in (running_mean, running_var)]
-    y = F.instance_norm(leaves["x"], *running, leaves.get("weight"), leaves.get("bias"), training, momentum, EPS)
+    # On CUDA torch has no gradient of a bias without a weight.
+    scale = leaves.get("weight", x.new_ones(x.shape[1], dtype=torch.float64))
+    y = F.instance_norm(leaves["x"], *running, scale, leaves.get("bias"), training, momentum, EPS)
     z = exactly(y + leaves["residual"] if residual is not None else y, activation, param)
     z.backward(dz.double().contiguous())
     return {"z": z, **{f"d{name}": t.grad for name, t in leaves.items()}, "mean": running[0], "var": running[1]}

@@ -12,7 +12,7 @@ from cases import relative_error
 from torch import nn
 
 import inplace_abn
-from inplace_abn import ABN, InPlaceABN, InPlaceABNSync, distributed, functions
+from inplace_abn import ABN, InPlaceABN, InPlaceABNSync, InPlaceGroupNorm, InPlaceInstanceNorm, distributed, functions
 
 MODULES = [ABN, InPlaceABN, InPlaceABNSync]
 
@@ -72,6 +72,31 @@ def test_abn_and_its_in_place_twins_agree(tracking, momentum, activation, traini
     for other in results[1:]:
         for a, b in zip(other, results[0], strict=True):
             assert relative_error(a, b) < 1e-10
+
+
+OF_FOUR = {
+    "batch norm": lambda: InPlaceABN(4, dtype=torch.float64),
+    "instance norm": lambda: InPlaceInstanceNorm(4, affine=True, dtype=torch.float64),
+    "group norm": lambda: InPlaceGroupNorm(2, 4, dtype=torch.float64),
+}
+
+
+@pytest.mark.parametrize("name", OF_FOUR)
+def test_a_bias_without_a_weight_has_its_gradient_out_of_place(name, device, monkeypatch):
+    """torch's group norm raised in backward, and on CUDA all of torch's norms did."""
+    module = OF_FOUR[name]().to(device)
+    module.weight = None
+    nn.init.normal_(module.bias)
+    x, results = torch.randn(3, 4, 5, 6, dtype=torch.float64, device=device, requires_grad=True), []
+    for disabled in (False, True):
+        monkeypatch.setattr(functions, "_DISABLED", disabled)
+        if disabled:
+            monkeypatch.setattr(functions, "_node", None)
+        given = x * 1
+        z = module(given)
+        assert (z is given) is not disabled
+        results.append([z.detach().clone(), *torch.autograd.grad(z.square().sum(), (x, module.bias))])
+    torch.testing.assert_close(*results)
 
 
 def test_momentum_none_averages_all_batches(device):

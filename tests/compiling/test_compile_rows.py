@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from cases import INDUCTOR
 from compiled_converted_nets import held
 from compiled_nets import assert_same, step
-from compiled_rows_nets import NETS, Chain, batch, made, measured
+from compiled_rows_nets import NETS, Chain, assert_native, batch, made, measured
 from layer_norms import RMSNormOfLlama
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -38,7 +38,7 @@ def test_gradients_are_native_and_no_more_is_held_than_in_eager(name, backend, d
     module = convert(copy.deepcopy(native))
     function, natively = compiled(module, backend), compiled(copy.deepcopy(native), backend)
     for _ in range(2):
-        assert_same(step(function, module, x), step(native, native, x))
+        assert_native(name, step(function, module, x), step(native, native, x))
     eager = measured(native, x)
     if name not in ("norms of channels by hand", "group norm, sum, silu"):
         assert held(function, x) < held(natively, x)
@@ -52,7 +52,7 @@ def test_after_eager_steps_no_more_is_held_than_in_them(name, device):
     function = compiled(module)
     for _ in range(4):
         step(native, native, x)
-    assert_same(step(function, module, x), step(native, native, x))
+    assert_native(name, step(function, module, x), step(native, native, x))
     assert held(function, x) <= held(module, x)
 
 
@@ -62,9 +62,9 @@ def test_evaluation_is_native(name, device):
     step(native, native, x)
     module = convert(copy.deepcopy(native.eval()))
     function = compiled(module)
-    assert_same(step(function, module, x), step(native, native, x))
+    assert_native(name, step(function, module, x), step(native, native, x))
     with torch.no_grad():
-        assert_same(function(x), native(x))
+        assert_native(name, function(x), native(x))
 
 
 @pytest.mark.parametrize("name", ["layer norm, gelu", "RMS norm, mish", "group norm, silu", "layer scale"])
@@ -306,7 +306,7 @@ def test_gradients_are_native_whatever_the_way_of_compiling(name, way, device):
     with torch._dynamo.config.patch(compiled_autograd=False):
         module, function = WAYS[way](native, x)
         for _ in range(2):
-            assert_same(step(function, module, x), step(native, native, x))
+            assert_native(name, step(function, module, x), step(native, native, x))
 
 
 @pytest.mark.parametrize("name", COMPILED_LONG)
@@ -328,7 +328,24 @@ def test_an_eps_that_changes_is_seen(name, device):
         for net in (native, module):
             for norm in (net.norm, net.other):
                 setattr(norm, "variance_epsilon" if hasattr(norm, "variance_epsilon") else "eps", eps)
-        assert_same(step(function, module, x), step(native, native, x))
+        assert_native(name, step(function, module, x), step(native, native, x))
+
+
+def test_a_default_device_changes_nothing(device):
+    """With one a group norm could not be compiled, and the first measurement on CUDA raised."""
+    layers = nn.Conv2d(4, 8, 3), nn.GroupNorm(2, 8), nn.SiLU(), nn.Conv2d(8, 4, 1), nn.BatchNorm2d(4), nn.ReLU()
+    native = nn.Sequential(*layers, nn.Conv2d(4, 2, 1)).to(device, torch.float64)
+    x = torch.randn(3, 4, 8, 9, dtype=torch.float64, device=device)
+    module, eager = (convert(copy.deepcopy(native)) for _ in range(2))
+    function, natively = compiled(module), compiled(copy.deepcopy(native))
+    optimizer = torch.optim.SGD(eager.parameters(), lr=0.0)
+    with torch.device("meta"):
+        for _ in range(5):
+            expected = step(native, native, x)
+            assert_same(step(function, module, x), expected)
+            assert_same(step(eager, eager, x), expected)
+            optimizer.step()
+        assert held(function, x) < held(natively, x)
 
 
 @pytest.mark.parametrize(

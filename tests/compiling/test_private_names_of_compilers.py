@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch._dynamo.compiled_autograd
+import torch.distributed as dist
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -163,3 +164,11 @@ def test_decompositions_take_silu_apart():
     table = _torch.decompositions()
     assert table is not None
     assert torch.ops.aten.silu.default in table
+
+
+def test_a_process_group_is_found_by_its_name():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert _torch.process_group(dist.group.WORLD.group_name) is dist.group.WORLD
+    finally:
+        dist.destroy_process_group()

@@ -1,6 +1,7 @@
 """Synchronised statistics: every rank gets what one process computes from the whole batch."""
 
 import copy
+import math
 
 import maths
 import pytest
@@ -26,7 +27,7 @@ from whole_batch import (
     synchronised,
 )
 
-from inplace_abn import InPlaceABN, InPlaceABNSync
+from inplace_abn import InPlaceABN, InPlaceABNSync, _torch, distributed
 from inplace_abn import inplace_abn_sync as abn_sync
 
 
@@ -384,3 +385,25 @@ def test_out_of_place_has_second_derivatives():
     (dx,) = torch.autograd.grad(z, x, dz, create_graph=True)
     dx.square().sum().backward()
     check((x.grad, over_ranks(affine[0].grad)), (whole.grad.chunk(2)[dist.get_rank()], twin_affine[0].grad), 1e-10)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@on_each_rank(2, 3)
+def test_gloo_sums_what_it_cannot_gather(compiled):
+    """A group of gloo read memory of the GPU as if it was the host's, which ended the process."""
+    torch.compiler.reset()
+    place, group = distributed._place_in_gloo, dist.group.WORLD
+    t = torch.tensor([1.0, math.inf, -math.inf, math.nan, 1e-300], dtype=torch.float64) + dist.get_rank()
+    expected = [torch.empty_like(t) for _ in range(dist.get_world_size())]
+    dist.all_gather(expected, t)
+    distributed._place_in_gloo = _torch.read_while_tracing(lambda _, name: place("cuda", name))
+    try:
+        for given in (group, group.group_name):
+
+            def gather(t, given=given):
+                return distributed.all_gather(t, given)
+
+            function = torch.compile(gather, backend="aot_eager", fullgraph=True) if compiled else gather
+            torch.testing.assert_close(function(t), torch.stack(expected), rtol=0, atol=0, equal_nan=True)
+    finally:
+        distributed._place_in_gloo = place

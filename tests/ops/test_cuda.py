@@ -55,7 +55,7 @@ VIEWS = {
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("with_residual", [False, True], ids=["alone", "residual"])
 @pytest.mark.parametrize(("activation", "param"), ALL_ACTIVATIONS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_small_tensors_of_any_alignment_agree_with_the_cpu(dtype, activation, param, with_residual, view):
     for shape in [(3, 16, 9, 7), (5, 19, 8, 8), (2, 3, 65, 64)]:
         x, dz, added = (torch.randn(shape, dtype=torch.float64).to(dtype) for _ in range(3))

@@ -8,8 +8,9 @@ from cases import DTYPES, TOLERANCE, relative_error, stats_dtype
 from inplace_abn.kernels import ops
 
 EPS = 1e-5
-# Fewer columns than a vector holds, no multiple of one, more than are converted at a time, and one row.
-SHAPES = [(7, 3), (5, 96), (4, 300), (33, 130), (1, 1025), (2, 1)]
+# Fewer columns than a vector holds, no multiple of one, more than are converted at a time, and one row. Rows that 8
+# threads, a warp or a block keep, and longer ones.
+SHAPES = [(7, 3), (5, 96), (4, 300), (33, 130), (1, 1025), (2, 1), (9, 640), (3, 1096), (2, 4104)]
 
 
 def call(shape, dtype, device, affine, centred):

@@ -3,7 +3,9 @@
 import contextlib
 import io
 import json
+import os
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +19,7 @@ from benchmark import machine, overhead, report, steps, timing
 from benchmark.cases import CORE, GROUPS, Case, Setting, make_cases, shape_of
 from benchmark.contenders import CHECKPOINT, COMPILE, EAGER, FLOOR, OURS, PEER, make_contender, make_iterations
 
+import inplace_abn
 from inplace_abn.kernels import ops
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -197,8 +200,8 @@ def test_tiny_run(tiny):
     assert (out / "bench.png").stat().st_size > 1000
     (run,) = result["runs"]
     assert [what.partition(": ")[0] for what in run["skipped"]] == [
-        "net timm:none fp32:contiguous",
-        "net timm:none bf16:contiguous",
+        "net timm:none fp32:contiguous trained",
+        "net timm:none bf16:contiguous trained",
     ]
     assert run["malloc"]["mode"] == "warmed"
     assert run["malloc"]["page_faults_64MiB"] < 100
@@ -263,6 +266,13 @@ def test_tables_tell_means_and_net_overhead():
     assert "| in-place | 70.0 (69.0-71.0) | 7000 | 1.50 | 1.50 | 1.25 |" in text
     assert "| neither | 10.0 (9.00-11.0) | 1000 | - | - | - |" in text
     assert "| converted, sum | 90.0 (89.0-91.0) | 9000 | 1.60 | 1.60 | 1.60 |" in text
+
+
+def test_a_new_process_finds_the_package_of_the_one_that_starts_it(monkeypatch):
+    """Where the package was not installed, the process that measures did not find it."""
+    monkeypatch.setenv("PYTHONPATH", "elsewhere")
+    folders = machine.environment("warmed")["PYTHONPATH"].split(os.pathsep)
+    assert folders == [str(Path(inplace_abn.__file__).parents[1]), "elsewhere"]
 
 
 def test_cuda_report_without_cuda(tiny):

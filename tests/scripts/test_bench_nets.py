@@ -120,7 +120,7 @@ def test_without_time_no_contender_is_begun():
 def test_tables_of_nets_give_ratios_to_eager_native_and_notes():
     native = {"ms": [9.0, 10.0, 11.0], "ratio": [1, 1, 1], "held": 4 << 20, "peak": 8 << 20}
     converted = {"ms": [7.0, 8.0, 9.0], "ratio": [0.7, 0.8, 0.9], "held": 2 << 20, "peak": 6 << 20}
-    described = {"net": "a", "dtype": "fp32", "layout": "contiguous", "batch": 2, "size": 32}
+    described = {"net": "a", "weights": "trained", "dtype": "fp32", "layout": "contiguous", "batch": 2, "size": 32}
     whole = {"contenders": dict(zip(EAGER, (native, converted), strict=True)), "notes": {"compiled native": "why"}}
     # The second net has no eager native contender to compare with.
     partial = {"contenders": {EAGER[1]: {k: v for k, v in converted.items() if k != "ratio"}}, "notes": {}}
@@ -128,8 +128,8 @@ def test_tables_of_nets_give_ratios_to_eager_native_and_notes():
     assert "| net | eager native | eager converted | compiled native |" in text
     assert "| 4.0 (100%) / 8.0 (100%) | 2.0 (50%) / 6.0 (75%) | - |" in text
     assert "| 10.0 | 8.00, 0.800x (0.700-0.900) | - |" in text
-    assert "| b, fp32 contiguous, 2x3x32x32 | - | 8.00 | - |" in text
-    assert "- a, fp32 contiguous, 2x3x32x32, compiled native: why" in text
+    assert "| b trained, fp32 contiguous, 2x3x32x32 | - | 8.00 | - |" in text
+    assert "- a trained, fp32 contiguous, 2x3x32x32, compiled native: why" in text
     assert report.nets_tables({"nets": []}) == ""
 
 

@@ -109,7 +109,7 @@ def test_the_models_table_is_written_between_its_markers():
     )
 
 
-def test_the_table_of_the_readme_is_of_its_models_alone(monkeypatch, tmp_path):
+def test_the_table_of_the_readme_is_of_its_models_alone_and_in_float32(monkeypatch, tmp_path, capsys):
     readme = tmp_path / "README.md"
     readme.write_text("a\n<!-- models -->\nold\n<!-- /models -->\nb", encoding="utf-8")
     monkeypatch.setattr(zoo, "README", readme)
@@ -123,9 +123,18 @@ def test_the_table_of_the_readme_is_of_its_models_alone(monkeypatch, tmp_path):
     assert columns == zoo.line(zoo.README_COLUMNS)
     assert row.startswith("| CNN | its model, 2x3x32x32 | ")
     assert f"torch {torch.__version__}" in versions
-    monkeypatch.setattr(sys, "argv", ["zoo.py", "--readme", "its"])
-    with pytest.raises(SystemExit):
-        zoo.main()
+    written = readme.read_text(encoding="utf-8")
+    monkeypatch.setattr(sys, "argv", ["zoo.py", "--readme", "--steps", "0", "--dtype", "bfloat16"])
+    zoo.main()
+    assert readme.read_text(encoding="utf-8") == written
+    printed = capsys.readouterr().out.splitlines()
+    of_float32, of_bfloat16 = (line for line in printed if line.startswith("| CNN | its model"))
+    assert of_float32 == row
+    assert of_bfloat16 != row
+    for options in (["--readme", "its"], ["--dtype", "bfloat16"]):
+        monkeypatch.setattr(sys, "argv", ["zoo.py", *options])
+        with pytest.raises(SystemExit):
+            zoo.main()
 
 
 @pytest.mark.parametrize("name", zoo.ZOO)

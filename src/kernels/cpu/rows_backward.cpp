@@ -98,7 +98,7 @@ void rows_backward(const RowsBackwardArgs<scalar_t>& args) {
   for (int64_t c = 0; c < size; ++c) {
     values[c] = args.gamma(c);
     values[size + c] = args.beta(c);
-    values[2 * size + c] = args.inverse_gamma(c);
+    values[2 * size + c] = args.inverse(args.gamma(c));
   }
   const Columns<opmath_t> columns{values.data(), values.data() + size, values.data() + 2 * size};
   torch::stable::parallel_for(0, args.rows, grain(size),

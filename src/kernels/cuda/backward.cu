@@ -184,10 +184,12 @@ void backward_reduce(const BackwardReduceArgs<scalar_t>& args) {
 
 template <typename scalar_t>
 void verbatim_gradient(const VerbatimGradientArgs<scalar_t>& args) {
+  if (!args.verbatim) return;
+  const VerbatimPartition p(args.verbatim, args.extent);
   visit_activation<scalar_t>(args.activation.kind, args.activation.param, [&](auto act) {
     using Act = decltype(act);
     if constexpr (is_curved<Act>) {
-      launch(differentiate_kernel<scalar_t, Act>, args.extent.channels, verbatim_threads, args, act);
+      launch(differentiate_kernel<scalar_t, Act>, p.rows * p.parts, verbatim_threads, args, p.parts, act);
     }
   });
 }

@@ -69,9 +69,10 @@ constexpr bool heavy<Relu<scalar_t>> = false;
 template <typename scalar_t>
 constexpr bool heavy<PlainRelu<scalar_t>> = false;
 
-// Blocks that a multiprocessor holds at least, which bounds the registers of a thread: 3 blocks to 80, 2 to 128, which
-// is what doubles need, five streams, reductions of 16 bits that store or do much arithmetic, and the values of many
-// channels with three streams or much arithmetic.
+// Blocks that a multiprocessor holds at least, which bounds the registers of a thread: 3 blocks to 80; 4 to 64, where a
+// reduction stores nothing and needs no more, because loads are all that it waits for; 2 to 128, which is what doubles
+// need, five streams, reductions of 16 bits that store or do much arithmetic, and the values of many channels with
+// three streams or much arithmetic.
 template <typename Op, int channels>
 constexpr bool wide = [] {
   if (channels > 4) return Op::inputs > 2 || Op::outputs > 1 || Op::much_arithmetic;
@@ -79,8 +80,14 @@ constexpr bool wide = [] {
   const bool reduces_much = Op::reduces && is_16_bit && (Op::outputs > 0 || Op::much_arithmetic);
   return Op::inputs + Op::outputs > 4 || reduces_much;
 }();
+// Statistics keep three values of each channel.
 template <typename Op, int channels>
-constexpr int resident = sizeof(typename Op::opmath_t) == sizeof(double) || wide<Op, channels> ? 2 : 3;
+constexpr bool narrow =
+    Op::reduces && Op::outputs == 0 && Op::inputs < 3 && !Op::much_arithmetic && (channels == 1 || !Op::at_once);
+template <typename Op, int channels>
+constexpr int resident = sizeof(typename Op::opmath_t) == sizeof(double) || wide<Op, channels> ? 2
+                         : narrow<Op, channels>                                                ? 4
+                                                                                               : 3;
 
 // Blocks that the current device holds.
 template <typename Op, int channels>

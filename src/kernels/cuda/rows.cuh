@@ -80,14 +80,17 @@ __global__ void __launch_bounds__(block_threads, resident<Op, width>)
       }
       __syncthreads();
     }
-    if (y == 0 && inside) {
+    // Every thread finishes an element or so of the column, because places in it take divisions to find.
+    if (y == 0) {
+      counts[x] = count;
 #pragma unroll
-      for (int v = 0; v < width; ++v) {
-        const int64_t share = part * p.rows.repeats() + p.rows.repeat(e + v);
-        // Not from registers, which a channel that is of no use before would take up for all of the loop.
-        const Totals totals = op.totals(shared_channels[x * width + v], sum[v], count);
-        leave(op, p.rows.channel(e + v), totals, shares, share, p.rows.channels);
-      }
+      for (int v = 0; v < width; ++v) shared[v][x] = sum[v];
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < p.width * width && column_start + i < p.rows.length; i += blockDim.x) {
+      const int64_t element = column_start + i, share = part * p.rows.repeats() + p.rows.repeat(element);
+      const Totals totals = op.totals(shared_channels[i], shared[i % width][i / width], counts[i / width]);
+      leave(op, p.rows.channel(element), totals, shares, share, p.rows.channels);
     }
   }
 }

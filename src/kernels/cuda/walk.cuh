@@ -20,7 +20,8 @@
 //               channels, see partition.h. Few channels are cut into many parts, so that all multiprocessors work; many
 //               channels are a block each.
 //   block       up to 256 threads of at most 80 registers, so that 3 blocks fit on a multiprocessor, 3/8 of the threads
-//               that it can hold; fewer registers would spill. 128 registers and 2 blocks for doubles and a few others.
+//               that it can hold; fewer registers would spill. 128 registers and 2 blocks for doubles and a few others,
+//               64 registers and 4 blocks for reductions that store nothing and need no more.
 //   loads       each thread first issues all loads of its `unroll` items: 4 for ops with one input, 2 for ops with two,
 //               that is 64 bytes a thread or 48 KB a multiprocessor in flight, where a Hopper's bandwidth times latency
 //               is an estimated 25 KB. Plane order: a warp reads 512 consecutive bytes. Row order: rows of 512 bytes,
