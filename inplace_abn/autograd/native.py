@@ -136,7 +136,10 @@ class Node:
         settings: Settings,
         operand: int = 0,
     ) -> None:
-        """Keeps t instead of x. t is y, or the sum of y and the residual. ``saved`` is t, or an alias of it."""
+        """Keeps t instead of x. t is y, or the sum of y and the residual. ``saved`` is t, or an alias of it. The first
+        reader decides."""
+        if self._keeps_output:
+            return
         weight, bias, residual = operands.of_graph()
         edge = input_edge(x) if x.requires_grad else None
         self._edges = Edges(edge, edge_of_value(weight, values.weight), edge_of_value(bias, values.bias))

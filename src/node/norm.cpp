@@ -87,6 +87,8 @@ class NormFunction final : public Node {
            torch::autograd::Edge(x.grad_fn(), static_cast<uint32_t>(x.output_nr())) == place_of_x();
   }
 
+  bool keeps_output() const { return keeps_output_; }
+
   // Whether a weight on the CPU is nearly zero, so that its channel has to be saved, which Python does.
   bool has_lost() const {
     return weight.defined() && weight.is_cpu() &&
@@ -327,7 +329,7 @@ bool keep(const Tensor& t, const OptTensor& residual, int64_t operand, int64_t v
 void keep_as(const Tensor& t, const Tensor& saved, const OptTensor& residual, int64_t operand, const OptTensor& rows,
              const OptTensor& verbatim) {
   auto* const node = NormFunction::of(t, operand);
-  if (node != nullptr) node->keep(saved, residual, rows, verbatim);
+  if (node != nullptr && !node->keeps_output()) node->keep(saved, residual, rows, verbatim);
 }
 
 Tensor activate(const Tensor& t, const Tensor& mean, const Tensor& var, const OptTensor& residual, int64_t operand,

@@ -286,3 +286,30 @@ def test_a_hook_on_what_the_norm_was_given_runs_once_when_a_graph_of_the_gradien
         results.append((first.detach(), net.layer.weight.grad, net.bn.weight.grad))
     for actual, expected in zip(*results, strict=True):
         torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("sum_first", [True, False])
+def test_a_norm_whose_sum_is_kept_has_right_gradients_from_other_readers_of_its_output(sum_first):
+    """The node kept the output in the place of the sum, and the residual of the sum."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm2d(8)
+            self.first, self.second = (nn.Conv2d(8, 8, 3, padding=1) for _ in range(2))
+
+        def forward(self, x):
+            y = self.norm(self.first(x))
+            read = None if sum_first else y.cos()
+            summed = self.second(y + x)
+            return summed.sin() + (y.cos() if read is None else read)
+
+    native = Net().double()
+    converted = convert(copy.deepcopy(native))
+    x = torch.randn(3, 8, 5, 5, dtype=torch.float64)
+    for _ in range(3):
+        for net in (native, converted):
+            net.zero_grad()
+            net(x).square().mean().backward()
+        for actual, expected in zip(converted.parameters(), native.parameters(), strict=True):
+            torch.testing.assert_close(actual.grad, expected.grad, rtol=1e-9, atol=1e-12)
