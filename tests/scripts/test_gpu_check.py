@@ -104,6 +104,15 @@ def test_steps_name_files_that_exist():
     assert all((ROOT / word).exists() for word in named)
 
 
+def test_the_checkers_have_tests_to_run():
+    """The call of each checker named its tests by a dtype that was not in their names."""
+    selected = gpu_check.CHECKED[-1].replace("cuda and", "cpu and")
+    command = [*gpu_check.PYTEST, "--collect-only", *gpu_check.CHECKED[:-1], selected]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert all(f"{name}[" in found for name in ("any_alignment_agree_with_the_cpu", "from_the_output_and_from_xhat"))
+    assert "whose_xhat_is_saved[" in found
+
+
 def steps_of(**scripts):
     return {name: gpu_check.Step((sys.executable, "-c", script), (), 60) for name, script in scripts.items()}
 
