@@ -29,7 +29,7 @@ Gradients = list[Tensor | None]
 
 
 def native(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, var: Tensor, settings: Settings
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, var: Any, settings: Settings
 ) -> Tensor:
     """y as torch computes it from x. Running statistics are not updated."""
     if settings.rows:
@@ -45,8 +45,8 @@ def native(
         folded = x.reshape(1, samples * channels, -1)
         weight, bias = (reference.repeated(t, samples) for t in (weight, bias))
         return F.batch_norm(folded, None, None, weight, bias, True, 0.0, settings.eps).view(x.shape)
-    running = (None, None) if settings.training else (mean, var)
-    return F.batch_norm(x, *running, weight, bias, settings.training, 0.0, settings.eps)
+    mean, running_var = (None, None) if settings.training else (mean, var)
+    return F.batch_norm(x, mean, running_var, weight, bias, settings.training, 0.0, settings.eps)
 
 
 def _gradients(
@@ -54,7 +54,7 @@ def _gradients(
     x: Tensor,
     weight: Tensor | None,
     bias_dtype: torch.dtype | None,
-    call: tuple[Tensor | None, Tensor, Settings],
+    call: tuple[Any, Any, Settings],
     needed: Sequence[bool],
 ) -> Gradients:
     """The gradients of torch's norm. The bias's value does not matter, so torch's norm does not save it either."""
@@ -63,17 +63,20 @@ def _gradients(
     if is_wide and mean is not None and not (settings.per_instance or settings.group or torch.is_grad_enabled()):
         found = _by_torch(g, x, weight, mean, var, settings, list(needed[:3]))
         return [t if need else None for t, need in zip(found, needed, strict=False)]
-    create_graph, inputs = torch.is_grad_enabled(), []
+    create_graph, inputs = torch.is_grad_enabled(), list[Tensor]()
     with torch.enable_grad():
         channels = x.shape[-1 if settings.rows else 1]
-        given = [x, weight, None if bias_dtype is None else x.new_zeros(channels, dtype=bias_dtype)]
-        for i, t in enumerate(given):
-            if t is not None and needed[i]:
-                # Hooks on a tensor itself run when its gradient is complete, and must not run here.
-                given[i] = t.view_as(t) if create_graph and t.requires_grad else t.detach().requires_grad_()
-                inputs.append(given[i])
-        y = native(*given, *call)  # type: ignore[arg-type]
-        each = iter(torch.autograd.grad(y, inputs, g.to(y.dtype), create_graph=create_graph) if inputs else ())  # type: ignore[arg-type]
+        bias = None if bias_dtype is None else x.new_zeros(channels, dtype=bias_dtype)
+
+        def asked(t: Tensor | None, need: bool) -> Any:
+            if t is None or not need:
+                return t
+            # Hooks on a tensor itself run when its gradient is complete, and must not run here.
+            inputs.append(t.view_as(t) if create_graph and t.requires_grad else t.detach().requires_grad_())
+            return inputs[-1]
+
+        y = native(asked(x, needed[0]), asked(weight, needed[1]), asked(bias, needed[2]), *call)
+        each = iter(torch.autograd.grad(y, inputs, g.to(y.dtype), create_graph=create_graph) if inputs else ())
     return [next(each) if need else None for need in needed[:3]]
 
 
@@ -116,7 +119,7 @@ class Node:
 
     __slots__ = ("_bias_dtype", "_edges", "_held", "_keeps_output", "_statistics", "settings")
 
-    def __init__(self, x: Tensor, operands: Operands, statistics: tuple[Any, Tensor], settings: Settings) -> None:
+    def __init__(self, x: Tensor, operands: Operands, statistics: tuple[Any, Any], settings: Settings) -> None:
         weight, bias, _ = operands.of_graph()
         self.settings: Settings = settings
         self._bias_dtype: torch.dtype | None = None if bias is None else bias.dtype
@@ -154,18 +157,19 @@ class Node:
             )
         if not self._keeps_output:
             x, weight = held.tensors()
-            return _gradients(dy, x, weight, self._bias_dtype, (*self._statistics, self.settings), needed)  # type: ignore[arg-type]
+            assert x is not None
+            return _gradients(dy, x, weight, self._bias_dtype, (*self._statistics, self.settings), needed)
         try:
-            saved, need = Saved(*held.tensors()), Needed(*needed[:3], False)  # type: ignore[arg-type]
+            saved, need = Saved(*held.tensors()), Needed(*needed[:3], False)  # type: ignore[arg-type, call-arg]
         except RuntimeError as error:
             if "modified by an inplace operation" in str(error):
                 raise RuntimeError(modified("output", self.settings.name)) from error
             raise
         maths = rows if self.settings.rows else backward
         if torch.is_grad_enabled():
-            return maths.differentiable(saved, dy, self._edges, self.settings)[:3]
+            return (*maths.differentiable(saved, dy, self._edges, self.settings),)[:3]
         own_dy = own_dy and saved.z.stride() == dy.stride()
-        return maths.gradients(need, saved, dy, False, own_dy, self.settings)[:3]
+        return (*maths.gradients(need, saved, dy, False, own_dy, self.settings),)[:3]
 
     def release(self) -> None:
         self._held = None
@@ -213,7 +217,7 @@ class NodeInCpp(NamedTuple):
         settings: Settings,
         operand: int = 0,
     ) -> None:
-        self.cpp.keep_as(t, saved, operands.residual, operand, values.rows, values.verbatim)
+        self.cpp.keep_as(t, saved, operands.residual, operand, values.var, values.rows, values.verbatim)
 
 
 def attached(
@@ -221,7 +225,7 @@ def attached(
     y: Tensor,
     x: Tensor,
     operands: Operands,
-    statistics: tuple[Any, Tensor],
+    statistics: tuple[Any, Any],
     settings: Settings,
 ) -> Node | NodeInCpp | None:
     """Gives y, which has no graph, a node that keeps x; None if nothing needs a gradient."""
@@ -231,7 +235,8 @@ def attached(
     if cpp is not None and settings.group is None and not settings.rows:
         options = settings.eps, settings.training, settings.shared, settings.name
         with _torch.NoTorchFunction():
-            cpp.attach_norm(y, x, weight, bias, *statistics, *options)
+            # Of samples they are not needed again.
+            cpp.attach_norm(y, x, weight, bias, *((None, None) if settings.per_instance else statistics), *options)
         return NodeInCpp(cpp)
     node = Node(x, operands, statistics, settings)
     _apply(x, weight, bias, node, (y,))
@@ -240,7 +245,7 @@ def attached(
 
 _library = torch.library.Library("inplace_abn", "FRAGMENT")
 _library.define(
-    "native_norm_backward(Tensor g, Tensor x, Tensor? weight, ScalarType? bias_dtype, Tensor? mean, Tensor var, "
+    "native_norm_backward(Tensor g, Tensor x, Tensor? weight, ScalarType? bias_dtype, Tensor? mean, Tensor? var, "
     "bool[] needed, float eps, bool training, int shared) -> Tensor[]"
 )
 

@@ -164,7 +164,8 @@ def _read(
     if func in _ASKING:
         _ask(func, offered, recipes)
         return native()
-    if any(recipe.layer._past.was_watched for recipe in recipes.values()) and _torch.in_compiled_function():
+    watched = watch.current() is not None or any(recipe.layer._past.was_watched for recipe in recipes.values())
+    if watched and _torch.in_compiled_function():
         # Compilers know plain tensors only.
         for t in offered:
             watch.give_up(recipes[id(t)].layer, "compiled code reads its input")
@@ -179,8 +180,8 @@ def _read(
             result = native()
             offer(result, found[0].of_sum(result, found[1], call))
         elif not call.in_place and any(recipe.summand is not None for recipe in recipes.values()):
-            given = [recipes[id(t)].summand if id(t) in recipes else None for t in args]
-            return func(*(t if each is None else each for t, each in zip(args, given, strict=True)), **kwargs)
+            summands = [recipes[id(t)].summand if id(t) in recipes else None for t in args]
+            return func(*(t if each is None else each for t, each in zip(args, summands, strict=True)), **kwargs)
     elif func in PRODUCTS and len(args) == 2 and not kwargs:
         for t, factor in (args, args[::-1]):
             if result is None and id(t) in recipes:

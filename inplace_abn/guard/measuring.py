@@ -75,8 +75,8 @@ def measure(module: Any, x: Tensor, residual: Tensor | None, activation: tuple[s
 
     ``activation`` is what follows, if the module does not know it.
     """
-    follows = (module.activation, module.activation_param) if activation is None else activation
-    return observe(module, x).figures(*follows, residual)
+    name, param = (module.activation, module.activation_param) if activation is None else activation
+    return observe(module, x).figures(name, param, residual)
 
 
 class Observation(NamedTuple):

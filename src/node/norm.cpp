@@ -53,7 +53,8 @@ struct Seen {
 class NormFunction final : public Node {
  public:
   static void attach(const Tensor& y, const Tensor& x, const OptTensor& weight, const OptTensor& bias,
-                     const Tensor& mean, const Tensor& var, const NodeSettings& settings, const std::string& name) {
+                     const OptTensor& mean, const OptTensor& var, const NodeSettings& settings,
+                     const std::string& name) {
     const auto node = make_node<NormFunction>();
     node->set_next_edges(torch::autograd::collect_next_edges(x, weight, bias));
     place_output(node, y);
@@ -63,8 +64,8 @@ class NormFunction final : public Node {
     if (!at::SavedTensorDefaultHooks::get_hooks().has_value()) node->x = x;
     node->weight = weight.value_or(Tensor());
     node->bias = bias.value_or(Tensor());
-    node->mean = mean;
-    node->var = var;
+    node->mean = mean.value_or(Tensor());
+    node->var = var.value_or(Tensor());
     node->settings = settings;
     node->layer = name;
     node->seen_ = node->seen();
@@ -95,7 +96,8 @@ class NormFunction final : public Node {
            call<HasLost>("inplace_abn::has_lost", "", weight, settings.eps, std::nullopt);
   }
 
-  void keep(const Tensor& t, const OptTensor& residual, const OptTensor& rows, const OptTensor& verbatim) {
+  void keep(const Tensor& t, const OptTensor& residual, const Tensor& var_of_call, const OptTensor& rows,
+            const OptTensor& verbatim) {
     const std::lock_guard lock(mutex_);
     // A sum comes after this node, which must not hold what leads to itself.
     const auto& producer = t.grad_fn();
@@ -103,11 +105,11 @@ class NormFunction final : public Node {
     y_ = {is_own || !producer ? t : t.detach(), is_own};
     if (residual.has_value()) residual_ = {residual->detach(), false};
     const at::AutoDispatchBelowADInplaceOrView guard;
-    values_ = {optional(copy(optional(weight))), optional(copy(optional(bias))), var, rows, verbatim};
+    values_ = {optional(copy(optional(weight))), optional(copy(optional(bias))), var_of_call, rows, verbatim};
     keeps_output_ = true;
     x_.reset_data();
     weight_.reset_data();
-    x = mean = Tensor();
+    x = mean = var = Tensor();
   }
 
   variable_list apply(variable_list&& incoming) override {
@@ -148,6 +150,7 @@ class NormFunction final : public Node {
     args.collect(residual_, false);
     args.collect(mean);
     args.collect(var);
+    args.collect(values_.var);
     for (const OptTensor* t : {&values_.weight, &values_.bias, &values_.rows, &values_.verbatim}) args.collect(*t);
     args.collect(bias_dtype());
     args.collect(settings.eps);
@@ -163,16 +166,18 @@ class NormFunction final : public Node {
       visit(residual_);
       visit(mean);
       visit(var);
+      visit(values_.var);
       for (OptTensor* t : {&values_.weight, &values_.bias, &values_.rows, &values_.verbatim}) visit(*t);
     };
     each([&](auto& t) { saved.before(t); });
     const auto given = [](const OptTensor& t) { return t.value_or(Tensor()); };
     PackedArgs packed;
     packed.pack(keeps_output_);
-    packed.pack(keeps_output_ ? variable_list{unpacked(y_, "output", layer, getptr()),
-                                              unpacked(residual_, "residual", layer, getptr()), given(values_.weight),
-                                              given(values_.bias), var, given(values_.rows), given(values_.verbatim)}
-                              : tensors());
+    packed.pack(keeps_output_
+                    ? variable_list{unpacked(y_, "output", layer, getptr()),
+                                    unpacked(residual_, "residual", layer, getptr()), given(values_.weight),
+                                    given(values_.bias), values_.var, given(values_.rows), given(values_.verbatim)}
+                    : tensors());
     packed.pack(needed_by_edges(*this, inputs));
     packed.pack(bias_dtype());
     packed.pack(settings.eps);
@@ -205,16 +210,17 @@ class NormFunction final : public Node {
   // By an op that autograd/native.py defines, which autograd sees.
   static variable_list gradients(const Tensor& g, const variable_list& tensors, const std::vector<bool>& needed,
                                  int64_t bias_dtype, const NodeSettings& s) {
-    using Op = std::vector<Tensor>(const Tensor& g, const Tensor& x, const OptTensor& weight,
-                                   std::optional<at::ScalarType> bias_dtype, const OptTensor& mean, const Tensor& var,
-                                   const std::vector<bool>& needed, double eps, bool training, int64_t shared);
+    using Op =
+        std::vector<Tensor>(const Tensor& g, const Tensor& x, const OptTensor& weight,
+                            std::optional<at::ScalarType> bias_dtype, const OptTensor& mean, const OptTensor& var,
+                            const std::vector<bool>& needed, double eps, bool training, int64_t shared);
     static const auto handle =
         c10::Dispatcher::singleton().findSchemaOrThrow("inplace_abn::native_norm_backward", "").typed<Op>();
     std::optional<at::ScalarType> dtype;
     if (bias_dtype != no_bias) dtype = static_cast<at::ScalarType>(bias_dtype);
     const std::vector<Tensor> found =
-        handle.call(g, tensors.at(0), optional(tensors.at(1)), dtype, optional(tensors.at(2)), tensors.at(3), needed,
-                    s.eps, s.training, s.shared);
+        handle.call(g, tensors.at(0), optional(tensors.at(1)), dtype, optional(tensors.at(2)), optional(tensors.at(3)),
+                    needed, s.eps, s.training, s.shared);
     variable_list results(inputs);
     size_t next = 0;
     for (size_t i = 0; i < inputs; ++i) {
@@ -309,8 +315,9 @@ Tensor norm(const Tensor& x, const OptTensor& weight, const OptTensor& bias, con
   return y;
 }
 
-bool attach_norm(const Tensor& y, const Tensor& x, const OptTensor& weight, const OptTensor& bias, const Tensor& mean,
-                 const Tensor& var, double eps, bool training, int64_t shared, const std::string& name) {
+bool attach_norm(const Tensor& y, const Tensor& x, const OptTensor& weight, const OptTensor& bias,
+                 const OptTensor& mean, const OptTensor& var, double eps, bool training, int64_t shared,
+                 const std::string& name) {
   if (!torch::autograd::compute_requires_grad(x, weight, bias)) return false;
   NormFunction::attach(y, x, weight, bias, mean, var, settings_of(eps, training, shared), name);
   return true;
@@ -322,14 +329,14 @@ bool keep(const Tensor& t, const OptTensor& residual, int64_t operand, int64_t v
       !may_attach(node->x, t, optional(node->weight), optional(node->bias), residual) || node->has_lost()) {
     return false;
   }
-  node->keep(t, residual, std::nullopt, std::nullopt);
+  node->keep(t, residual, node->var, std::nullopt, std::nullopt);
   return true;
 }
 
-void keep_as(const Tensor& t, const Tensor& saved, const OptTensor& residual, int64_t operand, const OptTensor& rows,
-             const OptTensor& verbatim) {
+void keep_as(const Tensor& t, const Tensor& saved, const OptTensor& residual, int64_t operand, const Tensor& var,
+             const OptTensor& rows, const OptTensor& verbatim) {
   auto* const node = NormFunction::of(t, operand);
-  if (node != nullptr && !node->keeps_output()) node->keep(saved, residual, rows, verbatim);
+  if (node != nullptr && !node->keeps_output()) node->keep(saved, residual, var, rows, verbatim);
 }
 
 Tensor activate(const Tensor& t, const Tensor& mean, const Tensor& var, const OptTensor& residual, int64_t operand,

@@ -56,19 +56,20 @@ TORCH_LIBRARY(inplace_abn_node, m) {
       "Tensor(c!)? batches, float momentum, float eps, str name) -> Tensor",
       &norm_op);
   m.def(
-      "attach_norm(Tensor(a!) y, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor var, float eps, "
+      "attach_norm(Tensor(a!) y, Tensor x, Tensor? weight, Tensor? bias, Tensor? mean, Tensor? var, float eps, "
       "bool training, int shared, str name) -> bool",
-      [](const Tensor& y, const Tensor& x, const OptTensor& weight, const OptTensor& bias, const Tensor& mean,
-         const Tensor& var, double eps, bool training, int64_t shared, std::string_view name) {
+      [](const Tensor& y, const Tensor& x, const OptTensor& weight, const OptTensor& bias, const OptTensor& mean,
+         const OptTensor& var, double eps, bool training, int64_t shared, std::string_view name) {
         return attach_norm(y, x, weight, bias, mean, var, eps, training, shared, std::string(name));
       });
   m.def("keep(Tensor(a!) t, Tensor? residual, int operand, int version) -> bool", &keep);
-  m.def("keep_as(Tensor(a!) t, Tensor saved, Tensor? residual, int operand, Tensor? rows, Tensor? verbatim) -> ()",
-        &keep_as);
+  m.def(
+      "keep_as(Tensor(a!) t, Tensor saved, Tensor? residual, int operand, Tensor var, Tensor? rows, Tensor? verbatim) "
+      "-> ()",
+      &keep_as);
   m.def(
       "activate(Tensor(a!) t, Tensor mean, Tensor var, Tensor? residual, int operand, int version, int activation, "
-      "float activation_param, "
-      "bool in_place) -> Tensor",
+      "float activation_param, bool in_place) -> Tensor",
       &activate);
   m.def("parts(Tensor t, int operand) -> Tensor[]", &parts);
   m.def("set_sole_holders(int[] gradient, int? output) -> ()", &set_sole_holders_op);

@@ -190,7 +190,7 @@ def small_tree(source_tree, tmp_path):
         "node/node.cpp",
         "node/bindings.cpp",
         "node/ops.cpp",
-        "node/waiting.cpp",
+        "node/norm.cpp",
         "node/library.cpp",
     ):
         (tmp_path / "src" / name).parent.mkdir(parents=True, exist_ok=True)
