@@ -191,10 +191,11 @@ class NormFunction(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
         if dy is None:
             return (None,) * 5
-        own_dy = _torch.current_node() is ctx and ownership.owns_gradient(dy, sys.getrefcount(dy))
-        found = ctx.node.gradients(dy, ctx.needs_input_grad, own_dy)
-        if not _torch.keeps_graph() and _torch.current_node() is ctx:
-            ctx.node.release()
+        node, by_engine = ctx.node, bool(_torch.current_node() is ctx)
+        own_dy = by_engine and ownership.owns_gradient(dy, sys.getrefcount(dy))
+        found = node.gradients(dy, ctx.needs_input_grad, own_dy)
+        if by_engine and not _torch.keeps_graph():
+            node.release()
         return *found, None, None
 
 

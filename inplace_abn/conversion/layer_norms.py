@@ -94,7 +94,8 @@ class ConvertedLayerNorm(Converted):
         moved, mean, rstd = moved_axis(x, kind.axis, -1), None, None
         with torch.no_grad():
             if kind.is_torch:
-                y, mean, rstd = torch.native_layer_norm(moved, moved.shape[-1:], *operands.of_graph()[:2], kind.eps)
+                scale, offset = operands.weight, operands.bias
+                y, mean, rstd = torch.native_layer_norm(moved, moved.shape[-1:], scale, offset, kind.eps)
             else:
                 y = moved_axis(super().forward(x), kind.axis, -1)  # type: ignore[misc]
         y = y.detach()

@@ -135,7 +135,7 @@ def settled(t: Any) -> Any:
 def kept_by(t: Any, reader: str) -> Tensor:
     """The tensor as a plain one, for a reader that keeps it."""
     if type(t) is Offered:
-        recipe, t.__class__ = t._recipe, Tensor
+        recipe, t.__class__ = t._recipe, Tensor  # type: ignore[assignment]
         recipe.keep(t, reader)
         t.__class__ = Offered
     return settled(t)  # type: ignore[no-any-return]

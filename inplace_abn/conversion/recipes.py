@@ -59,7 +59,9 @@ class OfCall(Recipe):
     _summed: OfCall | None = None
     """The recipe of the norm's output, if this is one of a sum."""
 
-    def __init__(self, layer: Any, x: Tensor, operands: Operands, y: Tensor, node: native.Node | native.NodeInCpp | None) -> None:
+    def __init__(
+        self, layer: Any, x: Tensor, operands: Operands, y: Tensor, node: native.Node | native.NodeInCpp | None
+    ) -> None:
         self.layer, self.x, self.operands, self._node = layer, x, operands, node
         self._edge = x.grad_fn, x.output_nr
         self._seen = seen(x), seen(operands.weight), seen(operands.bias)
@@ -371,7 +373,14 @@ class OfRows(OfCall):
     _narrow: Tensor | None = None
 
     def __init__(
-        self, layer: Any, x: Tensor, operands: Operands, y: Tensor, node: native.Node | native.NodeInCpp | None, kind: Kind, rstd: Any
+        self,
+        layer: Any,
+        x: Tensor,
+        operands: Operands,
+        y: Tensor,
+        node: native.Node | native.NodeInCpp | None,
+        kind: Kind,
+        rstd: Any,
     ) -> None:
         super().__init__(layer, x, operands, y, node)
         self.kind, self._rstd = kind, rstd
