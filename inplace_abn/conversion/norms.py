@@ -48,9 +48,7 @@ class InPlaceNorm(Converted):
         if isinstance(input, fx.Proxy):
             return as_leaf(self, input)
         x = kept_by(input, "norm")
-        y = self._at_once(x)
-        if y is None:
-            y = self._normalised(x)
+        y = self._normalised(x)
         return self._noted(self._native(x)) if y is None else y
 
     def _at_once(self, x: Any) -> Any:
@@ -88,8 +86,9 @@ class InPlaceNorm(Converted):
 
     def _normalised(self, x: Tensor) -> Tensor | None:
         """The norm's output, which is offered; None where the norm does what it did before conversion."""
-        if not torch.is_grad_enabled() or self.is_parametrized():
-            return None
+        y = self._at_once(x)
+        if y is not None or not torch.is_grad_enabled() or self.is_parametrized():
+            return y  # type: ignore[no-any-return]
         if torch.compiler.is_compiling():
             return self._compiled(x)
         # In inference mode no tensor that is made here has a version.
