@@ -148,6 +148,7 @@ class Node:
         self._edges = Edges(edge, edge_of_value(weight, values.weight), edge_of_value(bias, values.bias))
         found = values.saved(t.detach() if saved is t else saved, None if residual is None else residual.detach())
         self.settings, self._held, self._keeps_output = settings, _Held(*found), True
+        self._statistics = None, None
 
     def gradients(self, dy: Tensor, needed: Sequence[bool], own_dy: bool) -> Sequence[Tensor | None]:
         held = self._held

@@ -167,23 +167,26 @@ class OfNorm(OfCall):
         self.statistics, self._is_loaded = tuple(statistics), True
         return True
 
-    def _settled(self, t: Tensor, what: tuple[Any, ...]) -> Any:
-        """The node in C++, if it may make what follows; None if Python has to look at it."""
+    def _settled(self, t: Tensor, what: tuple[Any, ...]) -> tuple[Any, Channels] | None:
+        """The node in C++, if it may make what follows, and the channels whose xhat is saved; None if Python has to look
+        at it."""
         residual, summed = self.residual, self._summed
         if self._is_loaded or self.is_left or type(residual) is Offered or (summed is not None and summed.is_asked):
             return None
-        mode = guard.settled(self.layer, t.dtype, what)
-        decision = None if mode is None else mode.decisions[-1]
-        is_usual = decision is not None and decision.trusted and not decision.verbatim
-        return functions.node_in_cpp() if is_usual and seen(residual) == self._seen_residual else None
+        mode, cpp = guard.settled(self.layer, t.dtype, what), functions.node_in_cpp()
+        if mode is None or cpp is None or not mode.decisions[-1].trusted or seen(residual) != self._seen_residual:
+            return None
+        return cpp, mode.decisions[-1].verbatim
 
     def _activated_at_once(self, t: Tensor, call: Activating) -> Tensor | None:
         what = call.activation, call.param, self.residual is not None
-        cpp = self._settled(t, what)
-        if cpp is None or (call.in_place and _is_hooked(t)):
+        settled = self._settled(t, what)
+        if settled is None or (call.in_place and _is_hooked(t)):
             return None
+        cpp, saved = settled
         given = self.residual, self._operand, self._version, find(call.activation).code, call.param, call.in_place
-        z: Tensor | None = cpp.activate(t, *_identity(t.shape[1], reference.wide(t.dtype), t.device), *given)
+        identity, rows = _identity(t.shape[1], reference.wide(t.dtype), t.device), saved.places(t.device)
+        z: Tensor | None = cpp.activate(t, *identity, *given, *rows)
         if z is None:
             return None
         if call.in_place:
@@ -242,8 +245,10 @@ class OfNorm(OfCall):
         return z
 
     def keep(self, t: Tensor, reader: str) -> None:
-        cpp, adds = self._settled(t, (*IDENTITY, self.residual is not None)), self.residual is not None
-        if cpp is not None and cpp.keep(t, self.residual, self._operand, self._version):
+        adds = self.residual is not None
+        settled = self._settled(t, (*IDENTITY, adds))
+        given = self.residual, self._operand, self._version
+        if settled is not None and settled[0].keep(t, *given, *settled[1].places(t.device)):
             self.layer._past.note = _noted(reader, adds)
         elif not self.is_left and self.is_open(t) and self._node is not None:
             channels = self._decided(IDENTITY, "add, " * adds + reader)

@@ -1,5 +1,6 @@
 #include "norm.h"
 
+#include <ATen/TensorOperators.h>
 #include <c10/core/InferenceMode.h>
 
 #include <initializer_list>
@@ -90,10 +91,22 @@ class NormFunction final : public Node {
 
   bool keeps_output() const { return keeps_output_; }
 
-  // Whether a weight on the CPU is nearly zero, so that its channel has to be saved, which Python does.
-  bool has_lost() const {
+  // Whether a weight on the CPU is nearly zero whose channel is not saved, so that Python has to decide.
+  bool has_lost(const OptTensor& rows) const {
     return weight.defined() && weight.is_cpu() &&
-           call<HasLost>("inplace_abn::has_lost", "", weight, settings.eps, std::nullopt);
+           call<HasLost>("inplace_abn::has_lost", "", weight, settings.eps, rows);
+  }
+
+  // xhat of these channels.
+  OptTensor xhat_of(const OptTensor& channels) const {
+    if (!channels.has_value()) return std::nullopt;
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    std::vector<int64_t> shape(x.dim(), 1);
+    shape[1] = -1;
+    const auto chosen = [&](const Tensor& t) { return t.index_select(0, *channels).view(shape); };
+    Tensor result = of_channels(x, channels->numel());
+    result.copy_((x.index_select(1, *channels) - chosen(mean)) * (chosen(var) + settings.eps).rsqrt());
+    return result;
   }
 
   void keep(const Tensor& t, const OptTensor& residual, const Tensor& var_of_call, const OptTensor& rows,
@@ -323,13 +336,14 @@ bool attach_norm(const Tensor& y, const Tensor& x, const OptTensor& weight, cons
   return true;
 }
 
-bool keep(const Tensor& t, const OptTensor& residual, int64_t operand, int64_t version) {
+bool keep(const Tensor& t, const OptTensor& residual, int64_t operand, int64_t version, const OptTensor& rows,
+          const OptTensor& channels) {
   auto* const node = NormFunction::of(t, operand);
   if (node == nullptr || t._version() != version || !node->is_unchanged() ||
-      !may_attach(node->x, t, optional(node->weight), optional(node->bias), residual) || node->has_lost()) {
+      !may_attach(node->x, t, optional(node->weight), optional(node->bias), residual) || node->has_lost(rows)) {
     return false;
   }
-  node->keep(t, residual, node->var, std::nullopt, std::nullopt);
+  node->keep(t, residual, node->var, rows, node->xhat_of(channels));
   return true;
 }
 
@@ -340,15 +354,16 @@ void keep_as(const Tensor& t, const Tensor& saved, const OptTensor& residual, in
 }
 
 Tensor activate(const Tensor& t, const Tensor& mean, const Tensor& var, const OptTensor& residual, int64_t operand,
-                int64_t version, int64_t activation, double activation_param, bool in_place) {
+                int64_t version, int64_t activation, double activation_param, bool in_place, const OptTensor& rows,
+                const OptTensor& channels) {
   const auto* const node = NormFunction::of(t, operand);
   if (node == nullptr || t._version() != version || !node->is_unchanged() ||
-      !may_attach(node->x, t, optional(node->weight), optional(node->bias), residual) || node->has_lost()) {
+      !may_attach(node->x, t, optional(node->weight), optional(node->bias), residual) || node->has_lost(rows)) {
     return {};
   }
   // What follows may free the node.
   const Tensor x = node->x, var_of_norm = node->var;
-  const OptTensor weight = optional(node->weight), bias = optional(node->bias);
+  const OptTensor weight = optional(node->weight), bias = optional(node->bias), verbatim = node->xhat_of(channels);
   const NodeSettings settings = node->settings;
   const std::string name = node->layer;
   Tensor z = t;
@@ -370,8 +385,8 @@ Tensor activate(const Tensor& t, const Tensor& mean, const Tensor& var, const Op
   }
   const at::AutoDispatchBelowADInplaceOrView guard;
   const auto copied = [](const OptTensor& value) { return optional(copy(value)); };
-  return attached(x, z, weight, bias, residual, copied(weight), copied(bias), var_of_norm, std::nullopt, std::nullopt,
-                  true, settings.eps, scale_is_weight, activation, activation_param, 0, name);
+  return attached(x, z, weight, bias, residual, copied(weight), copied(bias), var_of_norm, rows, verbatim, true,
+                  settings.eps, scale_is_weight, activation, activation_param, 0, name);
 }
 
 std::vector<Tensor> parts(const Tensor& t, int64_t operand) {

@@ -62,14 +62,15 @@ TORCH_LIBRARY(inplace_abn_node, m) {
          const OptTensor& var, double eps, bool training, int64_t shared, std::string_view name) {
         return attach_norm(y, x, weight, bias, mean, var, eps, training, shared, std::string(name));
       });
-  m.def("keep(Tensor(a!) t, Tensor? residual, int operand, int version) -> bool", &keep);
+  m.def("keep(Tensor(a!) t, Tensor? residual, int operand, int version, Tensor? rows, Tensor? channels) -> bool",
+        &keep);
   m.def(
       "keep_as(Tensor(a!) t, Tensor saved, Tensor? residual, int operand, Tensor var, Tensor? rows, Tensor? verbatim) "
       "-> ()",
       &keep_as);
   m.def(
       "activate(Tensor(a!) t, Tensor mean, Tensor var, Tensor? residual, int operand, int version, int activation, "
-      "float activation_param, bool in_place) -> Tensor",
+      "float activation_param, bool in_place, Tensor? rows, Tensor? channels) -> Tensor",
       &activate);
   m.def("parts(Tensor t, int operand) -> Tensor[]", &parts);
   m.def("set_sole_holders(int[] gradient, int? output) -> ()", &set_sole_holders_op);
