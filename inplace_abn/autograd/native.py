@@ -7,7 +7,7 @@ a hook on it, sees the same gradients. `autograd.backward` and `autograd.rows` h
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -98,7 +98,7 @@ class _Held:
     them are noticed."""
 
     def __init__(self, *tensors: Tensor | None) -> None:
-        self._holder = _HoldingFunction.apply(torch.empty(0, requires_grad=True), tensors)
+        self._holder = _hold(torch.empty(0, requires_grad=True), tensors)
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         return self._holder.grad_fn.saved_tensors  # type: ignore[no-any-return]
@@ -112,6 +112,10 @@ class _HoldingFunction(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.save_for_backward(*inputs[1])
+
+
+# As in autograd/nodes.py, this is ``apply`` without the binding of default arguments.
+_hold: Callable[..., Any] = super(torch.autograd.Function, _HoldingFunction).apply
 
 
 class Node:
@@ -200,8 +204,7 @@ class NormFunction(torch.autograd.Function):
         return *found, None, None
 
 
-# As in autograd/nodes.py, this is ``apply`` without the binding of default arguments.
-_apply = super(torch.autograd.Function, NormFunction).apply
+_apply: Callable[..., Any] = super(torch.autograd.Function, NormFunction).apply
 
 
 class NodeInCpp(NamedTuple):

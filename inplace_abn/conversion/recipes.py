@@ -168,8 +168,7 @@ class OfNorm(OfCall):
         return True
 
     def _settled(self, t: Tensor, what: tuple[Any, ...]) -> tuple[Any, Channels] | None:
-        """The node in C++, if it may make what follows, and the channels whose xhat is saved; None if Python has to look
-        at it."""
+        """The node in C++, if it may make what follows, and the channels whose xhat is saved; None otherwise."""
         residual, summed = self.residual, self._summed
         if self._is_loaded or self.is_left or type(residual) is Offered or (summed is not None and summed.is_asked):
             return None
