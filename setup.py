@@ -133,7 +133,7 @@ kernels = Extension(
 NODE_FLAGS = ["-std=c++20", "-O2", "-fvisibility=hidden", "-Wall", "-g0"]
 node = cpp_extension.CppExtension(
     "inplace_abn._node",
-    sources=["src/node/bindings.cpp", "src/node/node.cpp", "src/node/waiting.cpp"],
+    sources=["src/node/bindings.cpp", "src/node/node.cpp", "src/node/norm.cpp"],
     depends=relative("src/node/*.h"),
     extra_compile_args=NODE_FLAGS,
     optional=True,

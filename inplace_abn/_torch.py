@@ -46,9 +46,6 @@ has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 # Whether a transform of torch.func is running. Under transforms nothing is reused, and graphs have levels.
 transforms_active = torch._C._are_functorch_transforms_active
 
-# A context in which no transform of torch.func is running.
-outside_of_transforms = torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack
-
 # The node that autograd's engine is running.
 current_node = torch._C._current_autograd_node
 
@@ -153,22 +150,9 @@ def storage_key(storage: torch.UntypedStorage) -> int:
     return key
 
 
-def stand_in_like(kind: type[Tensor], t: Tensor) -> Any:
-    """A tensor of the subclass ``kind``, without memory, of t's shape, strides, dtype and device."""
-    return torch.Tensor._make_wrapper_subclass(kind, t.shape, strides=t.stride(), dtype=t.dtype, device=t.device)  # type: ignore[attr-defined]
-
-
 def in_forward_mode() -> bool:
     """Whether forward-mode differentiation is active, so that tensors may have tangents."""
     return forward_ad._current_level >= 0
-
-
-def in_custom_function() -> bool:
-    """Whether a custom function of autograd runs, whose place in the graph is already chosen.
-
-    Gradients of forward mode are disabled there, which ``no_grad`` does not do.
-    """
-    return not torch._C._is_fwd_grad_enabled()
 
 
 def kinds_of_wrappers(t: Tensor) -> set[str]:

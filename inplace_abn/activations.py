@@ -235,22 +235,6 @@ def native(activation: str, param: float, inplace: bool = False) -> nn.Module:
     return module
 
 
-def can_be_taken_back(activation: str, param: float, dtype: torch.dtype) -> bool:
-    """Whether y can be computed from z within a rounding. In float16 it cannot, because negative values lose bits."""
-    if dtype == torch.float16:
-        return False
-    return is_relu(activation, param) or (activation == "leaky_relu" and param >= 2.0**-12)
-
-
-def take_back(z: Tensor, activation: str, param: float) -> None:
-    """Writes y over z. This needs `can_be_taken_back` to be true."""
-    if not is_relu(activation, param):
-        F.leaky_relu_(z, 1.0 / param)
-        return
-    # Only -inf is stored as the least positive number.
-    F.leaky_relu_(z, 1.0 / relu_slope(z.dtype)).masked_fill_(z == torch.finfo(z.dtype).tiny, -math.inf)
-
-
 def relu_slope(dtype: torch.dtype) -> float:
     """The factor of relu's negative values, for backward. It is the same as in ``activation.h``."""
     return {torch.float64: 2.0**-300, torch.float16: 2.0**-15}.get(dtype, 2.0**-48)

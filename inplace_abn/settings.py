@@ -89,6 +89,10 @@ class Channels:
             found = self._rows[device] = _moved(rows, device)
         return found
 
+    def places(self, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+        """Their `rows` and `indices`; None if there are none."""
+        return (self.rows(device), self.indices(device)) if self.numbers else (None, None)
+
 
 def _moved(t: Tensor, device: torch.device) -> Tensor:
     """The tensor on a device, for which the host does not wait."""

@@ -51,6 +51,25 @@ def written(
     return Values(*(by_value(weight, bias) if invertible else (weight, bias)), var, verbatim, rows)
 
 
+def normalised(x: Tensor, y: Tensor, operands: Operands, settings: Settings) -> tuple[Tensor, Tensor]:
+    """Writes the norm's output to y, as torch computes it, and returns the mean and the variance that it is normalised
+    with."""
+    weight, bias, _, *running, _ = operands
+    if settings.per_instance:
+        weight, bias = (reference.repeated(t, x.shape[0]) for t in (weight, bias))
+    if settings.training and settings.group is None:
+        given = weight, bias, None, *running, *operands.momentum_arguments(), *settings.arithmetic()
+        found = ops.run(ops.local_forward_out, present(y, *running), x, *given, False, settings.shared, None, None, z=y)
+        return cast("tuple[Tensor, Tensor]", found)
+    if settings.group is not None:
+        mean, var = sync_statistics(x, operands, settings.group)
+    else:
+        # A later training step may change the running statistics before backward reads them.
+        mean, var = (t.clone() for t in cast("tuple[Tensor, Tensor]", running))
+    ops.run(ops.forward_out, [y], x, mean, var, weight, bias, None, *settings.arithmetic(), False, None, None, z=y)
+    return mean, var
+
+
 def present(*tensors: Tensor | None) -> list[Tensor]:
     return [t for t in tensors if t is not None]
 

@@ -30,7 +30,7 @@ class _Versions:
     def start(self) -> None:
         self.first = self._counter._version
 
-    def is_modified(self) -> bool:
+    def ismodified(self) -> bool:
         return self._counter._version != self.first
 
 
@@ -46,8 +46,8 @@ class _Aliased(_Versions):
 
     def check(self, saved: Saved, name: str) -> None:
         """Raises RuntimeError if z was modified in place."""
-        if self.is_modified() and saved.z.data_ptr() == self._memory:
-            raise RuntimeError(_modified("output", name))
+        if self.ismodified() and saved.z.data_ptr() == self._memory:
+            raise RuntimeError(modified("output", name))
 
 
 class _Hooked(_Versions):
@@ -71,8 +71,8 @@ class _Hooked(_Versions):
         A modification is no error if the hooks return a copy that was made before it. On CUDA the host waits for the
         comparison.
         """
-        if self.is_modified() and saved.z._version > self.first:
-            raise RuntimeError(_modified("output", name))
+        if self.ismodified() and saved.z._version > self.first:
+            raise RuntimeError(modified("output", name))
         if self._checksum is not None and not (
             _kinds(saved) == self._kinds and torch.equal(_checksum(saved), self._checksum)
         ):
@@ -84,7 +84,7 @@ class _Hooked(_Versions):
             )
 
 
-def _modified(what: str, name: str) -> str:
+def modified(what: str, name: str) -> str:
     return (
         f"inplace_abn: the {what} of {name or 'an in-place ABN'} has been modified in place, but its backward needs "
         "it. Replace that operation by one out of place (z = z + y for z += y), use ABN, or leave the layer out of the "
@@ -240,7 +240,7 @@ def _unpacked(ctx: Any) -> Saved:
         text = str(error)
         if "modified by an inplace operation" in text:
             what = "output" if "InPlaceABNFunction" in text else "residual"
-            raise RuntimeError(_modified(what, ctx.call.settings.name)) from error
+            raise RuntimeError(modified(what, ctx.call.settings.name)) from error
         raise
     hooked: _Hooked | _Aliased | None = ctx.call.hooked
     if hooked is not None:

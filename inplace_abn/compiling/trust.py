@@ -165,22 +165,26 @@ def _shapes(module: Any) -> _Shapes:
 
 def _found(module: Any, dtype: torch.dtype, before: _Answer | None) -> _Answer:
     """What a compiled norm may be fused with. Arguments are those of `_tolerated`."""
-    mode = guard.mode_of(module, dtype)
-    if guard.is_noticed(module) or (mode is not None and not mode.decisions[-1].trusted) or not _shapes(module):
+    if guard.is_noticed(module) or not _shapes(module):
         return _NOTHING
-    measured = mode is not None and mode.measured_at >= 0
-    is_known = measured and before is None
-    channels = mode.decisions[-1].verbatim if mode is not None and measured else Channels()
+    modes = guard.modes_of(module, dtype)
+    trusted = [mode for mode in modes if mode.decisions[-1].trusted]
+    if modes and not trusted:
+        return _NOTHING
+    measured = [mode for mode in trusted if mode.measured_at >= 0]
+    is_known = bool(measured) and before is None
+    saved = {number for mode in measured for number in mode.decisions[-1].verbatim.numbers}
+    channels = Channels(sorted(saved), max((mode.decisions[-1].verbatim.size for mode in measured), default=0))
     if hasattr(module, "known_kind"):
         return _Answer(frozenset({"identity"}), channels) if is_known else _found_of_rows(module, dtype, before)
     if hasattr(module, "activation_param"):
         own = module.activation, module.activation_param
         candidates = {activation_key(*own): own}
         return _Answer(frozenset(candidates), channels) if measured else _tolerated(module, dtype, candidates, before)
-    consumers = mode.measured_consumers if mode is not None and measured else ()
+    consumers = [mode.follows for mode in measured]
     if not consumers:
         return _tolerated(module, dtype, _TYPICAL, before)
-    # As in `guard.modes.Decision.knows`, what is trusted with an activation is trusted without one.
+    # What is trusted with an activation is trusted without one, because its z determines y less well.
     candidates = {activation_key(name, param): (name, param) for name, param, _ in consumers} | {"identity": IDENTITY}
     if any(added for *_, added in consumers):
         candidates["residual"] = IDENTITY

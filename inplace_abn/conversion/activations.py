@@ -22,8 +22,8 @@ from inplace_abn.autograd import nodes
 from inplace_abn.autograd.backward import Values
 from inplace_abn.compiling import alone, joint
 from inplace_abn.conversion.converted import Alone, Note, has_standard_strides, may_have_node
-from inplace_abn.conversion.offered import settled
-from inplace_abn.conversion.pending import Pending
+from inplace_abn.conversion.offered import Offered, settled
+from inplace_abn.conversion.recipes import OfNorm
 from inplace_abn.guard.figures import THRESHOLDS
 from inplace_abn.kernels import ops
 from inplace_abn.modules.abn import as_leaf
@@ -82,14 +82,14 @@ class InPlaceActivation(ActivationAlone):
     def forward(self, input: Tensor) -> Tensor:
         if isinstance(input, fx.Proxy):
             return as_leaf(self, input)
-        x, z = settled(input), None
-        if torch.compiler.is_compiling() and type(x) is not Pending:
-            return super().forward(self._marked(x))  # type: ignore[misc, no-any-return]
-        activation = applied(self)
-        if type(x) is Pending:
+        if torch.compiler.is_compiling():
+            return super().forward(self._marked(settled(input)))  # type: ignore[misc, no-any-return]
+        if type(input) is Offered and type(input._recipe) is OfNorm:
             # If the norm is given up, what follows may be why, so this activation is then torch's as well.
             self._past.note, self._past.follows_norm = OF_NORM, True
-        elif torch.is_grad_enabled():
+            return super().forward(input)  # type: ignore[misc, no-any-return]
+        x, z, activation = settled(input), None, applied(self)
+        if torch.is_grad_enabled():
             z = self.recoverable(x, activation)
         return self.noted(x, super().forward(x), activation) if z is None else z  # type: ignore[misc]
 

@@ -19,9 +19,9 @@ from inplace_abn.autograd import scale
 from inplace_abn.conversion import watch
 from inplace_abn.conversion.activations import ActivationAlone, qualified
 from inplace_abn.conversion.converted import Note, may_have_node
-from inplace_abn.conversion.offered import offer
-from inplace_abn.conversion.recognition import Activating
-from inplace_abn.conversion.scaled import Origin, of_output
+from inplace_abn.conversion.offered import Recipe, offer
+from inplace_abn.conversion.recognition import Activating, Adding
+from inplace_abn.conversion.scaled import PERMUTING, Origin, of_output
 
 _WITHOUT_GRADIENTS = "it was called without gradients only"
 _SCALED = Note("mul by a vector", in_place=True, why="")
@@ -79,6 +79,37 @@ class CalledActivation(ActivationAlone):
         return {self._past.note.follows} if self._past.note.in_place and self._past.note != _SCALED else set()
 
 
+class OfOutput(Recipe):
+    """The recipe of the output of a linear layer or a convolution, and of sums of it and something else."""
+
+    bypasses = False
+
+    def __init__(self, layer: CalledActivation, origin: Origin | None) -> None:
+        self.layer, self._origin = layer, origin
+        # A checkpoint that begins later has a plain tensor in its recomputation.
+        self._hooks: Any = _torch.top_saved_tensors_hooks(True)
+
+    def _is_open(self) -> bool:
+        return bool(self._hooks == _torch.top_saved_tensors_hooks(True))
+
+    def activated(self, t: Tensor, call: Activating, native: Callable[[], Tensor]) -> Tensor | None:
+        return None if call.in_place or not self._is_open() else self.layer.activated(call, native)
+
+    def scaled(self, t: Tensor, factor: Any, product: Callable[[], Tensor]) -> Tensor | None:
+        is_open = self._origin is not None and self._is_open()
+        return self.layer.scaled(t, self._origin, factor, product) if is_open else None  # type: ignore[arg-type]
+
+    def adds(self, t: Tensor, other: Any, call: Adding) -> bool:
+        return not call.in_place and self._is_open()
+
+    def of_sum(self, result: Tensor, residual: Any, call: Adding) -> Recipe:
+        return OfOutput(self.layer, None)
+
+    def of_view(self, t: Tensor, func: Any, args: tuple[Any, ...]) -> Recipe | None:
+        is_open = self._origin is not None and func in PERMUTING and self._is_open()
+        return OfOutput(self.layer, self._origin.permuted(args)) if is_open else None  # type: ignore[union-attr]
+
+
 def is_fit(module: nn.Module) -> bool:
     """Whether the module may carry an activation, and carries none: it is a linear layer or a convolution."""
     is_linear = qualified(type(module)) == "transformers.pytorch_utils.Conv1D"
@@ -116,7 +147,7 @@ def _offer_output(module: nn.Module, args: tuple[Any, ...], output: Any) -> Tens
         origin = of_output(module, args, output, exchange)
         if origin is not None and exchange is not None:
             output = scale.linear(origin.linear, output, exchange)
-        offer(output, layer, origin)
+        offer(output, OfOutput(layer, origin))
     return output  # type: ignore[no-any-return]
 
 

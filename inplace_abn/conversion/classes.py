@@ -15,9 +15,7 @@ from inplace_abn.conversion.converted import Converted
 from inplace_abn.conversion.formulas import does_nothing_else, length
 from inplace_abn.conversion.layer_norms import ConvertedLayerNorm
 from inplace_abn.conversion.norms import InPlaceGroupNorms, InPlaceInstanceNorms, InPlaceNorm
-from inplace_abn.conversion.offered import settled
-from inplace_abn.conversion.pending import plain
-from inplace_abn.conversion.plan import NATIVE
+from inplace_abn.conversion.offered import kept_by
 from inplace_abn.modules.abn import as_leaf
 from inplace_abn.settings import check_hyperparameters
 
@@ -159,12 +157,8 @@ def _forward_with_activation(base: type[nn.Module]) -> Callable[[Any, Tensor], T
     def forward(self: Any, x: Tensor) -> Tensor:
         if isinstance(x, fx.Proxy):
             return as_leaf(self, x)
-        y = self._planned(x)
-        if y is NATIVE:
-            return base.forward(self, x)  # type: ignore[no-any-return]
-        if y is None:
-            x = plain(settled(x))
-            y = self._normalised(x)
+        x = kept_by(x, "norm")
+        y = self._normalised(x)
         unwatched = watch.current() is None or torch.is_grad_enabled()
         if y is None and unwatched and (self._participating() is None or not self.training):
             return base.forward(self, x)  # type: ignore[no-any-return]

@@ -42,10 +42,10 @@ def convert(
 
     A module becomes a subclass of its class (`conversion.classes`), with the same parameters, buffers and keys of the
     state dict. So optimizers that were made before remain valid, and checkpoints load both ways. Nothing else changes,
-    and the model does not run. In training the norm's output waits for what follows. A known activation is fused with
-    the norm, and only the result is kept for backward. An addition before the activation is fused as well. If a
+    and the model does not run. In training it is seen what reads the norm's output first. A known activation is fused
+    with the norm, and only the result is kept for backward. An addition before the activation is fused as well. If a
     function follows that saves its input for backward, the norm keeps the same tensor instead of its own input. If
-    anything else follows, the norm does what it did before.
+    anything else follows, the norm keeps what it kept before.
 
     An activation without a norm before it (GELU, SiLU, Mish, Hardswish, ELU and LeakyReLU, which do not write to their
     input) keeps its result for backward instead of its input, if what follows keeps that result anyway. It may be a

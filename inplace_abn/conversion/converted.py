@@ -34,24 +34,18 @@ class Past:
     note: Note = field(default_factory=Note)
     was_watched: bool = False
     """Whether the last forward pass was watched (`conversion.watch`)."""
-    plan: Any = None
-    """For calls of a norm that are like an earlier one (`conversion.plan`)."""
     follows_norm: bool = False
     """Whether an activation was ever part of a converted norm."""
     is_known: bool = False
     """Whether what follows an activation was watched, ever."""
-    is_widened: bool = False
-    """Whether autocast made a norm compute in float32."""
-    narrow: tuple[int, tuple[str, float]] | None = None
-    """The generation in which it was found, and the activation, if all readers of the result take it in 16 bits."""
+    is_hooked: bool = False
+    """Whether the layer is part of a model that is watched."""
     kinds: dict[Any, Any] = field(default_factory=dict)
     """How a norm of rows computes, by what it is called with (`conversion.layer_norms`)."""
     bytes_saved: int | None = None
     """What the module saved in the last step in which that was measured."""
-
-    def __getstate__(self) -> tuple[None, dict[str, Any]]:
-        """A copy makes a plan of its own."""
-        return None, {name: getattr(self, name) for name in self.__slots__} | {"plan": None}
+    quick: tuple[Any, ...] | None = None
+    """What calls are like that the node in C++ makes: the dtype, eps and momentum."""
 
 
 class Converted(guard.Guarded):
@@ -94,17 +88,6 @@ class Converted(guard.Guarded):
             return False
         return not self._past.was_watched or found[0] < guard.now() or found[0] > guard.generations.current
 
-    def narrow_activation(self) -> tuple[str, float] | None:
-        """What the result is activated by, if all that follows takes it in 16 bits; None in calls that are watched.
-
-        A recomputation does what its forward pass did.
-        """
-        found, activation = self._past.narrow or (guard.generations.current, None)
-        # The guard is paused for a step whose memory is measured after one that was watched.
-        is_later = guard.is_paused() or found < guard.now() or found > guard.generations.current
-        is_narrow = is_later and not self._past.was_watched and watch.current() is None
-        return activation if guard.of_forward_pass(f"narrow {id(self)}", is_narrow) else None
-
     def note(self) -> Note:
         """What the module did in its last call in training, or does from the next step on if the watch gave it up."""
         note, found = self._past.note, guard.given_up(self)
@@ -125,7 +108,7 @@ class Converted(guard.Guarded):
     def forget(self) -> None:
         """Forgets what was measured and seen, as if the module had just been converted."""
         guard.forget(self)
-        self.__dict__["_past"] = Past(getattr(self, "eps", 0.0))
+        self.__dict__["_past"] = Past(getattr(self, "eps", 0.0), is_hooked=self._past.is_hooked)
 
     def release(self) -> None:
         """Removes what conversion has stored on the module. The class stays."""

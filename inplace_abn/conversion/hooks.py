@@ -12,9 +12,8 @@ from torch import Tensor, fx, nn
 
 from inplace_abn import _torch, guard
 from inplace_abn.conversion import called, watch
-from inplace_abn.conversion.narrowed import wide
-from inplace_abn.conversion.offered import settled
-from inplace_abn.conversion.pending import Pending, plain
+from inplace_abn.conversion.converted import Converted
+from inplace_abn.conversion.offered import Offered, settled
 from inplace_abn.guard import generations
 from inplace_abn.trial import tensors_in
 
@@ -94,14 +93,12 @@ def end_part(part: nn.Module, _: Any, output: Any) -> None:
 
 
 def finish(model: nn.Module, args: Any, result: Any) -> Any:
-    """The hook after a converted model's forward pass. It leaves no `Pending` tensor in the result, and ends the watch.
+    """The hook after a converted model's forward pass. It leaves plain tensors in the result, and ends the watch.
 
     It is called after an exception, too, with None for the result.
     """
     if type(result) is not Tensor:
-        for t in tensors_in(result):
-            wide(settled(t))
-        result = torch.utils._pytree.tree_map_only(Pending, plain, result)
+        result = torch.utils._pytree.tree_map_only(Offered, settled, result)
     if watch.active:
         _end(model, result)
     return result
@@ -121,7 +118,10 @@ def hook(model: nn.Module) -> None:
     The parts of the model that contain layers get hooks too, in case that the model itself is never called. The
     outermost part that is called is watched, and needs no hooks within it.
     """
-    layers = [name for name, _ in guard.layers_of(model)]
+    layers = dict(guard.layers_of(model))
+    for layer in layers.values():
+        if isinstance(layer, Converted):
+            layer._past.is_hooked = True
     parts = {name[:i] for name in layers for i, character in enumerate(name) if character == "."}
     _add(model, begin, finish)
     for name in sorted(parts):

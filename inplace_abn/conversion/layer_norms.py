@@ -15,27 +15,22 @@ import torch
 from torch import Tensor, fx, nn
 
 from inplace_abn import _torch, functions, guard, reference
-from inplace_abn.activations import IDENTITY
-from inplace_abn.autograd import nodes
-from inplace_abn.autograd.backward import Values, by_value
+from inplace_abn.autograd import native
 from inplace_abn.compiling import norms, rows, trust
-from inplace_abn.conversion.converted import Alone, Note, may_have_node
+from inplace_abn.conversion.converted import Converted, Note, may_have_node
 from inplace_abn.conversion.formulas import ATTRIBUTES, Kind, key_of, kind_of, length
-from inplace_abn.conversion.narrowed import narrowed, wide
-from inplace_abn.conversion.offered import settled
-from inplace_abn.conversion.pending import Pending
+from inplace_abn.conversion.offered import kept_by, offer
+from inplace_abn.conversion.recipes import UNSEEN, OfRows, moved_axis, settings_of_rows
 from inplace_abn.guard.figures import THRESHOLDS
-from inplace_abn.guard.rows import figures
 from inplace_abn.kernels import ops
 from inplace_abn.modules.abn import as_leaf
-from inplace_abn.settings import MAGNITUDE, ChannelSlots, Operands, Settings, parameters
+from inplace_abn.settings import ChannelSlots, Operands, parameters
 
-_CONSUMER = (*IDENTITY, False)
 _UNSUITABLE = "its input, its parameters or the mode of the call are not supported"
 _UNKNOWN = "its forward pass is not that of a layer norm or an RMS norm"
 
 
-class ConvertedLayerNorm(Alone):
+class ConvertedLayerNorm(Converted):
     """The part that all converted layer norms and RMS norms have in common.
 
     The result has the bits that the module computes. Without a graph, for compilers, under tracers, transforms and
@@ -74,19 +69,15 @@ class ConvertedLayerNorm(Alone):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         if isinstance(args[0], fx.Proxy):
             return as_leaf(self, args[0])  # type: ignore[arg-type]
-        if type(args[0]) is Pending:
-            # The norm before it keeps its output, if this one keeps it as well.
-            return super().forward(*args)  # type: ignore[misc]
-        x, y = wide(settled(args[0])), None
+        x, y = kept_by(args[0], "layer_norm"), None
         if torch.compiler.is_compiling():
             y = self._compiled(x)
-            return super().forward(x) if y is None else y  # type: ignore[misc]
-        if torch.is_grad_enabled():
-            y = self._kept(x)
-        return self.noted(x, super().forward(x), IDENTITY) if y is None else y  # type: ignore[misc]
+        elif torch.is_grad_enabled():
+            y = self._offered(x)
+        return super().forward(x) if y is None else y  # type: ignore[misc]
 
-    def _kept(self, x: Tensor) -> Tensor | None:
-        """The result, whose node keeps it; None where the norm does what it did before conversion."""
+    def _offered(self, x: Tensor) -> Tensor | None:
+        """The result, which is offered to what follows; None where it is not."""
         self._note_watch()
         if self._is_given_up():
             return None
@@ -98,55 +89,24 @@ class ConvertedLayerNorm(Alone):
             self._past.note = Note(why=_UNKNOWN)
             return None
         functions.calibrate()
-        device = x.device.type
-        is_narrow = self.narrow_activation() is not None and torch.is_autocast_enabled(device)
-        dtype = torch.get_autocast_dtype(device) if is_narrow else kind.dtype
-        mode = guard.settled(self, dtype)
-        look = guard.look(self, _like(x, kind, dtype), None) if mode is None else guard.Look(mode.decisions[-1], mode)
-        look = guard.with_lost(self, look)
-        if not look.due and not (look.trusted and guard.knows(self, look, _CONSUMER)):
-            self._past.note = Note(why=self.why_untrusted or "it is measured first")
-            return None
-        return self._attempted(x, kind, look, dtype)
-
-    def _attempted(self, x: Tensor, kind: Kind, look: guard.Look, dtype: torch.dtype) -> Tensor | None:
-        """The result, unless the guard does not trust what it measures. It is kept in ``dtype``."""
         weight, bias = parameters(self)
-        eps, name = kind.eps, self.__dict__["_guard_name"]
-        settings = Settings(*IDENTITY, eps, MAGNITUDE, True, None, 0, name, look.decision.verbatim, kind.rows)
-        moved = _moved(x, kind.axis, -1)
-        data = moved.detach()
+        operands = Operands(weight if weight is None or not kind.offset else weight + kind.offset, bias)
+        moved, mean, rstd = moved_axis(x, kind.axis, -1), None, None
         with torch.no_grad():
             if kind.is_torch:
-                y, _, rstd = torch.native_layer_norm(data, data.shape[-1:], weight, bias, eps)
+                scale, offset = operands.weight, operands.bias
+                y, mean, rstd = torch.native_layer_norm(moved, moved.shape[-1:], scale, offset, kind.eps)
             else:
-                y = _moved(super().forward(x.detach()), kind.axis, -1).detach()  # type: ignore[misc]
-                rstd = reference.inverse_std_of_rows(data, kind.rows, eps)
-            kept = y.to(dtype)
-            scale, offset = by_value(weight if weight is None or not kind.offset else weight + kind.offset, bias)
-        if look.due:
-            look = guard.learn(self, look, figures(data, kept, scale, offset, settings), _CONSUMER)
-            if not look.trusted:
-                self._past.note = Note(why=self.why_untrusted)
-                return None
-            settings = settings._replace(verbatim=look.decision.verbatim)
-        values, columns = None, settings.verbatim
-        if columns:
-            with torch.no_grad():
-                indices = columns.indices(data.device)
-                values = reference.standardised_rows(data, rstd, kind.rows, indices).to(dtype)
-        of_call = Values(scale, offset, rstd.flatten(), values)
-        if not self._is_known():
-            return None
-        is_cast = kept is not y
-        result = nodes.Result(y, kept if is_cast else None)
-        z = _moved(self._attached(moved, result, Operands(weight, bias), of_call, settings), -1, kind.axis)
-        device = x.device.type
-        self._past.is_widened = torch.is_autocast_enabled(device) and y.dtype != torch.get_autocast_dtype(device)
-        return narrowed(z, _moved(kept, -1, kind.axis), self._past) if is_cast else z
+                y = moved_axis(super().forward(x), kind.axis, -1)  # type: ignore[misc]
+        y = y.detach()
+        node = native.attached(None, y, moved, operands, (mean, rstd), settings_of_rows(self, kind))
+        y = moved_axis(y, -1, kind.axis)
+        self._past.note = UNSEEN
+        offer(y, OfRows(self, moved, operands, y, node, kind, rstd))
+        return y
 
     def _compiled(self, x: Tensor) -> Tensor | None:
-        """The result for compilers, which see whether what follows keeps it; None as in `_kept`."""
+        """The result for compilers, which see whether what follows keeps it; None as in `_offered`."""
         if not torch.is_grad_enabled() or functions.is_disabled() or _torch.is_exporting() or x.dim() < 2:
             return None
         if self.is_parametrized():
@@ -237,13 +197,3 @@ def _original(module: Any) -> type:
     """The class before conversion, in which methods are looked up after those of this package."""
     order = type(module).__mro__
     return order[order.index(guard.Guarded) + 1]
-
-
-def _moved(t: Tensor, source: int, destination: int) -> Tensor:
-    return t if source == destination else t.movedim(source, destination)
-
-
-def _like(x: Tensor, kind: Kind, dtype: torch.dtype) -> Tensor:
-    """A matrix of x's rows, as far as the guard looks at it before it measures."""
-    size = x.numel() // x.shape[kind.axis], x.shape[kind.axis]
-    return torch.empty_strided(size, (0, 0), dtype=dtype, device=x.device, requires_grad=x.requires_grad)

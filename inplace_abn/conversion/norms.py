@@ -10,68 +10,72 @@ from torch import Tensor, fx, nn
 from torch.distributed import ProcessGroup
 
 from inplace_abn import _torch, distributed, functions, guard
-from inplace_abn.activations import IDENTITY, can_be_taken_back
-from inplace_abn.autograd import checks, forward
+from inplace_abn.activations import IDENTITY
+from inplace_abn.autograd import checks, forward, native
 from inplace_abn.compiling import norms, trust
-from inplace_abn.conversion import plan, watch
+from inplace_abn.conversion import watch
 from inplace_abn.conversion.converted import Converted, Note, has_standard_strides, may_have_node
-from inplace_abn.conversion.offered import settled
-from inplace_abn.conversion.pending import pending, plain, planned
-from inplace_abn.conversion.waiting import NormCall
+from inplace_abn.conversion.offered import kept_by, offer
+from inplace_abn.conversion.recipes import UNSEEN, OfNorm
 from inplace_abn.guard import measuring
 from inplace_abn.modules.abn import as_leaf
 from inplace_abn.modules.instance_norm import of_samples, take_means
-from inplace_abn.settings import WEIGHT, Operands, Settings, running_statistics
+from inplace_abn.settings import WEIGHT, Operands, Settings, counted_batches, parameters, running_statistics
 
 
 class InPlaceNorm(Converted):
     """The part that all converted norms have in common. A converted norm stays a norm, with the same state.
 
-    In training the norm's output is a tensor that waits for what follows (`conversion.pending`). What follows in one
-    generation of the guard is expected from the next generation on. So all micro-batches and recomputations of a step
-    do the same. For compilers the norm is `compiling.norms`. Where no graph is recorded, under tracers, transforms
-    and dispatch modes, and while the guard does not trust the norm, it does what it did before conversion.
+    In training the norm's output is an ordinary tensor with the node of torch's norm, and is offered to what follows
+    (`conversion.recipes`). For compilers the norm is `compiling.norms`. Where no graph is recorded, under tracers,
+    transforms and dispatch modes, and while the guard does not trust the norm, it does what it did before conversion.
     """
 
     signed_weight = True
     _synchronised: bool = False
     _group: ProcessGroup | None = None
 
-    def has_batch(self, x: Tensor) -> bool:
-        """Whether x has a dimension of samples, which torch does not require of every norm."""
-        return True
-
     @property
     def returns_view(self) -> bool:
         """Whether torch's norm returns a view of what it computed."""
         return self.per_instance
 
+    def has_batch(self, x: Tensor) -> bool:
+        """Whether x has a dimension of samples, which torch does not require of every norm."""
+        return True
+
     def forward(self, input: Tensor) -> Tensor:
-        y = self._planned(input)
-        if y is plan.NATIVE:
-            return self._native(input)
-        if y is not None:
-            return y  # type: ignore[no-any-return]
         if isinstance(input, fx.Proxy):
             return as_leaf(self, input)
-        x = plain(settled(input))
+        x = kept_by(input, "norm")
         y = self._normalised(x)
         return self._noted(self._native(x)) if y is None else y
 
-    def _planned(self, x: Any) -> Any:
-        """The norm's output by a plan; None if the call is not like any that has one.
+    def _at_once(self, x: Any) -> Any:
+        """The norm's output by the node in C++, if the call is like an earlier one; None if Python has to look at it.
 
-        `plan.NATIVE` if the norm does what it did before conversion.
+        The node looks at the tensors, and at what surrounds the call.
         """
-        past = self._past
-        # Compilers that are not Dynamo pass tensors of classes of their own.
-        if torch.compiler.is_dynamo_compiling() or past.was_watched or type(x) is not Tensor or self.is_parametrized():
+        past, module = self._past, self
+        if past.quick is None or past.was_watched or watch.active or not past.note.in_place:
             return None
-        # Another thread may set another one.
-        found = past.plan
-        if type(found) is not plan.Native:
-            return None if found is None else planned(found, self, x)
-        return plan.NATIVE if not watch.active and found.holds(self, x) else None
+        # Compilers that are not Dynamo pass tensors of classes of their own.
+        if type(x) is not Tensor or torch.compiler.is_dynamo_compiling() or self.is_parametrized():
+            return None
+        dtype, eps, momentum = past.quick
+        held: Any = module
+        if x.dtype is not dtype or held.eps is not eps or held.momentum is not momentum or not held.training:
+            return None
+        node, state = functions.node_in_cpp(), self._guard
+        if node is None or state is None or state.given_up is not None or functions.is_disabled():
+            return None
+        statistics = (None, None, None)
+        if held.track_running_stats:
+            statistics = *running_statistics(held), counted_batches(held)  # type: ignore[assignment]
+        y = node.norm(x, *parameters(held), *statistics, momentum, eps, self.__dict__["_guard_name"])
+        if y is not None:
+            offer(y, OfNorm.at_once(self))
+        return y
 
     def _noted(self, y: Tensor) -> Tensor:
         """y as torch computes it."""
@@ -81,18 +85,17 @@ class InPlaceNorm(Converted):
         return y
 
     def _normalised(self, x: Tensor) -> Tensor | None:
-        """The norm's output, mostly a `Pending` tensor; None where the norm does what it did before conversion."""
-        if not torch.is_grad_enabled() or self.is_parametrized():
-            return None
+        """The norm's output, which is offered; None where the norm does what it did before conversion."""
+        y = self._at_once(x)
+        if y is not None or not torch.is_grad_enabled() or self.is_parametrized():
+            return y  # type: ignore[no-any-return]
         if torch.compiler.is_compiling():
             return self._compiled(x)
         # In inference mode no tensor that is made here has a version.
-        if torch.is_inference_mode_enabled():
-            return None
-        return self._looked(x)
+        return None if torch.is_inference_mode_enabled() else self._offered(x)
 
-    def _looked(self, x: Tensor) -> Tensor | None:
-        """The norm's output, after a look at all that may be special about the call; None as in `_normalised`."""
+    def _offered(self, x: Tensor) -> Tensor | None:
+        """The norm's output, which is offered to what follows; None as in `_normalised`."""
         past = self._past
         self._note_watch()
         if self._is_given_up():
@@ -102,53 +105,43 @@ class InPlaceNorm(Converted):
             # The figures are those of the old one.
             guard.forget(self)
             past.eps = module.eps
-        if not _may_wait(self, x):
+        if not _may_be_offered(self, x):
             past.note = Note(why="its input, its parameters or the mode of the call are not supported")
             return None
-        x = self._cast(x)
-        look = guard.with_lost(self, guard.look(self, x, None))
-        decision = look.decision
-        if decision.expects_nothing:
-            return None
-        x = self._laid_out(x)
-        if not decision.trusted and not decision.measures:
+        if guard.stays_untrusted(self, x.dtype):
             past.note = past.note._replace(in_place=False, why=self.why_untrusted)
-            past.plan = None if look.mode is None or self.is_synchronised() else plan.Native(self, look, look.mode)
             return None
+        of_cast, x = x, self._laid_out(self._cast(x))
         module._check_input_dim(x)
         functions.calibrate()
-        observation = measuring.observe(self, x) if look.due else None
-        applied, expected = IDENTITY, decision.expected
-        if expected is not None and can_be_taken_back(*expected, x.dtype):
-            applied = expected
-        data = x.detach()
-        memory = torch.empty_like(data)
-        operands = _unversioned(_operands(module))
+        y, operands, samples = torch.empty_like(x, requires_grad=False), _unversioned(_operands(module)), x.shape[0]
         training = measuring.uses_own_statistics(module)
         group = self._participating() if training else None
-        name = self.__dict__["_guard_name"]
         what = (*IDENTITY, module.eps, WEIGHT, training, group, self.shared if training else 0)
-        settings = Settings(*what, name, decision.verbatim)
-        of_module, samples = operands, x.shape[0]
-        if settings.per_instance:
-            operands = of_samples(of_module, samples)
-        statistics = mean = None
-        if group is not None:
-            statistics = forward.sync_statistics(data, operands, group)
-            mean = statistics[0]
-        elif not training:
-            mean = module.running_mean.clone()
-        values = forward.written(data, memory, operands, settings.activating(applied), True, statistics)
-        if observation is not None:
-            look = look._replace(observation=observation)
-        else:
-            past.plan = plan.of_call(self, x, settings, applied, look)
-        norm = NormCall(self, x, operands, mean, values, settings, look)
-        y = pending(norm, memory, None, applied)
+        settings = Settings(*what, self.__dict__["_guard_name"])
+        of_call = of_samples(operands, samples) if settings.per_instance else operands
+        statistics = forward.normalised(x.detach(), y, of_call, settings)
+        of_graph = Operands(operands.weight, operands.bias)
+        node = native.attached(functions.node_in_cpp(), y, x, of_graph, statistics, settings)
         if settings.per_instance:
             # As in torch, after x was saved, where a checkpoint's recomputation may end.
-            take_means(of_module, operands, samples)
+            take_means(operands, of_call, samples)
+        recipe = OfNorm(self, x, of_graph, y, node, statistics, settings)
+        if self._is_simple(settings):
+            past.quick = x.dtype, module.eps, module.momentum
+        if of_cast.dtype != x.dtype:
+            recipe.narrow = self._laid_out(of_cast).detach()
+        # torch's instance norm returns a view, whose hooks a write leaves behind.
+        y = y.view_as(y) if self.returns_view else y
+        past.note = UNSEEN
+        offer(y, recipe)
         return y
+
+    def _is_simple(self, settings: Settings) -> bool:
+        """Whether the node in C++ may make calls like this one: in training, by local statistics of the batch."""
+        module: Any = self
+        are_numbers = isinstance(module.momentum, (int, float)) and isinstance(module.eps, (int, float))
+        return are_numbers and module.training and not settings.per_instance and not self.is_synchronised()
 
     def _cast(self, x: Tensor) -> Tensor:
         """x in the dtype in which torch computes the norm."""
@@ -225,7 +218,9 @@ class InPlaceNorm(Converted):
 
     def activations(self) -> set[str]:
         """The names of the activations that followed in this generation of the guard."""
-        return {what[0] for what in guard.seen(self) if len(what) > 1}
+        at = guard.generations.current
+        found = [mode for mode in guard.modes_of(self) if mode.generation == at and mode.decisions[-1].trusted]
+        return {mode.follows[0] for mode in found}
 
 
 class InPlaceInstanceNorms(InPlaceNorm):
@@ -270,39 +265,7 @@ class InPlaceGroupNorms(InPlaceNorm):
         return _torch.has_kernel("aten::group_norm", f"Autocast{device.upper()}")
 
     def _cast(self, x: Tensor) -> Tensor:
-        self._past.is_widened = self._is_widened(x.dtype, x.device.type)
-        return x.float() if self._past.is_widened else x
-
-    def _looked(self, x: Tensor) -> Tensor | None:
-        y = self._narrowed(x) if self._past.narrow is not None else None
-        return super()._looked(x) if y is None else y
-
-    def _narrowed(self, x: Tensor) -> Tensor | None:
-        """The output of a norm that autocast computes in float32, if what follows takes the result in 16 bits.
-
-        None for calls that are watched, and wherever the norm does something else.
-        """
-        module: Any = self
-        self._note_watch()
-        activation, past = self.narrow_activation(), self._past
-        if activation is None or not self._is_widened(x.dtype, x.device.type):
-            return None
-        if self._is_given_up() or module.eps != past.eps or not _may_wait(self, x):
-            return None
-        look = guard.with_lost(self, guard.look(self, x, None))
-        if not look.decision.trusted:
-            return None
-        functions.calibrate()
-        wide, x = x.float(), self._laid_out(x).detach()
-        if look.due:
-            look = look._replace(observation=measuring.observe(self, x))
-        operands = _operands(module)
-        what = (*IDENTITY, module.eps, WEIGHT, True, None, self.shared, self.__dict__["_guard_name"])
-        settings = Settings(*what, look.decision.verbatim)
-        z = torch.empty_like(x)
-        values = forward.written(x, z, of_samples(operands, len(x)), settings.activating(activation), True)
-        norm = NormCall(self, self._laid_out(wide), operands, None, values, settings, look, z.dtype)
-        return pending(norm, None, None, activation, narrow=z)
+        return x.float() if self._is_widened(x.dtype, x.device.type) else x
 
     def _laid_out(self, x: Tensor) -> Tensor:
         # Only torch's kernel for the CPU keeps the memory format.
@@ -334,8 +297,8 @@ def _unversioned(operands: Operands) -> Operands:
     return operands._replace(running_mean=mean, running_var=var)
 
 
-def _may_wait(module: Any, x: Tensor) -> bool:
-    """Whether the output can wait: a graph of plain tensors is recorded, and nobody watches the ops."""
+def _may_be_offered(module: Any, x: Tensor) -> bool:
+    """Whether a graph of plain tensors is recorded, and nobody watches the ops."""
     weight, bias = module.weight, module.bias
     if not may_have_node(x):
         return False

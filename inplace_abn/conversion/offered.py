@@ -1,96 +1,250 @@
-"""Tensors that wait for an activation without a norm: outputs of linear layers and convolutions.
+"""Tensors whose first reader is seen: outputs of norms, of linear layers and of convolutions.
 
-Such a tensor is what the module returned, with its values and its place in the graph. Only its class is another one
-until the first function is called with it. Whatever that is, the tensor is a plain one from then on.
+Such a tensor is an ordinary one, with memory and a place in torch's graph. Only its class is another one until it is
+read. It carries a recipe: how to make a leaner node for a reader that needs less than the tensor's own node keeps. What
+the recipe does not know gets the tensor itself. The tensor's own node dies with the tensor.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from inplace_abn import _torch
 from inplace_abn.conversion import watch
-from inplace_abn.conversion.recognition import KNOWN, QUESTIONS, Activating, Adding
-from inplace_abn.conversion.scaled import PERMUTING, PRODUCTS, Origin
+from inplace_abn.conversion.consumers import is_cast_for, kept
+from inplace_abn.conversion.recognition import IN_GRAPH, KNOWN, METADATA, NO_GRADIENT, SHOWING, Activating, Adding
+from inplace_abn.conversion.scaled import PRODUCTS, VIEWING
 from inplace_abn.trial import tensors_in
 
+_ASKING = IN_GRAPH | SHOWING | frozenset(_torch.HOOKS)
 
-class Offer(NamedTuple):
-    """What belongs to a tensor that waits."""
+
+class Recipe:
+    """How to serve a tensor's first reader. Methods get the tensor as a plain one."""
 
     layer: Any
-    """What an activation is told (`conversion.called.CalledActivation`)."""
-    origin: Origin | None
-    """How the tensor came about, if it is the output of a linear layer."""
-    hooks: Any
-    """The saved-tensor hooks at the time when the tensor was made. A checkpoint that begins later has a plain tensor in
-    its recomputation."""
+    """The layer that made the tensor."""
+    summand: Tensor | None = None
+    """The same values for sums, which keep nothing, with a node that keeps a copy in 16 bits."""
+    is_left: bool = False
+    """Whether a result was made beside the tensor, whose gradient does not pass the tensor's place in the graph."""
+    bypasses: bool = True
+    """Whether results are made beside the tensor, and not of it."""
+    is_asked: bool = False
+    """Whether somebody has asked for the tensor's place in the graph, which gradients must pass from then on."""
+
+    def lacks(self, t: Tensor) -> bool:
+        """Whether `is_left` is true of the tensor, which was not written to since."""
+        return False
+
+    def activated(self, t: Tensor, call: Activating, native: Callable[[], Tensor]) -> Tensor | None:
+        """The result of an activation; None if it is torch's."""
+        return None
+
+    def scaled(self, t: Tensor, factor: Any, product: Callable[[], Tensor]) -> Tensor | None:
+        """The product with a vector; None if it is torch's."""
+        return None
+
+    def keep(self, t: Tensor, reader: str) -> None:
+        """Makes the tensor's node keep the tensor, because the reader keeps it anyway."""
+
+    def not_kept(self, reader: str) -> None:
+        """Notes that the reader does not keep the tensor."""
+
+    def cast(self, t: Tensor, dtype: torch.dtype, reader: str) -> Tensor | None:
+        """The values in 16 bits for a reader that gets, and keeps, such a copy from autocast; None for torch's."""
+        return None
+
+    def adds(self, t: Tensor, other: Any, call: Adding) -> bool:
+        """Whether the sum of the tensor and something else, which is torch's, has a recipe."""
+        return False
+
+    def of_sum(self, result: Tensor, residual: Any, call: Adding) -> Recipe:
+        """The recipe of the sum."""
+        raise NotImplementedError
+
+    def of_view(self, t: Tensor, func: Any, args: tuple[Any, ...]) -> Recipe | None:
+        """The recipe of a view, which the function makes with these other arguments."""
+        return None
 
 
 class Offered(Tensor):
-    """A tensor whose first reader is seen."""
+    """A tensor whose readers are seen."""
+
+    _recipe: Recipe
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling() or func in QUESTIONS:
+        if torch.compiler.is_compiling() or func in METADATA:
             with _torch.NoTorchFunction():
                 return func(*args, **kwargs)
-        read = KNOWN.get(func)
-        call = None if read is None else read(args, kwargs)
-        if type(call) is Offered:
-            # A dropout that drops nothing returns what it is given.
-            return call
-        waiting = {id(t): _taken(t) for t in tensors_in((args, kwargs)) if type(t) is Offered}
-        offers = {key: found for key, found in waiting.items() if found is not None}
-        if watch.current() is not None and _torch.in_compiled_function():
-            # Compilers know plain tensors only.
-            for found in offers.values():
-                watch.give_up(found.layer, "compiled code reads its input")
-            return func(*args, **kwargs)
-        if isinstance(call, Activating) and not call.in_place and id(call.input) in offers:
-            return offers[id(call.input)].layer.activated(call, lambda: func(*args, **kwargs))
-        if func in PRODUCTS and len(args) == 2 and not kwargs:
-            for t, factor in (args, args[::-1]):
-                waited = offers.get(id(t))
-                if waited is not None and waited.origin is not None:
-                    z = waited.layer.scaled(t, waited.origin, factor, lambda: func(*args))
-                    if z is not None:
-                        return z
-        result = func(*args, **kwargs)
-        if func in PERMUTING and not kwargs and id(args[0]) in offers:
-            layer, origin, _ = offers[id(args[0])]
-            if origin is not None:
-                offer(result, layer, origin.permuted(args[1:]))
-        if isinstance(call, Adding) and not call.in_place and offers:
-            offer(result, next(iter(offers.values())).layer)
-        return result
+        given = _offered_in(args)
+        if kwargs:
+            given += _offered_in(kwargs.values())
+        recipes = {id(t): t._recipe for t in given}
+        for t in given:
+            t.__class__ = Tensor  # type: ignore[assignment]
+        try:
+            return _read(func, args, kwargs, given, recipes)
+        finally:
+            for t in given:
+                if "_recipe" in t.__dict__:
+                    t.__class__ = Offered
 
 
-def offer(t: Any, layer: Any, origin: Origin | None = None) -> None:
-    """Makes a plain tensor one whose first reader is seen."""
+def _offered_in(values: Iterable[Any]) -> list[Any]:
+    """The offered tensors among arguments, at any depth."""
+    found = []
+    for value in values:
+        kind = type(value)
+        if kind is Offered:
+            found.append(value)
+        elif kind not in _LEAVES:
+            found += [t for t in tensors_in(value) if type(t) is Offered]
+    return found
+
+
+_LEAVES = frozenset([Tensor, torch.nn.Parameter, int, float, bool, str, type(None)])
+
+
+def offer(t: Any, recipe: Recipe) -> None:
+    """Makes a plain tensor one whose readers are seen."""
     if type(t) is Tensor:
-        t._offer = Offer(layer, origin, _torch.top_saved_tensors_hooks(True))  # type: ignore[attr-defined]
+        t._recipe = recipe  # type: ignore[attr-defined]
         t.__class__ = Offered
 
 
-def _taken(t: Any) -> Offer | None:
-    """Makes the tensor a plain one. Returns what belonged to it.
-
-    None if saved-tensor hooks are others than they were, or if another thread has taken it.
-    """
-    found: Offer | None = vars(t).pop("_offer", None)
-    t.__class__ = Tensor
-    return found if found is not None and found.hooks == _torch.top_saved_tensors_hooks(True) else None
-
-
 def settled(t: Any) -> Any:
-    """The value; an offered tensor is a plain one from now on."""
+    """The value as a plain tensor."""
+    if type(t) is not Offered:
+        return t
+    if t._recipe.is_left:
+        # Whoever asks for the gradient of the tensor itself is told that it lacks a part.
+        with _torch.NoTorchFunction():
+            return t.view_as(t)
+    return forgotten(t)
+
+
+def kept_by(t: Any, reader: str) -> Tensor:
+    """The tensor as a plain one, for a reader that keeps it."""
     if type(t) is Offered:
-        _taken(t)
-    return t
+        recipe, t.__class__ = t._recipe, Tensor  # type: ignore[assignment]
+        recipe.keep(t, reader)
+        t.__class__ = Offered
+    return settled(t)  # type: ignore[no-any-return]
+
+
+def forgotten(t: Any) -> Tensor:
+    """Makes the tensor a plain one for ever."""
+    t.__dict__.pop("_recipe", None)
+    t.__class__ = Tensor
+    return t  # type: ignore[no-any-return]
+
+
+def _read(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], offered: list[Tensor], recipes: dict[int, Recipe]
+) -> Any:
+    """The result of a function that is called with offered tensors, which are plain ones meanwhile."""
+
+    def native() -> Any:
+        return func(*args, **kwargs)
+
+    read = KNOWN.get(func)
+    call = None if read is None else read(args, kwargs)
+    if isinstance(call, Tensor):
+        # A dropout that drops nothing returns what it is given.
+        return call
+    if func in _ASKING:
+        _ask(func, offered, recipes)
+        return native()
+    watched = watch.current() is not None or any(recipe.layer._past.was_watched for recipe in recipes.values())
+    if watched and _torch.in_compiled_function():
+        # Compilers know plain tensors only.
+        for t in offered:
+            watch.give_up(recipes[id(t)].layer, "compiled code reads its input")
+            _spend(t, recipes)
+        return native()
+    result: Any = None
+    if isinstance(call, Activating) and id(call.input) in recipes:
+        result = recipes[id(call.input)].activated(call.input, call, native)
+    elif isinstance(call, Adding) and torch.is_grad_enabled():
+        found = _sum_with_recipe(call, recipes)
+        if found is not None:
+            result = native()
+            offer(result, found[0].of_sum(result, found[1], call))
+        elif not call.in_place and any(recipe.summand is not None for recipe in recipes.values()):
+            summands = [recipes[id(t)].summand if id(t) in recipes else None for t in args]
+            return func(*(t if each is None else each for t, each in zip(args, summands, strict=True)), **kwargs)
+    elif func in PRODUCTS and len(args) == 2 and not kwargs:
+        for t, factor in (args, args[::-1]):
+            if result is None and id(t) in recipes:
+                result = recipes[id(t)].scaled(t, factor, native)
+    if result is not None:
+        return result
+    reader = getattr(func, "__name__", "what follows")
+    keeps = {id(t): t for t in kept(func, args, kwargs) if id(t) in recipes}
+    for key, t in keeps.items():
+        recipes[key].keep(t, reader)
+    given = tuple(_cast(func, t, recipes[id(t)], reader) if id(t) in recipes else t for t in args)
+    result = func(*given, **kwargs)
+    if func in VIEWING and not kwargs and id(args[0]) in recipes:
+        of_view = recipes[id(args[0])].of_view(args[0], func, args[1:])
+        if of_view is not None:
+            offer(result, of_view)
+    for t in offered:
+        if not any(t is not each and t is old for each, old in zip(given, args, strict=True)):
+            if id(t) not in keeps and not isinstance(call, Activating):
+                recipes[id(t)].not_kept(reader)
+            _spend(t, recipes)
+    return result
+
+
+def _spend(t: Tensor, recipes: dict[int, Recipe]) -> None:
+    """Makes the tensor a plain one, unless whoever asks for its gradient has to be told something."""
+    if t.__dict__.get("_recipe") is recipes[id(t)] and not recipes[id(t)].lacks(t):
+        forgotten(t)
+
+
+def _cast(func: Any, t: Tensor, recipe: Recipe, reader: str) -> Tensor:
+    """What the function gets: a copy in 16 bits if autocast makes one."""
+    dtype = torch.get_autocast_dtype(t.device.type) if is_cast_for(func, t) else t.dtype
+    narrow = None if t.dtype == dtype else recipe.cast(t, dtype, reader)
+    return t if narrow is None else narrow
+
+
+def _ask(func: Any, offered: list[Tensor], recipes: dict[int, Recipe]) -> None:
+    """Makes tensors plain ones whose place in the graph is asked for.
+
+    Raises:
+        RuntimeError: a hook, or a gradient, is asked for that would lack that of a result beside the tensor.
+    """
+    for t in offered:
+        recipe = recipes[id(t)]
+        if recipe.lacks(t) and func in IN_GRAPH and func not in NO_GRADIENT:
+            raise RuntimeError(
+                f"inplace_abn: a gradient of the output of {recipe.layer.__dict__['_guard_name']}, or a hook on it, is "
+                "asked for after it was activated, and the gradient of the result does not pass it. Ask before, or "
+                "leave this layer out of the conversion (filter_fn)"
+            )
+        if recipe.bypasses:
+            recipe.is_asked = True
+            _spend(t, recipes)
+
+
+def _sum_with_recipe(call: Adding, recipes: dict[int, Recipe]) -> tuple[Recipe, Any] | None:
+    """The recipe of one of the operands, and what is added."""
+    for t, other in ((call.first, call.second), (call.second, call.first)):
+        recipe = recipes.get(id(t))
+        if recipe is None or t is other or (call.in_place and t is not call.first):
+            continue
+        if not recipe.adds(t, other, call):
+            continue
+        return recipe, other
+    return None

@@ -1,4 +1,4 @@
-"""Recognises what a call of torch does with a pending tensor.
+"""Recognises what a call of torch does with a tensor.
 
 It is an activation, an addition, nothing, a question about its metadata, or anything else.
 """
@@ -141,16 +141,6 @@ KNOWN: dict[Any, Reading] = {function: read for read, functions in _SPELLINGS fo
 """How to read the calls of each function that may activate, add, or do nothing."""
 
 
-def is_writing(function: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether torch's conventions say that the function writes to an argument."""
-    name: str = getattr(function, "__name__", "")
-    in_place = name.endswith("_") and not name.endswith("__") and function is not Tensor.requires_grad_
-    return in_place or name in _WRITING or kwargs.get("out") is not None or kwargs.get("inplace") is True
-
-
-_OPERATORS = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift"
-_WRITING = frozenset(["__setitem__", "__set__", *(f"__i{name}__" for name in _OPERATORS.split())])
-
 _ATTRIBUTES = (
     *("shape", "dtype", "device", "layout", "ndim", "requires_grad", "itemsize", "nbytes"),
     *("is_cpu", "is_cuda", "is_meta", "is_sparse", "is_quantized", "is_mkldnn", "is_mps", "is_xpu", "is_nested"),
@@ -167,7 +157,7 @@ METADATA: frozenset[Any] = frozenset(
         *(torch.is_floating_point, torch.is_complex, torch.numel),
     ]
 )
-"""Functions that need no values of a pending tensor, because they ask for its metadata only."""
+"""Functions that ask for a tensor's metadata only."""
 
 _GRAD: Any = Tensor.grad
 _RETAINS_GRAD: Any = Tensor.retains_grad
@@ -180,8 +170,12 @@ IN_GRAPH: frozenset[Any] = frozenset(
 )
 """Functions that ask for gradients of the first argument, or of the second one of ``torch.autograd.grad``."""
 
-QUESTIONS: frozenset[Any] = METADATA | IN_GRAPH | frozenset(_torch.HOOKS)
-"""Functions that a tensor answers itself, whatever becomes of it."""
+_GRAD_FN: Any = Tensor.grad_fn
+
+SHOWING: frozenset[Any] = frozenset(
+    [Tensor.__repr__, Tensor.__format__, Tensor.__reduce_ex__, Tensor.__deepcopy__, _GRAD_FN.__get__]
+)
+"""Functions that show what a tensor is, or its place in the graph."""
 
 NO_GRADIENT: frozenset[Any] = frozenset([_GRAD.__get__, _RETAINS_GRAD.__get__])
 """Those of `IN_GRAPH` that have an answer for a tensor without a place in the graph: its gradient is not retained."""

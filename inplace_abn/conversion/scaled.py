@@ -15,6 +15,13 @@ PRODUCTS: frozenset[Any] = frozenset(
     [torch.mul, torch.multiply, Tensor.mul, Tensor.multiply, Tensor.__mul__, Tensor.__rmul__]
 )
 PERMUTING: frozenset[Any] = frozenset([torch.permute, Tensor.permute])
+VIEWING: frozenset[Any] = PERMUTING | frozenset(
+    [
+        *(Tensor.view, Tensor.reshape, Tensor.flatten, Tensor.transpose, Tensor.unsqueeze, Tensor.squeeze),
+        *(torch.reshape, torch.flatten, torch.transpose, torch.unsqueeze, torch.squeeze, Tensor.contiguous),
+    ]
+)
+"""Functions that mostly return a view, or what they are given."""
 
 
 class Origin(NamedTuple):

@@ -149,8 +149,8 @@ class Watch(_torch.OwnMode):
         self._added: dict[int, list[Result]] = {}
         """What norms keep, by the storage of the residual, until it is written to."""
         self._measured: list[Result] = []
-        self._readers: dict[int, tuple[str, bool]] = {}
-        """The first op that reads a result, and whether all that read it cast it to 16 bits, by the storage of z."""
+        self._readers: dict[int, str] = {}
+        """The first op that reads a result, by the storage of z."""
         self._views: Counter[int] = Counter()
         """How many views of a tensor the model returned. They hold it, and keep nothing for backward."""
         self._natively: dict[int, Any] = {}
@@ -200,7 +200,7 @@ class Watch(_torch.OwnMode):
         hooks = _torch.top_saved_tensors_hooks(True)
         if hooks is not None:
             self._note_checkpoint(_torch.checkpoint_of(hooks))
-        # Pending tensors must not take the ops below autograd for what a model calls.
+        # Offered tensors must not take the ops below autograd for what a model calls.
         with _torch.NoTorchFunction():
             return self.run(func, args, kwargs or {})
 
@@ -225,7 +225,8 @@ class Watch(_torch.OwnMode):
         for layer, reading in readings.items():
             give_up(layer, f"its zeros are tiny numbers in training, and {reading}")
         if not is_view:
-            self._note_readers(op)
+            for key in {t.storage for t in op.tensors} & self._results.keys():
+                self._readers.setdefault(key, op.name)
         if readings or op.name in _READ_AGAIN:
             for key in {t.storage for t in op.tensors} - op.writes:
                 self._release(key)
@@ -245,15 +246,6 @@ class Watch(_torch.OwnMode):
                 if tags.storage_of(t) in self._follower.tagged or tags.storage_of(t) in self._follower.chosen:
                     self._hold(t)
         return result
-
-    def _note_readers(self, op: tags.Op) -> None:
-        """Notes what reads results, and whether that only casts them to 16 bits."""
-        for key in {t.storage for t in op.tensors} & self._results.keys():
-            is_cast = op.name == "_to_copy" and op.values.get("dtype") in (torch.bfloat16, torch.float16)
-            # Compilers know plain tensors only.
-            is_cast = is_cast and not _torch.in_compiled_function()
-            reader, are_cast = self._readers.get(key, (op.name, True))
-            self._readers[key] = reader, are_cast and is_cast
 
     def _readings(self, namespace: str, op: tags.Op) -> dict[Any, str]:
         """The layers whose tags the op notices, and how, in words."""
@@ -314,29 +306,19 @@ class Watch(_torch.OwnMode):
         """Gives up layers whose tags decided about an output, and tells all what they saved."""
         for t in tensors_in(output):
             key = _key_of(t)
-            if key in self._readers:
-                self._readers[key] = self._readers[key][0], False
             self._views[id(_torch.base_of(t))] += 1
             if key in self._follower.chosen:
                 op, layers = self._follower.chosen[key]
                 for layer in layers:
                     give_up(layer, f"its zeros are tiny numbers in training, and {op.name} chooses by them")
-        are_cast: dict[Any, bool] = {}
-        for r in self._measured:
-            if r.layer._past.is_widened and r.residual is None:
-                is_cast = self._readers.get(tags.storage_of(r.z), ("", False))[1]
-                are_cast[r.layer] = is_cast and are_cast.get(r.layer, True)
-                found = (guard.generations.current, (r.activation, r.param))
-                r.layer._past.narrow = found if are_cast[r.layer] else None
         sizes, of_inputs = self._sizes()
         for layer, size in sizes.items():
             layer._past.bytes_saved = size
-        for layer in {r.layer for r in self._measured if r.is_alone}:
+        for layer in {r.layer for r in self._measured if r.is_alone and r.is_writable}:
             # Layers that share an input free it together.
             results = [r for r in self._measured if r.layer is layer]
-            if not are_cast.get(layer, False) and sum(of_inputs[key] for key in {r.input.cdata for r in results}) <= 0:
-                reader, _ = self._readers.get(tags.storage_of(results[0].z), ("what follows", False))
-                self._make_torchs(layer, reader)
+            if sum(of_inputs[key] for key in {r.input.cdata for r in results}) <= 0:
+                self._make_torchs(layer, self._readers.get(tags.storage_of(results[0].z), "what follows"))
 
     def _make_torchs(self, layer: Any, reader: str) -> None:
         """Gives up a layer that saves nothing. What follows the forward pass may write to its results."""
@@ -363,8 +345,7 @@ class Watch(_torch.OwnMode):
             if r.input.expired() and key not in counted:
                 tensors += 1
                 counted.add(key)
-            # A copy of 16 bits is what follows keeps.
-            is_own = r.is_alone and r.is_writable and r.layer._past.narrow is None
+            is_own = r.is_alone and r.is_writable
             for t in (r.z if keeps_input or r.is_residual or is_own else None, r.residual):
                 # A tensor that only norms keep costs memory, unless torch would keep it as a norm's input.
                 if t is None or id(t) in counted or tags.storage_of(t) in inputs:

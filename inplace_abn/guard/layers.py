@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from inplace_abn import _torch
 from inplace_abn.guard import generations, measuring, verbatim
 from inplace_abn.guard.figures import THRESHOLDS, Table, Threshold, described, worst
-from inplace_abn.guard.modes import Decision, Mode, State
+from inplace_abn.guard.modes import Decision, Follows, Mode, State
 from inplace_abn.settings import Channels, ChannelSlots, parameters
 
 if TYPE_CHECKING:
@@ -107,27 +107,20 @@ class Look(NamedTuple):
     """Whether the call is measured."""
     decisive: bool = False
     """Whether that measurement may change the mode in the same call."""
-    observation: Any = None
-    """What `measuring.observe` returned, as long as it is not known what follows."""
 
     @property
     def trusted(self) -> bool:
         return self.decision.trusted
-
-    def saw(self, what: tuple[Any, ...]) -> None:
-        """Remembers what followed the norm."""
-        if self.mode is not None:
-            self.mode.seen.add(what)
 
 
 def _modes(module: Any) -> list[Mode]:
     return [] if module._guard is None else [*module._guard.modes.values()]
 
 
-def settled(module: Any, dtype: torch.dtype) -> Mode | None:
-    """The mode of a dtype if this call only has to do what was decided, as most calls."""
+def settled(module: Any, dtype: torch.dtype, follows: Follows = ()) -> Mode | None:
+    """The mode if this call only has to do what was decided, as most calls."""
     state: State | None = module._guard
-    mode = None if state is None else state.modes.get(dtype)
+    mode = None if state is None else state.modes.get((dtype, follows))
     if state is None or mode is None or _torch.top_saved_tensors_hooks(True) is not None:
         return None
     return mode if is_settled(module, state, mode) else None
@@ -150,21 +143,25 @@ def _is_due(mode: Mode, interval: int) -> bool:
     return generations.has_passed(mode.measured_at, interval if interval < mode.gap else mode.gap)
 
 
-def look(module: Any, x: Tensor, residual: Tensor | None, empty: bool = False) -> Look:
+def look(
+    module: Any, x: Tensor, residual: Tensor | None, follows: Follows = (), dtype: torch.dtype | None = None
+) -> Look:
     """What an in-place module does with this x in this generation.
 
     Args:
         module: a `Guarded` module.
         x, residual: its arguments. They may be invalid, and are then not measured.
-        empty: whether an x may have too few values to measure, as a rank's share of a batch may.
+        follows: what follows, if the module does not know it.
+        dtype: that of what is kept; by default that of x.
     """
-    mode = settled(module, x.dtype)
+    dtype = x.dtype if dtype is None else dtype
+    mode = settled(module, dtype, follows)
     if mode is not None:
         return Look(mode.decisions[-1], mode)
-    mode = mode_of(module, x.dtype)
+    mode = mode_of(module, dtype, follows)
     at, interval = generations.now(), module.guard_interval
     if generations.is_paused():
-        return Look(Decision(known=None) if mode is None else mode.at(at))
+        return Look(Decision() if mode is None else mode.at(at))
     # A checkpoint that saved nothing in its forward pass calls the layer again in backward.
     is_recomputed = _torch.in_backward() and _torch.top_saved_tensors_hooks(True) is not None
     if interval and not is_recomputed:
@@ -174,14 +171,14 @@ def look(module: Any, x: Tensor, residual: Tensor | None, empty: bool = False) -
     if mode is None or mode.generation != at:
         measures = interval > 0 and (mode is None or mode.is_new(at) or _is_due(mode, interval))
         judges = mode is not None and bool(mode.figures)
-        if (measures or judges) and not measuring.is_measurable(module, x, residual, empty):
+        if (measures or judges) and not measuring.is_measurable(module, x, residual):
             return Look(Decision() if mode is None else mode.decisions[-1])
-        mode = _begun(module, x.dtype, at, measures)
+        mode = _begun(module, dtype, follows, at, measures)
     decision = mode.decisions[-1]
     if not decision.measures or (mode.measured_at == at and mode.calls >= CALLS):
         mode.settled_at = at
         return Look(decision, mode)
-    if not measuring.is_measurable(module, x, residual, empty):
+    if not measuring.is_measurable(module, x, residual):
         return Look(decision, mode)
     first = mode.is_new(at)
     tensors = (x, *module.scale_and_offset(), residual)
@@ -190,10 +187,10 @@ def look(module: Any, x: Tensor, residual: Tensor | None, empty: bool = False) -
     return Look(decision, mode, recovers and not is_repeated, first)
 
 
-def _begun(module: Any, dtype: torch.dtype, at: int, measures: bool) -> Mode:
+def _begun(module: Any, dtype: torch.dtype, follows: Follows, at: int, measures: bool) -> Mode:
     """The mode, with a decision about a generation that it sees for the first time."""
-    mode = notice_writes(module).mode(dtype)
-    mode.begin(at, measures, guarded=module.guard_interval > 0)
+    mode = notice_writes(module).mode(dtype, follows)
+    mode.begin(at, measures)
     if mode.figures:
         _judge(module, mode, mode.take())
     return mode
@@ -251,33 +248,9 @@ def take(module: Any, figures: Tensor, looked: Look) -> bool:
     return mode.decisions[-1].trusted
 
 
-def learn(module: Any, looked: Look, figures: Tensor, consumer: tuple[str, float, bool]) -> Look:
-    """Keeps the figures of a converted norm's call, which a consumer followed, and returns what the norm does now."""
-    take(module, figures, looked)
-    mode = looked.mode
-    assert mode is not None
-    if mode.learn(consumer, looked.decisive):
-        generations.note_change(module)
-    return looked._replace(observation=None, decision=mode.decisions[-1])
-
-
-def knows(module: Any, looked: Look, consumer: tuple[str, float, bool]) -> bool:
-    """Whether a layer that is trusted was measured with what follows. If not, it is measured in the next generation."""
-    is_known = looked.decision.knows(consumer)
-    if looked.trusted and not is_known and looked.mode is not None:
-        looked.mode.unmeasured_since = looked.mode.generation
-        generations.note_change(module)
-    return looked.trusted and is_known
-
-
 def name(module: Any) -> str:
     """What messages call a layer: its name in the model, if it is known."""
     return module.__dict__.get("_guard_name") or f"{type(module).__name__}({module.extra_repr()})"
-
-
-def seen(module: Any) -> set[tuple[Any, ...]]:
-    """What followed a converted norm in this generation."""
-    return {what for mode in _modes(module) for what in mode.seen}
 
 
 def give_up(module: Any, why: str, noticed: bool) -> bool:
@@ -312,11 +285,46 @@ def decide(module: Any, x: Tensor, residual: Tensor | None) -> tuple[bool, Chann
     if torch.compiler.is_compiling():
         return bool(module._revision >= 0 and module._may_be_compiled_in_place(x.dtype)), _NONE
     looked = look(module, x, residual)
-    if looked.due:
-        take(module, measuring.measure(module, x, residual), looked)
-        looked = looked._replace(decision=looked.mode.decisions[-1])  # type: ignore[union-attr]
-    decision = with_lost(module, looked).decision
+    decision = learnt(module, looked, lambda: measuring.measure(module, x, residual))
     return decision.trusted, decision.verbatim
+
+
+def learnt(module: Any, looked: Look, measure: Callable[[], Tensor]) -> Decision:
+    """What a layer does in a call, after that was measured if it is due.
+
+    ``measure`` returns what `figures.packed` returns.
+    """
+    if looked.due:
+        assert looked.mode is not None
+        take(module, measure(), looked)
+        looked = looked._replace(decision=looked.mode.decisions[-1])
+    return _with_lost(module, looked).decision
+
+
+def is_premature(module: Any, dtype: torch.dtype, follows: Follows, is_watched: bool) -> bool:
+    """Whether something follows for the first time. It is measured in the next generation, or, if somebody watches the
+    layer now and then, in the next step that is watched."""
+    at = generations.now()
+    alike = [mode for mode in _modes(module) if mode.follows == follows]
+    if not module.guard_interval or any(mode.known_since <= at for mode in alike):
+        return False
+    if generations.is_paused():
+        return is_watched
+    if not alike and (is_watched or modes_of(module, dtype)):
+        alike = [notice_writes(module).mode(dtype, follows)]
+        alike[0].unmeasured_since = at
+    is_premature = bool(alike) and (is_watched or any(mode.unmeasured_since == at for mode in alike))
+    if is_premature:
+        generations.note_change(module)
+    return is_premature
+
+
+def stays_untrusted(module: Any, dtype: torch.dtype) -> bool:
+    """Whether the layer is not trusted, whatever of what it has seen follows, and nothing is to be measured."""
+    modes = modes_of(module, dtype)
+    return bool(modes) and all(
+        not mode.decisions[-1].trusted and settled(module, dtype, mode.follows) is mode for mode in modes
+    )
 
 
 def slots(module: Any) -> ChannelSlots | None:
@@ -326,7 +334,7 @@ def slots(module: Any) -> ChannelSlots | None:
     return ChannelSlots(module._saved_rows, module._saved_channels)
 
 
-def with_lost(module: Any, looked: Look) -> Look:
+def _with_lost(module: Any, looked: Look) -> Look:
     """What a layer does in a call, if its weights of this very call are looked at (`verbatim.lost`)."""
     decision, mode = looked.decision, looked.mode
     if not decision.trusted:
@@ -355,9 +363,14 @@ def _tell(module: Any, text: str) -> None:
     _logger.log(logging.WARNING if module.on_untrusted == "warn" else logging.INFO, "%s: %s", name(module), text)
 
 
-def mode_of(module: Any, dtype: torch.dtype) -> Mode | None:
-    """What the module does with inputs of a dtype; None if it was never called with it."""
-    return None if module._guard is None else module._guard.modes.get(dtype)
+def mode_of(module: Any, dtype: torch.dtype, follows: Follows = ()) -> Mode | None:
+    """What the module does where this follows; None if that never happened."""
+    return None if module._guard is None else module._guard.modes.get((dtype, follows))
+
+
+def modes_of(module: Any, dtype: torch.dtype | None = None) -> list[Mode]:
+    """What the module does, whatever followed; where this dtype is kept, if one is given."""
+    return [mode for mode in _modes(module) if dtype in (None, mode.dtype)]
 
 
 def _judge(module: Any, mode: Mode, found: list[Table]) -> None:
@@ -386,7 +399,7 @@ def _judge(module: Any, mode: Mode, found: list[Table]) -> None:
         _tell(module, f"{text}it saves its input for backward in {kind}, as torch does")
     if now:
         mode.why = ""
-    mode.judge(now)
+    mode.change(trusted=now)
     renew(module)
     if now and not was_told:
         _logger.info("%s: its input is recoverable again (%s); it runs in place in %s", name(module), told, kind)

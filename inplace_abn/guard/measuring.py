@@ -27,9 +27,9 @@ def uses_own_statistics(module: Any) -> bool:
     return bool(module.training or given_up or None in running_statistics(module))
 
 
-def is_measurable(module: Any, x: Tensor, residual: Tensor | None, empty: bool) -> bool:
+def is_measurable(module: Any, x: Tensor, residual: Tensor | None) -> bool:
     """Whether `is_suitable` is true and no tracer, transform or capture is watching."""
-    if _torch.transforms_active() or _torch.is_captured() or not is_suitable(module, x, residual, empty):
+    if _torch.transforms_active() or _torch.is_captured() or not is_suitable(module, x, residual):
         return False
     # Selective checkpointing makes calls out of place. It would also count the measurement's ops among those that it
     # computes again.
@@ -38,8 +38,11 @@ def is_measurable(module: Any, x: Tensor, residual: Tensor | None, empty: bool) 
     return not _torch.is_capturing(x)
 
 
-def is_suitable(module: Any, x: Tensor, residual: Tensor | None, empty: bool) -> bool:
-    """Whether the ops take these tensors."""
+def is_suitable(module: Any, x: Tensor, residual: Tensor | None, empty: bool = False) -> bool:
+    """Whether the ops take these tensors.
+
+    ``empty`` says that x may have too few values for statistics, as a rank's share of a batch may.
+    """
     if type(x) not in _KINDS or x.layout is not torch.strided:
         return False
     dtype, device, shape = x.dtype, x.device, x.shape
@@ -67,9 +70,13 @@ def is_suitable(module: Any, x: Tensor, residual: Tensor | None, empty: bool) ->
     return True
 
 
-def measure(module: Any, x: Tensor, residual: Tensor | None) -> Tensor:
-    """What `figures.packed` returns, on x's device. The host does not wait for it."""
-    return observe(module, x).figures(module.activation, module.activation_param, residual)
+def measure(module: Any, x: Tensor, residual: Tensor | None, activation: tuple[str, float] | None = None) -> Tensor:
+    """What `figures.packed` returns, on x's device. The host does not wait for it.
+
+    ``activation`` is what follows, if the module does not know it.
+    """
+    name, param = (module.activation, module.activation_param) if activation is None else activation
+    return observe(module, x).figures(name, param, residual)
 
 
 class Observation(NamedTuple):

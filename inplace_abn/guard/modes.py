@@ -1,10 +1,11 @@
 """What the guard (`inplace_abn.guard`) knows of a layer: what it does in which generation, and who wrote to its weight.
 
-Everything is known by dtype, because recovery depends on it.
+Everything is known by the dtype of what is kept, and by what follows, because recovery depends on these.
 """
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Container
 from dataclasses import dataclass, field
@@ -13,20 +14,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from inplace_abn.activations import IDENTITY
 from inplace_abn.guard.figures import Table, fetched, unpacked
 from inplace_abn.settings import Channels, parameters
 
-_PLAIN = ("plain", 0.0)
-"""The expectation of a norm whose output nobody activates."""
-_PLAIN_FOR = 100
-"""The generations after which such a norm looks again."""
 _REMEMBERED = 8
 """The number of decisions that are remembered for recomputations."""
 
 
+Follows = tuple[Any, ...]
+"""What follows a converted norm: an activation, its parameter, and whether a sum comes before. Empty for a layer that
+knows what follows."""
+
+
 class Decision(NamedTuple):
-    """What a layer does in all calls of a generation, and in their recomputations, with inputs of one dtype."""
+    """What a layer does in all calls of a generation, and in their recomputations."""
 
     since: int = -1
     """The first generation in which it was valid."""
@@ -34,35 +35,16 @@ class Decision(NamedTuple):
     """Whether the layer is in place."""
     measures: bool = False
     """Whether calls are measured. The first measurement of a layer changes the decision."""
-    expected: tuple[str, float] | None = None
-    """What is expected to follow a converted norm; None if that is not known."""
-    known: frozenset[Any] | None = frozenset()
-    """What follows a converted norm, and was measured; None if nothing needs to be."""
     verbatim: Channels = Channels()
     """The channels whose xhat is saved for backward, because z does not determine it."""
-
-    @property
-    def expects_nothing(self) -> bool:
-        """Whether the norm's output is expected to go to something that keeps nothing of it."""
-        return self.expected == _PLAIN
-
-    def knows(self, consumer: tuple[str, float, bool]) -> bool:
-        """Whether what follows the norm was measured.
-
-        The identity counts as measured if any activation was, because the z of an activation determines y less well.
-        """
-        if self.known is None:
-            return True
-        if consumer[:2] == IDENTITY:
-            return any(what[2] or not consumer[2] for what in self.known)
-        return consumer in self.known
 
 
 @dataclass(slots=True, eq=False)
 class Mode:
-    """What a layer does with inputs of one dtype."""
+    """What a layer does where one thing follows, and is kept in one dtype."""
 
     dtype: torch.dtype
+    follows: Follows
     decisions: list[Decision]
     generation: int = -1
     """The latest generation that was decided about."""
@@ -76,17 +58,12 @@ class Mode:
     """The calls that were measured in the generation ``measured_at``."""
     why: str = ""
     """Why the layer is not in place, in words."""
-    seen: set[tuple[Any, ...]] = field(default_factory=set)
-    """What followed a converted norm in this generation."""
-    measured_consumers: set[tuple[str, float, bool]] = field(default_factory=set)
-    """What followed a converted norm, ever, and was measured: an activation, and whether a sum came before."""
-    _latest_consumers: set[tuple[str, float, bool]] = field(default_factory=set)
-    """Those of the latest generation that was measured."""
-    _plain_since: int = 0
+    known_since: float = math.inf
+    """The first generation in which calls were measured."""
     figures: list[tuple[Tensor, torch.Event | None]] = field(default_factory=list)
     """What was measured and not judged yet, with the event at which it is on the host."""
     unmeasured_since: int | None = None
-    """The generation in which something followed that was never measured; None if nothing did."""
+    """The generation since which it is not known whether a layer that is not trusted could be; None if it is."""
 
     def at(self, generation: int) -> Decision:
         """The decision that was valid in a generation."""
@@ -106,44 +83,20 @@ class Mode:
     def goes_on(self, generation: int) -> bool:
         """Whether the last decision holds in a new generation in which nothing is measured or judged.
 
-        What followed in the last one was expected. If so, the generation has begun.
+        If so, the generation has begun.
         """
         last = self.decisions[-1]
-        if last.measures or self.figures or self.is_new(generation) or last.expected == _PLAIN:
+        if last.measures or self.figures or self.is_new(generation):
             return False
-        if last.known is not None and len(last.known) != len(self.measured_consumers):
-            return False
-        # Another thread may add to what was seen.
-        if self._following(tuple(self.seen)) != last.expected:
-            return False
-        self.seen.clear()
         self.generation = self.settled_at = generation
         return True
 
-    def begin(self, generation: int, measures: bool, guarded: bool) -> None:
-        """Decides about a generation, by what the layer has seen before."""
+    def begin(self, generation: int, measures: bool) -> None:
+        """Decides about a generation."""
         self.generation = generation
         # A layer that was not trusted and is to be measured again does something else than before.
         trusted = self.decisions[-1].trusted or self.is_new(generation)
-        known = frozenset(self.measured_consumers) if guarded else None
-        self.change(trusted=trusted, measures=measures, known=known, expected=self._expectation())
-
-    def _expectation(self) -> tuple[str, float] | None:
-        seen, self.seen = self.seen, set()
-        if self.decisions[-1].expected == _PLAIN:
-            return _PLAIN if 0 <= self.generation - self._plain_since < _PLAIN_FOR else None
-        following = self._following(tuple(seen))
-        if following == _PLAIN:
-            self._plain_since = self.generation
-        return following
-
-    def _following(self, seen: tuple[tuple[Any, ...], ...]) -> tuple[str, float] | None:
-        """What is expected after a generation in which that was seen, if something was expected to keep the output."""
-        if not seen:
-            return self.decisions[-1].expected
-        if seen == (("plain",),):
-            return _PLAIN
-        return seen[0][:2] if len(seen) == 1 and seen[0][2:] == (False,) else None
+        self.change(trusted=trusted, measures=measures)
 
     def is_new(self, generation: int) -> bool:
         """Whether the layer must be measured as if for the first time."""
@@ -155,8 +108,8 @@ class Mode:
             if self.measured_at >= 0:
                 self.gap = min(2 * self.gap, 1 << 30)
             self.measured_at, self.calls, self.figures, self.unmeasured_since = self.generation, 0, [], None
-            self._latest_consumers.clear()
         self.calls += 1
+        self.known_since = min(self.known_since, self.generation)
         self.figures.append((figures, None) if waited else fetched(figures))
 
     def take(self) -> list[Table]:
@@ -165,32 +118,10 @@ class Mode:
         found, self.figures = self.figures, []
         return [unpacked(figures) for figures, _ in found]
 
-    def learn(self, consumer: Any, at_once: bool) -> bool:
-        """Remembers that what follows was measured, and returns whether that counts from the next generation only."""
-        is_later = not at_once and consumer not in self.measured_consumers
-        self.measured_consumers.add(consumer)
-        self._latest_consumers.add(consumer)
-        if at_once:
-            self.change(known=(self.decisions[-1].known or frozenset()) | {consumer})
-        return is_later
-
-    def judge(self, trusted: bool) -> None:
-        """Changes whether the layer is trusted, by the latest generation that was measured.
-
-        The layer is trusted again with what followed in that generation. Anything else may be why it was not trusted.
-        """
-        if not trusted:
-            self.change(trusted=False)
-            return
-        self.measured_consumers = set(self._latest_consumers)
-        known = self.decisions[-1].known
-        self.change(trusted=True, known=None if known is None else frozenset(self.measured_consumers))
-
     def renew(self) -> None:
         """Forgets what was measured, in the middle of a generation."""
         self.measured_at, self.figures, self.unmeasured_since = -1, [], None
-        self.measured_consumers.clear()
-        self.change(trusted=True, measures=True, known=frozenset())
+        self.change(trusted=True, measures=True)
 
     def _wait(self) -> None:
         for _, event in self.figures:
@@ -202,7 +133,8 @@ class Mode:
         self._wait()
         figures = [(figures, None) for figures, _ in self.figures]
         last = self.decisions[-1]._replace(since=-1)
-        changed = {"generation": -1, "settled_at": -1, "decisions": [last], "figures": figures}
+        changed: dict[str, Any] = {"known_since": -1 if self.known_since < math.inf else math.inf}
+        changed |= {"generation": -1, "settled_at": -1, "decisions": [last], "figures": figures}
         # What is to be measured again in the next generation is so in the copy's first one.
         changed["unmeasured_since"] = None if self.unmeasured_since is None else -1
         return None, {name: getattr(self, name) for name in self.__slots__} | changed
@@ -212,17 +144,15 @@ class Mode:
 class State:
     """What the guard knows of a layer."""
 
-    modes: dict[torch.dtype, Mode] = field(default_factory=dict)
+    modes: dict[tuple[torch.dtype, Follows], Mode] = field(default_factory=dict)
     writes: Writes = field(default_factory=lambda: Writes())
     given_up: tuple[int, str] | None = None
     """The generation in which a converted norm was given up, and why: its output is read or written to."""
     noticed: bool = False
     """Whether that is why."""
 
-    def mode(self, dtype: torch.dtype) -> Mode:
-        if dtype not in self.modes:
-            self.modes[dtype] = Mode(dtype, [Decision()])
-        return self.modes[dtype]
+    def mode(self, dtype: torch.dtype, follows: Follows) -> Mode:
+        return self.modes.setdefault((dtype, follows), Mode(dtype, follows, [Decision()]))
 
 
 class Writes:

@@ -20,8 +20,8 @@ from inplace_abn import _torch
 
 _FOLDER = Path(__file__).parents[1]
 _MODULE = "inplace_abn._node"
-_REFUSALS = {"norm": (None, None), "activate": None, "add": (None, None), "add_": (None, None)}
-"""What those return that take calls over, if the call needs Python."""
+_UNSEEN = ("norm", "activate")
+"""Those that take calls over, and return None if the call needs Python."""
 
 Counts = tuple[int, int]
 """References to a gradient that Python has seen, from Python and from C++."""
@@ -35,26 +35,19 @@ class Node(NamedTuple):
     that made ``x`` needs its result."""
     attached: Callable[..., Any]
     """`functions.attached`. Returns None, and does nothing, if the call needs Python."""
-    plan: Callable[..., Any]
-    """What a converted norm's calls are like (``src/node/waiting.h``), as a tensor that owns it."""
     norm: Callable[..., Any]
-    """The part of such a call that does not depend on what follows. Returns a tensor that stands for the output, and
-    what waits, as a tensor that owns it. Like `activate`, `add` and `add_`, it returns None instead, and does nothing,
-    if the call needs Python."""
-    activation: Callable[..., Any]
-    """An activation as `activate` takes it."""
+    """A converted norm's call (``src/node/norm.h``). Returns None, and does nothing, if the call needs Python."""
+    attach_norm: Callable[..., bool]
+    """`autograd.native.attached`."""
+    keep: Callable[..., bool]
+    """Makes the node of a norm's output keep the output, or a sum. Returns False, and does nothing, if the call needs
+    Python."""
+    keep_as: Callable[..., None]
+    """The same for a call that Python has decided about."""
     activate: Callable[..., Any]
-    """The activation of an output that waits."""
-    add: Callable[..., Any]
-    """The sum of an output that waits and a residual, which waits again."""
-    add_: Callable[..., Any]
-    """The same in place."""
-    is_placed: Callable[..., bool]
-    """Whether what stands for the output has the place in the graph that it was given."""
+    """The activation of a norm's output, or of a sum. Returns None, and does nothing, if the call needs Python."""
     parts: Callable[..., Any]
-    """All that is known of an output that waits, whose memory is given up."""
-    wait: Callable[..., None]
-    """Gives the tensor that stands for a norm's output its place in the graph."""
+    """What the norm was called with that made an output."""
     set_sole_holders: Callable[[Counts | None, int | None], None]
     """Sets the counts at which backward is the only holder of a gradient, and of a saved output's storage. Until they
     are set, no graph is built."""
@@ -105,12 +98,12 @@ def _of_wheel() -> Node:
     made: dict[str, Any] = {"set_sole_holders": set_sole_holders, "last_counts": last_counts}
     # The others are torch ops of the same signature.
     called = {name: _torch.builtin_of(getattr(ops, name).default) for name in Node._fields if name not in made}
-    for name, refusal in _REFUSALS.items():
-        called[name] = _unless_traced(called[name], refusal)
+    for name in _UNSEEN:
+        called[name] = _unless_traced(called[name])
     return Node(**called, **made)
 
 
-def _unless_traced(op: Callable[..., Any], refusal: Any) -> Callable[..., Any]:
+def _unless_traced(op: Callable[..., Any]) -> Callable[..., Any]:
     """The op; it refuses where torch.jit.trace would record this one, and not what it does.
 
     Modes and transforms do not see the op, which itself refuses there.
@@ -118,6 +111,6 @@ def _unless_traced(op: Callable[..., Any], refusal: Any) -> Callable[..., Any]:
     tracing_state = _torch.tracing_state
 
     def call(*args: Any) -> Any:
-        return op(*args) if tracing_state() is None else refusal
+        return op(*args) if tracing_state() is None else None
 
     return call

@@ -6,7 +6,7 @@
 
 #include <utility>
 
-#include "waiting.h"
+#include "norm.h"
 
 namespace {
 
@@ -27,14 +27,11 @@ PYBIND11_MODULE(_node, m) {
   const pybind11::call_guard<pybind11::gil_scoped_release> without_gil;
   m.def("inplace_abn", &inplace_abn::inplace_abn, without_gil);
   m.def("attached", &inplace_abn::attached, without_gil);
-  m.def("wait", &inplace_abn::wait, without_gil);
-  m.def("plan", &inplace_abn::plan, without_gil);
   m.def("norm", &inplace_abn::norm, without_gil);
-  m.def("activation", &inplace_abn::activation);
+  m.def("attach_norm", &inplace_abn::attach_norm, without_gil);
+  m.def("keep", &inplace_abn::keep, without_gil);
+  m.def("keep_as", &inplace_abn::keep_as, without_gil);
   m.def("activate", &inplace_abn::activate, without_gil);
-  m.def("add", &inplace_abn::add, without_gil);
-  m.def("add_", &inplace_abn::add_, without_gil);
-  m.def("is_placed", &inplace_abn::is_placed);
   m.def("parts", &inplace_abn::parts, without_gil);
   m.def("set_sole_holders", &set_sole_holders);
   m.def("last_counts", &last_counts);

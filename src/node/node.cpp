@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "calls.h"
+#include "gradients.h"
 #include "graph.h"
 #include "usual.h"
 
@@ -54,56 +55,21 @@ bool has_one_owner(const Tensor& t) {
   return t.storage().data_ptr().get_deleter() == c10::GetAllocator(t.device().type())->raw_deleter();
 }
 
-bool owns_gradient(const Tensor& dz) {
-  counted.gradient = std::nullopt;
-  if (!has_one_owner(dz) || dz.storage().use_count() != 1) return false;
-  // The list that the engine hands over holds one reference. Another node's input, a consumer's saved tensor, and the
-  // object of a Python variable would each hold another.
-  const auto from_cpp = static_cast<int64_t>(dz.use_count());
-  if (from_cpp == 1) return true;
-  // Without a Python object it is C++ that holds it.
-  PyObject* const object = dz.unsafeGetTensorImpl()->pyobj_slot()->load_pyobj();
-  const auto* const interpreter = c10::impl::getGlobalPyInterpreter();
-  if (object == nullptr || interpreter == nullptr) return false;
-  counted.gradient = {static_cast<int64_t>((*interpreter)->refcnt(object)), from_cpp};
-  return counted.gradient == sole.gradient;
-}
-
 // Unpacking made a tensor of its own, so it is the storage that others could hold.
 bool owns_output(const Tensor& z) {
   counted.output = static_cast<int64_t>(z.storage().use_count());
   return has_one_owner(z) && counted.output == sole.output && !torch::autograd::get_current_graph_task_keep_graph();
 }
 
-// The arguments of a call that are no tensors.
-struct Settings {
-  double eps;
-  int64_t scale;
-  int64_t activation;
-  double activation_param;
-  bool training;
-  int64_t shared;
-};
+using Settings = NodeSettings;
+using Values = NodeValues;
+using Saved = NodeSaved;
 
 struct Arguments {
   OptTensor running_mean, running_var;
   double momentum;
   OptTensor momentum_tensor;
   OptTensor rows;
-};
-
-// What backward needs of the call, besides z and the residual. Later writes to the parameters do not matter.
-struct Values {
-  OptTensor weight, bias;
-  Tensor var;
-  // xhat of some channels, and each channel's row in it.
-  OptTensor rows, verbatim;
-};
-
-struct Saved {
-  Tensor z;
-  OptTensor residual;
-  Values values;
 };
 
 struct Needed {
@@ -197,6 +163,61 @@ variable_list differentiable(const Saved& saved, const Tensor& dz, const std::ve
   return found;
 }
 
+}  // namespace
+
+bool owns_gradient(const Tensor& dz) {
+  counted.gradient = std::nullopt;
+  if (!has_one_owner(dz) || dz.storage().use_count() != 1) return false;
+  // The list that the engine hands over holds one reference. Another node's input, a consumer's saved tensor, and the
+  // object of a Python variable would each hold another.
+  const auto from_cpp = static_cast<int64_t>(dz.use_count());
+  if (from_cpp == 1) return true;
+  // Without a Python object it is C++ that holds it.
+  PyObject* const object = dz.unsafeGetTensorImpl()->pyobj_slot()->load_pyobj();
+  const auto* const interpreter = c10::impl::getGlobalPyInterpreter();
+  if (object == nullptr || interpreter == nullptr) return false;
+  counted.gradient = {static_cast<int64_t>((*interpreter)->refcnt(object)), from_cpp};
+  return counted.gradient == sole.gradient;
+}
+
+Tensor unpacked(const SavedVariable& t, const char* what, const std::string& layer, const NodePtr& node) {
+  try {
+    return t.unpack(node);
+  } catch (const c10::Error& error) {
+    const std::string message = error.what();
+    TORCH_CHECK(message.find("modified by an inplace operation") == std::string::npos, "inplace_abn: the ", what,
+                " of ", layer.empty() ? "an in-place ABN" : layer,
+                " has been modified in place, but its backward needs it. Replace that operation by one out of place "
+                "(z = z + y for z += y), use ABN, or leave the layer out of the conversion (filter_fn)");
+    throw;
+  }
+}
+
+variable_list gradients_of(const Tensor& dz, Saved saved, const std::vector<bool>& needed, const Settings& settings,
+                           bool by_engine, bool own_dz, const Node* node) {
+  TORCH_CHECK(!dz.key_set().has(c10::DispatchKey::FuncTorchBatched) && !dz.key_set().has(c10::DispatchKey::Batched),
+              "inplace_abn: gradients in batches are not supported. Use ABN, or leave the layer out of the conversion "
+              "(filter_fn)");
+  if (at::GradMode::is_enabled()) {
+    const auto placed = [&](size_t edge) -> OptTensor {
+      const auto place = node != nullptr ? node->next_edge(edge) : torch::autograd::Edge();
+      if (!place.is_valid()) return std::nullopt;
+      const Tensor result = at::empty({0}, saved.z.options());
+      torch::autograd::impl::set_gradient_edge(result, place);
+      return result;
+    };
+    return differentiable(saved, dz, {placed(0), placed(1), placed(2)}, settings);
+  }
+  const bool reuse_dz = own_dz && saved.z.strides() == dz.strides();
+  const bool reuse_z = by_engine && owns_output(saved.z);
+  // z itself is part of the graph, its memory as a gradient must not be.
+  saved.z = saved.z.detach();
+  const Needed need{needed.at(0), needed.at(1), needed.at(2), needed.at(3)};
+  return gradients(saved, dz, need, reuse_z, reuse_dz, settings);
+}
+
+namespace {
+
 // Its name is what profiles and messages show.
 class InPlaceABNFunction final : public Node {
  public:
@@ -284,46 +305,8 @@ class InPlaceABNFunction final : public Node {
   static constexpr size_t inputs = 4;
 
   Saved saved() {
-    const Tensor z = unpacked(z_, "output");
-    return {z, optional(unpacked(residual_, "residual")), values_};
-  }
-
-  Tensor unpacked(const SavedVariable& t, const char* what) {
-    try {
-      return t.unpack(getptr());
-    } catch (const c10::Error& error) {
-      const std::string message = error.what();
-      TORCH_CHECK(message.find("modified by an inplace operation") == std::string::npos, "inplace_abn: the ", what,
-                  " of ", layer_.empty() ? "an in-place ABN" : layer_,
-                  " has been modified in place, but its backward needs it. Replace that operation by one out of place "
-                  "(z = z + y for z += y), use ABN, or leave the layer out of the conversion (filter_fn)");
-      throw;
-    }
-  }
-
-  // Without a node, which compiled code has not, nothing is reused.
-  static variable_list gradients_of(const Tensor& dz, Saved saved, const std::vector<bool>& needed,
-                                    const Settings& settings, bool by_engine, bool own_dz, const Node* node) {
-    TORCH_CHECK(
-        !dz.key_set().has(c10::DispatchKey::FuncTorchBatched) && !dz.key_set().has(c10::DispatchKey::Batched),
-        "inplace_abn: gradients in batches are not supported. Use ABN, or leave the layer out of the conversion "
-        "(filter_fn)");
-    if (at::GradMode::is_enabled()) {
-      const auto placed = [&](size_t edge) -> OptTensor {
-        const auto place = node != nullptr ? node->next_edge(edge) : torch::autograd::Edge();
-        if (!place.is_valid()) return std::nullopt;
-        const Tensor result = at::empty({0}, saved.z.options());
-        torch::autograd::impl::set_gradient_edge(result, place);
-        return result;
-      };
-      return differentiable(saved, dz, {placed(0), placed(1), placed(2)}, settings);
-    }
-    const bool reuse_dz = own_dz && saved.z.strides() == dz.strides();
-    const bool reuse_z = by_engine && owns_output(saved.z);
-    // z itself is part of the graph, its memory as a gradient must not be.
-    saved.z = saved.z.detach();
-    const Needed need{needed.at(0), needed.at(1), needed.at(2), needed.at(3)};
-    return gradients(saved, dz, need, reuse_z, reuse_dz, settings);
+    const Tensor z = unpacked(z_, "output", layer_, getptr());
+    return {z, optional(unpacked(residual_, "residual", layer_, getptr())), values_};
   }
 
   // The same, of what compiled code passes.

@@ -7,7 +7,7 @@
 #include <tuple>
 #include <vector>
 
-#include "waiting.h"
+#include "norm.h"
 
 namespace inplace_abn {
 namespace {
@@ -20,10 +20,10 @@ void set_sole_holders_op(const std::vector<int64_t>& gradient, std::optional<int
 }
 
 // Ops get strings as views.
-Tensor plan_op(const Tensor& x, const OptTensor& weight, const OptTensor& running_mean, double momentum, double eps,
-               int64_t activation, double activation_param, const OptTensor& rows, int64_t saved,
+Tensor norm_op(const Tensor& x, const OptTensor& weight, const OptTensor& bias, const OptTensor& running_mean,
+               const OptTensor& running_var, const OptTensor& batches, double momentum, double eps,
                std::string_view name) {
-  return plan(x, weight, running_mean, momentum, eps, activation, activation_param, rows, saved, std::string(name));
+  return norm(x, weight, bias, running_mean, running_var, batches, momentum, eps, std::string(name));
 }
 
 std::tuple<std::vector<int64_t>, std::optional<int64_t>> last_counts_op() {
@@ -52,38 +52,36 @@ TORCH_LIBRARY(inplace_abn_node, m) {
                         scale, activation, activation_param, shared, std::string(name));
       });
   m.def(
-      "plan(Tensor x, Tensor? weight, Tensor? running_mean, float momentum, float eps, int activation, "
-      "float activation_param, Tensor? rows, int saved, str name) -> Tensor",
-      &plan_op);
+      "norm(Tensor x, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
+      "Tensor(c!)? batches, float momentum, float eps, str name) -> Tensor",
+      &norm_op);
   m.def(
-      "norm(Tensor plan, Tensor x, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
-      "Tensor(c!)? batches) -> (Tensor, Tensor)",
-      &norm);
-  m.def("activation(int activation, float activation_param, bool settles, bool in_place) -> Tensor", &activation);
-  m.def("activate(Tensor waiting, Tensor activation) -> Tensor", &activate);
-  m.def("add(Tensor waiting, Tensor residual) -> (Tensor, Tensor)", &add);
-  m.def("add_(Tensor waiting, Tensor residual) -> (Tensor, Tensor)", &add_);
-  m.def("is_placed(Tensor waiting) -> bool", &is_placed);
-  m.def("parts(Tensor waiting) -> (Tensor[], int[], float)", &parts);
+      "attach_norm(Tensor(a!) y, Tensor x, Tensor? weight, Tensor? bias, Tensor? mean, Tensor? var, float eps, "
+      "bool training, int shared, str name) -> bool",
+      [](const Tensor& y, const Tensor& x, const OptTensor& weight, const OptTensor& bias, const OptTensor& mean,
+         const OptTensor& var, double eps, bool training, int64_t shared, std::string_view name) {
+        return attach_norm(y, x, weight, bias, mean, var, eps, training, shared, std::string(name));
+      });
+  m.def("keep(Tensor(a!) t, Tensor? residual, int operand, int version, Tensor? rows, Tensor? channels) -> bool",
+        &keep);
   m.def(
-      "wait(Tensor(a!) stand_in, Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor? mean, Tensor var, "
-      "float eps, bool training, int shared) -> ()",
-      &inplace_abn::wait);
+      "keep_as(Tensor(a!) t, Tensor saved, Tensor? residual, int operand, Tensor var, Tensor? rows, Tensor? verbatim) "
+      "-> ()",
+      &keep_as);
+  m.def(
+      "activate(Tensor(a!) t, Tensor mean, Tensor var, Tensor? residual, int operand, int version, int activation, "
+      "float activation_param, bool in_place, Tensor? rows, Tensor? channels) -> Tensor",
+      &activate);
+  m.def("parts(Tensor t, int operand) -> Tensor[]", &parts);
   m.def("set_sole_holders(int[] gradient, int? output) -> ()", &set_sole_holders_op);
   m.def("last_counts() -> (int[], int?)", &last_counts_op);
 }
 
-// Modes and transforms do not see these. Those that compute look for modes themselves, and then refuse. The others must
-// give what owns an object as it is.
+// Modes and transforms do not see these, which look for modes themselves, and then refuse.
 #define INPLACE_ABN_UNSEEN(key)                  \
   TORCH_LIBRARY_IMPL(inplace_abn_node, key, m) { \
-    m.impl("plan", &plan_op);                    \
-    m.impl("norm", &norm);                       \
-    m.impl("activation", &activation);           \
+    m.impl("norm", &norm_op);                    \
     m.impl("activate", &activate);               \
-    m.impl("add", &add);                         \
-    m.impl("add_", &add_);                       \
-    m.impl("is_placed", &is_placed);             \
     m.impl("parts", &parts);                     \
   }
 

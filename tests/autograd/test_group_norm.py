@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from wired_nets import Row
 from wirings import WIRINGS
 
-from inplace_abn import InPlaceGroupNorm, inplace_group_norm, report, revert, set_guard
+from inplace_abn import InPlaceGroupNorm, guard, inplace_group_norm, report, revert, set_guard
 from inplace_abn.guard import measuring
 from inplace_abn.guard.figures import unpacked
 
@@ -319,7 +319,7 @@ def test_where_the_output_does_not_tell_a_channel_it_is_saved(small, layout, dty
     z = module(given)
     assert z is given
     assert module.shares_saved() == {dtype: 0.125}
-    assert module._guard.modes[dtype].decisions[-1].verbatim.numbers == (2,)
+    assert guard.mode_of(module, dtype).decisions[-1].verbatim.numbers == (2,)
     assert not records
     expected = F.leaky_relu(twin(exact), 0.01)
     kept, dz = z.detach().clone(), correlated(x.detach())

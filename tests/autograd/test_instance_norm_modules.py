@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from wired_nets import Row
 from wirings import WIRINGS
 
-from inplace_abn import InPlaceABN, InPlaceInstanceNorm, functions, inplace_instance_norm, set_guard
+from inplace_abn import InPlaceABN, InPlaceInstanceNorm, functions, guard, inplace_instance_norm, set_guard
 from inplace_abn.autograd import plain
 from inplace_abn.settings import Operands, Settings
 
@@ -278,7 +278,7 @@ def test_where_the_output_does_not_tell_some_channels_these_are_saved(small, lay
     z = module(given)
     assert z is given
     assert module.shares_saved() == {torch.float32: 0.25}
-    assert module._guard.modes[torch.float32].decisions[-1].verbatim.numbers == (2,)
+    assert guard.mode_of(module, torch.float32).decisions[-1].verbatim.numbers == (2,)
     assert not records
     expected = F.leaky_relu(twin(exact))
     kept, dz = z.detach().clone(), torch.randn_like(x) + 2 * x.detach()
@@ -298,7 +298,7 @@ def test_the_guard_names_the_channel_and_not_the_sample(logged):
     with torch.no_grad():
         module.weight[3] = 1e-4
     module(torch.randn(3, 4, 9, 9, requires_grad=True) * 1)
-    assert module._guard.modes[torch.float32].decisions[-1].verbatim.numbers == (3,)
+    assert guard.mode_of(module, torch.float32).decisions[-1].verbatim.numbers == (3,)
     assert not records
     nn.init.constant_(module.weight[:3], 2e-4)
     module(torch.randn(3, 4, 9, 9, requires_grad=True) * 1)

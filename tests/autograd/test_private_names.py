@@ -57,19 +57,6 @@ def test_transforms_active():
     assert not _torch.transforms_active()
 
 
-def test_outside_of_transforms():
-    seen = []
-
-    def look(x):
-        with _torch.outside_of_transforms():
-            seen.append(_torch.transforms_active())
-        seen.append(_torch.transforms_active())
-        return x.sum()
-
-    torch.func.grad(look)(torch.ones(2))
-    assert seen == [False, True]
-
-
 def test_wrappers_of_transforms_are_told():
     seen = []
 
@@ -459,54 +446,6 @@ def test_no_torch_function_asks_a_subclass_without_its_own_functions():
     t = torch.ones(2, 3).as_subclass(Loud)
     with _torch.NoTorchFunction():
         assert t.shape == (2, 3)
-
-
-def test_stand_in_like_has_no_memory_and_may_be_an_output_of_a_node():
-    class Standing(torch.Tensor):
-        @classmethod
-        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-            raise AssertionError
-
-    like = torch.ones(2, 3, 4, 5, dtype=torch.float64).to(memory_format=torch.channels_last)
-    t = _torch.stand_in_like(Standing, like)
-    assert (t.shape, t.stride(), t.dtype) == (like.shape, like.stride(), like.dtype)
-
-    class Made(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, hidden):
-            return hidden[0]
-
-        @staticmethod
-        def backward(ctx, g):
-            return g, None
-
-    x = torch.ones_like(like, requires_grad=True)
-    for _ in range(2):  # In the second pass the tensor moves to another place in the graph.
-        assert Made.apply(x, (t,)) is t
-        (g,) = torch.autograd.grad(t, x, torch.ones_like(like))
-        assert torch.equal(g, torch.ones_like(g))
-
-
-def test_custom_functions_are_told_from_code_without_gradients():
-    seen = []
-
-    class Function(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            seen.append(_torch.in_custom_function())
-            return x * 1
-
-        @staticmethod
-        def backward(ctx, g):
-            seen.append(_torch.in_custom_function())
-            return g
-
-    x = torch.ones(2, requires_grad=True)
-    Function.apply(x).sum().backward()
-    assert seen == [True, False]
-    assert not _torch.in_custom_function()
-    with torch.no_grad():
-        assert not _torch.in_custom_function()
 
 
 def test_autograd_removes_hooks_of_what_a_custom_function_modified_through_the_subclass():

@@ -264,9 +264,8 @@ def test_a_hook_sees_the_gradient_of_both_names_of_an_output_that_was_activated_
 
 
 @pytest.mark.parametrize("write", [scripted_relu_in_place, DoubledInPlace.apply])
-def test_code_that_writes_to_one_of_two_names_of_a_tensor_is_an_error(write, logged):
+def test_code_that_writes_to_one_of_two_names_of_a_tensor_writes_to_both(write):
     """The result of an activation in place kept its old place in the graph: gradients were 67 % off, without a word."""
-    records = logged(logging.ERROR)
 
     def run(m, x):
         y = m.bn(m.conv(x))
@@ -274,25 +273,17 @@ def test_code_that_writes_to_one_of_two_names_of_a_tensor_is_an_error(write, log
         write(y)
         return h.sin()
 
-    model = convert(OneNorm(run))
-    with pytest.raises(RuntimeError):
-        model(images())
-    assert "got the output of bn after it was activated in place" in records[0].getMessage()
+    check_training(spread(OneNorm(run)), images())
 
 
-def test_a_script_that_reads_what_was_written_to_again_is_an_error_that_is_logged(logged):
-    """TorchScript's error had no text."""
-    records = logged(logging.ERROR)
-
+def test_a_script_may_read_what_was_written_to_twice():
     def run(m, x):
         y = m.bn(m.conv(x))
         F.relu(F.silu(y, inplace=True), inplace=True)
         return scripted(y)
 
     scripted = torch.jit.script(added_to_its_tanh)
-    with pytest.raises(RuntimeError):
-        convert(OneNorm(run))(images())
-    assert "Give that function the result of the last write" in records[0].getMessage()
+    check_training(spread(OneNorm(run)), images())
 
 
 def test_a_way_first_taken_between_two_watched_steps_is_an_error_not_other_numbers():

@@ -5,7 +5,7 @@ import copy
 import re
 
 import torch
-from modes import distrust, is_trusted, the_mode
+from modes import distrust, is_trusted
 from torch import nn
 
 from inplace_abn import analyze, convert, memory, report, set_guard
@@ -69,7 +69,9 @@ def test_a_zero_gamma_resnet_50_converts_completely_and_its_first_step_is_the_na
         torch.testing.assert_close(ours, native, rtol=1e-3, atol=1e-4 * native.abs().max().item())
     waiting = {layer.name for layer in report(model).layers if saves_all(layer)}
     assert len(waiting) == 16
-    assert waiting == {layer.name for layer in report(model).layers if not layer.in_place}
+    # The norms of shortcuts have nothing to be fused with.
+    as_torch = {layer.name for layer in report(model).layers if not layer.in_place}
+    assert {name for name in as_torch if "skip" not in name} == waiting
     assert waiting == {name for name, m in model.named_modules() if isinstance(m, InPlaceNorm) and not is_trusted(m)}
 
 
@@ -124,4 +126,4 @@ def test_a_layer_that_was_never_measured_runs_while_the_guard_pauses():
     convert(model)
     distrust(model[1].body[-1], x.dtype)
     assert held(model, x) > 0
-    assert the_mode(model[1].skip[1]).measured_at < 0
+    assert model[1].skip[1]._guard is None

@@ -177,8 +177,8 @@ def hugging_face():
     def segformer():
         config = hf.SegformerConfig(
             depths=[1, 1, 1, 1],
-            hidden_sizes=[8, 8, 16, 16],
-            decoder_hidden_size=16,
+            hidden_sizes=[16, 16, 32, 32],
+            decoder_hidden_size=32,
             num_attention_heads=[1, 1, 2, 2],
             num_labels=4,
         )

@@ -174,11 +174,11 @@ class NormOfTokens(Weighted):
 class NormWithNotes(Weighted):
     """It has a method of a name that converted modules have, too."""
 
-    def noted(self, x):
+    def note(self, x):
         return x
 
     def forward(self, x):
-        return F.rms_norm(self.noted(x), x.shape[-1:], self.weight, self.eps)
+        return F.rms_norm(self.note(x), x.shape[-1:], self.weight, self.eps)
 
 
 class NormWithAMethodOfATensorsName(Weighted):

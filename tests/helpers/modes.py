@@ -1,10 +1,16 @@
 """A layer that is guarded, and modes of the guard: looked at, set, and changed as an optimizer changes them."""
 
+import itertools
+
 import torch
 from torch import nn
 
 from inplace_abn import ABN, InPlaceABN, guard
+from inplace_abn.activations import IDENTITY, TYPICAL
 from inplace_abn.guard.modes import State
+
+FOLLOWS = [(), *((*what, added) for what in (IDENTITY, *TYPICAL) for added in (False, True))]
+"""What may follow a converted norm; nothing for a layer that knows what follows."""
 
 
 def layer(activation="relu", gamma=1.0, beta=0.0, channels=8, **options):
@@ -49,11 +55,11 @@ def end_beginning(model):
 
 
 def distrust(module, *dtypes):
-    """Makes a module keep its input, as if the guard had found that it is not recoverable."""
+    """Makes a module keep its input, as if the guard had found that it is not recoverable, whatever usual follows."""
     guard.forget(module)
     state = module.__dict__["_guard"] = State()
-    for dtype in dtypes:
-        mode = state.mode(dtype)
+    for dtype, follows in itertools.product(dtypes, FOLLOWS):
+        mode = state.mode(dtype, follows)
         mode.measured_at = guard.generations.current
         mode.change(trusted=False)
 

@@ -190,7 +190,7 @@ def small_tree(source_tree, tmp_path):
         "node/node.cpp",
         "node/bindings.cpp",
         "node/ops.cpp",
-        "node/waiting.cpp",
+        "node/norm.cpp",
         "node/library.cpp",
     ):
         (tmp_path / "src" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -276,7 +276,7 @@ net = inplace_abn.convert(torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.
 for step in range(9):
     net(leaf * 2.0).square().sum().backward()
     inplace_abn.guard.generations.advance()
-assert net[0]._past.plan is not None
+assert net[0]._past.quick is not None
 with Seeing():
     net(leaf * 2.0).square().sum().backward()
 assert seen and set(seen) <= {"aten", "inplace_abn"}, set(seen)

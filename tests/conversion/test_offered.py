@@ -16,17 +16,8 @@ from unseen_programs import UNSEEN
 
 from inplace_abn import convert, guard, revert
 from inplace_abn.conversion import classes
-from inplace_abn.conversion.pending import Pending
-from inplace_abn.guard.modes import Decision, Mode, State
 
 PROGRAMS = SEEN | SUMS | UNSEEN | GRAPH
-# What the norm expects before the first call: nothing, that relu or leaky_relu follows, or that torch's norm is right.
-KNOWN = {
-    "nothing": {},
-    "relu": {"expected": ("relu", 0.0)},
-    "leaky_relu": {"expected": ("leaky_relu", 0.2)},
-    "plain": {"expected": ("plain", 0.0)},
-}
 
 
 class ProgramNet(nn.Module):
@@ -50,13 +41,10 @@ class ProgramNet(nn.Module):
         return self.layer(a)
 
 
-def converted(net, expected=None):
+def converted(net):
     net = copy.deepcopy(net)
     for name in ("bn", "bn2", "bn3", "instance"):
         classes.adopt(getattr(net, name), name)
-        if expected is not None:
-            modes = {t: Mode(t, [Decision(expected=expected)]) for t in (torch.float64, torch.bfloat16)}
-            getattr(net, name).__dict__["_guard"] = State(modes)
     return net
 
 
@@ -87,19 +75,16 @@ def check(actual, expected, allowed=1e-9):
     for i, (ours, others) in enumerate(zip(actual, expected, strict=True)):
         assert (ours is None) == (others is None), i
         if ours is not None:
-            assert type(ours) is not Pending
+            assert type(ours) is torch.Tensor
             exact = ours.shape == others.shape and (ours - others).abs().max() < 1e-12
             assert exact or relative_error(ours, others.double()) < allowed, i
 
 
-@pytest.mark.parametrize(
-    ("name", "known"),
-    [(name, known) for name in PROGRAMS for known in KNOWN if known == "nothing" or name not in GRAPH],
-)
-def test_programs_give_what_they_give_with_the_original(name, known):
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_give_what_they_give_with_the_original(name):
     torch.manual_seed(0)
     net = ProgramNet().double()
-    changed = converted(net, **KNOWN[known])
+    changed = converted(net)
     # The layer learns in the first call, and uses what it has learned from the second call on.
     expected, actual = (results(n, PROGRAMS[name], 3) for n in (net, changed))
     check(actual, expected, 1e-2 if name == "autocast" else 1e-9)
@@ -119,7 +104,6 @@ def test_programs_give_what_they_give_with_the_original_within_a_converted_model
     check(results(changed, run, 3), results(net, run, 3), 1e-2 if name == "autocast" else 1e-9)
 
 
-@pytest.mark.parametrize("known", ["nothing", "relu", "leaky_relu"])
 @pytest.mark.parametrize("gamma", [0.0, 1e-7])
 @pytest.mark.parametrize(
     "name",
@@ -128,11 +112,11 @@ def test_programs_give_what_they_give_with_the_original_within_a_converted_model
         *("read without grad", "checkpoint begins", "residual modified", "saved by a function, then relu"),
     ],
 )
-def test_weights_that_are_too_small_to_be_recovered_from_change_nothing(name, gamma, known):
+def test_weights_that_are_too_small_to_be_recovered_from_change_nothing(name, gamma):
     """In these programs nothing is measured, or somebody sees the norm's memory."""
     net = ProgramNet().double()
     torch.nn.init.constant_(net.bn.weight, gamma)
-    check(results(converted(net, **KNOWN[known]), PROGRAMS[name], 3), results(net, PROGRAMS[name], 3))
+    check(results(converted(net), PROGRAMS[name], 3), results(net, PROGRAMS[name], 3))
 
 
 ASKED = {
@@ -143,7 +127,7 @@ ASKED = {
 
 
 @pytest.mark.parametrize("again", [lambda h: None, Gated.apply, torch.sin])
-@pytest.mark.parametrize("follows", [torch.relu, lambda h: h + torch.ones(4, 4, 6, 5)])
+@pytest.mark.parametrize("follows", [torch.relu, lambda h: torch.relu(h + torch.ones(4, 4, 6, 5))])
 @pytest.mark.parametrize("asked", ASKED)
 def test_who_asks_for_a_gradient_of_what_has_no_place_in_the_graph_any_more_gets_an_error(asked, follows, again):
     net = converted(ProgramNet())
@@ -156,31 +140,20 @@ def test_who_asks_for_a_gradient_of_what_has_no_place_in_the_graph_any_more_gets
 
 
 @pytest.mark.parametrize("read", ["", "read without grad", "read by a function"])
-@pytest.mark.parametrize(
-    ("function", "message"), [(Gated.apply, "written to through a view"), (scripted_gate, "TorchScript interpreter")]
-)
-def test_a_view_written_to_before_a_custom_function_is_an_error_not_other_gradients(function, message, read):
+@pytest.mark.parametrize("function", [Gated.apply, scripted_gate])
+def test_a_view_written_to_before_a_custom_function_gives_torchs_gradients(function, read):
     """Once somebody had read the output without gradients, the write was lost in the gradients, without a word."""
-    net = converted(ProgramNet())
-    h = net.bn(net.conv(torch.randn(4, 3, 6, 5)))
-    if read:
-        READS[read](h)
-    h[:, 1:].mul_(2)
-    with pytest.raises(RuntimeError, match=message):
-        function(h)
-    # An op of torch gives h its place in the graph again.
-    h.sin()
-    function(h).sum().backward()
-
-
-def test_parameters_modified_before_the_output_is_needed_again_are_an_error():
-    net = converted(ProgramNet())
-    h = net.bn(net.conv(torch.randn(4, 3, 6, 5)))
-    torch.relu(h)
-    with torch.no_grad():
-        net.bn.weight.mul_(2)
-    with pytest.raises(RuntimeError, match="parameters were modified or freed since"):
-        h.detach()
+    found = []
+    original = ProgramNet()
+    for net in (original, converted(original)):
+        h = net.bn(net.conv(torch.linspace(-1, 1, 360).view(4, 3, 6, 5).sin()))
+        if read:
+            READS[read](h)
+        h[:, 1:].mul_(2)
+        function(h).square().sum().backward()
+        found.append([net.layer.weight.grad, net.bn.weight.grad])
+    for actual, expected in zip(*found, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_what_is_exposed_keeps_no_more_than_torch_does():
@@ -313,3 +286,30 @@ def test_a_hook_on_what_the_norm_was_given_runs_once_when_a_graph_of_the_gradien
         results.append((first.detach(), net.layer.weight.grad, net.bn.weight.grad))
     for actual, expected in zip(*results, strict=True):
         torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("sum_first", [True, False])
+def test_a_norm_whose_sum_is_kept_has_right_gradients_from_other_readers_of_its_output(sum_first):
+    """The node kept the output in the place of the sum, and the residual of the sum."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm2d(8)
+            self.first, self.second = (nn.Conv2d(8, 8, 3, padding=1) for _ in range(2))
+
+        def forward(self, x):
+            y = self.norm(self.first(x))
+            read = None if sum_first else y.cos()
+            summed = self.second(y + x)
+            return summed.sin() + (y.cos() if read is None else read)
+
+    native = Net().double()
+    converted = convert(copy.deepcopy(native))
+    x = torch.randn(3, 8, 5, 5, dtype=torch.float64)
+    for _ in range(3):
+        for net in (native, converted):
+            net.zero_grad()
+            net(x).square().mean().backward()
+        for actual, expected in zip(converted.parameters(), native.parameters(), strict=True):
+            torch.testing.assert_close(actual.grad, expected.grad, rtol=1e-9, atol=1e-12)

@@ -1,0 +1,467 @@
+"""The recipes of norms' outputs (`conversion.offered`): one node for the norm and what follows, which keeps the result.
+
+The guard is asked when such a node is to be made, with the call's input, what was added, and what follows at hand.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inplace_abn import _torch, functions, guard, reference
+from inplace_abn.activations import IDENTITY, find
+from inplace_abn.autograd import forward, native, nodes
+from inplace_abn.autograd.backward import Values, by_value
+from inplace_abn.conversion import watch
+from inplace_abn.conversion.converted import Note
+from inplace_abn.conversion.formulas import Kind
+from inplace_abn.conversion.offered import Offered, Recipe, forgotten, kept_by, offer
+from inplace_abn.conversion.recognition import Activating, Adding
+from inplace_abn.guard import measuring
+from inplace_abn.guard.rows import figures
+from inplace_abn.kernels import ops
+from inplace_abn.modules.instance_norm import of_samples
+from inplace_abn.settings import MAGNITUDE, WEIGHT, Channels, Operands, Settings
+
+_NEW = "it is measured first with what follows"
+UNSEEN = Note("code outside of torch's functions", False, "it cannot be seen what keeps its output")
+"""What a norm did whose output nobody has read."""
+
+Seen = tuple[int, int, bool]
+"""A tensor at the time of a call: its version, its address, and whether it requires grad.
+
+Whoever writes to it, or frees its memory, changes this. The address is zero for subclasses, which need not have memory
+of their own.
+"""
+
+
+def seen(t: Tensor | None) -> Seen:
+    """What the tensor is like now."""
+    if type(t) is Offered:
+        with _torch.NoTorchFunction():
+            return t._version, t.data_ptr(), t.requires_grad
+    return _NOTHING if t is None else (t._version, t.data_ptr() if type(t) in _STORED else 0, t.requires_grad)
+
+
+_NOTHING: Seen = (0, 0, False)
+_STORED = (Tensor, torch.nn.Parameter)
+
+
+class OfCall(Recipe):
+    """The recipe of a layer's result: what it was called with."""
+
+    residual: Tensor | None = None
+    _seen_residual: Seen = _NOTHING
+    _summed: OfCall | None = None
+    """The recipe of the norm's output, if this is one of a sum."""
+
+    def __init__(
+        self, layer: Any, x: Tensor, operands: Operands, y: Tensor, node: native.Node | native.NodeInCpp | None
+    ) -> None:
+        self.layer, self.x, self.operands, self._node = layer, x, operands, node
+        self._edge = x.grad_fn, x.output_nr
+        self._seen = seen(x), seen(operands.weight), seen(operands.bias)
+        self._hooks: Any = _torch.top_saved_tensors_hooks(True)
+        self._version = y._version
+
+    def lacks(self, t: Tensor) -> bool:
+        return self.is_left and t._version == self._version
+
+    def not_kept(self, reader: str) -> None:
+        if not self.is_left:
+            self.layer._past.note = Note(reader, False, "what follows does not keep its output for backward")
+
+    def of_view(self, t: Tensor, func: Any, args: tuple[Any, ...]) -> Recipe | None:
+        return None if self.residual is not None else OfView(self, t)
+
+    def is_open(self, t: Tensor) -> bool:
+        """Whether a node may be made, which keeps t or what follows."""
+        return t._version == self._version and self.is_unchanged()
+
+    def is_unchanged(self) -> bool:
+        """Whether a graph is recorded that nobody watches, all tensors are as they were in the call, and so are
+        saved-tensor hooks. Checkpoints are such hooks, which count what is saved."""
+        x, (weight, bias, _) = self.x, self.operands.of_graph()
+        return (
+            torch.is_grad_enabled()
+            and self._hooks == _torch.top_saved_tensors_hooks(True)
+            and (x.grad_fn, x.output_nr) == self._edge
+            and (seen(x), seen(weight), seen(bias)) == self._seen
+            and seen(self.residual) == self._seen_residual
+            and not (self._summed is not None and self._summed.is_asked)
+            and not _torch.is_watched()
+            and not functions.is_disabled()
+        )
+
+
+class OfView(Recipe):
+    """The recipe of a view of a norm's output. Whoever keeps the view keeps the output."""
+
+    def __init__(self, viewed: OfCall, y: Tensor) -> None:
+        self.layer, self._viewed, self._y = viewed.layer, viewed, y
+
+    def keep(self, t: Tensor, reader: str) -> None:
+        if t.untyped_storage().data_ptr() == self._y.untyped_storage().data_ptr():
+            self._viewed.keep(self._y, reader)
+
+    def of_view(self, t: Tensor, func: Any, args: tuple[Any, ...]) -> Recipe | None:
+        return self
+
+
+class OfNorm(OfCall):
+    """The recipe of a norm's output, and of sums of it and something else.
+
+    That of a call by the node in C++ has next to nothing in it until Python needs more.
+    """
+
+    _is_loaded = True
+    _operand = 0
+    """Which operand of a sum is the norm's output."""
+    _base: Tensor | None = None
+    """What the output is a view of, if torch's norm returns a view."""
+
+    narrow: Tensor | None = None
+    """x in 16 bits, if autocast makes the norm compute in float32."""
+
+    def __init__(
+        self,
+        layer: Any,
+        x: Tensor,
+        operands: Operands,
+        y: Tensor,
+        node: native.Node | native.NodeInCpp | None,
+        statistics: tuple[Tensor, Tensor],
+        settings: Settings,
+    ) -> None:
+        super().__init__(layer, x, operands, y, node)
+        self.statistics, self.settings = statistics, settings
+        self._base = y if layer.returns_view else None
+
+    @classmethod
+    def at_once(cls, layer: Any) -> OfNorm:
+        """The recipe of an output that the node in C++ has made."""
+        recipe = cls.__new__(cls)
+        recipe.layer, recipe._is_loaded, recipe._version = layer, False, 0
+        return recipe
+
+    def is_open(self, t: Tensor) -> bool:
+        return self._load(t) and super().is_open(t)
+
+    def _load(self, t: Tensor) -> bool:
+        """Gets from the node in C++ what the norm was called with. False if that has changed."""
+        if self._is_loaded:
+            return True
+        cpp, layer = functions.node_in_cpp(), self.layer
+        found = () if cpp is None or t._version != self._version else cpp.parts(t, self._operand)
+        if not found:
+            return False
+        x, weight, bias, *statistics = found
+        super().__init__(layer, x, Operands(weight, bias), t, None if cpp is None else native.NodeInCpp(cpp))
+        self.settings = Settings(*IDENTITY, layer.eps, WEIGHT, True, None, 0, layer.__dict__["_guard_name"])
+        # The node in C++ makes no call under saved-tensor hooks.
+        self._hooks = None
+        self.statistics, self._is_loaded = tuple(statistics), True
+        return True
+
+    def _settled(self, t: Tensor, what: tuple[Any, ...]) -> tuple[Any, Channels] | None:
+        """The node in C++, if it may make what follows, and the channels whose xhat is saved; None otherwise."""
+        residual, summed = self.residual, self._summed
+        if self._is_loaded or self.is_left or type(residual) is Offered or (summed is not None and summed.is_asked):
+            return None
+        mode, cpp = guard.settled(self.layer, t.dtype, what), functions.node_in_cpp()
+        if mode is None or cpp is None or not mode.decisions[-1].trusted or seen(residual) != self._seen_residual:
+            return None
+        return cpp, mode.decisions[-1].verbatim
+
+    def _activated_at_once(self, t: Tensor, call: Activating) -> Tensor | None:
+        what = call.activation, call.param, self.residual is not None
+        settled = self._settled(t, what)
+        if settled is None or (call.in_place and _is_hooked(t)):
+            return None
+        cpp, saved = settled
+        given = self.residual, self._operand, self._version, find(call.activation).code, call.param, call.in_place
+        identity, rows = _identity(t.shape[1], reference.wide(t.dtype), t.device), saved.places(t.device)
+        z: Tensor | None = cpp.activate(t, *identity, *given, *rows)
+        if z is None:
+            return None
+        if call.in_place:
+            forgotten(t)
+        self.is_left = not call.in_place
+        if self._summed is not None:
+            self._summed.is_left = True
+        self.layer._past.note = _noted(call.activation, self.residual is not None)
+        return z
+
+    def adds(self, t: Tensor, other: Any, call: Adding) -> bool:
+        is_open = t._version == self._version if not self._is_loaded else self.is_open(t)
+        if self.residual is not None or self.is_left or not is_open or (call.in_place and _is_hooked(t)):
+            return False
+        if type(other) is not Tensor or other.layout is not torch.strided or other.is_neg() or other.is_inference():
+            return False
+        is_alike = (other.shape, other.dtype, other.device) == (t.shape, t.dtype, t.device)
+        # The sum has the layout of its first operand.
+        return is_alike and (t is call.first or other.stride() == t.stride())
+
+    def of_sum(self, result: Tensor, residual: Any, call: Adding) -> Recipe:
+        found = OfNorm.__new__(OfNorm)
+        found.__dict__.update(self.__dict__)
+        found.residual, found._seen_residual, found._version = residual, seen(residual), result._version
+        found._summed, found._operand = self, int(residual is not call.second)
+        found._base = self._base if call.in_place else None
+        return found
+
+    def activated(self, t: Tensor, call: Activating, native: Callable[[], Tensor]) -> Tensor | None:
+        z = self._activated_at_once(t, call)
+        if z is not None:
+            return z
+        if not self.is_open(t) or (call.in_place and (self.is_left or _is_hooked(t))):
+            return None
+        activation, writable = (call.activation, call.param), watch.is_writable(call.activation, call.in_place)
+        channels = self._decided(activation, "add, " * (self.residual is not None) + call.activation)
+        if channels is None:
+            return None
+        data = t.detach()
+        z = data if call.in_place else torch.empty_like(data)
+        _activate(data, z, self.settings.activating(activation))
+        if call.in_place:
+            forgotten(t)
+            # A view has the place in the graph that its base has.
+            z = t if self._base is None else self._base
+            z.detach_()
+        else:
+            self.is_left = True
+        if self._summed is not None:
+            self._summed.is_left = True
+        z = self._attached(z, activation, channels, writable)
+        if call.in_place:
+            return t
+        if self.narrow is not None and self.residual is None:
+            offer(z, OfWidened(self, activation, z))
+        return z
+
+    def keep(self, t: Tensor, reader: str) -> None:
+        adds = self.residual is not None
+        settled = self._settled(t, (*IDENTITY, adds))
+        given = self.residual, self._operand, self._version
+        if settled is not None and settled[0].keep(t, *given, *settled[1].places(t.device)):
+            self.layer._past.note = _noted(reader, adds)
+        elif not self.is_left and self.is_open(t) and self._node is not None:
+            channels = self._decided(IDENTITY, "add, " * adds + reader)
+            if channels is not None:
+                self._keep(t, channels, reader == "add")
+
+    def _keep(self, t: Tensor, channels: Channels, is_residual: bool) -> None:
+        layer, residual = self.layer, None if self.residual is None else kept_by(self.residual, "add")
+        node, self._node = self._node, None
+        assert node is not None
+        observer, settings = layer.observer(), self.settings._replace(verbatim=channels)
+        saved = None if observer is None else observer.saved(t, IDENTITY, True)
+        of_residual = None if observer is None or residual is None else observer.of_residual(residual)
+        operands = self.operands._replace(residual=residual if of_residual is None else of_residual)
+        values = self._values(t.dtype, channels)
+        node.keep(t, t if saved is None else saved, self.x, operands, values, settings, self._operand)
+        if observer is not None:
+            noted = watch.Result(layer, *IDENTITY, True, is_residual, saved=saved, of_residual=of_residual)
+            observer.note(noted, self.x, t, residual)
+
+    def _decided(self, activation: tuple[str, float], follows: str) -> Channels | None:
+        """The channels whose xhat is saved, if the guard trusts the layer; None if it does not."""
+        layer, x = self.layer, self.x.detach()
+        with _torch.NoTorchFunction():
+            residual = None if self.residual is None else self.residual.detach()
+        what = (*activation, residual is not None)
+        # Nobody has seen yet who reads and writes such a result.
+        past = layer._past
+        if activation != IDENTITY and not past.was_watched and guard.is_premature(layer, x.dtype, what, past.is_hooked):
+            past.note = Note(follows, False, _NEW)
+            return None
+        looked = guard.look(layer, self.x, residual, what)
+        decision = guard.learnt(layer, looked, lambda: measuring.measure(layer, x, residual, activation))
+        past.note = Note(follows, decision.trusted, "" if decision.trusted else layer.why_untrusted)
+        return decision.verbatim if decision.trusted else None
+
+    def _attached(self, z: Tensor, activation: tuple[str, float], channels: Channels, writable: bool) -> Tensor:
+        """z with a node that keeps it, as a function of x."""
+        layer, residual = self.layer, None if self.residual is None else kept_by(self.residual, "add")
+        observer = layer.observer()
+        saved = None if observer is None else observer.saved(z, activation, writable)
+        of_residual = None if observer is None or residual is None else observer.of_residual(residual)
+        settings = self.settings._replace(verbatim=channels).activating(activation)
+        result = nodes.Result(z, saved, of_residual)
+        values, operands = self._values(z.dtype, channels), self.operands._replace(residual=residual)
+        z = functions.attached(self.x, result, operands, values, settings)
+        if observer is not None:
+            noted = watch.Result(layer, *activation, writable, saved=saved, of_residual=of_residual)
+            observer.note(noted, self.x, z, residual)
+        return z
+
+    def _values(self, dtype: torch.dtype, channels: Channels) -> Values:
+        """What backward needs besides z and the residual."""
+        x, (mean, var), settings = self.x.detach(), self.statistics, self.settings
+        weight, bias = by_value(self.operands.weight, self.operands.bias)
+        rows, verbatim = channels.rows(x.device), None
+        if rows is not None:
+            with torch.no_grad(), _torch.unwatched():
+                xhat = reference.standardised_channels(x, mean, var, settings.eps, channels.indices(x.device))
+                verbatim = reference.empty_channels(x, len(channels)).to(dtype).copy_(xhat)
+        return Values(weight, bias, var, verbatim, rows)
+
+
+class OfWidened(Recipe):
+    """The recipe of the activated output of a norm that autocast computes in float32. What follows mostly gets a copy
+    in 16 bits, which is computed anew from x, because tags do not survive a cast."""
+
+    def __init__(self, norm: OfNorm, activation: tuple[str, float], z: Tensor) -> None:
+        self.layer, self._norm, self._activation, self._version = norm.layer, norm, activation, z._version
+        self._found: dict[torch.dtype, Tensor | None] = {}
+
+    def cast(self, t: Tensor, dtype: torch.dtype, reader: str) -> Tensor | None:
+        norm, x = self._norm, self._norm.narrow
+        if x is None or x.dtype != dtype or t._version != self._version or not norm.is_unchanged():
+            return None
+        if dtype not in self._found:
+            self._found[dtype] = self._attached(x, reader)
+            self.is_left = self._found[dtype] is not None
+        return self._found[dtype]
+
+    def lacks(self, t: Tensor) -> bool:
+        return self.is_left and t._version == self._version
+
+    def _attached(self, x: Tensor, reader: str) -> Tensor | None:
+        norm, layer, activation = self._norm, self.layer, self._activation
+        looked = guard.look(layer, x, None, (*activation, False))
+        decision = guard.learnt(layer, looked, lambda: measuring.measure(layer, x, None, activation))
+        if not decision.trusted:
+            return None
+        settings = norm.settings._replace(verbatim=decision.verbatim).activating(activation)
+        z, operands = torch.empty_like(x), of_samples(norm.operands, len(x))
+        values = forward.written(x, z, operands, settings, True)
+        return functions.attached(norm.x, nodes.Result(z), norm.operands, values, settings)
+
+
+@functools.cache
+def _noted(follows: str, adds: bool) -> Note:
+    return Note("add, " * adds + follows, True, "")
+
+
+def _is_hooked(t: Tensor) -> bool:
+    """Whether a gradient is asked for that a write in place would take to another place in the graph."""
+    return bool(t._backward_hooks) or t.retains_grad
+
+
+@functools.lru_cache(maxsize=256)
+def _identity(channels: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The mean and the variance with which a norm without parameters, and with next to no eps, is the identity."""
+    with torch.inference_mode(False), _torch.NoDispatch():
+        zero = torch.zeros(channels, dtype=dtype, device=device)
+        return zero, torch.ones_like(zero)
+
+
+def _activate(y: Tensor, z: Tensor, settings: Settings) -> None:
+    """Activates y with tags, so that backward can recover it: with these statistics the norm is the identity."""
+    statistics = _identity(y.shape[1], reference.wide(y.dtype), y.device)
+    given = y, *statistics, None, None, None, 1e-30, WEIGHT, *settings.arithmetic()[2:], True
+    if z is y:
+        ops.run(ops.forward, [z], *given)
+    else:
+        ops.run(ops.forward_out, [z], *given, z=z)
+
+
+class OfRows(OfCall):
+    """The recipe of the output of a norm of rows. x and the output are along the last dimension."""
+
+    _narrow: Tensor | None = None
+
+    def __init__(
+        self,
+        layer: Any,
+        x: Tensor,
+        operands: Operands,
+        y: Tensor,
+        node: native.Node | native.NodeInCpp | None,
+        kind: Kind,
+        rstd: Any,
+    ) -> None:
+        super().__init__(layer, x, operands, y, node)
+        self.kind, self._rstd = kind, rstd
+
+    def keep(self, t: Tensor, reader: str) -> None:
+        if self._node is not None and self.is_open(t):
+            y = moved_axis(t.detach(), self.kind.axis, -1)
+            found = self._decided(y, reader)
+            if found is not None:
+                node, self._node = self._node, None
+                node.keep(y, y, self.x, self.operands, *found)
+                self._noted(t)
+
+    def cast(self, t: Tensor, dtype: torch.dtype, reader: str) -> Tensor | None:
+        if not self.is_open(t):
+            return None
+        if self._narrow is None or self._narrow.dtype != dtype:
+            axis, narrow = self.kind.axis, t.detach().to(dtype)
+            found = self._decided(moved_axis(narrow, axis, -1), reader)
+            if found is None:
+                return None
+            y, self.is_left = moved_axis(t.detach(), axis, -1), True
+            result = nodes.Result(y, moved_axis(narrow, axis, -1))
+            self.summand = moved_axis(functions.attached(self.x, result, self.operands, *found), -1, axis)
+            self._narrow = stand(self.summand, (narrow,))
+            self._noted(self.summand)
+        return self._narrow
+
+    def _decided(self, kept: Tensor, reader: str) -> tuple[Values, Settings] | None:
+        """What a node needs that keeps the output in this dtype; None if the guard does not trust the layer."""
+        layer, kind, x, (weight, bias, _) = self.layer, self.kind, self.x.detach(), self.operands.of_graph()
+        settings = settings_of_rows(layer, kind)
+        # As far as the guard looks at the rows before it measures.
+        size = x.numel() // x.shape[-1], x.shape[-1]
+        rows = torch.empty_strided(size, (0, 0), dtype=x.dtype, device=x.device, requires_grad=self.x.requires_grad)
+        looked = guard.look(layer, rows, None, (), kept.dtype)
+        with torch.no_grad(), _torch.unwatched():
+            scale, offset = by_value(weight, bias)
+            decision = guard.learnt(layer, looked, lambda: figures(x, kept, scale, offset, settings))
+            layer._past.note = Note(reader, decision.trusted, "" if decision.trusted else layer.why_untrusted)
+            if not decision.trusted:
+                return None
+            columns, values = decision.verbatim, None
+            rstd = reference.inverse_std_of_rows(x, kind.rows, kind.eps) if self._rstd is None else self._rstd
+            if columns:
+                values = reference.standardised_rows(x, rstd, kind.rows, columns.indices(x.device)).to(kept.dtype)
+        return Values(scale, offset, rstd.flatten(), values), settings._replace(verbatim=columns)
+
+    def _noted(self, z: Tensor) -> None:
+        observer = self.layer.observer()
+        if observer is not None:
+            observer.note(watch.Result(self.layer, *IDENTITY, False, is_alone=True), self.x, z, None)
+
+
+def settings_of_rows(layer: Any, kind: Kind) -> Settings:
+    name = layer.__dict__["_guard_name"]
+    return Settings(*IDENTITY, kind.eps, MAGNITUDE, True, None, 0, name, rows=kind.rows)
+
+
+def moved_axis(t: Tensor, source: int, destination: int) -> Tensor:
+    return t if source == destination else t.movedim(source, destination)
+
+
+class StandsForFunction(torch.autograd.Function):
+    """Places the copy of a tensor in another dtype after the tensor in the graph."""
+
+    @staticmethod
+    def forward(before: Tensor, after: tuple[Tensor]) -> Tensor:
+        return after[0]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Nothing is saved."""
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        return g, None
+
+
+stand: Callable[..., Any] = super(torch.autograd.Function, StandsForFunction).apply

@@ -1,0 +1,398 @@
+#include "norm.h"
+
+#include <ATen/TensorOperators.h>
+#include <c10/core/InferenceMode.h>
+
+#include <initializer_list>
+#include <mutex>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "calls.h"
+#include "gradients.h"
+#include "usual.h"
+
+namespace inplace_abn {
+namespace {
+
+using LocalForwardOut = std::tuple<Tensor, Tensor>(const Tensor& x, const OptTensor& weight, const OptTensor& bias,
+                                                   const OptTensor& residual, const OptTensor& running_mean,
+                                                   const OptTensor& running_var, double momentum,
+                                                   const OptTensor& momentum_tensor, double eps, int64_t scale,
+                                                   int64_t activation, double activation_param, bool invertible,
+                                                   int64_t shared, const OptTensor& rows, const OptTensor& verbatim,
+                                                   const Tensor& z);
+using ForwardOut = void(const Tensor& x, const Tensor& mean, const Tensor& var, const OptTensor& weight,
+                        const OptTensor& bias, const OptTensor& residual, double eps, int64_t scale, int64_t activation,
+                        double activation_param, bool invertible, const OptTensor& rows, const OptTensor& verbatim,
+                        const Tensor& z);
+using HasLost = bool(const Tensor& weight, double eps, const OptTensor& rows);
+
+constexpr int64_t identity = 0;
+// The scale of a converted norm (kernels.h).
+constexpr int64_t scale_is_weight = 2;
+// So small that one plus it is one.
+constexpr double identity_eps = 1e-30;
+
+// A tensor at the time of a call. Whoever writes to it, or frees its memory, changes this.
+struct Seen {
+  int64_t version = 0, address = 0;
+  bool requires_grad = false;
+
+  Seen() = default;
+  explicit Seen(const Tensor& t) {
+    if (!t.defined()) return;
+    version = t._version();
+    address = reinterpret_cast<int64_t>(t.data_ptr());
+    requires_grad = t.requires_grad();
+  }
+  bool operator==(const Seen&) const = default;
+};
+
+class NormFunction final : public Node {
+ public:
+  static void attach(const Tensor& y, const Tensor& x, const OptTensor& weight, const OptTensor& bias,
+                     const OptTensor& mean, const OptTensor& var, const NodeSettings& settings,
+                     const std::string& name) {
+    const auto node = make_node<NormFunction>();
+    node->set_next_edges(torch::autograd::collect_next_edges(x, weight, bias));
+    place_output(node, y);
+    node->x_ = {x, false};
+    node->weight_ = {weight, false};
+    // Hooks may have moved what is saved elsewhere.
+    if (!at::SavedTensorDefaultHooks::get_hooks().has_value()) node->x = x;
+    node->weight = weight.value_or(Tensor());
+    node->bias = bias.value_or(Tensor());
+    node->mean = mean.value_or(Tensor());
+    node->var = var.value_or(Tensor());
+    node->settings = settings;
+    node->layer = name;
+    node->seen_ = node->seen();
+  }
+
+  // The node of t, or of the operand of this number if t is a sum; null if it is another node.
+  static NormFunction* of(const Tensor& t, int64_t operand) {
+    auto* const own = t.grad_fn().get();
+    if (own == nullptr) return nullptr;
+    if (auto* const found = dynamic_cast<NormFunction*>(own)) return found;
+    if (static_cast<size_t>(operand) >= own->num_outputs()) return nullptr;
+    return dynamic_cast<NormFunction*>(own->next_edge(operand).function.get());
+  }
+
+  std::string name() const override { return keeps_output_ ? "InPlaceABNFunction" : "NormFunction"; }
+
+  // Whether a node can be made that does without this one: all is as it was in the call, and x is there.
+  bool is_unchanged() const {
+    return at::GradMode::is_enabled() && !keeps_output_ && x.defined() && seen() == seen_ &&
+           torch::autograd::Edge(x.grad_fn(), static_cast<uint32_t>(x.output_nr())) == place_of_x();
+  }
+
+  bool keeps_output() const { return keeps_output_; }
+
+  // Whether a weight on the CPU is nearly zero whose channel is not saved, so that Python has to decide.
+  bool has_lost(const OptTensor& rows) const {
+    return weight.defined() && weight.is_cpu() &&
+           call<HasLost>("inplace_abn::has_lost", "", weight, settings.eps, rows);
+  }
+
+  // xhat of these channels.
+  OptTensor xhat_of(const OptTensor& channels) const {
+    if (!channels.has_value()) return std::nullopt;
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    std::vector<int64_t> shape(x.dim(), 1);
+    shape[1] = -1;
+    const auto chosen = [&](const Tensor& t) { return t.index_select(0, *channels).view(shape); };
+    Tensor result = of_channels(x, channels->numel());
+    result.copy_((x.index_select(1, *channels) - chosen(mean)) * (chosen(var) + settings.eps).rsqrt());
+    return result;
+  }
+
+  void keep(const Tensor& t, const OptTensor& residual, const Tensor& var_of_call, const OptTensor& rows,
+            const OptTensor& verbatim) {
+    const std::lock_guard lock(mutex_);
+    // A sum comes after this node, which must not hold what leads to itself.
+    const auto& producer = t.grad_fn();
+    const bool is_own = producer.get() == this;
+    y_ = {is_own || !producer ? t : t.detach(), is_own};
+    if (residual.has_value()) residual_ = {residual->detach(), false};
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    values_ = {optional(copy(optional(weight))), optional(copy(optional(bias))), var_of_call, rows, verbatim};
+    keeps_output_ = true;
+    x_.reset_data();
+    weight_.reset_data();
+    x = mean = var = Tensor();
+  }
+
+  variable_list apply(variable_list&& incoming) override {
+    std::unique_lock lock(mutex_);
+    if (!incoming.at(0).defined()) return variable_list(inputs);
+    const auto needed = needed_by_edges(*this, inputs);
+    if (!keeps_output_) {
+      const variable_list saved = tensors();
+      // Under the hooks of a checkpoint the gradients' computation may come back here.
+      lock.unlock();
+      return gradients(incoming[0], saved, needed, bias_dtype(), settings);
+    }
+    // Only the engine gives up what it passes to backward.
+    const bool by_engine = torch::autograd::get_current_node().get() == this;
+    const bool own_dy = by_engine && owns_gradient(incoming[0]);
+    NodeSaved saved{unpacked(y_, "output", layer, getptr()), optional(unpacked(residual_, "residual", layer, getptr())),
+                    values_};
+    if (at::GradMode::is_enabled()) lock.unlock();
+    return of_norm(
+        gradients_of(incoming[0], std::move(saved), with_residual(needed), settings, by_engine, own_dy, this));
+  }
+
+  void release_variables() override {
+    const std::lock_guard lock(mutex_);
+    x_.reset_data();
+    weight_.reset_data();
+    y_.reset_data();
+    residual_.reset_data();
+    x = Tensor();
+    values_ = {};
+  }
+
+  void compiled_args(CompiledNodeArgs& args) const override {
+    args.collect(keeps_output_);
+    args.collect(x_, false);
+    args.collect(weight_, false);
+    args.collect(y_, true);
+    args.collect(residual_, false);
+    args.collect(mean);
+    args.collect(var);
+    args.collect(values_.var);
+    for (const OptTensor* t : {&values_.weight, &values_.bias, &values_.rows, &values_.verbatim}) args.collect(*t);
+    args.collect(bias_dtype());
+    args.collect(settings.eps);
+    args.collect(settings.training);
+    args.collect(settings.shared);
+  }
+
+  variable_list apply_with_saved(const variable_list& incoming, SwapSavedVariables& saved) override {
+    const auto each = [&](auto visit) {
+      visit(x_);
+      visit(weight_);
+      visit(y_);
+      visit(residual_);
+      visit(mean);
+      visit(var);
+      visit(values_.var);
+      for (OptTensor* t : {&values_.weight, &values_.bias, &values_.rows, &values_.verbatim}) visit(*t);
+    };
+    each([&](auto& t) { saved.before(t); });
+    const auto given = [](const OptTensor& t) { return t.value_or(Tensor()); };
+    PackedArgs packed;
+    packed.pack(keeps_output_);
+    packed.pack(keeps_output_
+                    ? variable_list{unpacked(y_, "output", layer, getptr()),
+                                    unpacked(residual_, "residual", layer, getptr()), given(values_.weight),
+                                    given(values_.bias), values_.var, given(values_.rows), given(values_.verbatim)}
+                    : tensors());
+    packed.pack(needed_by_edges(*this, inputs));
+    packed.pack(bias_dtype());
+    packed.pack(settings.eps);
+    packed.pack(settings.training);
+    packed.pack(settings.shared);
+    variable_list results = call_when_compiled(*this, saved, incoming, packed, &of_packed);
+    each([&](auto& t) { saved.after(t); });
+    return results;
+  }
+
+  Tensor x, weight, bias, mean, var;
+  NodeSettings settings{};
+  std::string layer;
+
+ private:
+  // The number of tensors that may need a gradient: x, weight and bias.
+  static constexpr size_t inputs = 3;
+  // What stands for the dtype of a bias that there is not.
+  static constexpr int64_t no_bias = -1;
+
+  std::tuple<Seen, Seen, Seen> seen() const { return {Seen(x), Seen(weight), Seen(bias)}; }
+  // A leaf has a node that collects gradients, and no node of its own.
+  torch::autograd::Edge place_of_x() const {
+    return x.is_leaf() ? torch::autograd::Edge(nullptr, static_cast<uint32_t>(x.output_nr())) : next_edge(0);
+  }
+  int64_t bias_dtype() const { return bias.defined() ? static_cast<int64_t>(bias.scalar_type()) : no_bias; }
+  // x, weight, mean and var. Those that there are not are undefined.
+  variable_list tensors() const { return {x_.unpack(), weight_.unpack(), mean, var}; }
+
+  // By an op that autograd/native.py defines, which autograd sees.
+  static variable_list gradients(const Tensor& g, const variable_list& tensors, const std::vector<bool>& needed,
+                                 int64_t bias_dtype, const NodeSettings& s) {
+    using Op =
+        std::vector<Tensor>(const Tensor& g, const Tensor& x, const OptTensor& weight,
+                            std::optional<at::ScalarType> bias_dtype, const OptTensor& mean, const OptTensor& var,
+                            const std::vector<bool>& needed, double eps, bool training, int64_t shared);
+    static const auto handle =
+        c10::Dispatcher::singleton().findSchemaOrThrow("inplace_abn::native_norm_backward", "").typed<Op>();
+    std::optional<at::ScalarType> dtype;
+    if (bias_dtype != no_bias) dtype = static_cast<at::ScalarType>(bias_dtype);
+    const std::vector<Tensor> found =
+        handle.call(g, tensors.at(0), optional(tensors.at(1)), dtype, optional(tensors.at(2)), optional(tensors.at(3)),
+                    needed, s.eps, s.training, s.shared);
+    variable_list results(inputs);
+    size_t next = 0;
+    for (size_t i = 0; i < inputs; ++i) {
+      if (needed[i]) results[i] = found.at(next++);
+    }
+    return results;
+  }
+
+  static std::vector<bool> with_residual(std::vector<bool> needed) {
+    needed.push_back(false);
+    return needed;
+  }
+  static variable_list of_norm(variable_list gradients) {
+    gradients.resize(inputs);
+    return gradients;
+  }
+
+  // The same, of what compiled code passes.
+  static variable_list of_packed(const variable_list& incoming, const std::vector<at::IValue>& args) {
+    if (!incoming.at(0).defined()) return variable_list(inputs);
+    PackedArgs packed(args);
+    const auto keeps_output = packed.unpack<bool>();
+    const auto tensors = packed.unpack<variable_list>();
+    const auto needed = packed.unpack<std::vector<bool>>();
+    const auto bias_dtype = packed.unpack<int64_t>();
+    NodeSettings s{packed.unpack<double>(), scale_is_weight, identity, 0.0, true, 0};
+    s.training = packed.unpack<bool>();
+    s.shared = packed.unpack<int64_t>();
+    if (!keeps_output) return gradients(incoming[0], tensors, needed, bias_dtype, s);
+    const NodeValues values{optional(tensors.at(2)), optional(tensors.at(3)), tensors.at(4), optional(tensors.at(5)),
+                            optional(tensors.at(6))};
+    const NodeSaved found{tensors.at(0), optional(tensors.at(1)), values};
+    return of_norm(gradients_of(incoming[0], found, with_residual(needed), s, false, false, nullptr));
+  }
+
+  SavedVariable x_, weight_, y_, residual_;
+  NodeValues values_;
+  std::tuple<Seen, Seen, Seen> seen_;
+  bool keeps_output_ = false;
+};
+
+NodeSettings settings_of(double eps, bool training, int64_t shared) {
+  return {eps, scale_is_weight, identity, 0.0, training, shared};
+}
+
+// Whether the op takes the call, and a graph is recorded.
+bool fits(const Tensor& x, const OptTensor& weight, const OptTensor& bias, const OptTensor& running_mean,
+          const OptTensor& running_var) {
+  if (x.dim() < 2 || x.numel() <= x.size(1) || !x.is_non_overlapping_and_dense()) return false;
+  if (!x.is_contiguous() && !x.is_contiguous(x.suggest_memory_format())) return false;
+  for (const OptTensor* t : {&weight, &bias, &running_mean, &running_var}) {
+    if (!t->has_value()) continue;
+    const auto dtype = (*t)->scalar_type();
+    if ((*t)->sizes() != at::IntArrayRef(x.size(1))) return false;
+    if (dtype != x.scalar_type() && (dtype != at::kFloat || x.scalar_type() == at::kDouble)) return false;
+  }
+  return running_mean.has_value() == running_var.has_value() && torch::autograd::compute_requires_grad(x, weight, bias);
+}
+
+// Counts the batch. On the CPU an op takes longer than the addition.
+void count(const OptTensor& batches) {
+  if (!batches.has_value()) return;
+  if (batches->is_cpu() && batches->scalar_type() == at::kLong && batches->numel() == 1) {
+    ++*batches->mutable_data_ptr<int64_t>();
+  } else {
+    batches->add_(1);
+  }
+}
+
+}  // namespace
+
+Tensor norm(const Tensor& x, const OptTensor& weight, const OptTensor& bias, const OptTensor& running_mean,
+            const OptTensor& running_var, const OptTensor& batches, double momentum, double eps,
+            const std::string& name) {
+  // In inference mode no tensor that is made here has a version. What is no number may not be counted.
+  if (c10::InferenceMode::is_enabled() || (batches.has_value() && batches->dim() > 0)) return {};
+  if (!fits(x, weight, bias, running_mean, running_var) ||
+      !is_usual(x, {&weight, &bias, &running_mean, &running_var, &batches}, true)) {
+    return {};
+  }
+  Tensor y, mean, var;
+  {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    y = uninitialised_like(x);
+    std::tie(mean, var) = call<LocalForwardOut>("inplace_abn::local_forward", "out", x, weight, bias, std::nullopt,
+                                                running_mean, running_var, momentum, std::nullopt, eps, scale_is_weight,
+                                                identity, 0.0, false, 0, std::nullopt, std::nullopt, y);
+    count(batches);
+  }
+  bump_version(batches);
+  NormFunction::attach(y, x, weight, bias, mean, var, settings_of(eps, true, 0), name);
+  return y;
+}
+
+bool attach_norm(const Tensor& y, const Tensor& x, const OptTensor& weight, const OptTensor& bias,
+                 const OptTensor& mean, const OptTensor& var, double eps, bool training, int64_t shared,
+                 const std::string& name) {
+  if (!torch::autograd::compute_requires_grad(x, weight, bias)) return false;
+  NormFunction::attach(y, x, weight, bias, mean, var, settings_of(eps, training, shared), name);
+  return true;
+}
+
+bool keep(const Tensor& t, const OptTensor& residual, int64_t operand, int64_t version, const OptTensor& rows,
+          const OptTensor& channels) {
+  auto* const node = NormFunction::of(t, operand);
+  if (node == nullptr || t._version() != version || !node->is_unchanged() ||
+      !may_attach(node->x, t, optional(node->weight), optional(node->bias), residual) || node->has_lost(rows)) {
+    return false;
+  }
+  node->keep(t, residual, node->var, rows, node->xhat_of(channels));
+  return true;
+}
+
+void keep_as(const Tensor& t, const Tensor& saved, const OptTensor& residual, int64_t operand, const Tensor& var,
+             const OptTensor& rows, const OptTensor& verbatim) {
+  auto* const node = NormFunction::of(t, operand);
+  if (node != nullptr && !node->keeps_output()) node->keep(saved, residual, var, rows, verbatim);
+}
+
+Tensor activate(const Tensor& t, const Tensor& mean, const Tensor& var, const OptTensor& residual, int64_t operand,
+                int64_t version, int64_t activation, double activation_param, bool in_place, const OptTensor& rows,
+                const OptTensor& channels) {
+  const auto* const node = NormFunction::of(t, operand);
+  if (node == nullptr || t._version() != version || !node->is_unchanged() ||
+      !may_attach(node->x, t, optional(node->weight), optional(node->bias), residual) || node->has_lost(rows)) {
+    return {};
+  }
+  // What follows may free the node.
+  const Tensor x = node->x, var_of_norm = node->var;
+  const OptTensor weight = optional(node->weight), bias = optional(node->bias), verbatim = node->xhat_of(channels);
+  const NodeSettings settings = node->settings;
+  const std::string name = node->layer;
+  Tensor z = t;
+  {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    if (in_place) {
+      call<Forward>("inplace_abn::forward", "", t, mean, var, std::nullopt, std::nullopt, std::nullopt, identity_eps,
+                    scale_is_weight, activation, activation_param, true, std::nullopt, std::nullopt);
+    } else {
+      z = uninitialised_like(t);
+      call<ForwardOut>("inplace_abn::forward", "out", t, mean, var, std::nullopt, std::nullopt, std::nullopt,
+                       identity_eps, scale_is_weight, activation, activation_param, true, std::nullopt, std::nullopt,
+                       z);
+    }
+  }
+  if (in_place) {
+    bump_version(z);
+    z.detach_();
+  }
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  const auto copied = [](const OptTensor& value) { return optional(copy(value)); };
+  return attached(x, z, weight, bias, residual, copied(weight), copied(bias), var_of_norm, rows, verbatim, true,
+                  settings.eps, scale_is_weight, activation, activation_param, 0, name);
+}
+
+std::vector<Tensor> parts(const Tensor& t, int64_t operand) {
+  const auto* const node = NormFunction::of(t, operand);
+  if (node == nullptr || !node->is_unchanged()) return {};
+  return {node->x, node->weight, node->bias, node->mean, node->var};
+}
+
+}  // namespace inplace_abn
