@@ -30,7 +30,7 @@ class _Versions:
     def start(self) -> None:
         self.first = self._counter._version
 
-    def ismodified(self) -> bool:
+    def is_modified(self) -> bool:
         return self._counter._version != self.first
 
 
@@ -46,7 +46,7 @@ class _Aliased(_Versions):
 
     def check(self, saved: Saved, name: str) -> None:
         """Raises RuntimeError if z was modified in place."""
-        if self.ismodified() and saved.z.data_ptr() == self._memory:
+        if self.is_modified() and saved.z.data_ptr() == self._memory:
             raise RuntimeError(modified("output", name))
 
 
@@ -71,7 +71,7 @@ class _Hooked(_Versions):
         A modification is no error if the hooks return a copy that was made before it. On CUDA the host waits for the
         comparison.
         """
-        if self.ismodified() and saved.z._version > self.first:
+        if self.is_modified() and saved.z._version > self.first:
             raise RuntimeError(modified("output", name))
         if self._checksum is not None and not (
             _kinds(saved) == self._kinds and torch.equal(_checksum(saved), self._checksum)

@@ -82,6 +82,7 @@ TORCH_LIBRARY(inplace_abn_node, m) {
   TORCH_LIBRARY_IMPL(inplace_abn_node, key, m) { \
     m.impl("norm", &norm_op);                    \
     m.impl("activate", &activate);               \
+    m.impl("keep", &keep);                       \
     m.impl("parts", &parts);                     \
   }
 

@@ -273,6 +273,10 @@ def averaged(m, x):
     return m.last(m.norm(x).mean(1))
 
 
+def input_kept(m, x):
+    return m.last(m.norm(x)) * x.sigmoid() + m.last(x)
+
+
 @pytest.mark.parametrize("run", [dropped, averaged])
 def test_where_nothing_keeps_its_output_it_is_torchs(run):
     layer = layer_of(check_training(Block(NORMS["layer norm"](), run), torch.randn(2, 15, SIZE)))
@@ -328,7 +332,7 @@ def activated(m, x):
 
 
 PROGRAMS = [added_to, a_view_written_to, after_another, called_twice, scaled_and_shifted, post_norm]
-PROGRAMS += [returned, activated, dropped, averaged]
+PROGRAMS += [returned, activated, dropped, averaged, input_kept]
 
 
 @pytest.mark.parametrize("run", PROGRAMS)

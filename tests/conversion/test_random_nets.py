@@ -97,8 +97,8 @@ SEEDS = [1, 3, 9, 10, 11, 12, 13, 14, 16, 17, 18, 20, 21, 22, 23, 24, 28, 29, 30
 SEEDS += [52, 54, 55, 56, 59, 60, 61, 62, 64, 65, 67, 68, 69, 70, 71, 72, 74, 75, 76, 78, 79, 80, 83, 85, 87, 88, 91]
 
 
-# A norm goes on keeping its output for a convolution whose result is thrown away.
-HAS_DEAD_BRANCH = [39]
+# A norm goes on keeping its output, one tensor, for a convolution whose result is thrown away.
+DEAD_BYTES = {39: 2 * CHANNELS * 16 * 16 * 8}
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -111,8 +111,8 @@ def test_a_converted_random_net_trains_as_the_original_and_holds_no_more(seed):
     converted = convert(copy.deepcopy(net))
     assert verify(net, converted, x, tolerance=1e-5)
     assert verify(net, revert(copy.deepcopy(converted)), x, tolerance=1e-9)
-    if seed not in HAS_DEAD_BRANCH:
-        assert measure(converted, x.double()).held <= 1.01 * measure(net, x.double()).held
+    native = measure(net, x.double()).held
+    assert measure(converted, x.double()).held <= 1.01 * native + DEAD_BYTES.get(seed, 0)
 
 
 OUT_OF_PLACE = [nn.ReLU, nn.SiLU, nn.Hardswish, nn.ELU, nn.LeakyReLU, nn.ReLU6, nn.GELU]
