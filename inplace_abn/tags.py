@@ -125,6 +125,16 @@ def op_of(function: _torch.OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
     )
 
 
+def is_alias(t: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have one storage."""
+    return t.layout is torch.strided and storage_of(t) == storage_of(other)
+
+
+def is_telling(op: str, sign: str) -> bool:
+    """Whether an op, of any arguments, may tell tags of this sign from zeros."""
+    return op in _READS or op in _BY_SIGN[sign]
+
+
 def sign_of(activation: str, param: float) -> str:
     """The sign of the tiny numbers that stand for zeros: "negative", "positive", or empty if there are none."""
     return in_effect(activation, param).zeros

@@ -85,6 +85,8 @@ class _Hooked(_Versions):
 
 
 def modified(what: str, name: str) -> str:
+    """The message for a tensor that somebody wrote to. The layer is told, so that its next step works."""
+    torch.ops.inplace_abn.was_written_to(what, name)
     return (
         f"inplace_abn: the {what} of {name or 'an in-place ABN'} has been modified in place, but its backward needs "
         "it. Replace that operation by one out of place (z = z + y for z += y), use ABN, or leave the layer out of the "

@@ -21,9 +21,11 @@ from inplace_abn.activations import activation_of_op, gains
 from inplace_abn.autograd import nodes
 from inplace_abn.autograd.backward import Values
 from inplace_abn.compiling import alone, joint
-from inplace_abn.conversion.converted import Alone, Note, has_standard_strides, may_have_node
+from inplace_abn.conversion import watch
+from inplace_abn.conversion.converted import Converted, Note, has_standard_strides, may_have_node
 from inplace_abn.conversion.offered import Offered, settled
 from inplace_abn.conversion.recipes import OfNorm
+from inplace_abn.conversion.results import offer_result
 from inplace_abn.guard.figures import THRESHOLDS
 from inplace_abn.kernels import ops
 from inplace_abn.modules.abn import as_leaf
@@ -37,9 +39,11 @@ OF_NORM = Note("", False, "it is part of the norm before it")
 """What an activation did that was fused with a norm."""
 
 
-class ActivationAlone(Alone):
+class ActivationAlone(Converted):
     """What an activation without a norm does. It may be a module, or a function that is called (`conversion.called`).
 
+    It keeps its result for the first time in a step that is watched, because what follows may read or write to it. The
+    watch gives it up if it saves nothing: what follows does not keep its result, or something else keeps its input.
     In place (``inplace=True``), without a graph, for compilers, and under tracers, transforms and dispatch modes it
     does what torch does.
     """
@@ -69,8 +73,33 @@ class ActivationAlone(Alone):
         var = torch.ones_like(mean)
         call = (x.detach().view(shape), mean, var, None, None, None, *settings.arithmetic(), True)
         ops.run(ops.forward_out, [written], *call, z=written)
-        values = Values(None, None, var)
-        return self._attached(x, nodes.Result(z), Operands(None, None), values, settings, follows)
+        observer = self.observer()
+        saved = None if observer is None else observer.saved(z, activation, True)
+        z = functions.attached(x, nodes.Result(z, saved), Operands(None, None), Values(None, None, var), settings)
+        if observer is None:
+            offer_result(self, z, activation, True)
+        else:
+            observer.note(watch.Result(self, *activation, True, is_alone=True, saved=saved), x, z, None)
+        self._past.note = Note(follows, in_place=True, why="")
+        return z
+
+    def _is_known(self) -> bool:
+        """Whether what follows was watched before, or is now. If not, the next generation is watched."""
+        past = self._past
+        if past.was_watched or not self.guard_interval:
+            past.is_known = True
+        elif not past.is_known:
+            guard.generations.note_change()
+            past.note = Note(why="it is watched first")
+        # A checkpoint's recomputation does what its forward pass did.
+        return guard.of_forward_pass(f"known {id(self)}", past.is_known)
+
+    def noted(self, x: Tensor, z: Tensor, activation: tuple[str, float] | None) -> Tensor:
+        """z as torch computes it."""
+        watching = self._watch_without_gradients()
+        if watching is not None and activation is not None:
+            watching.note_native_activation(self, activation, x, z)
+        return z
 
 
 class InPlaceActivation(ActivationAlone):

@@ -63,12 +63,12 @@ _KEEPERS: list[tuple[_Keeper, tuple[Any, ...]]] = [
     (_UNARY, (F.batch_norm, F.instance_norm)),
 ]
 
-_KEEPING: dict[Any, _Keeper] = {function: keeper for keeper, functions in _KEEPERS for function in functions}
+KEEPING: dict[Any, _Keeper] = {function: keeper for keeper, functions in _KEEPERS for function in functions}
 
 
 def kept(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
     """The arguments that autograd keeps for the backward pass of this call."""
-    keeper = _KEEPING.get(function)
+    keeper = KEEPING.get(function)
     if keeper is None or not torch.is_grad_enabled():
         return
     # Arguments beyond those with a name do not matter.
@@ -86,7 +86,7 @@ def kept(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Ite
 
 def is_cast_for(function: Any, t: Tensor) -> bool:
     """Whether autocast gives the function copies of 16 bits on the tensor's device."""
-    keeper = _KEEPING.get(function)
+    keeper = KEEPING.get(function)
     return keeper is not None and keeper.narrow and torch.is_autocast_enabled(t.device.type)
 
 

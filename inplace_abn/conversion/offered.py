@@ -7,11 +7,12 @@ the recipe does not know gets the tensor itself. The tensor's own node dies with
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from inplace_abn import _torch
 from inplace_abn.conversion import watch
@@ -34,6 +35,8 @@ class Recipe:
     """Whether a result was made beside the tensor, whose gradient does not pass the tensor's place in the graph."""
     bypasses: bool = True
     """Whether results are made beside the tensor, and not of it."""
+    is_result: bool = False
+    """Whether the tensor is what was made of a norm's output, or of an activation's input (`conversion.results`)."""
     is_asked: bool = False
     """Whether somebody has asked for the tensor's place in the graph, which gradients must pass from then on."""
 
@@ -70,6 +73,13 @@ class Recipe:
     def of_view(self, t: Tensor, func: Any, args: tuple[Any, ...]) -> Recipe | None:
         """The recipe of a view, which the function makes with these other arguments."""
         return None
+
+    def given(self, t: Tensor, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+        """What a function gets instead of a result."""
+        return t
+
+    def was_read(self, t: Tensor, func: Any, result: Any, is_over: bool) -> None:
+        """A function got a result, and returned this. ``is_over`` says that the result is to be a plain tensor."""
 
 
 class Offered(Tensor):
@@ -161,6 +171,9 @@ def _read(
     if isinstance(call, Tensor):
         # A dropout that drops nothing returns what it is given.
         return call
+    results = [t for t in offered if recipes[id(t)].is_result]
+    if results:
+        return _read_results(func, args, kwargs, results, offered, recipes)
     if func in _ASKING:
         _ask(func, offered, recipes)
         return native()
@@ -206,6 +219,25 @@ def _read(
     return result
 
 
+def _read_results(
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    results: list[Tensor],
+    offered: list[Tensor],
+    recipes: dict[int, Recipe],
+) -> Any:
+    """The same for a function that is called with results, and perhaps other offered tensors."""
+    given = {id(t): recipes[id(t)].given(t, func, args, kwargs) for t in results}
+    if any(given[id(t)] is not t for t in results):
+        args, kwargs = tree_map_only(Tensor, lambda t: given.get(id(t), t), (args, kwargs))
+    others = [t for t in offered if id(t) not in given]
+    result = _read(func, args, kwargs, others, recipes) if others else func(*args, **kwargs)
+    for t in results:
+        recipes[id(t)].was_read(t, func, result, bool(others))
+    return result
+
+
 def _spend(t: Tensor, recipes: dict[int, Recipe]) -> None:
     """Makes the tensor a plain one, unless whoever asks for its gradient has to be told something."""
     if t.__dict__.get("_recipe") is recipes[id(t)] and not recipes[id(t)].lacks(t):
@@ -248,3 +280,22 @@ def _sum_with_recipe(call: Adding, recipes: dict[int, Recipe]) -> tuple[Recipe, 
             continue
         return recipe, other
     return None
+
+
+class StandsForFunction(torch.autograd.Function):
+    """Places a copy of a tensor after the tensor in the graph."""
+
+    @staticmethod
+    def forward(before: Tensor, after: tuple[Tensor]) -> Tensor:
+        return after[0]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Nothing is saved."""
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        return g, None
+
+
+stand: Callable[..., Any] = super(torch.autograd.Function, StandsForFunction).apply

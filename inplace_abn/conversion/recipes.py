@@ -19,8 +19,9 @@ from inplace_abn.autograd.backward import Values, by_value
 from inplace_abn.conversion import watch
 from inplace_abn.conversion.converted import Note
 from inplace_abn.conversion.formulas import Kind
-from inplace_abn.conversion.offered import Offered, Recipe, forgotten, kept_by, offer
+from inplace_abn.conversion.offered import Offered, Recipe, forgotten, kept_by, offer, stand
 from inplace_abn.conversion.recognition import Activating, Adding
+from inplace_abn.conversion.results import offer_result
 from inplace_abn.guard import measuring
 from inplace_abn.guard.rows import figures
 from inplace_abn.kernels import ops
@@ -194,6 +195,7 @@ class OfNorm(OfCall):
         if self._summed is not None:
             self._summed.is_left = True
         self.layer._past.note = _noted(call.activation, self.residual is not None)
+        offer_result(self.layer, z, what[:2], watch.is_writable(call.activation, call.in_place))
         return z
 
     def adds(self, t: Tensor, other: Any, call: Adding) -> bool:
@@ -237,11 +239,11 @@ class OfNorm(OfCall):
         if self._summed is not None:
             self._summed.is_left = True
         z = self._attached(z, activation, channels, writable)
-        if call.in_place:
-            return t
-        if self.narrow is not None and self.residual is None:
+        if not call.in_place and self.narrow is not None and self.residual is None:
             offer(z, OfWidened(self, activation, z))
-        return z
+        elif not self.layer._past.was_watched:
+            offer_result(self.layer, z, activation, writable)
+        return t if call.in_place else z
 
     def keep(self, t: Tensor, reader: str) -> None:
         adds = self.residual is not None
@@ -446,22 +448,3 @@ def settings_of_rows(layer: Any, kind: Kind) -> Settings:
 
 def moved_axis(t: Tensor, source: int, destination: int) -> Tensor:
     return t if source == destination else t.movedim(source, destination)
-
-
-class StandsForFunction(torch.autograd.Function):
-    """Places the copy of a tensor in another dtype after the tensor in the graph."""
-
-    @staticmethod
-    def forward(before: Tensor, after: tuple[Tensor]) -> Tensor:
-        return after[0]
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        """Nothing is saved."""
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        return g, None
-
-
-stand: Callable[..., Any] = super(torch.autograd.Function, StandsForFunction).apply

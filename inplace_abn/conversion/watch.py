@@ -69,7 +69,7 @@ class Result(NamedTuple):
     is_residual: bool = False
     """Whether z is kept because another norm's node adds it."""
     is_alone: bool = False
-    """Whether the layer is an activation without a norm, or a norm of rows (`converted.Alone`)."""
+    """Whether the layer is an activation without a norm, or a norm of rows (`activations.ActivationAlone`)."""
     z: Any = None
     """None if z has no tags, and what is held is not measured."""
     saved: Tensor | None = None
@@ -398,6 +398,20 @@ def give_up(layer: Any, why: str, noticed: bool = True) -> None:
         _logger.info(
             "%s: %s; from the next optimizer step on it does as torch does", layer.__dict__["_guard_name"], why
         )
+
+
+_library = torch.library.Library("inplace_abn", "FRAGMENT")
+_library.define("was_written_to(str what, str name) -> ()")
+
+
+def _was_written_to(what: str, name: str) -> None:
+    """A node found that somebody wrote to what it needs. The layers of this name do without it from now on."""
+    for layer in guard.layers_called(name):
+        if hasattr(layer, "_past"):
+            give_up(layer, f"its {what} was written to, and backward needs it")
+
+
+_library.impl("was_written_to", _was_written_to, "CompositeImplicitAutograd")
 
 
 _lock, _stance = threading.Lock(), ExitStack()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,6 +30,8 @@ CARRIED = "_follows"
 _logger = logging.getLogger("inplace_abn")
 _NONE = Channels()
 _revisions = itertools.count(1)
+_layers: weakref.WeakSet[Any] = weakref.WeakSet()
+"""All guarded layers."""
 
 
 class Guarded:
@@ -477,6 +480,12 @@ def forget(module: Any) -> None:
 def renew(module: Any) -> None:
     """Makes compilers compile the module anew."""
     module.__dict__["_revision"] = next(_revisions)
+    _layers.add(module)
+
+
+def layers_called(name: str) -> list[Any]:
+    """The layers of all models that have this name in messages."""
+    return [layer for layer in [*_layers] if layer.__dict__.get("_guard_name") == name]
 
 
 def strip(module: Any) -> None:

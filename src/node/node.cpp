@@ -16,6 +16,7 @@
 #include <initializer_list>
 #include <mutex>
 #include <string>
+#include <string_view>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -184,12 +185,11 @@ Tensor unpacked(const SavedVariable& t, const char* what, const std::string& lay
   try {
     return t.unpack(node);
   } catch (const c10::Error& error) {
-    const std::string message = error.what();
-    TORCH_CHECK(message.find("modified by an inplace operation") == std::string::npos, "inplace_abn: the ", what,
-                " of ", layer.empty() ? "an in-place ABN" : layer,
+    if (std::string(error.what()).find("modified by an inplace operation") == std::string::npos) throw;
+    call<void(std::string_view what, std::string_view name)>("inplace_abn::was_written_to", "", what, layer);
+    TORCH_CHECK(false, "inplace_abn: the ", what, " of ", layer.empty() ? "an in-place ABN" : layer,
                 " has been modified in place, but its backward needs it. Replace that operation by one out of place "
                 "(z = z + y for z += y), use ABN, or leave the layer out of the conversion (filter_fn)");
-    throw;
   }
 }
 

@@ -227,14 +227,22 @@ def test_a_write_that_torch_refuses_is_refused():
             model(tokens()).sum().backward()
 
 
-def test_a_write_in_a_step_that_is_not_watched_is_an_error_that_names_the_module():
+def written_to_by_a_view(m, x):
+    h = m.act(m.fc1(x))
+    h.view(-1).mul_(0.5)
+    return m.fc2(h)
+
+
+def test_a_write_that_is_not_seen_is_an_error_that_names_the_module_and_the_next_step_works():
     model = convert(Wired(mlp))
     set_guard(model, interval=1000)
     for _ in range(3):
         stepped(model)
-    model.run = added_to
+    model.run = written_to_by_a_view
     with pytest.raises(RuntimeError, match=r"the output of act has been modified in place.*filter_fn"):
         stepped(model)
+    stepped(model)
+    assert "its output was written to" in layer_of(model).why
 
 
 def reading(m, x):

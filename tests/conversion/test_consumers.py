@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from training import check_training
 
 from inplace_abn import analyze, convert
-from inplace_abn.conversion.consumers import _KEEPING, kept
+from inplace_abn.conversion.consumers import KEEPING, kept
 from inplace_abn.memory import measure
 
 
@@ -65,7 +65,7 @@ def saved_by(function, args, kwargs):
 @pytest.mark.parametrize(
     "precision", ["float32", "float64 and autocast", "float32 and autocast", "bfloat16 and autocast"]
 )
-@pytest.mark.parametrize("function", _KEEPING, ids=lambda f: getattr(f, "__qualname__", str(f)))
+@pytest.mark.parametrize("function", KEEPING, ids=lambda f: getattr(f, "__qualname__", str(f)))
 def test_the_table_of_functions_is_what_autograd_saves(function, precision):
     """What autocast leaves in 16 bits, such as the input of a pooling or of a product, was said not to be kept."""
     dtype = getattr(torch, precision.split()[0])

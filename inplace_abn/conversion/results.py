@@ -1,0 +1,127 @@
+"""What reads an activated result, and what writes to it, between two watched steps.
+
+A result may have tags instead of zeros, and backward needs it. In watched steps `conversion.watch` sees every op. In
+the others results are offered: a function that tells tags from zeros, or copies values out of the graph, gets a copy
+without tags, and one that writes to the result, where torch allows it, writes to memory of its own. A result is offered
+until it is written to, or added to the output of a norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inplace_abn import _torch, tags
+from inplace_abn.conversion import watch
+from inplace_abn.conversion.consumers import KEEPING
+from inplace_abn.conversion.offered import Recipe, forgotten, offer, stand
+from inplace_abn.trial import tensors_in
+
+_LEAVING = frozenset({"numpy", "array", "tolist", "item", "int", "contains"})
+"""Methods by which values leave torch, without underscores."""
+_COPYING = frozenset({"clone", "to", "type", "cpu", "cuda", "float", "double", "half", "bfloat16"})
+"""Functions whose results somebody may read later, where no graph is recorded."""
+_WRITING = frozenset(
+    [f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")]
+)
+_WRITES_NOTHING = frozenset({"requires_grad_", "detach_", "share_memory_"})
+_ALIASES = {"greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le", "not_equal": "ne"}
+
+
+class OfResult(Recipe):
+    """The recipe of a result, and of what shares its memory. It makes no node."""
+
+    bypasses = False
+    is_result = True
+
+    def __init__(self, layer: Any, t: Tensor, activation: tuple[str, float], is_writable: bool) -> None:
+        self.layer, self._activation, self._is_writable = layer, activation, is_writable
+        self._version = t._version
+        self._is_written: bool = False
+
+    def given(self, t: Tensor, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+        if _writes(func, kwargs) and args and (args[0] is t or any(each is t for each in _listed(args[0]))):
+            self._is_written = self._is_writable and _moved(t)
+        elif _is_pickled(func):
+            return self._clean(forgotten(t))
+        elif _tells(func, args, kwargs, t, tags.sign_of(*self._activation)):
+            return _placed(self._clean(t), t)
+        return t
+
+    def _clean(self, t: Tensor) -> Tensor:
+        """t without tags, unless somebody wrote to it."""
+        with torch.no_grad():
+            return watch.untagged(t, *self._activation) if t._version == self._version else t
+
+    def was_read(self, t: Tensor, func: Any, result: Any, is_over: bool) -> None:
+        if is_over or self._is_written:
+            forgotten(t)
+            return
+        made = [each for each in tensors_in(result) if each is not t]
+        aliases = [each for each in made if type(each) is Tensor and tags.is_alias(each, t)]
+        for each in aliases:
+            offer(each, OfResult(self.layer, each, self._activation, False))
+        # What shares the memory with others cannot get another one.
+        self._is_writable = self._is_writable and bool(made) and not aliases
+
+
+def offer_result(layer: Any, z: Tensor, activation: tuple[str, float], is_writable: bool) -> None:
+    """Offers a result that nobody watches."""
+    if not _torch.is_view(z) and (is_writable or tags.sign_of(*activation)):
+        offer(z, OfResult(layer, z, activation, is_writable))
+
+
+def _placed(copy: Tensor, t: Tensor) -> Tensor:
+    """A copy of t, after t in the graph."""
+    if copy is t or not t.requires_grad:
+        return copy
+    with torch.enable_grad():
+        return stand(t, (copy,))  # type: ignore[no-any-return]
+
+
+def _moved(t: Tensor) -> bool:
+    """Makes t a tensor with memory of its own, after what t was in the graph. False if something refers to t."""
+    with suppress(RuntimeError):
+        torch.utils.swap_tensors(t, _placed(t.detach().clone(), t))
+        return True
+    return False
+
+
+def _listed(value: Any) -> Iterable[Any]:
+    return value if isinstance(value, (list, tuple)) else ()
+
+
+def _is_pickled(func: Any) -> bool:
+    """Whether a function copies all that belongs to a tensor, and must not find a recipe."""
+    return func is Tensor.__reduce_ex__ or func is Tensor.__deepcopy__
+
+
+def _writes(func: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a function writes to its first argument."""
+    name = getattr(func, "__name__", "").split(".")[0]
+    is_method = name.endswith("_") and not name.endswith("__") and name not in _WRITES_NOTHING
+    return is_method or name in _WRITING or name == "__setitem__" or bool(kwargs.get("inplace"))
+
+
+def _tells(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], t: Tensor, sign: str) -> bool:
+    """Whether a function tells t's tags from zeros, or hands t's values to what is not torch."""
+    name = getattr(func, "__name__", "").split(".")[0].strip("_")
+    if not sign or func in KEEPING:
+        return False
+    if name in _COPYING and not (torch.is_grad_enabled() and t.requires_grad):
+        return True
+    is_first = bool(args) and args[0] is t
+    others = *args[is_first:], *kwargs.values()
+    if name.endswith("pow"):
+        return not is_first or name[0] == "r" or any(not isinstance(v, int) or v < 0 for v in others)
+    if name.endswith("div") or name in ("divide", "true_divide", "truediv"):
+        return not is_first or name[0] == "r" or "floor" in others
+    if name.endswith("norm"):
+        return any(type(v) in (int, float) and v == 0 for v in others)
+    if name in ("to", "type", "view"):
+        return any(v is torch.bool or (name == "view" and isinstance(v, torch.dtype)) for v in others)
+    return name in _LEAVING or name in ("bool", "float") or tags.is_telling(_ALIASES.get(name, name), sign)

@@ -1,0 +1,175 @@
+"""Who reads or writes to an activated result between two watched steps gets what it gets with torch."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from foreign_nets import spread
+from one_norm import OneNorm, images
+from test_activation_modules import Wired, tokens
+from test_watch_writes import ACTIVATIONS, WRITES
+from torch import nn
+
+from inplace_abn import convert, guard, report
+
+READERS = {
+    "==": lambda h: (h == 0).sum(),
+    "!= of a function": lambda h: torch.ne(h, 0).sum(),
+    "> from the right": lambda h: (h > 0).sum(),
+    "<=": lambda h: h.le(0).sum(),
+    ">=": lambda h: torch.greater_equal(h, 0).sum(),
+    "<": lambda h: (h < 0).sum(),
+    "sign": lambda h: h.sign().abs().sum(),
+    "count_nonzero": torch.count_nonzero,
+    "bool": lambda h: h.bool().sum(),
+    "to bool": lambda h: h.to(torch.bool).sum(),
+    "a root": lambda h: h.sqrt().nansum(),
+    "a power": lambda h: h.pow(0.5).nansum(),
+    "a reciprocal": lambda h: (1 / h).isinf().sum(),
+    "a division": lambda h: torch.div(torch.ones_like(h), h).isinf().sum(),
+    "the norm of zeros": lambda h: torch.linalg.vector_norm(h, 0),
+    "argmin": lambda h: h.argmin(),
+    "detached": lambda h: (h.detach() == 0).sum(),
+    "data": lambda h: (h.data == 0).sum(),
+    "a view": lambda h: (h.view(-1) == 0).sum(),
+    "a view of a view": lambda h: (h.flatten(1)[:, 2:] == 0).sum(),
+    "an index": lambda h: (h[:, 1] == 0).sum(),
+    "after others": lambda h: (h.mean(), h.std(), (h == 0).double().mean())[2],
+    "numpy": lambda h: torch.tensor((h.detach().numpy() == 0).sum()),
+    "a list": lambda h: torch.tensor(sum(value == 0 for value in h.detach().flatten().tolist())),
+    "a copy": lambda h: (h.detach().clone() == 0).sum(),
+    "a cast": lambda h: (h.detach().float() == 0).sum(),
+    "a pickle": lambda h: (pickle.loads(pickle.dumps(h.detach())) == 0).sum(),
+    "a deep copy": lambda h: (copy.deepcopy(h.detach()) == 0).sum(),
+    "an item": lambda h: torch.tensor(h.detach().abs().min().item()),
+}
+
+
+def reading(found, read=None):
+    def run(m, x):
+        h = m.act(m.bn(m.conv(x))) if isinstance(m, OneNorm) else m.act(m.fc1(x) - 4)
+        if read is not None:
+            with torch.no_grad():
+                found.append(read(h).item())
+        return (m.last if isinstance(m, OneNorm) else m.fc2)(h)
+
+    return run
+
+
+def trained(model, late, steps=12, since=6):
+    """The state after some steps. From one on, which nobody watches, the forward pass is another one."""
+    guard.generations.current += 101 - guard.generations.current % 100
+    torch.manual_seed(3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for i in range(steps):
+        if i == since:
+            model.run = late
+        torch.manual_seed(i)
+        optimizer.zero_grad()
+        x = images() if isinstance(model, OneNorm) else tokens()
+        model(x.double()).square().mean().backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+def models(kind, activation, run):
+    torch.manual_seed(0)
+    model = spread(OneNorm(run, activation)) if kind == "norm" else Wired(run, activation)
+    return model.double(), convert(copy.deepcopy(model.double()))
+
+
+@pytest.mark.parametrize("kind", ["norm", "activation"])
+@pytest.mark.parametrize(
+    "activation", [nn.ReLU(), nn.GELU(), nn.Hardswish(), nn.SiLU()], ids=lambda a: type(a).__name__
+)
+@pytest.mark.parametrize("reader", READERS)
+def test_a_late_reader_of_tags_reads_zeros(reader, activation, kind):
+    """A hook at every fiftieth step counted no zero of a relu, ever."""
+    found = [], []
+    for model, values in zip(models(kind, activation, reading([])), found, strict=True):
+        trained(model, reading(values, READERS[reader]))
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+
+
+def test_a_late_reader_of_a_module_in_place_reads_zeros():
+    """The layer is in place before and after, so it was the reader that got zeros."""
+    found = []
+    _, converted = models("norm", nn.ReLU(), reading([]))
+    trained(converted, reading(found, READERS["=="]))
+    (layer,) = report(converted).layers
+    assert layer.in_place
+    assert min(found) > 0
+
+
+def test_a_root_of_zeros_has_torchs_gradient():
+    """The root of a tag is no zero, and its gradient is not infinite."""
+
+    def run(m, x):
+        h = m.act(m.bn(m.conv(x)))
+        return m.last(h) + h.sqrt().clamp(min=0.5).detach() + h.log1p()
+
+    states = [trained(model, run) for model in models("norm", nn.ReLU(), reading([]))]
+    for name, value in states[0].items():
+        torch.testing.assert_close(states[1][name], value, rtol=1e-8, atol=1e-8)
+
+
+SEEN = ["+=", "*= of a number", "relu_", "item", "copy_", "dropout in place", "twice", "foreach", "without grad"]
+
+
+@pytest.mark.parametrize("read_before", [False, True])
+@pytest.mark.parametrize("write", SEEN)
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_a_late_write_trains_as_with_torch(name, write, read_before):
+    """A dropout in place behind silu, whose probability rises from zero in the sixth step, ended the training."""
+
+    def run(m, x):
+        x = m.conv(x)
+        h = m.act(m.bn(x))
+        if read_before:
+            assert ((h == 0).sum() + h.mean()).isfinite()
+        WRITES[write](h, x)
+        return m.last(h)
+
+    states = [trained(model, run) for model in models("norm", ACTIVATIONS[name], reading([]))]
+    for key, value in states[0].items():
+        torch.testing.assert_close(states[1][key], value, rtol=1e-5, atol=1e-6)
+
+
+def test_a_result_that_was_written_to_is_the_tensor_that_was_written_to():
+    kept = []
+
+    def run(m, x):
+        kept.append(m.act(m.bn(m.conv(x))))
+        m.drop(kept[-1])
+        return m.last(kept[-1])
+
+    results = []
+    for model in models("norm", nn.SiLU(), reading([])):
+        model.drop = nn.Dropout2d(0.5, inplace=True)
+        trained(model, run)
+        results.append(kept[-1])
+        assert type(kept[-1]) is torch.Tensor
+    torch.testing.assert_close(*results, rtol=1e-6, atol=1e-7)
+    assert (results[0] == 0).any()
+
+
+def test_a_write_that_torch_forbids_is_an_error():
+    def run(m, x):
+        h = m.act(m.bn(m.conv(x)))
+        return m.last(h.mul_(2))
+
+    _, converted = models("norm", nn.ReLU(), reading([]))
+    with pytest.raises(RuntimeError, match="the output of bn has been modified in place"):
+        trained(converted, run)
+
+
+def test_what_a_model_returns_is_a_plain_tensor():
+    converted = convert(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.SiLU()))
+    guard.generations.current += 101 - guard.generations.current % 100
+    optimizer = torch.optim.SGD(converted.parameters(), lr=0.1)
+    for _ in range(4):
+        z = converted(images())
+        z.mean().backward()
+        optimizer.step()
+        assert type(z) is torch.Tensor
