@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from inplace_abn import _torch
 from inplace_abn.conversion import watch
-from inplace_abn.conversion.consumers import is_cast_for, kept
+from inplace_abn.conversion.consumers import KEEPING, is_cast_for, kept
 from inplace_abn.conversion.recognition import IN_GRAPH, KNOWN, METADATA, NO_GRADIENT, SHOWING, Activating, Adding
 from inplace_abn.conversion.scaled import PRODUCTS, VIEWING
 from inplace_abn.trial import tensors_in
@@ -92,12 +92,14 @@ class Offered(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling() or func in METADATA:
-            with _torch.NoTorchFunction():
-                return func(*args, **kwargs)
         given = _offered_in(args)
         if kwargs:
             given += _offered_in(kwargs.values())
+        # Functions that keep their input tell no tags from zeros, and return no view of it.
+        is_plain = func in METADATA or (func in KEEPING and len(given) == 1 and given[0]._recipe.is_result)
+        if torch.compiler.is_compiling() or (is_plain and not kwargs.get("inplace")):
+            with _torch.NoTorchFunction():
+                return func(*args, **kwargs)
         recipes = {id(t): t._recipe for t in given}
         for t in given:
             t.__class__ = Tensor  # type: ignore[assignment]
