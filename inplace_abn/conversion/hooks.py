@@ -97,7 +97,9 @@ def finish(model: nn.Module, args: Any, result: Any) -> Any:
 
     It is called after an exception, too, with None for the result.
     """
-    if type(result) is not Tensor:
+    if type(result) is Offered:
+        result = settled(result)
+    elif type(result) is not Tensor:
         result = torch.utils._pytree.tree_map_only(Offered, settled, result)
     if watch.active:
         _end(model, result)

@@ -61,6 +61,9 @@ class OfResult(Recipe):
         if is_over or self._is_written:
             forgotten(t)
             return
+        if _torch.transforms_active():
+            # What transforms make has no storage.
+            return
         made = [each for each in tensors_in(result) if each is not t]
         aliases = [each for each in made if type(each) is Tensor and tags.is_alias(each, t)]
         for each in aliases:
