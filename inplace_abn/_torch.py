@@ -318,6 +318,18 @@ def decompositions() -> Mapping[Any, Callable[..., Any]] | None:
     return None if inductor is None else inductor.select_decomp_table()  # type: ignore[no-any-return]
 
 
+def take_for_tensors(kind: type[Tensor]) -> None:
+    """Makes torch's tracers take tensors of a class for plain ones.
+
+    A compiled region that gets one runs its ops as they are, without ``__torch_function__``. A mode of AOTAutograd
+    looks at the classes of what they are given, and refuses those that it does not know.
+    """
+    for name in ("torch.fx.experimental.proxy_tensor", "torch._functorch._aot_autograd.runtime_wrappers"):
+        module: Any = sys.modules.get(name)
+        if module is not None and hasattr(module, "HANDLED_TYPES"):
+            module.HANDLED_TYPES = (*module.HANDLED_TYPES, kind)
+
+
 _is_included = torch._C._dispatch_tls_is_dispatch_key_included
 _PreDispatch = torch._C.DispatchKey.PreDispatch
 

@@ -25,7 +25,7 @@ class _Versions:
         # A detached tensor shares the version counter, even after its memory is replaced.
         self._counter = t.detach()
         self._counter.data = t.new_empty(0)
-        self.first: int = 0
+        self.first: int = t._version
 
     def start(self) -> None:
         self.first = self._counter._version
@@ -59,6 +59,7 @@ class _Hooked(_Versions):
 
     def __init__(self, saved: Saved, hooks: tuple[Any, Any]) -> None:
         super().__init__(saved.z)
+        self._residual = None if saved.residual is None else _Versions(saved.residual)
         names = (getattr(hook, "__qualname__", type(hook).__qualname__) for hook in hooks)
         self._names = " and ".join(f"{hook.__module__}.{name}" for hook, name in zip(hooks, names, strict=True))
         compares = _torch.checkpoint_of(hooks) is None and _is_comparable(saved.z)
@@ -66,13 +67,16 @@ class _Hooked(_Versions):
         self._kinds = _kinds(saved)
 
     def check(self, saved: Saved, name: str) -> None:
-        """Raises RuntimeError if z was modified in place, or if the hooks gave back other bits.
+        """Raises RuntimeError if z or the residual was modified in place, or if the hooks gave back other bits.
 
         A modification is no error if the hooks return a copy that was made before it. On CUDA the host waits for the
         comparison.
         """
         if self.is_modified() and saved.z._version > self.first:
             raise RuntimeError(modified("output", name))
+        residual = self._residual
+        if residual is not None and residual.is_modified() and saved.residual._version > residual.first:  # type: ignore[union-attr]
+            raise RuntimeError(modified("residual", name))
         if self._checksum is not None and not (
             _kinds(saved) == self._kinds and torch.equal(_checksum(saved), self._checksum)
         ):

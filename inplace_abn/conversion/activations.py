@@ -42,8 +42,7 @@ OF_NORM = Note("", False, "it is part of the norm before it")
 class ActivationAlone(Converted):
     """What an activation without a norm does. It may be a module, or a function that is called (`conversion.called`).
 
-    It keeps its result for the first time in a step that is watched, because what follows may read or write to it. The
-    watch gives it up if it saves nothing: what follows does not keep its result, or something else keeps its input.
+    The watch gives it up if it saves nothing: what follows does not keep its result, or something else keeps its input.
     In place (``inplace=True``), without a graph, for compilers, and under tracers, transforms and dispatch modes it
     does what torch does.
     """
@@ -59,8 +58,6 @@ class ActivationAlone(Converted):
             return None
         if activation is None or not _is_suitable(x, activation):
             self._past.note = Note(why=_NOT_APPLIED if activation is None else _UNSUITABLE)
-            return None
-        if not self._is_known():
             return None
         functions.calibrate()
         # Planes of all samples, one after the other, are the fastest to walk.
@@ -78,21 +75,13 @@ class ActivationAlone(Converted):
         z = functions.attached(x, nodes.Result(z, saved), Operands(None, None), Values(None, None, var), settings)
         if observer is None:
             offer_result(self, z, activation, True)
+            if not self._past.is_known:
+                # The watch sees in the next step what follows.
+                guard.generations.note_change()
         else:
             observer.note(watch.Result(self, *activation, True, is_alone=True, saved=saved), x, z, None)
-        self._past.note = Note(follows, in_place=True, why="")
+        self._past.is_known, self._past.note = True, Note(follows, in_place=True, why="")
         return z
-
-    def _is_known(self) -> bool:
-        """Whether what follows was watched before, or is now. If not, the next generation is watched."""
-        past = self._past
-        if past.was_watched or not self.guard_interval:
-            past.is_known = True
-        elif not past.is_known:
-            guard.generations.note_change()
-            past.note = Note(why="it is watched first")
-        # A checkpoint's recomputation does what its forward pass did.
-        return guard.of_forward_pass(f"known {id(self)}", past.is_known)
 
     def noted(self, x: Tensor, z: Tensor, activation: tuple[str, float] | None) -> Tensor:
         """z as torch computes it."""

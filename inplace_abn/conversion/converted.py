@@ -31,12 +31,10 @@ class Past:
     note: Note = field(default_factory=Note)
     was_watched: bool = False
     """Whether the last forward pass was watched (`conversion.watch`)."""
+    is_known: bool = False
+    """Whether an activation was in place, ever."""
     follows_norm: bool = False
     """Whether an activation was ever part of a converted norm."""
-    is_known: bool = False
-    """Whether what follows an activation was watched, ever."""
-    is_hooked: bool = False
-    """Whether the layer is part of a model that is watched."""
     kinds: dict[Any, Any] = field(default_factory=dict)
     """How a norm of rows computes, by what it is called with (`conversion.layer_norms`)."""
     bytes_saved: int | None = None
@@ -81,9 +79,11 @@ class Converted(guard.Guarded):
         still to come is from another process.
         """
         found = guard.given_up(self)
-        if found is None:
-            return False
-        return not self._past.was_watched or found[0] < guard.now() or found[0] > guard.generations.current
+        is_now = found is not None and (
+            not self._past.was_watched or found[0] < guard.now() or found[0] > guard.generations.current
+        )
+        # What is found after the forward pass of a checkpoint must not change the recomputation.
+        return guard.of_forward_pass(f"given up {id(self)}", is_now)
 
     def note(self) -> Note:
         """What the module did in its last call in training, or does from the next step on if the watch gave it up."""
@@ -105,7 +105,7 @@ class Converted(guard.Guarded):
     def forget(self) -> None:
         """Forgets what was measured and seen, as if the module had just been converted."""
         guard.forget(self)
-        self.__dict__["_past"] = Past(getattr(self, "eps", 0.0), is_hooked=self._past.is_hooked)
+        self.__dict__["_past"] = Past(getattr(self, "eps", 0.0))
 
     def release(self) -> None:
         """Removes what conversion has stored on the module. The class stays."""

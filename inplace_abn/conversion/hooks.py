@@ -12,7 +12,6 @@ from torch import Tensor, fx, nn
 
 from inplace_abn import _torch, guard
 from inplace_abn.conversion import called, watch
-from inplace_abn.conversion.converted import Converted
 from inplace_abn.conversion.offered import Offered, settled
 from inplace_abn.guard import generations
 from inplace_abn.trial import tensors_in
@@ -121,9 +120,6 @@ def hook(model: nn.Module) -> None:
     outermost part that is called is watched, and needs no hooks within it.
     """
     layers = dict(guard.layers_of(model))
-    for layer in layers.values():
-        if isinstance(layer, Converted):
-            layer._past.is_hooked = True
     parts = {name[:i] for name in layers for i, character in enumerate(name) if character == "."}
     _add(model, begin, finish)
     for name in sorted(parts):

@@ -111,6 +111,9 @@ class Offered(Tensor):
                     t.__class__ = Offered
 
 
+_torch.take_for_tensors(Offered)
+
+
 def _offered_in(values: Iterable[Any]) -> list[Any]:
     """The offered tensors among arguments, at any depth."""
     found = []

@@ -28,7 +28,6 @@ from inplace_abn.kernels import ops
 from inplace_abn.modules.instance_norm import of_samples
 from inplace_abn.settings import MAGNITUDE, WEIGHT, Channels, Operands, Settings
 
-_NEW = "it is measured first with what follows"
 UNSEEN = Note("code outside of torch's functions", False, "it cannot be seen what keeps its output")
 """What a norm did whose output nobody has read."""
 
@@ -276,14 +275,12 @@ class OfNorm(OfCall):
         with _torch.NoTorchFunction():
             residual = None if self.residual is None else self.residual.detach()
         what = (*activation, residual is not None)
-        # Nobody has seen yet who reads and writes such a result.
-        past = layer._past
-        if activation != IDENTITY and not past.was_watched and guard.is_premature(layer, x.dtype, what, past.is_hooked):
-            past.note = Note(follows, False, _NEW)
-            return None
         looked = guard.look(layer, self.x, residual, what)
+        if looked.decisive and not layer._past.was_watched:
+            # Who reads and writes such a result is seen in the next step.
+            guard.generations.note_change()
         decision = guard.learnt(layer, looked, lambda: measuring.measure(layer, x, residual, activation))
-        past.note = Note(follows, decision.trusted, "" if decision.trusted else layer.why_untrusted)
+        layer._past.note = Note(follows, decision.trusted, "" if decision.trusted else layer.why_untrusted)
         return decision.verbatim if decision.trusted else None
 
     def _attached(self, z: Tensor, activation: tuple[str, float], channels: Channels, writable: bool) -> Tensor:

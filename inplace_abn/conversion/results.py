@@ -23,13 +23,19 @@ from inplace_abn.trial import tensors_in
 
 _LEAVING = frozenset({"numpy", "array", "tolist", "item", "int", "contains"})
 """Methods by which values leave torch, without underscores."""
-_COPYING = frozenset({"clone", "to", "type", "cpu", "cuda", "float", "double", "half", "bfloat16"})
+_COPYING = frozenset({"clone", "to", "type", "cpu", "cuda", "float", "double", "half", "bfloat16", "new_tensor"})
 """Functions whose results somebody may read later, where no graph is recorded."""
 _WRITING = frozenset(
     [f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")]
 )
 _WRITES_NOTHING = frozenset({"requires_grad_", "detach_", "share_memory_"})
 _ALIASES = {"greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le", "not_equal": "ne"}
+
+
+_memory = torch.empty(0, device="cpu")
+_saved = _memory.detach()
+_USERS = _torch.storage_use_count(_memory)
+"""The references to the memory of a tensor that one other tensor shares, as a node's saved output does."""
 
 
 class OfResult(Recipe):
@@ -45,7 +51,7 @@ class OfResult(Recipe):
 
     def given(self, t: Tensor, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
         if _writes(func, kwargs) and args and (args[0] is t or any(each is t for each in _listed(args[0]))):
-            self._is_written = self._is_writable and _moved(t)
+            self._is_written = self._is_writable and self._moved(t)
         elif _is_pickled(func):
             return self._clean(forgotten(t))
         elif _tells(func, args, kwargs, t, tags.sign_of(*self._activation)):
@@ -61,19 +67,28 @@ class OfResult(Recipe):
         if is_over or self._is_written:
             forgotten(t)
             return
-        if _torch.transforms_active():
-            # What transforms make has no storage.
-            return
-        made = [each for each in tensors_in(result) if each is not t]
-        aliases = [each for each in made if type(each) is Tensor and tags.is_alias(each, t)]
-        for each in aliases:
-            offer(each, OfResult(self.layer, each, self._activation, False))
-        # What shares the memory with others cannot get another one.
-        self._is_writable = self._is_writable and bool(made) and not aliases
+        # What transforms make has no storage.
+        for each in () if _torch.transforms_active() else tensors_in(result):
+            if each is not t and type(each) is Tensor and tags.is_alias(each, t):
+                offer(each, OfResult(self.layer, each, self._activation, False))
+
+    @staticmethod
+    def _moved(t: Tensor) -> bool:
+        """Makes t a tensor with memory of its own, after what t was in the graph. False if others hold its memory."""
+        if torch.is_inference_mode_enabled() or _torch.storage_use_count(t) != _USERS:
+            return False
+        other = _placed(t.detach().clone(), t)
+        with suppress(RuntimeError):
+            torch.utils.swap_tensors(t, other)
+            t.__dict__.update(other.__dict__)
+            return True
+        return False
 
 
 def offer_result(layer: Any, z: Tensor, activation: tuple[str, float], is_writable: bool) -> None:
     """Offers a result that nobody watches."""
+    # Hooks may hold the memory as well.
+    is_writable = is_writable and _torch.top_saved_tensors_hooks(True) is None
     if not _torch.is_view(z) and (is_writable or tags.sign_of(*activation)):
         offer(z, OfResult(layer, z, activation, is_writable))
 
@@ -84,14 +99,6 @@ def _placed(copy: Tensor, t: Tensor) -> Tensor:
         return copy
     with torch.enable_grad():
         return stand(t, (copy,))  # type: ignore[no-any-return]
-
-
-def _moved(t: Tensor) -> bool:
-    """Makes t a tensor with memory of its own, after what t was in the graph. False if something refers to t."""
-    with suppress(RuntimeError):
-        torch.utils.swap_tensors(t, _placed(t.detach().clone(), t))
-        return True
-    return False
 
 
 def _listed(value: Any) -> Iterable[Any]:

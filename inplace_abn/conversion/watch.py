@@ -79,6 +79,8 @@ class Result(NamedTuple):
     residual: Tensor | None = None
     of_residual: Tensor | None = None
     """The alias by which backward knows the residual."""
+    version: int = 0
+    """That of z."""
 
     @property
     def sign(self) -> str:
@@ -124,10 +126,11 @@ class Observer(NamedTuple):
         """Tells the watch of a norm's result, and of the tensors of its call."""
         if self.watch is None:
             return
+        result = result._replace(residual=residual)
         if self.is_blind:
             result = result._replace(saved=None, of_residual=None)
         else:
-            result = result._replace(z=z, input=StorageWeakRef(x.untyped_storage()), residual=residual)
+            result = result._replace(z=z, input=StorageWeakRef(x.untyped_storage()), version=z._version)
         self.watch.note(result, z)
 
 
@@ -273,14 +276,12 @@ class Watch(_torch.OwnMode):
     def _before_write(result: Result, op: str) -> None:
         """Gives backward what it needs, and takes the tags from z, because they mean nothing in what will be there.
 
-        Where torch does not allow the write either, backward raises its error.
+        Where torch does not allow the write either, backward raises its error, unless the write itself fails.
         """
         if result.is_writable:
             give_up(result.layer, f"{op} writes to its output, which backward needs")
-            if result.saved is not None:
-                result.saved.data = result.saved.data.clone()
-        if result.z is not None:
-            _untag(result)
+            if result.z is not None:
+                _copy_saved(result)
 
     @staticmethod
     def _before_write_to_residuals(results: list[Result], op: str) -> None:
@@ -314,6 +315,8 @@ class Watch(_torch.OwnMode):
         sizes, of_inputs = self._sizes()
         for layer, size in sizes.items():
             layer._past.bytes_saved = size
+            if size < 0:
+                give_up(layer, "it saves nothing: only the norm keeps what it keeps", noticed=False)
         for layer in {r.layer for r in self._measured if r.is_alone and r.is_writable}:
             # Layers that share an input free it together.
             results = [r for r in self._measured if r.layer is layer]
@@ -379,8 +382,8 @@ def untagged(t: Tensor, activation: str, param: float) -> Tensor:
 
 
 def _copy_saved(result: Result) -> None:
-    """Gives backward a copy of z, and takes the tags from z."""
-    if result.saved is not None:
+    """Gives backward a copy of z, and takes the tags from z, unless somebody wrote to z unseen, which is an error."""
+    if result.saved is not None and result.z._version == result.version:
         result.saved.data = result.saved.data.clone()
         _untag(result)
 

@@ -41,7 +41,6 @@ from inplace_abn.guard.layers import forget as forget
 from inplace_abn.guard.layers import give_up as give_up
 from inplace_abn.guard.layers import given_up as given_up
 from inplace_abn.guard.layers import is_noticed as is_noticed
-from inplace_abn.guard.layers import is_premature as is_premature
 from inplace_abn.guard.layers import layers_called as layers_called
 from inplace_abn.guard.layers import layers_of as layers_of
 from inplace_abn.guard.layers import learnt as learnt

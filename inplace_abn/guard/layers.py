@@ -304,24 +304,6 @@ def learnt(module: Any, looked: Look, measure: Callable[[], Tensor]) -> Decision
     return _with_lost(module, looked).decision
 
 
-def is_premature(module: Any, dtype: torch.dtype, follows: Follows, is_watched: bool) -> bool:
-    """Whether something follows for the first time. It is measured in the next generation, or, if somebody watches the
-    layer now and then, in the next step that is watched."""
-    at = generations.now()
-    alike = [mode for mode in _modes(module) if mode.follows == follows]
-    if not module.guard_interval or any(mode.known_since <= at for mode in alike):
-        return False
-    if generations.is_paused():
-        return is_watched
-    if not alike and (is_watched or modes_of(module, dtype)):
-        alike = [notice_writes(module).mode(dtype, follows)]
-        alike[0].unmeasured_since = at
-    is_premature = bool(alike) and (is_watched or any(mode.unmeasured_since == at for mode in alike))
-    if is_premature:
-        generations.note_change(module)
-    return is_premature
-
-
 def stays_untrusted(module: Any, dtype: torch.dtype) -> bool:
     """Whether the layer is not trusted, whatever of what it has seen follows, and nothing is to be measured."""
     modes = modes_of(module, dtype)

@@ -5,7 +5,6 @@ Everything is known by the dtype of what is kept, and by what follows, because r
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Container
 from dataclasses import dataclass, field
@@ -58,8 +57,6 @@ class Mode:
     """The calls that were measured in the generation ``measured_at``."""
     why: str = ""
     """Why the layer is not in place, in words."""
-    known_since: float = math.inf
-    """The first generation in which calls were measured."""
     figures: list[tuple[Tensor, torch.Event | None]] = field(default_factory=list)
     """What was measured and not judged yet, with the event at which it is on the host."""
     unmeasured_since: int | None = None
@@ -109,7 +106,6 @@ class Mode:
                 self.gap = min(2 * self.gap, 1 << 30)
             self.measured_at, self.calls, self.figures, self.unmeasured_since = self.generation, 0, [], None
         self.calls += 1
-        self.known_since = min(self.known_since, self.generation)
         self.figures.append((figures, None) if waited else fetched(figures))
 
     def take(self) -> list[Table]:
@@ -133,8 +129,7 @@ class Mode:
         self._wait()
         figures = [(figures, None) for figures, _ in self.figures]
         last = self.decisions[-1]._replace(since=-1)
-        changed: dict[str, Any] = {"known_since": -1 if self.known_since < math.inf else math.inf}
-        changed |= {"generation": -1, "settled_at": -1, "decisions": [last], "figures": figures}
+        changed: dict[str, Any] = {"generation": -1, "settled_at": -1, "decisions": [last], "figures": figures}
         # What is to be measured again in the next generation is so in the copy's first one.
         changed["unmeasured_since"] = None if self.unmeasured_since is None else -1
         return None, {name: getattr(self, name) for name in self.__slots__} | changed

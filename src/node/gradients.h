@@ -41,6 +41,9 @@ variable_list gradients_of(const Tensor& dz, NodeSaved saved, const std::vector<
 // Whether the calling backward is the only holder of the gradient that it was given.
 bool owns_gradient(const Tensor& dz);
 
+// Raises the error that says what to do about a tensor that was modified in place, and tells the layer.
+[[noreturn]] void raise_modified(const char* what, const std::string& layer);
+
 // A saved tensor. Raises an error that says what to do if it was modified in place.
 Tensor unpacked(const SavedVariable& t, const char* what, const std::string& layer, const NodePtr& node);
 

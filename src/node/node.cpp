@@ -181,15 +181,19 @@ bool owns_gradient(const Tensor& dz) {
   return counted.gradient == sole.gradient;
 }
 
+void raise_modified(const char* what, const std::string& layer) {
+  call<void(std::string_view what, std::string_view name)>("inplace_abn::was_written_to", "", what, layer);
+  TORCH_CHECK(false, "inplace_abn: the ", what, " of ", layer.empty() ? "an in-place ABN" : layer,
+              " has been modified in place, but its backward needs it. Replace that operation by one out of place "
+              "(z = z + y for z += y), use ABN, or leave the layer out of the conversion (filter_fn)");
+}
+
 Tensor unpacked(const SavedVariable& t, const char* what, const std::string& layer, const NodePtr& node) {
   try {
     return t.unpack(node);
   } catch (const c10::Error& error) {
     if (std::string(error.what()).find("modified by an inplace operation") == std::string::npos) throw;
-    call<void(std::string_view what, std::string_view name)>("inplace_abn::was_written_to", "", what, layer);
-    TORCH_CHECK(false, "inplace_abn: the ", what, " of ", layer.empty() ? "an in-place ABN" : layer,
-                " has been modified in place, but its backward needs it. Replace that operation by one out of place "
-                "(z = z + y for z += y), use ABN, or leave the layer out of the conversion (filter_fn)");
+    raise_modified(what, layer);
   }
 }
 

@@ -116,7 +116,13 @@ class NormFunction final : public Node {
     const auto& producer = t.grad_fn();
     const bool is_own = producer.get() == this;
     y_ = {is_own || !producer ? t : t.detach(), is_own};
-    if (residual.has_value()) residual_ = {residual->detach(), false};
+    if (residual.has_value()) {
+      residual_ = {residual->detach(), false};
+      // Saved-tensor hooks keep autograd from looking at versions.
+      if (at::SavedTensorDefaultHooks::get_hooks().has_value()) {
+        hooked_ = {torch::autograd::impl::version_counter(*residual), residual->_version()};
+      }
+    }
     const at::AutoDispatchBelowADInplaceOrView guard;
     values_ = {optional(copy(optional(weight))), optional(copy(optional(bias))), var_of_call, rows, verbatim};
     keeps_output_ = true;
@@ -140,6 +146,7 @@ class NormFunction final : public Node {
     const bool own_dy = by_engine && owns_gradient(incoming[0]);
     NodeSaved saved{unpacked(y_, "output", layer, getptr()), optional(unpacked(residual_, "residual", layer, getptr())),
                     values_};
+    if (hooked_.is_modified() && saved.residual->_version() > hooked_.first) raise_modified("residual", layer);
     if (at::GradMode::is_enabled()) lock.unlock();
     return of_norm(
         gradients_of(incoming[0], std::move(saved), with_residual(needed), settings, by_engine, own_dy, this));
@@ -269,7 +276,16 @@ class NormFunction final : public Node {
     return of_norm(gradients_of(incoming[0], found, with_residual(needed), s, false, false, nullptr));
   }
 
+  // Tells whether a tensor was written to since, without holding its memory.
+  struct Versions {
+    c10::VariableVersion counter;
+    int64_t first = 0;
+
+    bool is_modified() const { return counter.enabled() && counter.current_version() != first; }
+  };
+
   SavedVariable x_, weight_, y_, residual_;
+  Versions hooked_;
   NodeValues values_;
   std::tuple<Seen, Seen, Seen> seen_;
   bool keeps_output_ = false;
