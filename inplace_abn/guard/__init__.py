@@ -21,8 +21,8 @@ at its next call, as a new one is. What writes more than a few times in an inter
 Calls that are compiled, captured, traced or transformed by torch.func keep the mode that the layer had, because a
 measurement would make the host wait.
 
-Anything may follow a converted norm, so its measurement depends on what follows. If something follows for the first
-time, the norm runs as torch's until the next generation, in which it is measured.
+Anything may follow a converted norm, so its measurement depends on what follows. What follows for the first time is
+measured in that call.
 """
 
 from inplace_abn.guard import generations as generations

@@ -172,7 +172,7 @@ def look(
     if mode is not None and at < mode.generation <= generations.current:
         return Look(mode.at(at))
     if mode is None or mode.generation != at:
-        measures = interval > 0 and (mode is None or mode.is_new(at) or _is_due(mode, interval))
+        measures = interval > 0 and (mode is None or mode.measured_at < 0 or _is_due(mode, interval))
         judges = mode is not None and bool(mode.figures)
         if (measures or judges) and not measuring.is_measurable(module, x, residual):
             return Look(Decision() if mode is None else mode.decisions[-1])
@@ -183,7 +183,7 @@ def look(
         return Look(decision, mode)
     if not measuring.is_measurable(module, x, residual):
         return Look(decision, mode)
-    first = mode.is_new(at)
+    first = mode.measured_at < 0
     tensors = (x, *module.scale_and_offset(), residual)
     recovers = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     is_repeated = mode.measured_at == at and _torch.in_backward()
@@ -222,12 +222,10 @@ def renew_if_written(module: Any) -> bool:
     if writes.count > CALLS and writes.count % interval:
         return False
     for mode in state.modes.values():
-        if mode.decisions[-1].trusted:
-            mode.renew()
-        else:
-            # Nobody has watched what reads its output in place, so it is torch's until the next step, which is watched.
-            mode.unmeasured_since = generations.current
+        if not mode.decisions[-1].trusted:
+            # Nobody has watched what reads its output in place.
             generations.note_change(module)
+        mode.renew()
     return True
 
 
@@ -245,7 +243,7 @@ def take(module: Any, figures: Tensor, looked: Look) -> bool:
         _judge(module, mode, found)
         if found[0].unknown:
             mode.measured_at = -1
-        elif not mode.decisions[-1].trusted and mode.unmeasured_since is None:
+        elif not mode.decisions[-1].trusted:
             # Other calls of the generation are judged together with this one.
             mode.figures.append((figures, None))
     return mode.decisions[-1].trusted

@@ -59,8 +59,6 @@ class Mode:
     """Why the layer is not in place, in words."""
     figures: list[tuple[Tensor, torch.Event | None]] = field(default_factory=list)
     """What was measured and not judged yet, with the event at which it is on the host."""
-    unmeasured_since: int | None = None
-    """The generation since which it is not known whether a layer that is not trusted could be; None if it is."""
 
     def at(self, generation: int) -> Decision:
         """The decision that was valid in a generation."""
@@ -83,7 +81,7 @@ class Mode:
         If so, the generation has begun.
         """
         last = self.decisions[-1]
-        if last.measures or self.figures or self.is_new(generation):
+        if last.measures or self.figures or self.measured_at < 0:
             return False
         self.generation = self.settled_at = generation
         return True
@@ -91,20 +89,14 @@ class Mode:
     def begin(self, generation: int, measures: bool) -> None:
         """Decides about a generation."""
         self.generation = generation
-        # A layer that was not trusted and is to be measured again does something else than before.
-        trusted = self.decisions[-1].trusted or self.is_new(generation)
-        self.change(trusted=trusted, measures=measures)
-
-    def is_new(self, generation: int) -> bool:
-        """Whether the layer must be measured as if for the first time."""
-        return self.measured_at < 0 or self.unmeasured_since not in (None, generation)
+        self.change(measures=measures)
 
     def keep(self, figures: Tensor, waited: bool) -> None:
         """Keeps the figures of a call, and drops those of earlier generations."""
         if self.measured_at != self.generation:
             if self.measured_at >= 0:
                 self.gap = min(2 * self.gap, 1 << 30)
-            self.measured_at, self.calls, self.figures, self.unmeasured_since = self.generation, 0, [], None
+            self.measured_at, self.calls, self.figures = self.generation, 0, []
         self.calls += 1
         self.figures.append((figures, None) if waited else fetched(figures))
 
@@ -116,7 +108,7 @@ class Mode:
 
     def renew(self) -> None:
         """Forgets what was measured, in the middle of a generation."""
-        self.measured_at, self.figures, self.unmeasured_since = -1, [], None
+        self.measured_at, self.figures = -1, []
         self.change(trusted=True, measures=True)
 
     def _wait(self) -> None:
@@ -130,8 +122,6 @@ class Mode:
         figures = [(figures, None) for figures, _ in self.figures]
         last = self.decisions[-1]._replace(since=-1)
         changed: dict[str, Any] = {"generation": -1, "settled_at": -1, "decisions": [last], "figures": figures}
-        # What is to be measured again in the next generation is so in the copy's first one.
-        changed["unmeasured_since"] = None if self.unmeasured_since is None else -1
         return None, {name: getattr(self, name) for name in self.__slots__} | changed
 
 

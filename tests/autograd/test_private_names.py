@@ -6,6 +6,7 @@ Names that are for tracers and compilers are in ``tests/compiling/test_private_n
 
 import ast
 import functools
+import sys
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -116,6 +117,24 @@ def test_creation_meta_tells_views_that_must_not_be_written():
     assert _torch.is_view(x[1:])
     assert not _torch.is_view(x)
     assert x[1:]._base is x
+
+
+def test_take_for_tensors():
+    """Without it the mode that looks at the first run of a compiled region refuses the class."""
+    import torch._dynamo
+    from torch.fx.experimental import proxy_tensor
+
+    class Kind(torch.Tensor):
+        pass
+
+    modules = [proxy_tensor, sys.modules["torch._functorch._aot_autograd.runtime_wrappers"]]
+    known = [module.HANDLED_TYPES for module in modules if hasattr(module, "HANDLED_TYPES")]
+    assert known
+    _torch.take_for_tensors(Kind)
+    for module in modules:
+        if hasattr(module, "HANDLED_TYPES"):
+            assert Kind in module.HANDLED_TYPES
+            module.HANDLED_TYPES = module.HANDLED_TYPES[:-1]
 
 
 def test_base_of():

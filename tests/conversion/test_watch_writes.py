@@ -167,7 +167,7 @@ def test_what_was_added_has_its_place_in_graphs_of_second_order():
 def test_a_late_write_is_an_error_that_names_the_norm_and_the_next_step_works(late):
     """The error named no norm, in a model of fifty. And every later step ended with it."""
     guard.generations.current += 101 - guard.generations.current % 100
-    model = Added(nn.BatchNorm2d(4), True, late=1) if late == "residual" else OneNorm(plain, nn.SiLU())
+    model = Added(nn.BatchNorm2d(4), False, late=1) if late == "residual" else OneNorm(plain, nn.SiLU())
     converted = convert(nn.Sequential(spread(model)))
     optimizer = torch.optim.SGD(converted.parameters(), lr=0.0)
     converted(images()).sum().backward()
