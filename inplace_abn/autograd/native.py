@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -207,22 +207,17 @@ class NormFunction(torch.autograd.Function):
 _apply: Callable[..., Any] = super(torch.autograd.Function, NormFunction).apply
 
 
-class NodeInCpp(NamedTuple):
-    """The same for a node in C++."""
+Keep = Callable[..., None]
+"""`Node.keep`, of a node in Python or in C++."""
 
-    cpp: kernels.Node
 
+def keep_in_cpp(cpp: kernels.Node) -> Keep:
     def keep(
-        self,
-        t: Tensor,
-        saved: Tensor,
-        x: Tensor,
-        operands: Operands,
-        values: Values,
-        settings: Settings,
-        operand: int = 0,
+        t: Tensor, saved: Tensor, x: Tensor, operands: Operands, values: Values, settings: Settings, operand: int = 0
     ) -> None:
-        self.cpp.keep_as(t, saved, operands.residual, operand, values.var, values.rows, values.verbatim)
+        cpp.keep_as(t, saved, operands.residual, operand, values.var, values.rows, values.verbatim)
+
+    return keep
 
 
 def attached(
@@ -232,8 +227,11 @@ def attached(
     operands: Operands,
     statistics: tuple[Any, Any],
     settings: Settings,
-) -> Node | NodeInCpp | None:
-    """Gives y, which has no graph, a node that keeps x; None if nothing needs a gradient."""
+) -> Keep | None:
+    """Gives y, which has no graph, a node that keeps x, and returns what makes it keep y instead.
+
+    None if nothing needs a gradient.
+    """
     weight, bias, _ = operands.of_graph()
     if not any(t is not None and t.requires_grad for t in (x, weight, bias)):
         return None
@@ -242,10 +240,10 @@ def attached(
         with _torch.NoTorchFunction():
             # Of samples they are not needed again.
             cpp.attach_norm(y, x, weight, bias, *((None, None) if settings.per_instance else statistics), *options)
-        return NodeInCpp(cpp)
+        return keep_in_cpp(cpp)
     node = Node(x, operands, statistics, settings)
     _apply(x, weight, bias, node, (y,))
-    return node
+    return node.keep
 
 
 _library = torch.library.Library("inplace_abn", "FRAGMENT")

@@ -20,7 +20,8 @@ from inplace_abn.compiling import norms, rows, trust
 from inplace_abn.conversion.converted import Converted, Note, may_have_node
 from inplace_abn.conversion.formulas import ATTRIBUTES, Kind, key_of, kind_of, length
 from inplace_abn.conversion.offered import kept_by, offer
-from inplace_abn.conversion.recipes import UNSEEN, OfRows, moved_axis, settings_of_rows
+from inplace_abn.conversion.recipes import UNSEEN
+from inplace_abn.conversion.recipes_of_rows import OfRows, moved_axis, settings_of_rows
 from inplace_abn.guard.figures import THRESHOLDS
 from inplace_abn.kernels import ops
 from inplace_abn.modules.abn import as_leaf

@@ -18,15 +18,13 @@ from inplace_abn.autograd import forward, native, nodes
 from inplace_abn.autograd.backward import Values, by_value
 from inplace_abn.conversion import watch
 from inplace_abn.conversion.converted import Note
-from inplace_abn.conversion.formulas import Kind
-from inplace_abn.conversion.offered import Offered, Recipe, forgotten, kept_by, offer, stand
+from inplace_abn.conversion.offered import Offered, Recipe, forgotten, kept_by, offer
 from inplace_abn.conversion.recognition import Activating, Adding
 from inplace_abn.conversion.results import offer_result
 from inplace_abn.guard import measuring
-from inplace_abn.guard.rows import figures
 from inplace_abn.kernels import ops
 from inplace_abn.modules.instance_norm import of_samples
-from inplace_abn.settings import MAGNITUDE, WEIGHT, Channels, Operands, Settings
+from inplace_abn.settings import WEIGHT, Channels, Operands, Settings
 
 UNSEEN = Note("code outside of torch's functions", False, "it cannot be seen what keeps its output")
 """What a norm did whose output nobody has read."""
@@ -59,10 +57,8 @@ class OfCall(Recipe):
     _summed: OfCall | None = None
     """The recipe of the norm's output, if this is one of a sum."""
 
-    def __init__(
-        self, layer: Any, x: Tensor, operands: Operands, y: Tensor, node: native.Node | native.NodeInCpp | None
-    ) -> None:
-        self.layer, self.x, self.operands, self._node = layer, x, operands, node
+    def __init__(self, layer: Any, x: Tensor, operands: Operands, y: Tensor, node: native.Keep | None) -> None:
+        self.layer, self.x, self.operands, self._keep_node = layer, x, operands, node
         self._edge = x.grad_fn, x.output_nr
         self._seen = seen(x), seen(operands.weight), seen(operands.bias)
         self._hooks: Any = _torch.top_saved_tensors_hooks(True)
@@ -133,7 +129,7 @@ class OfNorm(OfCall):
         x: Tensor,
         operands: Operands,
         y: Tensor,
-        node: native.Node | native.NodeInCpp | None,
+        node: native.Keep | None,
         statistics: tuple[Tensor, Tensor],
         settings: Settings,
     ) -> None:
@@ -160,7 +156,7 @@ class OfNorm(OfCall):
         if not found:
             return False
         x, weight, bias, *statistics = found
-        super().__init__(layer, x, Operands(weight, bias), t, None if cpp is None else native.NodeInCpp(cpp))
+        super().__init__(layer, x, Operands(weight, bias), t, None if cpp is None else native.keep_in_cpp(cpp))
         self.settings = Settings(*IDENTITY, layer.eps, WEIGHT, True, None, 0, layer.__dict__["_guard_name"])
         # The node in C++ makes no call under saved-tensor hooks.
         self._hooks = None
@@ -250,21 +246,21 @@ class OfNorm(OfCall):
         given = self.residual, self._operand, self._version
         if settled is not None and settled[0].keep(t, *given, *settled[1].places(t.device)):
             self.layer._past.note = _noted(reader, adds)
-        elif not self.is_left and self.is_open(t) and self._node is not None:
+        elif not self.is_left and self.is_open(t) and self._keep_node is not None:
             channels = self._decided(IDENTITY, "add, " * adds + reader)
             if channels is not None:
                 self._keep(t, channels, reader == "add")
 
     def _keep(self, t: Tensor, channels: Channels, is_residual: bool) -> None:
         layer, residual = self.layer, None if self.residual is None else kept_by(self.residual, "add")
-        node, self._node = self._node, None
-        assert node is not None
+        keep, self._keep_node = self._keep_node, None
+        assert keep is not None
         observer, settings = layer.observer(), self.settings._replace(verbatim=channels)
         saved = None if observer is None else observer.saved(t, IDENTITY, True)
         of_residual = None if observer is None or residual is None else observer.of_residual(residual)
         operands = self.operands._replace(residual=residual if of_residual is None else of_residual)
         values = self._values(t.dtype, channels)
-        node.keep(t, t if saved is None else saved, self.x, operands, values, settings, self._operand)
+        keep(t, t if saved is None else saved, self.x, operands, values, settings, self._operand)
         if observer is not None:
             noted = watch.Result(layer, *IDENTITY, True, is_residual, saved=saved, of_residual=of_residual)
             observer.note(noted, self.x, t, residual)
@@ -368,80 +364,3 @@ def _activate(y: Tensor, z: Tensor, settings: Settings) -> None:
         ops.run(ops.forward, [z], *given)
     else:
         ops.run(ops.forward_out, [z], *given, z=z)
-
-
-class OfRows(OfCall):
-    """The recipe of the output of a norm of rows. x and the output are along the last dimension."""
-
-    _narrow: Tensor | None = None
-
-    def __init__(
-        self,
-        layer: Any,
-        x: Tensor,
-        operands: Operands,
-        y: Tensor,
-        node: native.Node | native.NodeInCpp | None,
-        kind: Kind,
-        rstd: Any,
-    ) -> None:
-        super().__init__(layer, x, operands, y, node)
-        self.kind, self._rstd = kind, rstd
-
-    def keep(self, t: Tensor, reader: str) -> None:
-        if self._node is not None and self.is_open(t):
-            y = moved_axis(t.detach(), self.kind.axis, -1)
-            found = self._decided(y, reader)
-            if found is not None:
-                node, self._node = self._node, None
-                node.keep(y, y, self.x, self.operands, *found)
-                self._noted(t)
-
-    def cast(self, t: Tensor, dtype: torch.dtype, reader: str) -> Tensor | None:
-        if not self.is_open(t):
-            return None
-        if self._narrow is None or self._narrow.dtype != dtype:
-            axis, narrow = self.kind.axis, t.detach().to(dtype)
-            found = self._decided(moved_axis(narrow, axis, -1), reader)
-            if found is None:
-                return None
-            y, self.is_left = moved_axis(t.detach(), axis, -1), True
-            result = nodes.Result(y, moved_axis(narrow, axis, -1))
-            self.summand = moved_axis(functions.attached(self.x, result, self.operands, *found), -1, axis)
-            self._narrow = stand(self.summand, (narrow,))
-            self._noted(self.summand)
-        return self._narrow
-
-    def _decided(self, kept: Tensor, reader: str) -> tuple[Values, Settings] | None:
-        """What a node needs that keeps the output in this dtype; None if the guard does not trust the layer."""
-        layer, kind, x, (weight, bias, _) = self.layer, self.kind, self.x.detach(), self.operands.of_graph()
-        settings = settings_of_rows(layer, kind)
-        # As far as the guard looks at the rows before it measures.
-        size = x.numel() // x.shape[-1], x.shape[-1]
-        rows = torch.empty_strided(size, (0, 0), dtype=x.dtype, device=x.device, requires_grad=self.x.requires_grad)
-        looked = guard.look(layer, rows, None, (), kept.dtype)
-        with torch.no_grad(), _torch.unwatched():
-            scale, offset = by_value(weight, bias)
-            decision = guard.learnt(layer, looked, lambda: figures(x, kept, scale, offset, settings))
-            layer._past.note = Note(reader, decision.trusted, "" if decision.trusted else layer.why_untrusted)
-            if not decision.trusted:
-                return None
-            columns, values = decision.verbatim, None
-            rstd = reference.inverse_std_of_rows(x, kind.rows, kind.eps) if self._rstd is None else self._rstd
-            if columns:
-                values = reference.standardised_rows(x, rstd, kind.rows, columns.indices(x.device)).to(kept.dtype)
-        return Values(scale, offset, rstd.flatten(), values), settings._replace(verbatim=columns)
-
-    def _noted(self, z: Tensor) -> None:
-        observer = self.layer.observer()
-        if observer is not None:
-            observer.note(watch.Result(self.layer, *IDENTITY, False, is_alone=True), self.x, z, None)
-
-
-def settings_of_rows(layer: Any, kind: Kind) -> Settings:
-    name = layer.__dict__["_guard_name"]
-    return Settings(*IDENTITY, kind.eps, MAGNITUDE, True, None, 0, name, rows=kind.rows)
-
-
-def moved_axis(t: Tensor, source: int, destination: int) -> Tensor:
-    return t if source == destination else t.movedim(source, destination)

@@ -1,0 +1,97 @@
+"""The recipe of the output of a layer norm or an RMS norm, whose statistics are those of rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inplace_abn import _torch, functions, guard, reference
+from inplace_abn.activations import IDENTITY
+from inplace_abn.autograd import native, nodes
+from inplace_abn.autograd.backward import Values, by_value
+from inplace_abn.conversion import watch
+from inplace_abn.conversion.converted import Note
+from inplace_abn.conversion.formulas import Kind
+from inplace_abn.conversion.offered import stand
+from inplace_abn.conversion.recipes import OfCall
+from inplace_abn.guard.rows import figures
+from inplace_abn.settings import MAGNITUDE, Operands, Settings
+
+
+class OfRows(OfCall):
+    """The recipe of the output of a norm of rows. x and the output are along the last dimension."""
+
+    _narrow: Tensor | None = None
+
+    def __init__(
+        self,
+        layer: Any,
+        x: Tensor,
+        operands: Operands,
+        y: Tensor,
+        node: native.Keep | None,
+        kind: Kind,
+        rstd: Any,
+    ) -> None:
+        super().__init__(layer, x, operands, y, node)
+        self.kind, self._rstd = kind, rstd
+
+    def keep(self, t: Tensor, reader: str) -> None:
+        if self._keep_node is not None and self.is_open(t):
+            y = moved_axis(t.detach(), self.kind.axis, -1)
+            found = self._decided(y, reader)
+            if found is not None:
+                keep, self._keep_node = self._keep_node, None
+                keep(y, y, self.x, self.operands, *found)
+                self._noted(t)
+
+    def cast(self, t: Tensor, dtype: torch.dtype, reader: str) -> Tensor | None:
+        if not self.is_open(t):
+            return None
+        if self._narrow is None or self._narrow.dtype != dtype:
+            axis, narrow = self.kind.axis, t.detach().to(dtype)
+            found = self._decided(moved_axis(narrow, axis, -1), reader)
+            if found is None:
+                return None
+            y, self.is_left = moved_axis(t.detach(), axis, -1), True
+            result = nodes.Result(y, moved_axis(narrow, axis, -1))
+            self.summand = moved_axis(functions.attached(self.x, result, self.operands, *found), -1, axis)
+            self._narrow = stand(self.summand, (narrow,))
+            self._noted(self.summand)
+        return self._narrow
+
+    def _decided(self, kept: Tensor, reader: str) -> tuple[Values, Settings] | None:
+        """What a node needs that keeps the output in this dtype; None if the guard does not trust the layer."""
+        layer, kind, x, (weight, bias, _) = self.layer, self.kind, self.x.detach(), self.operands.of_graph()
+        settings = settings_of_rows(layer, kind)
+        # As far as the guard looks at the rows before it measures.
+        size = x.numel() // x.shape[-1], x.shape[-1]
+        rows = torch.empty_strided(size, (0, 0), dtype=x.dtype, device=x.device, requires_grad=self.x.requires_grad)
+        looked = guard.look(layer, rows, None, (), kept.dtype)
+        with torch.no_grad(), _torch.unwatched():
+            scale, offset = by_value(weight, bias)
+            decision = guard.learnt(layer, looked, lambda: figures(x, kept, scale, offset, settings))
+            layer._past.note = Note(reader, decision.trusted, "" if decision.trusted else layer.why_untrusted)
+            if not decision.trusted:
+                return None
+            columns, values = decision.verbatim, None
+            rstd = reference.inverse_std_of_rows(x, kind.rows, kind.eps) if self._rstd is None else self._rstd
+            if columns:
+                values = reference.standardised_rows(x, rstd, kind.rows, columns.indices(x.device)).to(kept.dtype)
+        return Values(scale, offset, rstd.flatten(), values), settings._replace(verbatim=columns)
+
+    def _noted(self, z: Tensor) -> None:
+        observer = self.layer.observer()
+        if observer is not None:
+            observer.note(watch.Result(self.layer, *IDENTITY, False, is_alone=True), self.x, z, None)
+
+
+def settings_of_rows(layer: Any, kind: Kind) -> Settings:
+    name = layer.__dict__["_guard_name"]
+    return Settings(*IDENTITY, kind.eps, MAGNITUDE, True, None, 0, name, rows=kind.rows)
+
+
+def moved_axis(t: Tensor, source: int, destination: int) -> Tensor:
+    return t if source == destination else t.movedim(source, destination)
