@@ -60,7 +60,9 @@ def _gradients(
     """The gradients of torch's norm. The bias's value does not matter, so torch's norm does not save it either."""
     mean, var, settings = call
     is_wide = x.dtype in (torch.float32, torch.float64) or (weight is not None and weight.dtype == torch.float32)
-    if is_wide and mean is not None and not (settings.per_instance or settings.group or torch.is_grad_enabled()):
+    # torch's op has no gradient of a bias without a weight.
+    is_whole = mean is not None and (weight is not None or not needed[2])
+    if is_wide and is_whole and not (settings.per_instance or settings.group or torch.is_grad_enabled()):
         found = _by_torch(g, x, weight, mean, var, settings, list(needed[:3]))
         return [t if need else None for t, need in zip(found, needed, strict=False)]
     create_graph, inputs = torch.is_grad_enabled(), list[Tensor]()
@@ -160,16 +162,17 @@ class Node:
             raise RuntimeError(
                 "Trying to backward through the graph a second time. Specify retain_graph=True if you need to"
             )
-        if not self._keeps_output:
-            x, weight = held.tensors()
-            assert x is not None
-            return _gradients(dy, x, weight, self._bias_dtype, (*self._statistics, self.settings), needed)
         try:
-            saved, need = Saved(*held.tensors()), Needed(*needed[:3], False)  # type: ignore[arg-type, call-arg]
+            tensors = held.tensors()
         except RuntimeError as error:
             if "modified by an inplace operation" in str(error):
-                raise RuntimeError(modified("output", self.settings.name)) from error
+                raise RuntimeError(modified("output" if self._keeps_output else "input", self.settings.name)) from error
             raise
+        if not self._keeps_output:
+            x, weight = tensors
+            assert x is not None
+            return _gradients(dy, x, weight, self._bias_dtype, (*self._statistics, self.settings), needed)
+        saved, need = Saved(*tensors), Needed(*needed[:3], False)  # type: ignore[arg-type, call-arg]
         maths = rows if self.settings.rows else backward
         if torch.is_grad_enabled():
             return (*maths.differentiable(saved, dy, self._edges, self.settings),)[:3]

@@ -395,12 +395,11 @@ def _untag(result: Result) -> None:
         z.copy_(untagged(z, result.activation, result.param))
 
 
-def give_up(layer: Any, why: str, noticed: bool = True) -> None:
+def give_up(layer: Any, why: str, noticed: bool = True, at_once: bool = False) -> None:
     """Makes the layer torch's from the next generation on. Arguments are those of `guard.give_up`."""
-    if guard.give_up(layer, why, noticed):
-        _logger.info(
-            "%s: %s; from the next optimizer step on it does as torch does", layer.__dict__["_guard_name"], why
-        )
+    if guard.give_up(layer, why, noticed, at_once):
+        since = "call" if at_once else "optimizer step"
+        _logger.info("%s: %s; from the next %s on it does as torch does", layer.__dict__["_guard_name"], why, since)
 
 
 _library = torch.library.Library("inplace_abn", "FRAGMENT")
@@ -411,7 +410,7 @@ def _was_written_to(what: str, name: str) -> None:
     """A node found that somebody wrote to what it needs. The layers of this name do without it from now on."""
     for layer in guard.layers_called(name):
         if hasattr(layer, "_past"):
-            give_up(layer, f"its {what} was written to, and backward needs it")
+            give_up(layer, f"its {what} was written to, and backward needs it", at_once=True)
 
 
 _library.impl("was_written_to", _was_written_to, "CompositeImplicitAutograd")

@@ -254,15 +254,16 @@ def name(module: Any) -> str:
     return module.__dict__.get("_guard_name") or f"{type(module).__name__}({module.extra_repr()})"
 
 
-def give_up(module: Any, why: str, noticed: bool) -> bool:
+def give_up(module: Any, why: str, noticed: bool, at_once: bool = False) -> bool:
     """Makes a converted norm torch's from the next generation on, and returns whether it was not given up before.
 
+    ``at_once`` makes it so from its next call on, because the present step has failed.
     ``noticed`` says that others read tags, or write to what backward needs: they may do so in compiled code, too.
     """
     state = notice_writes(module)
     is_new = state.given_up is None
     if is_new:
-        state.given_up, state.noticed = (generations.current, why), noticed
+        state.given_up, state.noticed = (generations.current - at_once, why), noticed
         renew(module)
     return is_new
 
