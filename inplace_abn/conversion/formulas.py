@@ -187,8 +187,8 @@ def _kinds(module: Any, original: Any, x: Tensor, axis: int, eps: float, dtype: 
     placed = probe.view(4, *middle, size).movedim(-1, axis).contiguous().requires_grad_()
     with ExitStack() as contexts:
         contexts.enter_context(torch.enable_grad())
-        # Hooks that are set see nothing of this.
-        contexts.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t))
+        # Hooks that are set see nothing of this. A node that kept its own result would live for ever.
+        contexts.enter_context(torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda t: t))
         try:
             results = [original.forward(other, placed) for _ in range(2)]
         except Exception:
