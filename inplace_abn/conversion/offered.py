@@ -194,12 +194,15 @@ def _read(
         result = recipes[id(call.input)].activated(call.input, call, native)
     elif isinstance(call, Adding) and torch.is_grad_enabled():
         found = _sum_with_recipe(call, recipes)
-        if found is not None:
-            result = native()
-            offer(result, found[0].of_sum(result, found[1], call))
-        elif not call.in_place and any(recipe.summand is not None for recipe in recipes.values()):
+        has_summand = not call.in_place and any(recipe.summand is not None for recipe in recipes.values())
+        if has_summand and (found is None or not found[0].bypasses):
             summands = [recipes[id(t)].summand if id(t) in recipes else None for t in args]
-            return func(*(t if each is None else each for t, each in zip(args, summands, strict=True)), **kwargs)
+            args = tuple(t if each is None else each for t, each in zip(args, summands, strict=True))
+            result = native()
+        elif found is not None:
+            result = native()
+        if found is not None:
+            offer(result, found[0].of_sum(result, found[1], call))
     elif func in PRODUCTS and len(args) == 2 and not kwargs:
         for t, factor in (args, args[::-1]):
             if result is None and id(t) in recipes:

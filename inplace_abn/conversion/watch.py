@@ -71,7 +71,9 @@ class Result(NamedTuple):
     is_alone: bool = False
     """Whether the layer is an activation without a norm, or a norm of rows (`activations.ActivationAlone`)."""
     z: Any = None
-    """None if z has no tags, and what is held is not measured."""
+    """None if nobody has to look at it later."""
+    nbytes: int = 0
+    """Those of z; zero if what is held is not measured."""
     saved: Tensor | None = None
     """The alias by which backward knows z, if z may be written to."""
     input: Any = None
@@ -130,7 +132,10 @@ class Observer(NamedTuple):
         if self.is_blind:
             result = result._replace(saved=None, of_residual=None)
         else:
-            result = result._replace(z=z, input=StorageWeakRef(x.untyped_storage()), version=z._version)
+            # A norm of rows needs no look at its output, and does not always keep it.
+            is_of_rows = result.is_alone and not result.is_writable
+            result = result._replace(z=None if is_of_rows else z, nbytes=z.nbytes, version=z._version)
+            result = result._replace(input=StorageWeakRef(x.untyped_storage()))
         self.watch.note(result, z)
 
 
@@ -166,16 +171,12 @@ class Watch(_torch.OwnMode):
         """Follows a norm's result from here on."""
         key = self._hold(z)
         self._results[key] = result
-        if result.z is not None:
+        if result.nbytes:
             self._measured.append(result)
         if result.residual is not None:
             self._added.setdefault(self._hold(result.residual), []).append(result)
         if result.sign:
             self._follower.add(key, result.layer, result.sign)
-
-    def holds(self, z: Tensor) -> bool:
-        """Whether the watch refers to a norm's result."""
-        return any(result.z is z for result in self._measured)
 
     def note_native(self, layer: Any, y: Tensor) -> None:
         """Follows the output of a norm that does as torch does now, and will be in place when backward repeats it."""
@@ -356,8 +357,8 @@ class Watch(_torch.OwnMode):
                 if _torch.use_count(t) - self._views[id(t)] == _UNUSED:
                     tensors -= 1
                     counted.add(id(t))
-            sizes[r.layer] = sizes.get(r.layer, 0) + tensors * r.z.nbytes
-            of_inputs[key] = of_inputs.get(key, 0) + tensors * r.z.nbytes
+            sizes[r.layer] = sizes.get(r.layer, 0) + tensors * r.nbytes
+            of_inputs[key] = of_inputs.get(key, 0) + tensors * r.nbytes
         return sizes, of_inputs
 
 
