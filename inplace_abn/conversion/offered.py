@@ -176,13 +176,15 @@ def _read(
     if isinstance(call, Tensor):
         # A dropout that drops nothing returns what it is given.
         return call
-    results = [t for t in offered if recipes[id(t)].is_result]
-    if results:
-        return _read_results(func, args, kwargs, results, offered, recipes)
+    watched = bool(watch.active) and watch.current() is not None
+    for recipe in recipes.values():
+        if recipe.is_result:
+            results = [t for t in offered if recipes[id(t)].is_result]
+            return _read_results(func, args, kwargs, results, offered, recipes)
+        watched = watched or recipe.layer._past.was_watched
     if func in _ASKING:
         _ask(func, offered, recipes)
         return native()
-    watched = watch.current() is not None or any(recipe.layer._past.was_watched for recipe in recipes.values())
     if watched and _torch.in_compiled_function():
         # Compilers know plain tensors only.
         for t in offered:
@@ -194,14 +196,12 @@ def _read(
         result = recipes[id(call.input)].activated(call.input, call, native)
     elif isinstance(call, Adding) and torch.is_grad_enabled():
         found = _sum_with_recipe(call, recipes)
-        has_summand = not call.in_place and any(recipe.summand is not None for recipe in recipes.values())
-        if has_summand and (found is None or not found[0].bypasses):
-            summands = [recipes[id(t)].summand if id(t) in recipes else None for t in args]
-            args = tuple(t if each is None else each for t, each in zip(args, summands, strict=True))
-            result = native()
-        elif found is not None:
-            result = native()
+        if not call.in_place and (found is None or not found[0].bypasses):
+            summands = {key: recipe.summand for key, recipe in recipes.items() if recipe.summand is not None}
+            args = tuple(summands.get(id(t), t) for t in args)
+            result = native() if summands else None
         if found is not None:
+            result = native() if result is None else result
             offer(result, found[0].of_sum(result, found[1], call))
     elif func in PRODUCTS and len(args) == 2 and not kwargs:
         for t, factor in (args, args[::-1]):
@@ -239,8 +239,9 @@ def _read_results(
     given = {id(t): recipes[id(t)].given(t, func, args, kwargs) for t in results}
     if any(given[id(t)] is not t for t in results):
         args, kwargs = tree_map_only(Tensor, lambda t: given.get(id(t), t), (args, kwargs))
-    others = [t for t in offered if id(t) not in given]
-    result = _read(func, args, kwargs, others, recipes) if others else func(*args, **kwargs)
+    others = {id(t): t for t in offered if id(t) not in given}
+    of_others = {key: recipes[key] for key in others}
+    result = _read(func, args, kwargs, [*others.values()], of_others) if others else func(*args, **kwargs)
     for t in results:
         recipes[id(t)].was_read(t, func, result, bool(others))
     return result

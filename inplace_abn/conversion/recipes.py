@@ -199,7 +199,7 @@ class OfNorm(OfCall):
             return False
         if type(other) is not Tensor or other.layout is not torch.strided or other.is_neg() or other.is_inference():
             return False
-        is_alike = (other.shape, other.dtype, other.device) == (t.shape, t.dtype, t.device)
+        is_alike = other.dtype is t.dtype and other.shape == t.shape and other.device == t.device
         # The sum has the layout of its first operand.
         return is_alike and (t is call.first or other.stride() == t.stride())
 

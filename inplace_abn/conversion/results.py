@@ -43,11 +43,11 @@ class OfResult(Recipe):
 
     bypasses = False
     is_result = True
+    _is_written = False
 
     def __init__(self, layer: Any, t: Tensor, activation: tuple[str, float], is_writable: bool) -> None:
         self.layer, self._activation, self._is_writable = layer, activation, is_writable
         self._version = t._version
-        self._is_written: bool = False
 
     def given(self, t: Tensor, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
         if _writes(func, kwargs) and args and (args[0] is t or any(each is t for each in _listed(args[0]))):

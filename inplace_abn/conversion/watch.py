@@ -10,6 +10,7 @@ At the end of the forward pass the watch finds out what the norms have saved.
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 import threading
@@ -139,6 +140,7 @@ class Observer(NamedTuple):
         self.watch.note(result, z)
 
 
+@functools.cache
 def is_writable(activation: str, in_place: bool) -> bool:
     """Whether torch allows the activation's result to be written to, because the input is kept instead."""
     return activation == "identity" or (activation != "relu" and not (in_place and not find(activation).special))
@@ -351,8 +353,9 @@ class Watch(_torch.OwnMode):
                 counted.add(key)
             is_own = r.is_alone and r.is_writable
             for t in (r.z if keeps_input or r.is_residual or is_own else None, r.residual):
-                # A tensor that only norms keep costs memory, unless torch would keep it as a norm's input.
-                if t is None or id(t) in counted or tags.storage_of(t) in inputs:
+                # A tensor that only norms keep costs memory, unless torch would keep it as a norm's input. Leaves are
+                # the user's.
+                if t is None or t.is_leaf or id(t) in counted or tags.storage_of(t) in inputs:
                     continue
                 if _torch.use_count(t) - self._views[id(t)] == _UNUSED:
                     tensors -= 1
