@@ -19,7 +19,7 @@ from inplace_abn.activations import IDENTITY
 from inplace_abn.autograd import backward, ownership, rows
 from inplace_abn.autograd.backward import Edges, Needed, Saved, Values, edge_of_value, input_edge
 from inplace_abn.autograd.kept import KeptABNFunction
-from inplace_abn.autograd.nodes import modified
+from inplace_abn.autograd.nodes import Versions, modified
 from inplace_abn.kernels import node as kernels
 from inplace_abn.reference import normalised_rows
 from inplace_abn.settings import WEIGHT, Operands, Settings
@@ -123,7 +123,7 @@ _hold: Callable[..., Any] = super(torch.autograd.Function, _HoldingFunction).app
 class Node:
     """What the node keeps."""
 
-    __slots__ = ("_bias_dtype", "_edges", "_held", "_keeps_output", "_statistics", "settings")
+    __slots__ = ("_bias_dtype", "_edges", "_held", "_keeps_output", "_residual", "_statistics", "settings")
 
     def __init__(self, x: Tensor, operands: Operands, statistics: tuple[Any, Any], settings: Settings) -> None:
         weight, bias, _ = operands.of_graph()
@@ -134,6 +134,7 @@ class Node:
         self._held: _Held | None = _Held(x, weight)
         self._keeps_output: bool = False
         self._edges: Edges = Edges(None)
+        self._residual: Versions | None = None
 
     def keep(
         self,
@@ -155,6 +156,9 @@ class Node:
         found = values.saved(t.detach() if saved is t else saved, None if residual is None else residual.detach())
         self.settings, self._held, self._keeps_output = settings, _Held(*found), True
         self._statistics = None, None
+        # Saved-tensor hooks keep autograd from looking at versions.
+        if residual is not None and _torch.top_saved_tensors_hooks(True) is not None:
+            self._residual = Versions(residual)
 
     def gradients(self, dy: Tensor, needed: Sequence[bool], own_dy: bool) -> Sequence[Tensor | None]:
         held = self._held
@@ -165,7 +169,9 @@ class Node:
         try:
             tensors = held.tensors()
         except RuntimeError as error:
-            if "modified by an inplace operation" in str(error):
+            # torch's norms of channels keep their input, too, and have this error. A norm of rows by hand may not.
+            is_ours = self._keeps_output or bool(self.settings.rows)
+            if is_ours and "modified by an inplace operation" in str(error):
                 raise RuntimeError(modified("output" if self._keeps_output else "input", self.settings.name)) from error
             raise
         if not self._keeps_output:
@@ -173,6 +179,8 @@ class Node:
             assert x is not None
             return _gradients(dy, x, weight, self._bias_dtype, (*self._statistics, self.settings), needed)
         saved, need = Saved(*tensors), Needed(*needed[:3], False)  # type: ignore[arg-type, call-arg]
+        if self._residual is not None and self._residual.is_modified_in(saved.residual):
+            raise RuntimeError(modified("residual", self.settings.name))
         maths = rows if self.settings.rows else backward
         if torch.is_grad_enabled():
             return (*maths.differentiable(saved, dy, self._edges, self.settings),)[:3]

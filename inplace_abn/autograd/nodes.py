@@ -18,7 +18,7 @@ from inplace_abn.autograd.backward import Edges, Needed, Saved, Values, edge_of_
 from inplace_abn.settings import MAGNITUDE, Operands, Settings
 
 
-class _Versions:
+class Versions:
     """Tells whether a tensor was written to, without holding its memory."""
 
     def __init__(self, t: Tensor) -> None:
@@ -33,8 +33,12 @@ class _Versions:
     def is_modified(self) -> bool:
         return self._counter._version != self.first
 
+    def is_modified_in(self, t: Tensor | None) -> bool:
+        """Whether it was written to in what saved-tensor hooks give back for it, and not after they made a copy."""
+        return t is not None and self.is_modified() and t._version > self.first
 
-class _Aliased(_Versions):
+
+class _Aliased(Versions):
     """Tells whether z was written to while backward knows it by an alias, which has a version of its own.
 
     An alias that has become a copy has other memory.
@@ -50,7 +54,7 @@ class _Aliased(_Versions):
             raise RuntimeError(modified("output", name))
 
 
-class _Hooked(_Versions):
+class _Hooked(Versions):
     """Tells whether saved-tensor hooks give back what they were given. Autograd does not look at that.
 
     Tags do not survive a cast, so all saved tensors must come back bit for bit. Hooks of checkpoints compute the call
@@ -59,7 +63,7 @@ class _Hooked(_Versions):
 
     def __init__(self, saved: Saved, hooks: tuple[Any, Any]) -> None:
         super().__init__(saved.z)
-        self._residual = None if saved.residual is None else _Versions(saved.residual)
+        self._residual = None if saved.residual is None else Versions(saved.residual)
         names = (getattr(hook, "__qualname__", type(hook).__qualname__) for hook in hooks)
         self._names = " and ".join(f"{hook.__module__}.{name}" for hook, name in zip(hooks, names, strict=True))
         compares = _torch.checkpoint_of(hooks) is None and _is_comparable(saved.z)
@@ -72,10 +76,9 @@ class _Hooked(_Versions):
         A modification is no error if the hooks return a copy that was made before it. On CUDA the host waits for the
         comparison.
         """
-        if self.is_modified() and saved.z._version > self.first:
+        if self.is_modified_in(saved.z):
             raise RuntimeError(modified("output", name))
-        residual = self._residual
-        if residual is not None and residual.is_modified() and saved.residual._version > residual.first:  # type: ignore[union-attr]
+        if self._residual is not None and self._residual.is_modified_in(saved.residual):
             raise RuntimeError(modified("residual", name))
         if self._checksum is not None and not (
             _kinds(saved) == self._kinds and torch.equal(_checksum(saved), self._checksum)
