@@ -271,9 +271,9 @@ def _ask(func: Any, offered: list[Tensor], recipes: dict[int, Recipe]) -> None:
         if recipe.lacks(t) and func in IN_GRAPH and func not in NO_GRADIENT:
             name = recipe.layer.__dict__["_guard_name"]
             raise RuntimeError(
-                f"inplace_abn: a gradient of the output of {name}, or a hook on it, is asked for after it was activated "
-                "or cast, and the gradient of the result does not pass it. Ask before, or leave this layer out of the "
-                "conversion (filter_fn)"
+                f"inplace_abn: a gradient of the output of {name}, or a hook on it, is asked for after it was "
+                "activated or cast, and the gradient of the result does not pass it. Ask before, or leave this layer "
+                "out of the conversion (filter_fn)"
             )
         if recipe.bypasses:
             recipe.is_asked = True
