@@ -33,10 +33,11 @@ BOTH_NODES = {
     "test_holders",
     "test_hooks",
     "test_instance_norm_modules",
-    "test_overwrite_input",
     "test_lossy_hooks",
     "test_modified",
+    "test_overwrite_input",
     "test_ownership",
+    "test_results",
     "test_reuse",
     "test_threads",
 }
