@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from array import array
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -15,6 +16,10 @@ from inplace_abn import activations
 from inplace_abn.reference import AT_LEAST_EPS as AT_LEAST_EPS
 from inplace_abn.reference import MAGNITUDE as MAGNITUDE
 from inplace_abn.reference import WEIGHT as WEIGHT
+from inplace_abn.reference import repeated
+
+DISABLED: bool = os.environ.get("INPLACE_ABN_DISABLE") == "1"
+"""Whether every call is out of place, for debugging."""
 
 
 class Operands(NamedTuple):
@@ -41,6 +46,28 @@ class Operands(NamedTuple):
     def momentum_arguments(self) -> tuple[float, Tensor | None]:
         """The momentum as the ops take it: as a number, or as a tensor if only the device knows it."""
         return (0.0, self.momentum) if isinstance(self.momentum, Tensor) else (self.momentum, None)
+
+    def require_grad(self, x: Tensor) -> bool:
+        """Whether a call of x needs a graph."""
+        if torch.is_grad_enabled():
+            for t in (x, self.weight, self.bias, self.residual):
+                if isinstance(t, Tensor) and t.requires_grad:
+                    return True
+        return False
+
+    def of_samples(self, x: Tensor) -> Operands:
+        """The operands with running statistics for each sample of x; itself if there are none."""
+        if self.running_mean is None or self.running_var is None or x.dim() == 0:
+            return self
+        mean, var = repeated(self.running_mean, len(x)), repeated(self.running_var, len(x))
+        return self._replace(running_mean=mean, running_var=var)
+
+    def take_means(self, each: Operands) -> None:
+        """Sets the running statistics to the means over samples. An empty batch leaves them unchanged."""
+        for own, of_each in ((self.running_mean, each.running_mean), (self.running_var, each.running_var)):
+            if own is not None and of_each is not None and of_each.numel() > 0:
+                with torch.no_grad():
+                    own.copy_(of_each.view(-1, len(own)).mean(dim=0))
 
 
 class Channels:

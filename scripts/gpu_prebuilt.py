@@ -23,11 +23,12 @@ MOST_BYTES = 60 << 20
 SOURCES = ("setup.py", "build_backend.py", "include/**/*", "src/**/*", "tests/emulation/device/faults.cu")
 PROBE = """
 import torch
-from inplace_abn import InPlaceABN, functions
+from inplace_abn import InPlaceABN
+from inplace_abn.autograd import nodes
 from inplace_abn.kernels import ops
 
 assert ops.with_cuda, "the kernels are without CUDA"
-assert functions._node is not None, "the C++ node does not load"
+assert nodes.cpp is not None, "the C++ node does not load"
 x = torch.randn(4, 8, 6, 6, device="cuda", requires_grad=True)
 InPlaceABN(8).cuda()(x * 1).square().sum().backward()
 assert x.grad.isfinite().all().item()

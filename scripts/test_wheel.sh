@@ -128,8 +128,8 @@ import torch
 folder = Path(inplace_abn.__file__).parent
 assert str(folder).startswith(sys.prefix), folder
 release = '_'.join(torch.__version__.split('.')[:2])
-assert (inplace_abn.functions._node is not None) == (folder / f'_node_{release}.so').exists()
-print('test_wheel: nodes are made in', 'Python' if inplace_abn.functions._node is None else 'C++')"
+assert (inplace_abn.autograd.nodes.cpp is not None) == (folder / f'_node_{release}.so').exists()
+print('test_wheel: nodes are made in', 'Python' if inplace_abn.autograd.nodes.cpp is None else 'C++')"
     exec "$env/bin/python" -m pytest "${options[@]}" "$@"
   ) >"$logs/$number.log" 2>&1 || { status=1; grep -E '^(FAILED|ERROR)|Error' "$logs/$number.log" || tail -n 20 "$logs/$number.log"; }
   row=$("$base" - "$logs/$number.xml" "$torch" "$python" $((SECONDS - started)) <<'PYTHON'

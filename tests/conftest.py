@@ -9,7 +9,7 @@ import pytest
 import torch
 from cases import needs_kernels
 
-from inplace_abn import functions
+from inplace_abn.autograd import nodes
 
 
 def pytest_configure(config):
@@ -76,7 +76,7 @@ def pytest_generate_tests(metafunc):
         emulation = [EMULATION] if metafunc.module.__name__.split(".")[-1] in EMULATED else []
         metafunc.parametrize("device", [*DEVICES, *emulation], indirect=True)
     if metafunc.module.__name__.split(".")[-1] in BOTH_NODES:
-        compiled = ["C++ node"] if functions._node is not None else []
+        compiled = ["C++ node"] if nodes.cpp is not None else []
         metafunc.parametrize("node", [*compiled, "Python node"], indirect=True)
 
 
@@ -85,8 +85,8 @@ def pytest_generate_tests(metafunc):
 def node(request, monkeypatch):
     if getattr(request, "param", "") == "Python node":
         # This happens once in a process. Without the node in C++ that node would build no graph in any later test.
-        functions.calibrate()
-        monkeypatch.setattr(functions, "_node", None)
+        nodes.calibrate()
+        monkeypatch.setattr(nodes, "cpp", None)
 
 
 @pytest.fixture(autouse=True, scope="module")

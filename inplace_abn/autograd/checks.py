@@ -8,13 +8,56 @@ import torch
 from torch import Tensor, nn
 
 from inplace_abn import _torch
+from inplace_abn.activations import check_activation
 from inplace_abn.autograd import nodes
 from inplace_abn.autograd.backward import values_per_channel
 from inplace_abn.kernels import ops
-from inplace_abn.settings import Operands
+from inplace_abn.settings import Operands, Settings, check_hyperparameters
 
 _TENSORS = Operands._fields[:-1]
 _REMEDY = ". Use overwrite_input=False, or ABN, which works out of place"
+
+
+def check_call(
+    x: Tensor,
+    operands: Operands,
+    settings: Settings,
+    requires_grad: bool,
+    overwrite_input: bool,
+    is_plain: bool,
+    asks_op: bool = False,
+) -> None:
+    """Raises for all that may be wrong with a call, and that its op does not find.
+
+    Args:
+        requires_grad: whether the call needs a graph.
+        is_plain: whether torch's ops or a compiler make the call, which find the rest.
+        asks_op: whether the op's own checks are made here, because something happens before the op.
+    """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"inplace_abn: expected x to be a torch.Tensor, got {type(x).__name__}")
+    check_activation(settings.activation, settings.activation_param)
+    check_hyperparameters(settings.eps, operands.momentum)
+    if settings.per_instance:
+        check_instances(x, operands, settings.shared)
+    else:
+        check_channels(x, operands)
+    if not is_plain:
+        transforms = _torch.transforms_active()
+        if transforms or _torch.in_forward_mode():
+            check_transforms((x, *operands.of_graph()))
+        check_tensors(x, operands)
+        if requires_grad:
+            check_saved(operands, settings.training)
+        if overwrite_input:
+            check_overwritable(x, requires_grad)
+        if (asks_op and not transforms) or settings.group is not None:
+            ops.run(ops.check, [], x, *operands.tensors())
+        if transforms and settings.per_instance and operands.running_mean is not None:
+            # Writing to a statistic that the transform has captured raises, and must not do so later.
+            operands.running_mean.add_(0)
+    if settings.training and settings.group is None and not settings.per_instance:
+        check_count(x)
 
 
 def check_transforms(tensors: tuple[Tensor | None, ...]) -> None:

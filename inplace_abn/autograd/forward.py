@@ -1,4 +1,4 @@
-"""The forward pass: writes the running statistics and the result, and returns what backward needs."""
+"""The forward pass in Python: writes running statistics and the result, and keeps what backward needs."""
 
 from __future__ import annotations
 
@@ -8,11 +8,45 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from inplace_abn import distributed, reference
-from inplace_abn.autograd import checks
+from inplace_abn import _torch, distributed, reference
+from inplace_abn.autograd import checks, nodes
 from inplace_abn.autograd.backward import Values, by_value, values_per_channel
+from inplace_abn.autograd.kept import KeptABNFunction
 from inplace_abn.kernels import ops
 from inplace_abn.settings import Operands, Settings
+
+
+def call(
+    x: Tensor, operands: Operands, settings: Settings, overwrite_input: bool, keeps_input: bool, requires_grad: bool
+) -> Tensor:
+    """`inplace_abn.functions.run` for a call that was checked. Running statistics are given for each sample, if samples
+    have their own."""
+    if not overwrite_input and _torch.transforms_active():
+        # Under transforms the tensors that backward needs must be inputs of the node. So z is written over a copy of x,
+        # which is an input.
+        x, overwrite_input = x.clone(), True
+    statistics = None
+    if settings.group is not None:
+        statistics = sync_statistics(x.detach(), operands, settings.group)
+        if keeps_input:
+            z: Tensor = KeptABNFunction.apply(x, *operands.of_graph(), *statistics, settings)
+            return z
+    if requires_grad and torch.compiler.is_compiling():
+        # The compiler merges x, its clone, and the target of the copy below into one buffer.
+        with torch.no_grad():
+            data = x.clone()
+            values = written(data, data, operands, settings, True, statistics)
+        z = nodes.TracedABNFunction.apply(x, data, *operands.of_graph(), values.var, settings)
+        return x.copy_(z) if overwrite_input else z
+    if not requires_grad:
+        z = x if overwrite_input else torch.empty_like(x)
+        written(x, z, operands, settings, False, statistics)
+        return z
+    nodes.calibrate()
+    data, edge = x.detach(), nodes.place_of(x, settings) if overwrite_input else None
+    z = data if overwrite_input else torch.empty_like(data)
+    values = written(data, z, operands, settings, True, statistics)
+    return nodes.attached(x, nodes.Result(x if overwrite_input else z), operands, values, settings, edge)
 
 
 def written(

@@ -19,7 +19,7 @@ from inplace_abn.activations import IDENTITY
 from inplace_abn.autograd import backward, ownership, rows
 from inplace_abn.autograd.backward import Edges, Needed, Saved, Values, edge_of_value, input_edge
 from inplace_abn.autograd.kept import KeptABNFunction
-from inplace_abn.autograd.nodes import Versions, modified
+from inplace_abn.autograd.versions import Versions, modified
 from inplace_abn.kernels import node as kernels
 from inplace_abn.reference import normalised_rows
 from inplace_abn.settings import WEIGHT, Operands, Settings

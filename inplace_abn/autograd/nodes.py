@@ -1,5 +1,6 @@
-"""The autograd nodes of the op. They save z instead of x, and reuse the memory of z where `ownership` allows it.
+"""The graph nodes of the in-place op, in C++ and in Python. They save z instead of x.
 
+The node in Python reuses the memory of z where `ownership` allows it; so does the one in C++ (``src/node/node.cpp``).
 The op runs before its node is made, so that an op that fails leaves no trace in the graph. `backward` has the maths.
 """
 
@@ -12,112 +13,34 @@ import torch
 from torch import Tensor
 
 from inplace_abn import _torch
-from inplace_abn.activations import bits, name_of
+from inplace_abn.activations import IDENTITY, name_of
 from inplace_abn.autograd import backward, ownership, rows
-from inplace_abn.autograd.backward import Edges, Needed, Saved, Values, edge_of_value
-from inplace_abn.settings import MAGNITUDE, Operands, Settings
+from inplace_abn.autograd.backward import Edges, Needed, Saved, Values, edge_of_value, input_edge
+from inplace_abn.autograd.versions import Aliased, Hooked, modified
+from inplace_abn.kernels import node, ops
+from inplace_abn.settings import DISABLED, MAGNITUDE, Operands, Settings
+
+cpp: node.Node | None = None if DISABLED else node.load()
+"""The node in C++, if there is one."""
 
 
-class Versions:
-    """Tells whether a tensor was written to, without holding its memory."""
+def called(x: Tensor, operands: Operands, settings: Settings) -> Tensor | None:
+    """The call over x by the node in C++; None if it needs Python, or if the op refused it before it wrote anything.
 
-    def __init__(self, t: Tensor) -> None:
-        # A detached tensor shares the version counter, even after its memory is replaced.
-        self._counter = t.detach()
-        self._counter.data = t.new_empty(0)
-        self.first: int = t._version
-
-    def start(self) -> None:
-        self.first = self._counter._version
-
-    def is_modified(self) -> bool:
-        return self._counter._version != self.first
-
-    def is_modified_in(self, t: Tensor | None) -> bool:
-        """Whether it was written to in what saved-tensor hooks give back for it, and not after they made a copy."""
-        return t is not None and self.is_modified() and t._version > self.first
-
-
-class _Aliased(Versions):
-    """Tells whether z was written to while backward knows it by an alias, which has a version of its own.
-
-    An alias that has become a copy has other memory.
+    Running statistics are given for each sample, if samples have their own.
     """
-
-    def __init__(self, z: Tensor, alias: Tensor) -> None:
-        super().__init__(z)
-        self._memory = alias.data_ptr()
-
-    def check(self, saved: Saved, name: str) -> None:
-        """Raises RuntimeError if z was modified in place."""
-        if self.is_modified() and saved.z.data_ptr() == self._memory:
-            raise RuntimeError(modified("output", name))
-
-
-class _Hooked(Versions):
-    """Tells whether saved-tensor hooks give back what they were given. Autograd does not look at that.
-
-    Tags do not survive a cast, so all saved tensors must come back bit for bit. Hooks of checkpoints compute the call
-    again instead, and what they give back belongs together, but need not be the same: dropout may draw other numbers.
-    """
-
-    def __init__(self, saved: Saved, hooks: tuple[Any, Any]) -> None:
-        super().__init__(saved.z)
-        self._residual = None if saved.residual is None else Versions(saved.residual)
-        names = (getattr(hook, "__qualname__", type(hook).__qualname__) for hook in hooks)
-        self._names = " and ".join(f"{hook.__module__}.{name}" for hook, name in zip(hooks, names, strict=True))
-        compares = _torch.checkpoint_of(hooks) is None and _is_comparable(saved.z)
-        self._checksum = _checksum(saved) if compares else None
-        self._kinds = _kinds(saved)
-
-    def check(self, saved: Saved, name: str) -> None:
-        """Raises RuntimeError if z or the residual was modified in place, or if the hooks gave back other bits.
-
-        A modification is no error if the hooks return a copy that was made before it. On CUDA the host waits for the
-        comparison.
-        """
-        if self.is_modified_in(saved.z):
-            raise RuntimeError(modified("output", name))
-        if self._residual is not None and self._residual.is_modified_in(saved.residual):
-            raise RuntimeError(modified("residual", name))
-        if self._checksum is not None and not (
-            _kinds(saved) == self._kinds and torch.equal(_checksum(saved), self._checksum)
-        ):
-            raise RuntimeError(
-                f"inplace_abn: the saved-tensor hooks {self._names} gave back other values than {name or 'a layer'} "
-                "gave them. An in-place ABN recovers its input from the last bits of its output, so hooks must give "
-                "back every bit. Leave its saved tensors out of these hooks, or use ABN, or leave the layer out of the "
-                "conversion (filter_fn)"
-            )
-
-
-def modified(what: str, name: str) -> str:
-    """The message for a tensor that somebody wrote to. The layer is told, so that its next step works."""
-    torch.ops.inplace_abn.was_written_to(what, name)
-    return (
-        f"inplace_abn: the {what} of {name or 'an in-place ABN'} has been modified in place, but its backward needs "
-        "it. Replace that operation by one out of place (z = z + y for z += y), use ABN, or leave the layer out of the "
-        "conversion (filter_fn)"
-    )
-
-
-def _is_comparable(z: Tensor) -> bool:
-    """Whether z has values that the host may wait for."""
-    return type(z) is Tensor and not z.is_meta and not _torch.is_capturing(z)
-
-
-def _kinds(saved: Saved) -> list[Any]:
-    return [None if t is None else (t.dtype, t.shape, t.device) for t in saved]
-
-
-def _checksum(saved: Saved) -> Tensor:
-    """The sums of all bits per channel, which are the same in any layout. They need no memory of z's size."""
-    sums = []
-    for t in saved:
-        if t is not None:
-            values = bits(t.detach())
-            sums.append(values if t.dim() == 1 else values.sum([0, *range(2, t.dim())], dtype=values.dtype))
-    return torch.cat(sums)
+    # Transforms would look for rules of the node's op, before it could say that it is not for them.
+    if torch.compiler.is_compiling() or cpp is None or settings.group is not None or _torch.transforms_active():
+        return None
+    if not isinstance(x, Tensor) or not ops.run_on(x.device) or _torch.saves_its_result(x):
+        return None
+    what = *operands.momentum_arguments(), *settings.arithmetic(), settings.shared, *settings.saved(x.device)
+    try:
+        return cpp.inplace_abn(x, *operands.tensors(), settings.training, *what)  # type: ignore[no-any-return]
+    except (ValueError, RuntimeError) as raised:
+        if not ops.is_refusal(raised):
+            raise
+        return None
 
 
 class Result(NamedTuple):
@@ -152,12 +75,12 @@ class _Call:
         is_usual = hooks is None and not settings.rows and not _torch.transforms_active()
         self.beside: Values | None = values if is_usual else None
         """Vectors that the node keeps beside what autograd saves, which takes longer. Hooks and transforms get all."""
-        self.hooked: _Hooked | _Aliased | None = None
+        self.hooked: Hooked | Aliased | None = None
         if hooks is not None:
             given = z if saved is None else saved, residual if of_residual is None else of_residual
-            self.hooked = _Hooked(values.saved(*given), hooks)
+            self.hooked = Hooked(values.saved(*given), hooks)
         elif saved is not None and saved.data_ptr() == z.data_ptr():
-            self.hooked = _Aliased(z, saved)
+            self.hooked = Aliased(z, saved)
 
 
 class InPlaceABNFunction(torch.autograd.Function):
@@ -251,7 +174,7 @@ def _unpacked(ctx: Any) -> Saved:
             what = "output" if "InPlaceABNFunction" in text else "residual"
             raise RuntimeError(modified(what, ctx.call.settings.name)) from error
         raise
-    hooked: _Hooked | _Aliased | None = ctx.call.hooked
+    hooked: Hooked | Aliased | None = ctx.call.hooked
     if hooked is not None:
         hooked.check(saved, ctx.call.settings.name)
     return saved
@@ -281,13 +204,43 @@ class TracedABNFunction(torch.autograd.Function):
         return dx, None, *others, None, None
 
 
+def place_of(x: Tensor, settings: Settings) -> Tensor | None:
+    """x's place in the graph, to be asked for before x is overwritten; None if the node does not need it."""
+    # Under transforms x may need a gradient at another level than the current one.
+    differentiated = x.requires_grad or _torch.transforms_active()
+    return input_edge(x) if settings.group is None and differentiated else None
+
+
 def attached(
+    x: Tensor,
+    result: Result,
+    operands: Operands,
+    values: Values,
+    settings: Settings,
+    edge: Tensor | None = None,
+) -> Tensor:
+    """Makes a node for z, which `forward.written` wrote with these settings, as a function of x. Returns z.
+
+    Args:
+        x: of z's shape. Only its place in the graph is read.
+        result: z, which has no graph, or x itself, which the op has overwritten.
+        values: what `forward.written` returned.
+        edge: `place_of` x before it was overwritten.
+    """
+    overwrites = result.z is x
+    is_simple = result.saved is None and result.residual is None and not settings.rows
+    if cpp is not None and not overwrites and settings.group is None and is_simple:
+        options = (settings.training, *settings.arithmetic(), settings.shared, settings.name)
+        given = *values[:3], values.rows, values.verbatim
+        found: Tensor | None = cpp.attached(x, result.z, *operands.of_graph(), *given, *options)
+        if found is not None:
+            return found
+    return _attached(x, result, operands, values, settings, edge if overwrites else place_of(x, settings))
+
+
+def _attached(
     x: Tensor, result: Result, operands: Operands, values: Values, settings: Settings, edge: Tensor | None
 ) -> Tensor:
-    """Makes a node for z, which is already written, as a function of x. Returns z.
-
-    If z is x itself, the op has overwritten x. Otherwise only x's place in the graph is read.
-    """
     call = _Call(x, result, operands, values, settings, edge)
     weight, bias, residual, *_ = operands
     if call.overwrites and _torch.transforms_active():
@@ -300,10 +253,32 @@ def attached(
     return z
 
 
-def as_identity(x: Tensor) -> Tensor:
-    """Makes an identity node for x. It serves to calibrate `ownership`."""
-    settings = Settings("identity", 0.0, 1e-5, MAGNITUDE, False, None)
-    return attached(x, Result(x), Operands(None, None), Values(None, None, x.new_ones(x.shape[1])), settings, None)
+def calibrate() -> None:
+    """Calibrates `autograd.ownership`, once. This must happen before the first graph is built."""
+    ownership.calibrate(count_sole_holders)
+
+
+def count_sole_holders() -> None:
+    """Sets the counts of holders for both nodes."""
+    ownership.set_sole_holders(*ownership.sole_holders(_as_identity, ownership.last_counts, False))
+    if cpp is not None:
+        compiled = cpp
+        # The C++ node builds graphs only after counts were set. With None it reuses nothing.
+        compiled.set_sole_holders(None, None)
+        what = *_IDENTITY.arithmetic(), 0, None, 0
+        sole = ownership.sole_holders(
+            lambda x: compiled.inplace_abn(x, None, None, None, None, None, True, 0.0, None, *what),
+            compiled.last_counts,
+            True,
+        )
+        compiled.set_sole_holders(*sole)
+
+
+_IDENTITY = Settings(*IDENTITY, 1e-5, MAGNITUDE, False, None)
+
+
+def _as_identity(x: Tensor) -> Tensor:
+    return _attached(x, Result(x), Operands(None, None), Values(None, None, x.new_ones(x.shape[1])), _IDENTITY, None)
 
 
 _library = torch.library.Library("inplace_abn", "FRAGMENT")

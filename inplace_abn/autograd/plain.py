@@ -11,17 +11,38 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from inplace_abn import reference
+from inplace_abn import _torch, reference
 from inplace_abn.activations import activate
 from inplace_abn.autograd import checks
 from inplace_abn.autograd.backward import values_per_channel
 from inplace_abn.distributed import AllReduce
-from inplace_abn.settings import Operands, Settings
+from inplace_abn.settings import DISABLED, Operands, Settings
+
+
+def is_required() -> bool:
+    """Whether a call must run torch's own ops, out of place.
+
+    Tracers would record ops that have no gradient. Selective checkpointing skips an op whose result it has kept, and
+    then what the op writes is missing.
+    """
+    if DISABLED or _torch.is_exporting():
+        return True
+    if torch.compiler.is_compiling():
+        return False
+    return _torch.is_captured() or (_torch.count_dispatch_modes() > 0 and _torch.is_checkpointed_selectively())
+
+
+def out_of_place(x: Tensor, operands: Operands, settings: Settings) -> Tensor:
+    """The call of an in-place op, with its scale."""
+    if operands.weight is not None:
+        operands = operands._replace(weight=reference.gamma(operands.weight, settings.eps, settings.scale))
+    if settings.per_instance:
+        return of_samples(x, operands, settings)
+    return abn(x, operands, settings, False) if settings.group is None else abn_sync(x, operands, settings)
 
 
 def abn(x: Tensor, operands: Operands, settings: Settings, inplace: bool = True) -> Tensor:
     """torch's batch norm, scaled by the weight itself, and the activation, which is in place if ``inplace``."""
-    checks.check_channels(x, operands)
     weight, bias, _, running_mean, running_var, momentum = operands
     if settings.training and isinstance(momentum, Tensor):
         # batch_norm takes a number only. Tracers would keep that number, and reading it would wait for the device.
@@ -89,6 +110,8 @@ def kept(x: Tensor, operands: Operands, settings: Settings) -> Tensor:
 
     A signed weight is the scale itself, even within eps of zero.
     """
+    if settings.per_instance:
+        return of_samples(x, operands, settings)
     scale = reference.unclamped(operands.weight, settings.eps, settings.scale)
     scale, bias = _of_one_dtype(scale, operands.bias, operands.running_mean)
     # Compilers make better code from ops that write to new memory.

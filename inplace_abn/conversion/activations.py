@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from inplace_abn import _torch, functions, guard
+from inplace_abn import _torch, guard
 from inplace_abn.activations import activation_of_op, gains
 from inplace_abn.autograd import nodes
 from inplace_abn.autograd.backward import Values
@@ -29,7 +29,7 @@ from inplace_abn.conversion.results import offer_result
 from inplace_abn.guard.figures import THRESHOLDS
 from inplace_abn.kernels import ops
 from inplace_abn.modules.abn import as_leaf
-from inplace_abn.settings import Operands, Settings
+from inplace_abn.settings import DISABLED, Operands, Settings
 
 _EPS = 1e-30
 """With a variance of one this eps is nothing, in every dtype."""
@@ -59,7 +59,7 @@ class ActivationAlone(Converted):
         if activation is None or not _is_suitable(x, activation):
             self._past.note = Note(why=_NOT_APPLIED if activation is None else _UNSUITABLE)
             return None
-        functions.calibrate()
+        nodes.calibrate()
         # Planes of all samples, one after the other, are the fastest to walk.
         planes = x.shape[0] * x.shape[1]
         even = x.is_contiguous() and x.numel() >= _LONG * planes
@@ -72,7 +72,7 @@ class ActivationAlone(Converted):
         ops.run(ops.forward_out, [written], *call, z=written)
         observer = self.observer()
         saved = None if observer is None else observer.saved(z, activation, True)
-        z = functions.attached(x, nodes.Result(z, saved), Operands(None, None), Values(None, None, var), settings)
+        z = nodes.attached(x, nodes.Result(z, saved), Operands(None, None), Values(None, None, var), settings)
         if observer is None:
             offer_result(self, z, activation, True)
             if not self._past.is_known:
@@ -113,7 +113,7 @@ class InPlaceActivation(ActivationAlone):
 
     def _marked(self, x: Tensor) -> Tensor:
         """x for compilers, which see whether what follows keeps the result."""
-        if not torch.is_grad_enabled() or not x.requires_grad or not x.is_floating_point() or functions.is_disabled():
+        if not torch.is_grad_enabled() or not x.requires_grad or not x.is_floating_point() or DISABLED:
             return x
         # Compilers compile anew when the module is given up.
         if _torch.transforms_active() or _torch.is_exporting() or self._revision < 0 or not self._is_applied():

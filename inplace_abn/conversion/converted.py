@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from inplace_abn import _torch, functions, guard
+from inplace_abn import _torch, guard
 from inplace_abn.conversion import watch
+from inplace_abn.settings import DISABLED
 
 
 class Note(NamedTuple):
@@ -132,7 +133,7 @@ def may_have_node(x: Tensor) -> bool:
     """Whether a node may be made for a result of this tensor: it is a plain one, and nobody watches the ops."""
     if type(x) is not Tensor or x.is_nested:
         return False
-    return not (_torch.is_watched() or _torch.in_forward_mode() or functions.is_disabled())
+    return not (_torch.is_watched() or _torch.in_forward_mode() or DISABLED)
 
 
 def has_standard_strides(x: Tensor) -> bool:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from inplace_abn import _torch, functions, guard, reference
-from inplace_abn.autograd import native
+from inplace_abn import _torch, guard, reference
+from inplace_abn.autograd import native, nodes
 from inplace_abn.compiling import norms, rows, trust
 from inplace_abn.conversion.converted import Converted, Note, may_have_node
 from inplace_abn.conversion.formulas import ATTRIBUTES, Kind, key_of, kind_of, length
@@ -25,7 +25,7 @@ from inplace_abn.conversion.recipes_of_rows import OfRows, moved_axis, settings_
 from inplace_abn.guard.figures import THRESHOLDS
 from inplace_abn.kernels import ops
 from inplace_abn.modules.abn import as_leaf
-from inplace_abn.settings import ChannelSlots, Operands, parameters
+from inplace_abn.settings import DISABLED, ChannelSlots, Operands, parameters
 
 _UNSUITABLE = "its input, its parameters or the mode of the call are not supported"
 _UNKNOWN = "its forward pass is not that of a layer norm or an RMS norm"
@@ -89,7 +89,7 @@ class ConvertedLayerNorm(Converted):
         if kind is None:
             self._past.note = Note(why=_UNKNOWN)
             return None
-        functions.calibrate()
+        nodes.calibrate()
         weight, bias = parameters(self)
         operands = Operands(weight if weight is None or not kind.offset else weight + kind.offset, bias)
         moved, mean, rstd = moved_axis(x, kind.axis, -1), None, None
@@ -108,7 +108,7 @@ class ConvertedLayerNorm(Converted):
 
     def _compiled(self, x: Tensor) -> Tensor | None:
         """The result for compilers, which see whether what follows keeps it; None as in `_offered`."""
-        if not torch.is_grad_enabled() or functions.is_disabled() or _torch.is_exporting() or x.dim() < 2:
+        if not torch.is_grad_enabled() or DISABLED or _torch.is_exporting() or x.dim() < 2:
             return None
         if self.is_parametrized():
             return None

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from inplace_abn import _torch, distributed, functions, guard
 from inplace_abn.activations import IDENTITY
-from inplace_abn.autograd import checks, forward, native
+from inplace_abn.autograd import checks, forward, native, nodes
 from inplace_abn.compiling import norms, trust
 from inplace_abn.conversion import watch
 from inplace_abn.conversion.converted import Converted, Note, has_standard_strides, may_have_node
@@ -19,8 +19,7 @@ from inplace_abn.conversion.offered import kept_by, offer
 from inplace_abn.conversion.recipes import UNSEEN, OfNorm
 from inplace_abn.guard import measuring
 from inplace_abn.modules.abn import as_leaf
-from inplace_abn.modules.instance_norm import of_samples, take_means
-from inplace_abn.settings import WEIGHT, Operands, Settings, counted_batches, parameters, running_statistics
+from inplace_abn.settings import DISABLED, WEIGHT, Operands, Settings, counted_batches, parameters, running_statistics
 
 
 class InPlaceNorm(Converted):
@@ -66,8 +65,8 @@ class InPlaceNorm(Converted):
         held: Any = module
         if x.dtype is not dtype or held.eps is not eps or held.momentum is not momentum or not held.training:
             return None
-        node, state = functions.node_in_cpp(), self._guard
-        if node is None or state is None or state.given_up is not None or functions.is_disabled():
+        node, state = nodes.cpp, self._guard
+        if node is None or state is None or state.given_up is not None or DISABLED:
             return None
         statistics = (None, None, None)
         if held.track_running_stats:
@@ -113,19 +112,19 @@ class InPlaceNorm(Converted):
             return None
         of_cast, x = x, self._laid_out(self._cast(x))
         module._check_input_dim(x)
-        functions.calibrate()
-        y, operands, samples = torch.empty_like(x, requires_grad=False), _unversioned(_operands(module)), x.shape[0]
+        nodes.calibrate()
+        y, operands = torch.empty_like(x, requires_grad=False), _unversioned(_operands(module))
         training = measuring.uses_own_statistics(module)
         group = self._participating() if training else None
         what = (*IDENTITY, module.eps, WEIGHT, training, group, self.shared if training else 0)
         settings = Settings(*what, self.__dict__["_guard_name"])
-        of_call = of_samples(operands, samples) if settings.per_instance else operands
+        of_call = operands.of_samples(x) if settings.per_instance else operands
         statistics = forward.normalised(x.detach(), y, of_call, settings)
         of_graph = Operands(operands.weight, operands.bias)
-        node = native.attached(functions.node_in_cpp(), y, x, of_graph, statistics, settings)
+        node = native.attached(nodes.cpp, y, x, of_graph, statistics, settings)
         if settings.per_instance:
             # As in torch, after x was saved, where a checkpoint's recomputation may end.
-            take_means(operands, of_call, samples)
+            operands.take_means(of_call)
         recipe = OfNorm(self, x, of_graph, y, node, statistics, settings)
         if self._is_simple(settings):
             past.quick = x.dtype, module.eps, module.momentum
@@ -154,7 +153,7 @@ class InPlaceNorm(Converted):
     def _compiled(self, x: Tensor) -> Tensor | None:
         """The norm for compilers, which see what follows; None where the norm does what it did before conversion."""
         module: Any = self
-        if functions.is_disabled() or _torch.transforms_active() or (self.per_instance and not self.has_batch(x)):
+        if DISABLED or _torch.transforms_active() or (self.per_instance and not self.has_batch(x)):
             return None
         training = measuring.uses_own_statistics(module)
         group = self._participating() if training else None

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inplace_abn import _torch, functions, guard, reference
+from inplace_abn import _torch, guard, reference
 from inplace_abn.activations import IDENTITY, find
 from inplace_abn.autograd import forward, native, nodes
 from inplace_abn.autograd.backward import Values, by_value
@@ -23,8 +23,7 @@ from inplace_abn.conversion.recognition import Activating, Adding
 from inplace_abn.conversion.results import offer_result
 from inplace_abn.guard import measuring
 from inplace_abn.kernels import ops
-from inplace_abn.modules.instance_norm import of_samples
-from inplace_abn.settings import WEIGHT, Channels, Operands, Settings
+from inplace_abn.settings import DISABLED, WEIGHT, Channels, Operands, Settings
 
 UNSEEN = Note("code outside of torch's functions", False, "it cannot be seen what keeps its output")
 """What a norm did whose output nobody has read."""
@@ -90,7 +89,7 @@ class OfCall(Recipe):
             and seen(self.residual) == self._seen_residual
             and not (self._summed is not None and self._summed.is_asked)
             and not _torch.is_watched()
-            and not functions.is_disabled()
+            and not DISABLED
         )
 
 
@@ -151,7 +150,7 @@ class OfNorm(OfCall):
         """Gets from the node in C++ what the norm was called with. False if that has changed."""
         if self._is_loaded:
             return True
-        cpp, layer = functions.node_in_cpp(), self.layer
+        cpp, layer = nodes.cpp, self.layer
         found = () if cpp is None or t._version != self._version else cpp.parts(t, self._operand)
         if not found:
             return False
@@ -168,7 +167,7 @@ class OfNorm(OfCall):
         residual, summed = self.residual, self._summed
         if self._is_loaded or self.is_left or type(residual) is Offered or (summed is not None and summed.is_asked):
             return None
-        mode, cpp = guard.settled(self.layer, t.dtype, what), functions.node_in_cpp()
+        mode, cpp = guard.settled(self.layer, t.dtype, what), nodes.cpp
         if mode is None or cpp is None or not mode.decisions[-1].trusted or seen(residual) != self._seen_residual:
             return None
         return cpp, mode.decisions[-1].verbatim
@@ -288,7 +287,7 @@ class OfNorm(OfCall):
         settings = self.settings._replace(verbatim=channels).activating(activation)
         result = nodes.Result(z, saved, of_residual)
         values, operands = self._values(z.dtype, channels), self.operands._replace(residual=residual)
-        z = functions.attached(self.x, result, operands, values, settings)
+        z = nodes.attached(self.x, result, operands, values, settings)
         if observer is not None:
             noted = watch.Result(layer, *activation, writable, saved=saved, of_residual=of_residual)
             observer.note(noted, self.x, z, residual)
@@ -333,9 +332,9 @@ class OfWidened(Recipe):
         if not decision.trusted:
             return None
         settings = norm.settings._replace(verbatim=decision.verbatim).activating(activation)
-        z, operands = torch.empty_like(x), of_samples(norm.operands, len(x))
+        z, operands = torch.empty_like(x), norm.operands
         values = forward.written(x, z, operands, settings, True)
-        return functions.attached(norm.x, nodes.Result(z), norm.operands, values, settings)
+        return nodes.attached(norm.x, nodes.Result(z), norm.operands, values, settings)
 
 
 @functools.cache

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inplace_abn import _torch, functions, guard, reference
+from inplace_abn import _torch, guard, reference
 from inplace_abn.activations import IDENTITY
 from inplace_abn.autograd import native, nodes
 from inplace_abn.autograd.backward import Values, by_value
@@ -57,7 +57,7 @@ class OfRows(OfCall):
                 return None
             y, self.is_left = moved_axis(t.detach(), axis, -1), True
             result = nodes.Result(y, moved_axis(narrow, axis, -1))
-            self.summand = moved_axis(functions.attached(self.x, result, self.operands, *found), -1, axis)
+            self.summand = moved_axis(nodes.attached(self.x, result, self.operands, *found), -1, axis)
             self._narrow = stand(self.summand, (narrow,))
             self._noted(self.summand)
         return self._narrow

@@ -31,14 +31,14 @@ class Node(NamedTuple):
     """The functions of the node."""
 
     inplace_abn: Callable[..., Any]
-    """`functions.local`. Returns None, and does nothing, if the call needs Python. It does not check whether the op
+    """`nodes.called`. Returns None, and does nothing, if the call needs Python. It does not check whether the op
     that made ``x`` needs its result."""
     attached: Callable[..., Any]
-    """`functions.attached`. Returns None, and does nothing, if the call needs Python."""
+    """`nodes.attached`. Returns None, and does nothing, if the call needs Python."""
     norm: Callable[..., Any]
     """A converted norm's call (``src/node/norm.h``). Returns None, and does nothing, if the call needs Python."""
     attach_norm: Callable[..., bool]
-    """`autograd.native.attached`."""
+    """`native.attached`."""
     keep: Callable[..., bool]
     """Makes the node of a norm's output keep the output, or a sum. Returns False, and does nothing, if the call needs
     Python."""

@@ -106,6 +106,11 @@ inverse: Callable[..., Any] = torch.ops.inplace_abn.inverse.default
 check: Callable[..., Any] = torch.ops.inplace_abn.check.default
 
 
+def is_refusal(raised: Exception) -> bool:
+    """Whether an op has refused a call, before it wrote anything."""
+    return str(raised).startswith("inplace_abn::")
+
+
 def as_python_error(raised: Exception) -> Exception:
     """A kernel's error as an exception of the right class. Other exceptions are returned as they are.
 
@@ -113,7 +118,7 @@ def as_python_error(raised: Exception) -> Exception:
     decide (``checks.h``).
     """
     message = str(raised)
-    if not message.startswith("inplace_abn::"):
+    if not is_refusal(raised):
         return raised
     if "dtype" in message:
         return TypeError(message)

@@ -177,7 +177,7 @@ class ABN(ActivatedNorm):
         if batches is not None and not torch.compiler.is_compiling() and _torch.transforms_active():
             # Writing to a counter that the transform has captured raises. This must happen before the running
             # statistics are updated.
-            if function is not plain.abn:
+            if function is not _out_of_place:
                 checks.check_transforms((x, weight, bias, residual))
             batches.add_(0)
         operands = Operands(weight, bias, residual, running_mean, running_var, momentum)
@@ -197,7 +197,12 @@ class ABN(ActivatedNorm):
         """``act(norm(x) + residual)`` in a new tensor of x's shape and dtype. ValueError if the channels do not fit."""
         if isinstance(x, fx.Proxy):
             return as_leaf(self, x, residual)  # type: ignore[no-any-return]
-        return self._call(plain.abn, x, residual)
+        return self._call(_out_of_place, x, residual)
+
+
+def _out_of_place(x: Tensor, operands: Operands, settings: Settings) -> Tensor:
+    checks.check_channels(x, operands)
+    return plain.abn(x, operands, settings)
 
 
 class InPlaceABN(guard.Guarded, ABN):

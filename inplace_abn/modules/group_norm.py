@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx
 
-from inplace_abn import guard
+from inplace_abn import functions, guard
 from inplace_abn.modules.abn import ActivatedNorm, as_leaf
-from inplace_abn.modules.instance_norm import of_module, run
+from inplace_abn.modules.instance_norm import of_module
 from inplace_abn.settings import AT_LEAST_EPS, Operands, Settings
 
 
@@ -45,7 +45,7 @@ def inplace_group_norm(
     """
     shared = _shared(x, num_groups)
     settings = Settings(activation, activation_param, eps, AT_LEAST_EPS, True, None, shared)
-    return run(x, Operands(weight, bias, residual, None, None, 0.0), settings, overwrite_input)
+    return functions.run(x, Operands(weight, bias, residual), settings, overwrite_input)
 
 
 def _shared(x: Tensor, num_groups: int) -> int:
@@ -127,7 +127,7 @@ class InPlaceGroupNorm(guard.Guarded, ActivatedNorm):
         if isinstance(x, fx.Proxy):
             return as_leaf(self, x, residual)  # type: ignore[no-any-return]
         shared = _shared(x, self.num_groups)
-        operands = Operands(self.weight, self.bias, residual, None, None, 0.0)
+        operands = Operands(self.weight, self.bias, residual)
         settings = Settings(self.activation, self.activation_param, self.eps, AT_LEAST_EPS, True, None, shared)
         return of_module(self, x, operands, settings)
 

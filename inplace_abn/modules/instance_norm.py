@@ -11,12 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from inplace_abn import _torch, functions, guard, reference
-from inplace_abn.activations import check_activation
-from inplace_abn.autograd import checks, plain
+from inplace_abn import functions, guard
 from inplace_abn.guard import measuring
 from inplace_abn.modules.abn import ActivatedNorm, as_leaf
-from inplace_abn.settings import AT_LEAST_EPS, Operands, Settings, check_hyperparameters
+from inplace_abn.settings import AT_LEAST_EPS, Operands, Settings
 
 
 def inplace_instance_norm(
@@ -59,55 +57,16 @@ def inplace_instance_norm(
     """
     training = training or running_mean is None
     settings = Settings(activation, activation_param, eps, AT_LEAST_EPS, training, None, int(training))
-    return run(x, Operands(weight, bias, residual, running_mean, running_var, momentum), settings, overwrite_input)
-
-
-def run(x: Tensor, operands: Operands, settings: Settings, overwrite_input: bool) -> Tensor:
-    """`inplace_instance_norm` or, if channels share statistics, `inplace_group_norm`."""
-    if not settings.training:
-        return functions.run(x, operands, settings, overwrite_input)
-    check_activation(settings.activation, settings.activation_param)
-    check_hyperparameters(settings.eps, operands.momentum)
-    checks.check_instances(x, operands, settings.shared)
-    if functions.must_run_out_of_place():
-        return functions.out_of_place(x, operands, settings)
-    running_mean = operands.running_mean
-    if running_mean is not None and not torch.compiler.is_compiling() and _torch.transforms_active():
-        # Writing to a statistic that the transform has captured raises. This must happen before anything is written.
-        running_mean.add_(0)
-    samples = x.shape[0]
-    each = of_samples(operands, samples)
-    z = functions.local(x, each, settings, overwrite_input)
-    take_means(operands, each, samples)
-    return z
-
-
-def of_samples(operands: Operands, samples: int) -> Operands:
-    """The operands with running statistics for each sample."""
-    mean, var = (reference.repeated(t, samples) for t in (operands.running_mean, operands.running_var))
-    return operands._replace(running_mean=mean, running_var=var)
-
-
-def take_means(operands: Operands, each: Operands, samples: int) -> None:
-    """Sets the running statistics to the means over the samples. An empty batch leaves them unchanged."""
-    if samples == 0:
-        return
-    for name in ("running_mean", "running_var"):
-        t = getattr(operands, name)
-        if t is not None:
-            with torch.no_grad():
-                t.copy_(getattr(each, name).view(samples, -1).mean(dim=0))
+    operands = Operands(weight, bias, residual, running_mean, running_var, momentum)
+    return functions.run(x, operands, settings, overwrite_input)
 
 
 def of_module(module: Any, x: Tensor, operands: Operands, settings: Settings) -> Tensor:
     """The call of an `InPlaceInstanceNorm` or an `InPlaceGroupNorm`."""
     trusted, verbatim = guard.decide(module, x, operands.residual)
     if trusted:
-        return run(x, operands, settings._replace(verbatim=verbatim), module.overwrite_input)
-    if settings.training:
-        checks.check_instances(x, operands, settings.shared)
-    functions.check_kept(x, operands, settings.training, module.overwrite_input)
-    return plain.of_samples(x, operands, settings)
+        return functions.run(x, operands, settings._replace(verbatim=verbatim), module.overwrite_input)
+    return functions.kept(x, operands, settings, module.overwrite_input)
 
 
 class InPlaceInstanceNorm(guard.Guarded, ActivatedNorm):

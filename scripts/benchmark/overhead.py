@@ -16,10 +16,11 @@ SETUP = """
 import torch
 import torch.nn.functional as F
 from torch import nn
-from inplace_abn import InPlaceABN, convert, functions
+from inplace_abn import InPlaceABN, convert
+from inplace_abn.autograd import nodes
 from inplace_abn.guard.generations import advance
 
-node = functions._node
+node = nodes.cpp
 leaf = torch.randn({shape}, device="{device}", requires_grad=True)
 dz = torch.randn({shape}, device="{device}")
 
@@ -50,9 +51,9 @@ def run(module, *args):
     advance()
 
 def without_node(module):
-    functions._node = None
+    nodes.cpp = None
     run(module)
-    functions._node = node
+    nodes.cpp = node
 
 # The guard measures often in the first hundred steps. What follows a norm is expected from the step after the one in
 # which it was seen.

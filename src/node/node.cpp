@@ -1,5 +1,5 @@
-// The graph node of the local in-place op in C++. It does what inplace_abn/functions.py does in eager mode, by the same
-// rules, in less time per call; without it functions.py does everything.
+// The graph node of the local in-place op in C++. It does what inplace_abn/autograd/forward.py and nodes.py do in eager
+// mode, by the same rules, in less time per call; without it they do everything.
 //
 // It is made of libtorch alone, without Python, so that one library serves every Python. libtorch's C++ interface has
 // no stable ABI, so there is one library for each release of torch. ops.cpp makes torch ops of these functions.
@@ -13,6 +13,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <array>
+#include <cmath>
 #include <initializer_list>
 #include <mutex>
 #include <string>
@@ -344,12 +345,13 @@ class InPlaceABNFunction final : public Node {
   std::string layer_;
 };
 
-// Whether x may be overwritten without functions.py: it is no view (a C++ function would save an overwritten view in a
-// reference cycle), and all that functions.py would refuse is excluded.
-bool is_simple(const Tensor& x, std::initializer_list<const OptTensor*> others, bool training, bool requires_grad) {
+// Whether x may be overwritten without Python: it is no view (a C++ function would save an overwritten view in a
+// reference cycle), and all that autograd/checks.py would refuse, and the ops would not, is excluded.
+bool is_simple(const Tensor& x, std::initializer_list<const OptTensor*> others, bool training, int64_t shared,
+               bool requires_grad) {
   if (!is_usual(x, others, requires_grad)) return false;
   if (x.dim() < 2 || (x.is_inference() && !c10::InferenceMode::is_enabled())) return false;
-  if (training && x.numel() == x.size(1)) return false;
+  if (training && x.numel() == (shared == 1 ? x.size(0) : 1) * x.size(1)) return false;
   if (!requires_grad) return true;
   const auto& producer = x.grad_fn();
   const bool ours = producer && dynamic_cast<InPlaceABNFunction*>(producer.get()) != nullptr;
@@ -363,8 +365,10 @@ Tensor inplace_abn(const Tensor& x, const OptTensor& weight, const OptTensor& bi
                    const OptTensor& momentum_tensor, double eps, int64_t scale, int64_t activation,
                    double activation_param, int64_t shared, const OptTensor& rows, int64_t saved) {
   const bool requires_grad = torch::autograd::compute_requires_grad(x, weight, bias, residual);
-  if (running_mean.has_value() != running_var.has_value() ||
-      !is_simple(x, {&weight, &bias, &residual, &running_mean, &running_var}, training, requires_grad)) {
+  const auto is_vector = [](const OptTensor& t) { return !t.has_value() || t->dim() == 1; };
+  if (running_mean.has_value() != running_var.has_value() || !std::isfinite(momentum) || !is_vector(weight) ||
+      !is_vector(bias) ||
+      !is_simple(x, {&weight, &bias, &residual, &running_mean, &running_var}, training, shared, requires_grad)) {
     return {};
   }
   const Settings settings{eps, scale, activation, activation_param, training, shared};

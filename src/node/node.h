@@ -13,14 +13,14 @@ namespace inplace_abn {
 using at::Tensor;
 using OptTensor = std::optional<Tensor>;
 
-// `functions.local`. Returns an undefined tensor, and does nothing, if the call needs Python. It does not check whether
+// `nodes.called`. Returns an undefined tensor, and does nothing, if the call needs Python. It does not check whether
 // the op that made x needs its result. xhat is saved of `saved` channels, which have a row.
 Tensor inplace_abn(const Tensor& x, const OptTensor& weight, const OptTensor& bias, const OptTensor& residual,
                    const OptTensor& running_mean, const OptTensor& running_var, bool training, double momentum,
                    const OptTensor& momentum_tensor, double eps, int64_t scale, int64_t activation,
                    double activation_param, int64_t shared, const OptTensor& rows, int64_t saved);
 
-// `functions.attached`: z, which was written elsewhere, with the place in the graph that it has as a function of x. The
+// `nodes.attached`: z, which was written elsewhere, with the place in the graph that it has as a function of x. The
 // tensor that stands for it, if there is one, gets that place, too. `name` is the layer's, for messages. Returns an
 // undefined tensor, and does nothing, if the call needs Python.
 Tensor attached(const Tensor& x, const Tensor& z, const OptTensor& weight, const OptTensor& bias,

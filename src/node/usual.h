@@ -18,7 +18,7 @@ constexpr c10::DispatchKeySet opaque{
     c10::DispatchKey::Negative,  c10::DispatchKey::Conjugate,        c10::DispatchKey::Functionalize,
     c10::DispatchKey::ZeroTensor};
 
-// Whether these are plain tensors, and no mode, tracer or hook is active that functions.py would have to know of.
+// Whether these are plain tensors, and no mode, tracer or hook is active that Python would have to know of.
 inline bool is_usual(const Tensor& x, std::initializer_list<const OptTensor*> others, bool requires_grad) {
   const auto usual = [&](const Tensor& t) {
     return !t.key_set().has_any(opaque) && t.layout() == at::kStrided && t.device() == x.device() &&

@@ -14,8 +14,8 @@ from torch.autograd.graph import save_on_cpu
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from inplace_abn import functions, inplace_abn
-from inplace_abn.autograd import ownership
+from inplace_abn import inplace_abn
+from inplace_abn.autograd import nodes, ownership
 
 
 @contextmanager
@@ -76,13 +76,13 @@ SURROUNDINGS = {
 
 def forget():
     ownership.set_sole_holders(None, None)
-    if functions._node is not None:
-        functions._node.set_sole_holders(None, None)
+    if nodes.cpp is not None:
+        nodes.cpp.set_sole_holders(None, None)
     ownership._calibrated = False
 
 
 def calibrate():
-    ownership.calibrate(functions._count_sole_holders)
+    ownership.calibrate(nodes.count_sole_holders)
 
 
 def sole():
@@ -141,7 +141,7 @@ def test_calibration_in_a_thread_in_a_backward_and_in_transforms(uncalibrated, m
 
 
 def test_a_calibration_that_cannot_tell_leaves_reuse_off(uncalibrated, monkeypatch):
-    monkeypatch.setattr(functions, "_node", None)
+    monkeypatch.setattr(nodes, "cpp", None)
     monkeypatch.setattr(ownership, "last_counts", lambda: ((1, 1, 1), 1))
     calibrate()
     assert ownership._sole_gradient is None
@@ -168,7 +168,7 @@ def held_gradients_keep_their_content():
 
 def node_of_this_test():
     """The environment of a process whose graph nodes are of the kind that this test is run with."""
-    return {"INPLACE_ABN_NODE": "0" if functions._node is None else "1"}
+    return {"INPLACE_ABN_NODE": "0" if nodes.cpp is None else "1"}
 
 
 def after_a_compilation_that_failed():

@@ -17,8 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from inplace_abn import _torch, functions
+from inplace_abn import _torch
 from inplace_abn.autograd import nodes
+from inplace_abn.autograd.backward import input_edge
 
 
 def test_below_autograd_makes_no_graph_and_bumps_no_version():
@@ -332,7 +333,7 @@ def test_kernels_of_a_backend_are_told():
 
 
 def test_raw_saved_tensors_tell_hooks(monkeypatch):
-    monkeypatch.setattr(functions, "_node", None)
+    monkeypatch.setattr(nodes, "cpp", None)
     z = functions.inplace_abn(torch.ones(2, 3, requires_grad=True) * torch.rand(2, 3), None, None, None, None)
     assert not nodes._is_hooked(z.grad_fn)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
@@ -396,7 +397,7 @@ def test_compiled_functions_are_seen_on_the_stack():
 def test_unsafe_split_gives_a_place_in_the_graph_that_overwriting_leaves_alone():
     x = torch.ones(2, 3, requires_grad=True) * 1
     before = x.grad_fn
-    edge = functions.backward.input_edge(x)
+    edge = input_edge(x)
     x.mul_(2)
     assert edge.numel() == 0
     assert edge.grad_fn.next_functions[0][0] is before

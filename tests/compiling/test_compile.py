@@ -12,8 +12,9 @@ from compiled_nets import SHAPE, WIRINGS, abn, assert_same, drawn, expected_abn,
 from fresh import CONTEXT
 from torch import nn
 
-from inplace_abn import ABN, InPlaceABN, convert, functions
+from inplace_abn import ABN, InPlaceABN, convert
 from inplace_abn.activations import native
+from inplace_abn.autograd import nodes
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_compiler"),
@@ -141,7 +142,7 @@ def test_compiled_wirings_are_right(wiring, backend, device):
 def assert_right_or_refused(backend, device, compiled_node):
     torch.set_num_threads(1)
     if not compiled_node:
-        functions._node = None
+        nodes.cpp = None
     refused = []
     for wiring in REFUSABLE:
         torch._dynamo.reset()
@@ -165,7 +166,7 @@ def another_process():
 def test_compiled_wirings_are_right_or_refused(backend, device, another_process):
     """Runs in another process, because torch leaves its frame evaluator in place for good after a compilation that
     failed."""
-    another_process.submit(assert_right_or_refused, backend, device, functions._node is not None).result()
+    another_process.submit(assert_right_or_refused, backend, device, nodes.cpp is not None).result()
 
 
 @pytest.mark.parametrize("backend", [*BACKENDS, INDUCTOR])
@@ -253,7 +254,7 @@ def test_an_eager_graph_under_compiled_autograd(consume, device):
 
     expected = gradients(lambda a, *affine: consume(expected_abn(a * 2, *affine)), device)
     # The node in C++ is called as it is.
-    compiler = torch.compile(backend="eager", fullgraph=functions._node is None)
+    compiler = torch.compile(backend="eager", fullgraph=nodes.cpp is None)
     with torch._dynamo.compiled_autograd._enable(compiler):
         actual = gradients(function, device)
     assert_same(actual, expected)

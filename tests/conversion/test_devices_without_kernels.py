@@ -5,7 +5,8 @@ import torch
 from torch import nn
 from training import check_training
 
-from inplace_abn import ABN, InPlaceABN, functions, inplace_abn, report
+from inplace_abn import ABN, InPlaceABN, inplace_abn, report
+from inplace_abn.autograd import nodes
 from inplace_abn.kernels import ops
 
 NETS = {
@@ -31,7 +32,7 @@ def test_converted_layers_are_torchs(name):
 
 def test_modules_that_were_built_in_place_say_what_to_do():
     # The node in C++ is used once counts of holders are known.
-    functions.calibrate()
+    nodes.calibrate()
     x = torch.randn(4, 3, 2, requires_grad=True)
     for call in (InPlaceABN(3), lambda t: inplace_abn(t, None, None, None, None)):
         with pytest.raises(ValueError, match=r"no kernels for cpu, .* ABN.*run torch's own ops there"):

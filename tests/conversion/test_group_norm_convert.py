@@ -12,7 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from training import check_training, differences, trained
 
-from inplace_abn import analyze, convert, functions, report, revert, verify
+from inplace_abn import analyze, convert, report, revert, verify
+from inplace_abn.autograd import nodes
 from inplace_abn.conversion.classes import ConvertedGroupNorm
 from inplace_abn.memory import measure
 
@@ -119,7 +120,7 @@ def test_a_converted_net_trains_as_the_original_does_and_holds_less(name, batch,
 
 @pytest.mark.parametrize("name", ["silu", "diffusion", "bottlenecks", "norms with activations"])
 def test_without_the_node_in_cpp_it_trains_as_the_original_does(name, monkeypatch):
-    monkeypatch.setattr(functions, "_node", None)
+    monkeypatch.setattr(nodes, "cpp", None)
     torch.manual_seed(1)
     check_training(spread(NETS[name][0]()), torch.randn(2, 3, 12, 12), tolerance=1e-7)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from emulation import build
-from inplace_abn import functions
+from inplace_abn.autograd import nodes
 from inplace_abn.kernels import fakes, ops
 
 NAMESPACE = "inplace_abn_emulated"
@@ -99,4 +99,4 @@ def install(monkeypatch: pytest.MonkeyPatch, test: str) -> None:
     for name, op in emulator.ops.items():
         monkeypatch.setattr(ops, name, op)
     # The node in C++ always calls the package's own ops.
-    monkeypatch.setattr(functions, "_node", None)
+    monkeypatch.setattr(nodes, "cpp", None)

@@ -10,11 +10,11 @@ from inplace_abn import (
     InPlaceABN,
     InPlaceABNSync,
     InPlaceInstanceNorm,
-    functions,
     guard,
     inplace_abn,
     inplace_abn_sync,
 )
+from inplace_abn.autograd import nodes
 from inplace_abn.kernels import ops
 from inplace_abn.settings import Channels
 
@@ -180,7 +180,7 @@ def test_a_module_given_another_number_of_channels_says_that_x_is_wrong(kind, wa
     module = kind(8, affine=True, track_running_stats=True)
     call = module.eval() if way == "evaluation" else module
     if way == "Python node":
-        monkeypatch.setattr(functions, "_node", None)
+        monkeypatch.setattr(nodes, "cpp", None)
     elif way == "not trusted":
         monkeypatch.setattr(guard, "decide", lambda *_: (False, Channels()))
     elif way == "compiled":

@@ -17,7 +17,7 @@ import torch
 from torch.utils import cpp_extension
 
 import inplace_abn
-from inplace_abn import functions
+from inplace_abn.autograd import nodes
 
 PACKAGE = Path(inplace_abn.__file__).parent
 KERNELS = PACKAGE / "_kernels.so"
@@ -101,7 +101,7 @@ def test_without_the_node_there_is_one_line_of_information_and_no_feature_less(f
     assert reason in told[0]
 
 
-@pytest.mark.skipif(functions._node is None, reason="built without the node")
+@pytest.mark.skipif(nodes.cpp is None, reason="built without the node")
 def test_the_environment_turns_the_node_off():
     for value, name in (("0", "InPlaceABNFunctionBackward"), ("1", "CppFunction")):
         result = fresh.run_code(TRAIN, INPLACE_ABN_NODE=value)
@@ -247,10 +247,10 @@ def test_a_wheel_with_nodes_for_releases_of_torch_is_for_every_python(small_tree
 NODE_OF_WHEEL = """
 import torch
 from torch.utils import cpp_extension
-from inplace_abn import functions
+from inplace_abn.autograd import nodes
 leaf = torch.randn(4, 3, 5, dtype=torch.float64, requires_grad=True)
 def gradients(node):
-    functions._node, found = node, []
+    nodes.cpp, found = node, []
     for activation in ("leaky_relu", "silu"):
         module = inplace_abn.InPlaceABN(3, activation=activation).double()
         z = module(leaf * 2.0)
@@ -261,12 +261,12 @@ def gradients(node):
     found.append(torch.autograd.grad(inplace_abn.convert(net)(leaf * 2.0).square().sum(), leaf)[0])
     return found
 import inplace_abn
-own = functions._node
+own = nodes.cpp
 gradients(own)
 for a, b in zip(gradients(own), gradients(None), strict=True):
     torch.testing.assert_close(a, b)
 
-functions._node, seen = own, []
+nodes.cpp, seen = own, []
 class Seeing(torch.utils._python_dispatch.TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         seen.append(func.namespace)
