@@ -126,7 +126,7 @@ def run(
     Compiled code saves xhat of the channels in ``slots``, if all statistics are of the batch and local.
     """
     each = operands.of_samples(x) if settings.per_instance else operands
-    z = nodes.called(x, each, settings) if overwrite_input else None
+    z = nodes.in_cpp(x, each, settings) if overwrite_input else None
     if z is None:
         requires_grad, out_of_place = operands.require_grad(x), plain.is_required()
         is_traced = torch.compiler.is_compiling()
@@ -134,8 +134,8 @@ def run(
         if out_of_place:
             return plain.out_of_place(x, operands, settings)
         if is_traced and requires_grad and direct.is_fusible(x, settings):
-            return direct.call(x, operands, settings, overwrite_input, slots)
-        z = forward.call(x, each, settings, overwrite_input, keeps_input, requires_grad)
+            return direct.compiled(x, operands, settings, overwrite_input, slots)
+        z = forward.in_python(x, each, settings, overwrite_input, keeps_input, requires_grad)
     if each is not operands:
         operands.take_means(each)
     return z

@@ -16,7 +16,7 @@ from inplace_abn.kernels import ops
 from inplace_abn.settings import Operands, Settings
 
 
-def call(
+def in_python(
     x: Tensor, operands: Operands, settings: Settings, overwrite_input: bool, keeps_input: bool, requires_grad: bool
 ) -> Tensor:
     """`inplace_abn.functions.run` for a call that was checked. Running statistics are given for each sample, if samples

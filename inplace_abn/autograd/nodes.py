@@ -24,7 +24,7 @@ cpp: node.Node | None = None if DISABLED else node.load()
 """The node in C++, if there is one."""
 
 
-def called(x: Tensor, operands: Operands, settings: Settings) -> Tensor | None:
+def in_cpp(x: Tensor, operands: Operands, settings: Settings) -> Tensor | None:
     """The call over x by the node in C++; None if it needs Python, or if the op refused it before it wrote anything.
 
     Running statistics are given for each sample, if samples have their own.

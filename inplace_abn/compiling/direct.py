@@ -15,7 +15,7 @@ def is_fusible(x: Tensor, settings: Settings) -> bool:
     return settings.group is None and not settings.per_instance and x.numel() > 0
 
 
-def call(
+def compiled(
     x: Tensor, operands: Operands, settings: Settings, overwrite_input: bool, slots: ChannelSlots | None
 ) -> Tensor:
     """`inplace_abn.functions.run` for a call that was checked and needs a graph."""

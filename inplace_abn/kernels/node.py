@@ -31,7 +31,7 @@ class Node(NamedTuple):
     """The functions of the node."""
 
     inplace_abn: Callable[..., Any]
-    """`nodes.called`. Returns None, and does nothing, if the call needs Python. It does not check whether the op
+    """`nodes.in_cpp`. Returns None, and does nothing, if the call needs Python. It does not check whether the op
     that made ``x`` needs its result."""
     attached: Callable[..., Any]
     """`nodes.attached`. Returns None, and does nothing, if the call needs Python."""

@@ -13,7 +13,7 @@ namespace inplace_abn {
 using at::Tensor;
 using OptTensor = std::optional<Tensor>;
 
-// `nodes.called`. Returns an undefined tensor, and does nothing, if the call needs Python. It does not check whether
+// `nodes.in_cpp`. Returns an undefined tensor, and does nothing, if the call needs Python. It does not check whether
 // the op that made x needs its result. xhat is saved of `saved` channels, which have a row.
 Tensor inplace_abn(const Tensor& x, const OptTensor& weight, const OptTensor& bias, const OptTensor& residual,
                    const OptTensor& running_mean, const OptTensor& running_var, bool training, double momentum,

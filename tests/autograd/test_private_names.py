@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from inplace_abn import _torch
+from inplace_abn import _torch, inplace_abn
 from inplace_abn.autograd import nodes
 from inplace_abn.autograd.backward import input_edge
 
@@ -334,10 +334,10 @@ def test_kernels_of_a_backend_are_told():
 
 def test_raw_saved_tensors_tell_hooks(monkeypatch):
     monkeypatch.setattr(nodes, "cpp", None)
-    z = functions.inplace_abn(torch.ones(2, 3, requires_grad=True) * torch.rand(2, 3), None, None, None, None)
+    z = inplace_abn(torch.ones(2, 3, requires_grad=True) * torch.rand(2, 3), None, None, None, None)
     assert not nodes._is_hooked(z.grad_fn)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
-        hooked = functions.inplace_abn(torch.ones(2, 3, requires_grad=True) * torch.rand(2, 3), None, None, None, None)
+        hooked = inplace_abn(torch.ones(2, 3, requires_grad=True) * torch.rand(2, 3), None, None, None, None)
     assert nodes._is_hooked(hooked.grad_fn)
 
 
