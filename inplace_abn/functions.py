@@ -121,10 +121,7 @@ def run(
     keeps_input: bool = False,
     slots: ChannelSlots | None = None,
 ) -> Tensor:
-    """The call of a norm of channels, whatever its statistics are.
-
-    Compiled code saves xhat of the channels in ``slots``, if all statistics are of the batch and local.
-    """
+    """The call of a norm of channels. Compiled code saves xhat of the channels in ``slots``."""
     each = operands.of_samples(x) if settings.per_instance else operands
     z = nodes.in_cpp(x, each, settings) if overwrite_input else None
     if z is None:
@@ -133,8 +130,8 @@ def run(
         checks.check_call(x, operands, settings, requires_grad, overwrite_input, out_of_place or is_traced)
         if out_of_place:
             return plain.out_of_place(x, operands, settings)
-        if is_traced and requires_grad and direct.is_fusible(x, settings):
-            return direct.compiled(x, operands, settings, overwrite_input, slots)
+        if is_traced and requires_grad:
+            return direct.compiled(x, operands, settings, overwrite_input, keeps_input, slots)
         z = forward.in_python(x, each, settings, overwrite_input, keeps_input, requires_grad)
     if each is not operands:
         operands.take_means(each)

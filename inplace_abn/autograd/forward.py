@@ -31,13 +31,6 @@ def in_python(
         if keeps_input:
             z: Tensor = KeptABNFunction.apply(x, *operands.of_graph(), *statistics, settings)
             return z
-    if requires_grad and torch.compiler.is_compiling():
-        # The compiler merges x, its clone, and the target of the copy below into one buffer.
-        with torch.no_grad():
-            data = x.clone()
-            values = written(data, data, operands, settings, True, statistics)
-        z = nodes.TracedABNFunction.apply(x, data, *operands.of_graph(), values.var, settings)
-        return x.copy_(z) if overwrite_input else z
     if not requires_grad:
         z = x if overwrite_input else torch.empty_like(x)
         written(x, z, operands, settings, False, statistics)

@@ -180,30 +180,6 @@ def _unpacked(ctx: Any) -> Saved:
     return saved
 
 
-class TracedABNFunction(torch.autograd.Function):
-    """The node for compilers, out of place.
-
-    Compilers do not trace `InPlaceABNFunction` correctly: an x from outside of the compiled region would lose its
-    gradient, and later writes to z would change what was saved.
-    """
-
-    @staticmethod
-    def forward(x: Tensor, z: Tensor, *_: Any) -> Tensor:
-        return z.view_as(z)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, _, weight, bias, residual, var, ctx.settings = inputs
-        ctx.save_for_backward(output, weight, bias, residual, var)
-
-    @staticmethod
-    def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
-        need_x, _, *need = ctx.needs_input_grad
-        saved = Saved(*ctx.saved_tensors)
-        dx, *others = backward.gradients(Needed(need_x, *need[:3]), saved, dz, False, False, ctx.settings)
-        return dx, None, *others, None, None
-
-
 def place_of(x: Tensor, settings: Settings) -> Tensor | None:
     """x's place in the graph, to be asked for before x is overwritten; None if the node does not need it."""
     # Under transforms x may need a gradient at another level than the current one.

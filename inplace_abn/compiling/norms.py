@@ -158,7 +158,7 @@ def _statistics(x: Tensor, operands: Operands, training: bool, groups: int, name
         dims = [*range(2, values.dim())] if groups else [0, *range(2, x.dim())]
         var, mean = torch.var_mean(values, dims, correction=0)
         found = _of_all_processes(mean, var, x.numel() // mean.numel(), name) if name else Statistics(mean, var)
-        if running_mean is not None and running_var is not None:
+        if running_mean is not None and running_var is not None and (name or x.numel() > 0):
             count = x.numel() // mean.numel() if found.total is None else found.total
             # A quotient of sizes alone would have float's precision on CUDA.
             of_batch = found.mean, found.var * count / (count - 1)

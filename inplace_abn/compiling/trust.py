@@ -133,10 +133,7 @@ def trusts(module: Any, dtype: torch.dtype) -> bool:
         mode = guard.mode_of(module, dtype)
         return mode is None or mode.decisions[-1].trusted
     answer = _answer(module, dtype)
-    # Ops that synchronise or have statistics of each sample take no channels from compiled code.
-    if not answer.channels or module.per_instance or hasattr(module, "group"):
-        return bool(answer.names) and not answer.channels
-    return bool(answer.names) and _has_saved(module)
+    return bool(answer.names) and (not answer.channels or _has_saved(module))
 
 
 def _answer(module: Any, dtype: torch.dtype) -> _Answer:

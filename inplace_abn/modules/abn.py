@@ -346,5 +346,5 @@ class InPlaceABNSync(InPlaceABN):
         if self.guard_interval and x.dim() > 1 and 0 < x.numel() <= x.shape[1]:
             mode = guard.mode_of(self, x.dtype)
             trusted = trusted and mode is not None and mode.measured_at >= 0
-        options = self.overwrite_input, not trusted
+        options = self.overwrite_input, not trusted, guard.slots(self)
         return self._call(functions.run, x, residual, *options, group=group, verbatim=verbatim)

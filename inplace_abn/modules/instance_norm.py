@@ -65,7 +65,8 @@ def of_module(module: Any, x: Tensor, operands: Operands, settings: Settings) ->
     """The call of an `InPlaceInstanceNorm` or an `InPlaceGroupNorm`."""
     trusted, verbatim = guard.decide(module, x, operands.residual)
     if trusted:
-        return functions.run(x, operands, settings._replace(verbatim=verbatim), module.overwrite_input)
+        settings = settings._replace(verbatim=verbatim)
+        return functions.run(x, operands, settings, module.overwrite_input, slots=guard.slots(module))
     return functions.kept(x, operands, settings, module.overwrite_input)
 
 
