@@ -27,10 +27,8 @@ from inplace_abn.activations import IDENTITY, TYPICAL
 from inplace_abn.compiling import joint
 from inplace_abn.compiling.search import word_in
 from inplace_abn.compiling.spelled import activation_key
-from inplace_abn.guard.figures import THRESHOLDS, Threshold, unpacked
-from inplace_abn.guard.measuring import Observation
-from inplace_abn.guard.rows import figures as figures_of_rows
-from inplace_abn.guard.verbatim import Choice, chosen
+from inplace_abn.guard.figures import THRESHOLDS, Choice, Threshold, chosen, unpacked
+from inplace_abn.guard.measuring import Observation, figures_of_rows
 from inplace_abn.kernels import ops
 from inplace_abn.settings import MAGNITUDE, Channels, Settings, parameters
 

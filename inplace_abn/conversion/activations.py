@@ -77,7 +77,7 @@ class ActivationAlone(Converted):
             offer_result(self, z, activation, True)
             if not self._past.is_known:
                 # The watch sees in the next step what follows.
-                guard.generations.note_change()
+                guard.generations.mark_changed()
         else:
             observer.note(watch.Result(self, *activation, True, is_alone=True, saved=saved), x, z, None)
         self._past.is_known, self._past.note = True, Note(follows, in_place=True, why="")

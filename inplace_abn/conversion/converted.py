@@ -62,7 +62,7 @@ class Converted(guard.Guarded):
         watched = self._past.was_watched if _torch.in_backward() else watch.current() is not None
         self._past.was_watched = guard.of_forward_pass("watched", watched)
         if self._past.was_watched:
-            guard.generations.note_watched(self)
+            guard.generations.mark_watched(self)
 
     def _watch_without_gradients(self) -> watch.Watch | None:
         """What watches this call, if it is in training without gradients: backward may repeat it with gradients."""

@@ -167,7 +167,7 @@ class OfNorm(OfCall):
         residual, summed = self.residual, self._summed
         if self._is_loaded or self.is_left or type(residual) is Offered or (summed is not None and summed.is_asked):
             return None
-        mode, cpp = guard.settled(self.layer, t.dtype, what), nodes.cpp
+        mode, cpp = guard.current_mode(self.layer, t.dtype, what), nodes.cpp
         if mode is None or cpp is None or not mode.decisions[-1].trusted or seen(residual) != self._seen_residual:
             return None
         return cpp, mode.decisions[-1].verbatim
@@ -270,11 +270,11 @@ class OfNorm(OfCall):
         with _torch.NoTorchFunction():
             residual = None if self.residual is None else self.residual.detach()
         what = (*activation, residual is not None)
-        looked = guard.look(layer, self.x, residual, what)
-        if looked.decisive and not layer._past.was_watched:
+        planned = guard.plan(layer, self.x, residual, what)
+        if planned.is_first and not layer._past.was_watched:
             # Who reads and writes such a result is seen in the next step.
-            guard.generations.note_change()
-        decision = guard.learnt(layer, looked, lambda: measuring.measure(layer, x, residual, activation))
+            guard.generations.mark_changed()
+        decision = guard.decided(layer, planned, lambda: measuring.measure(layer, x, residual, activation))
         layer._past.note = Note(follows, decision.trusted, "" if decision.trusted else layer.why_untrusted)
         return decision.verbatim if decision.trusted else None
 
@@ -327,8 +327,8 @@ class OfWidened(Recipe):
 
     def _attached(self, x: Tensor, reader: str) -> Tensor | None:
         norm, layer, activation = self._norm, self.layer, self._activation
-        looked = guard.look(layer, x, None, (*activation, False))
-        decision = guard.learnt(layer, looked, lambda: measuring.measure(layer, x, None, activation))
+        planned = guard.plan(layer, x, None, (*activation, False))
+        decision = guard.decided(layer, planned, lambda: measuring.measure(layer, x, None, activation))
         if not decision.trusted:
             return None
         settings = norm.settings._replace(verbatim=decision.verbatim).activating(activation)

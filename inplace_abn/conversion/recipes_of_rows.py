@@ -16,7 +16,7 @@ from inplace_abn.conversion.converted import Note
 from inplace_abn.conversion.formulas import Kind
 from inplace_abn.conversion.offered import stand
 from inplace_abn.conversion.recipes import OfCall
-from inplace_abn.guard.rows import figures
+from inplace_abn.guard.measuring import figures_of_rows
 from inplace_abn.settings import MAGNITUDE, Operands, Settings
 
 
@@ -69,10 +69,10 @@ class OfRows(OfCall):
         # As far as the guard looks at the rows before it measures.
         size = x.numel() // x.shape[-1], x.shape[-1]
         rows = torch.empty_strided(size, (0, 0), dtype=x.dtype, device=x.device, requires_grad=self.x.requires_grad)
-        looked = guard.look(layer, rows, None, (), kept.dtype)
+        planned = guard.plan(layer, rows, None, (), kept.dtype)
         with torch.no_grad(), _torch.unwatched():
             scale, offset = by_value(weight, bias)
-            decision = guard.learnt(layer, looked, lambda: figures(x, kept, scale, offset, settings))
+            decision = guard.decided(layer, planned, lambda: figures_of_rows(x, kept, scale, offset, settings))
             layer._past.note = Note(reader, decision.trusted, "" if decision.trusted else layer.why_untrusted)
             if not decision.trusted:
                 return None

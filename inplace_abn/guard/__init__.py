@@ -26,25 +26,26 @@ measured in that call.
 """
 
 from inplace_abn.guard import generations as generations
+from inplace_abn.guard.decisions import Plan as Plan
+from inplace_abn.guard.decisions import current_mode as current_mode
+from inplace_abn.guard.decisions import decide as decide
+from inplace_abn.guard.decisions import decided as decided
+from inplace_abn.guard.decisions import plan as plan
+from inplace_abn.guard.decisions import stays_untrusted as stays_untrusted
 from inplace_abn.guard.generations import happened_in_forward_pass as happened_in_forward_pass
 from inplace_abn.guard.generations import is_paused as is_paused
 from inplace_abn.guard.generations import now as now
 from inplace_abn.guard.generations import of_forward_pass as of_forward_pass
 from inplace_abn.guard.generations import paused as paused
-from inplace_abn.guard.layers import CALLS as CALLS
 from inplace_abn.guard.layers import CARRIED as CARRIED
 from inplace_abn.guard.layers import Guarded as Guarded
-from inplace_abn.guard.layers import Look as Look
 from inplace_abn.guard.layers import check_interval as check_interval
-from inplace_abn.guard.layers import decide as decide
 from inplace_abn.guard.layers import forget as forget
 from inplace_abn.guard.layers import give_up as give_up
 from inplace_abn.guard.layers import given_up as given_up
 from inplace_abn.guard.layers import is_noticed as is_noticed
 from inplace_abn.guard.layers import layers_called as layers_called
 from inplace_abn.guard.layers import layers_of as layers_of
-from inplace_abn.guard.layers import learnt as learnt
-from inplace_abn.guard.layers import look as look
 from inplace_abn.guard.layers import mode_of as mode_of
 from inplace_abn.guard.layers import modes_of as modes_of
 from inplace_abn.guard.layers import name as name
@@ -52,8 +53,7 @@ from inplace_abn.guard.layers import notice_writes as notice_writes
 from inplace_abn.guard.layers import renew as renew
 from inplace_abn.guard.layers import renew_if_written as renew_if_written
 from inplace_abn.guard.layers import set_guard as set_guard
-from inplace_abn.guard.layers import settled as settled
 from inplace_abn.guard.layers import slots as slots
-from inplace_abn.guard.layers import stays_untrusted as stays_untrusted
 from inplace_abn.guard.layers import strip as strip
+from inplace_abn.guard.modes import CALLS as CALLS
 from inplace_abn.guard.modes import Mode as Mode

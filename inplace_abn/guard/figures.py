@@ -1,4 +1,4 @@
-"""The figures by which the guard of recovery judges, and how large they may be."""
+"""The figures by which the guard of recovery judges, how large they may be, and which channels are saved for that."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from inplace_abn.guard.recovery import Errors
-from inplace_abn.settings import MAGNITUDE, Settings
+from inplace_abn.settings import MAGNITUDE, Channels, Settings
 
 
 class Threshold(NamedTuple):
@@ -37,6 +37,13 @@ of the number of values that are summed. Among many channels there is also alway
 """
 HYSTERESIS = 4.0
 _LARGEST_WEIGHT = 2.0**40
+MOST, MOST_AGAIN = 3 / 4, 1 / 2
+"""The largest share of channels that are saved. A layer with more is torch's, until there are no more than the second
+share."""
+_LEAST = 4.0
+"""The smallest magnitude of a weight, in units of eps, by which xhat is recovered."""
+_REACH = {torch.float16: 8.0}
+"""The largest |gamma| + |beta| of a channel that is saved. In float16 tags are a share of y instead of zeros."""
 
 
 class Table(NamedTuple):
@@ -112,3 +119,56 @@ def described(table: Table, ill: int, threshold: Threshold) -> str:
     text = f"error of dx {table.dx.sum(dim=1).max().sqrt().item():.2g}, of dweight {worst:.2g} in channel {channel}, "
     text += f"trusted up to {threshold.x:.2g} and {threshold.weight:.2g}"
     return f"{text}; {ill} of {table.weight.numel()} channels are ill"
+
+
+class Choice(NamedTuple):
+    """What is decided by the figures of a layer."""
+
+    trusted: bool
+    """Whether the layer may be in place."""
+    channels: Channels
+    """The channels whose xhat it then saves."""
+
+
+def chosen(table: Table, before: Channels, trusted: bool, threshold: Threshold, dtype: torch.dtype) -> Choice:
+    """What a layer saves with inputs of this dtype, by the largest figures of a generation.
+
+    A channel is ill if its figures are above the threshold, and well again below a quarter of it.
+
+    Args:
+        before, trusted: what was saved until now, and whether the layer was in place.
+    """
+    size = table.weight.numel()
+    was = torch.zeros(size, dtype=torch.bool, device="cpu")
+    was[list(before.numbers)] = True
+    room = torch.where(was, HYSTERESIS, 1.0)
+    ill = (room * table.weight > threshold.weight) | (table.least < _LEAST * room)
+    if HYSTERESIS * _error(table, ill) > threshold.x:
+        ill |= was
+    largest = threshold.x if trusted else threshold.x / HYSTERESIS
+    if _error(table, ill) > largest:
+        ill[_causes(table, ill, largest / HYSTERESIS)] = True
+    numbers = ill.nonzero().flatten().tolist()
+    is_trusted = len(numbers) <= (MOST if trusted else MOST_AGAIN) * size and is_in_reach(table.reach[ill], dtype)
+    return Choice(is_trusted, Channels(numbers, size))
+
+
+def is_in_reach(reach: Tensor, dtype: torch.dtype) -> bool:
+    return dtype not in _REACH or not (reach > _REACH[dtype]).any().item()
+
+
+def _error(table: Table, ill: Tensor) -> float:
+    """The error of dx over the layer if xhat of these channels is known."""
+    error: float = table.dx[:, ~ill].sum(dim=1).max().sqrt().item()
+    return error
+
+
+def _causes(table: Table, ill: Tensor, largest: float) -> Tensor:
+    """The fewest of the other channels that must be known, too, for the error to be small enough."""
+    well = (~ill).nonzero().flatten()
+    well = well[table.dx[:, well].amax(dim=0).argsort(descending=True)]
+    # What remains after the first, the first two ... of them.
+    remaining = table.dx[:, well].flip(1).cumsum(dim=1).flip(1)[:, 1:].amax(dim=0)
+    remaining = torch.cat([remaining, remaining.new_zeros(1)])
+    enough = (remaining <= largest**2).nonzero().flatten().tolist()
+    return well[: enough[0] + 1] if enough else well

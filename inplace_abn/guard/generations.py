@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from inplace_abn import _torch
-from inplace_abn.guard.modes import watchers
+from inplace_abn.guard.writes import watchers
 
 _T = TypeVar("_T")
 
@@ -42,7 +42,7 @@ _changed: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 generation."""
 
 
-def note_change(module: Any = None) -> None:
+def mark_changed(module: Any = None) -> None:
     """Something was measured, or seen, that a module does differently in the next generation."""
     global changed_at
     changed_at = current
@@ -50,7 +50,7 @@ def note_change(module: Any = None) -> None:
         _changed[module] = current
 
 
-def note_watched(module: Any) -> None:
+def mark_watched(module: Any) -> None:
     """A module is called in a watched step."""
     if _changed and _changed.get(module, current) < current:
         del _changed[module]
@@ -74,8 +74,8 @@ _of_checkpoints: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKe
 """What was true in the forward pass of each checkpoint."""
 
 
-def _noted() -> dict[str, Any] | None:
-    """What was noted of the checkpoint whose forward pass or recomputation runs; None outside of checkpoints."""
+def _of_checkpoint() -> dict[str, Any] | None:
+    """What was known of the checkpoint whose forward pass or recomputation runs; None outside of checkpoints."""
     hooks = _torch.top_saved_tensors_hooks(True)
     checkpoint = None if hooks is None else _torch.checkpoint_of(hooks)
     return None if checkpoint is None else _of_checkpoints.setdefault(checkpoint, {})
@@ -83,15 +83,15 @@ def _noted() -> dict[str, Any] | None:
 
 def of_forward_pass(name: str, value: _T) -> _T:
     """What is true now; in a checkpoint's recomputation what was true in its forward pass."""
-    noted = _noted()
-    found: _T = value if noted is None else noted.setdefault(name, value)
+    known = _of_checkpoint()
+    found: _T = value if known is None else known.setdefault(name, value)
     return found
 
 
 def happened_in_forward_pass(name: str) -> bool:
     """Whether this, which happens now, has happened in the forward pass, if a checkpoint computes it again."""
-    noted = _noted()
-    return noted is None or bool(noted.setdefault(name, not _torch.in_backward()))
+    known = _of_checkpoint()
+    return known is None or bool(known.setdefault(name, not _torch.in_backward()))
 
 
 def now() -> int:

@@ -1,34 +1,26 @@
-"""What each layer does in a call: it is measured, judged, and trusted or not (`inplace_abn.guard`)."""
+"""Guarded layers: what the guard stores on them, their names, and how they are set and reset."""
 
 from __future__ import annotations
 
 import itertools
-import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from inplace_abn import _torch
-from inplace_abn.guard import generations, measuring, verbatim
-from inplace_abn.guard.figures import THRESHOLDS, Table, Threshold, described, worst
-from inplace_abn.guard.modes import Decision, Follows, Mode, State
-from inplace_abn.settings import Channels, ChannelSlots, parameters
+from inplace_abn.guard import generations
+from inplace_abn.guard.modes import CALLS, Follows, Mode, State
+from inplace_abn.settings import ChannelSlots, parameters
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-ON_UNTRUSTED = ("fallback", "warn", "raise")
-CALLS = 8
-"""The largest number of calls that are measured in a generation. Without optimizer steps a generation never ends."""
 
+ON_UNTRUSTED = ("fallback", "warn", "raise")
 CARRIED = "_follows"
 """The attribute of a module that is no guarded layer itself, but carries one."""
-
-_logger = logging.getLogger("inplace_abn")
-_NONE = Channels()
 _revisions = itertools.count(1)
 _layers: weakref.WeakSet[Any] = weakref.WeakSet()
 """All guarded layers."""
@@ -88,11 +80,11 @@ class Guarded:
     @property
     def why_untrusted(self) -> str:
         """Why the module saves its input for backward, in words; empty if it runs in place."""
-        return "; ".join(dict.fromkeys(mode.why for mode in _modes(self) if mode.why))
+        return "; ".join(dict.fromkeys(mode.why for mode in modes_of(self) if mode.why))
 
     def shares_saved(self) -> dict[torch.dtype, float]:
         """The share of channels whose xhat is saved beside z now, by the dtype of inputs; 1 where the input is."""
-        last = {mode.dtype: mode.decisions[-1] for mode in _modes(self)}
+        last = {mode.dtype: mode.decisions[-1] for mode in modes_of(self)}
         return {dtype: 1.0 if not d.trusted else len(d.verbatim) / max(1, d.verbatim.size) for dtype, d in last.items()}
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], *rest: Any) -> None:
@@ -100,111 +92,23 @@ class Guarded:
         super()._load_from_state_dict(state_dict, *rest)  # type: ignore[misc]
 
 
-class Look(NamedTuple):
-    """What a layer does in a call."""
-
-    decision: Decision
-    mode: Mode | None = None
-    """What may learn from the call; None if nothing does."""
-    due: bool = False
-    """Whether the call is measured."""
-    decisive: bool = False
-    """Whether that measurement may change the mode in the same call."""
-
-    @property
-    def trusted(self) -> bool:
-        return self.decision.trusted
+def mode_of(module: Any, dtype: torch.dtype, follows: Follows = ()) -> Mode | None:
+    """What the module does where this follows; None if that never happened."""
+    return None if module._guard is None else module._guard.modes.get((dtype, follows))
 
 
-def _modes(module: Any) -> list[Mode]:
-    return [] if module._guard is None else [*module._guard.modes.values()]
-
-
-def settled(module: Any, dtype: torch.dtype, follows: Follows = ()) -> Mode | None:
-    """The mode if this call only has to do what was decided, as most calls."""
+def modes_of(module: Any, dtype: torch.dtype | None = None) -> list[Mode]:
+    """What the module does, whatever followed; where this dtype is kept, if one is given."""
     state: State | None = module._guard
-    mode = None if state is None else state.modes.get((dtype, follows))
-    if state is None or mode is None or _torch.top_saved_tensors_hooks(True) is not None:
-        return None
-    return mode if is_settled(module, state, mode) else None
-
-
-def is_settled(module: Any, state: State, mode: Mode) -> bool:
-    """Whether a call without saved-tensor hooks only has to do what was decided."""
-    if not state.writes.are_expected(module):
-        return False
-    at, interval = generations.current, module.guard_interval
-    if mode.settled_at == at:
-        return True
-    if generations.is_paused() or not interval or _is_due(mode, interval):
-        return False
-    return mode.goes_on(at)
-
-
-def _is_due(mode: Mode, interval: int) -> bool:
-    """Whether it is time to measure a layer again."""
-    return generations.has_passed(mode.measured_at, interval if interval < mode.gap else mode.gap)
-
-
-def look(
-    module: Any, x: Tensor, residual: Tensor | None, follows: Follows = (), dtype: torch.dtype | None = None
-) -> Look:
-    """What an in-place module does with this x in this generation.
-
-    Args:
-        module: a `Guarded` module.
-        x, residual: its arguments. They may be invalid, and are then not measured.
-        follows: what follows, if the module does not know it.
-        dtype: that of what is kept; by default that of x.
-    """
-    dtype = x.dtype if dtype is None else dtype
-    mode = settled(module, dtype, follows)
-    if mode is not None:
-        return Look(mode.decisions[-1], mode)
-    mode = mode_of(module, dtype, follows)
-    at, interval = generations.now(), module.guard_interval
-    if generations.is_paused():
-        return Look(Decision() if mode is None else mode.at(at))
-    # A checkpoint that saved nothing in its forward pass calls the layer again in backward.
-    is_recomputed = _torch.in_backward() and _torch.top_saved_tensors_hooks(True) is not None
-    if interval and not is_recomputed:
-        renew_if_written(module)
-    if mode is not None and at < mode.generation <= generations.current:
-        return Look(mode.at(at))
-    if mode is None or mode.generation != at:
-        measures = interval > 0 and (mode is None or mode.measured_at < 0 or _is_due(mode, interval))
-        judges = mode is not None and bool(mode.figures)
-        if (measures or judges) and not measuring.is_measurable(module, x, residual):
-            return Look(Decision() if mode is None else mode.decisions[-1])
-        mode = _begun(module, dtype, follows, at, measures)
-    decision = mode.decisions[-1]
-    if not decision.measures or (mode.measured_at == at and mode.calls >= CALLS):
-        mode.settled_at = at
-        return Look(decision, mode)
-    if not measuring.is_measurable(module, x, residual):
-        return Look(decision, mode)
-    first = mode.measured_at < 0
-    tensors = (x, *module.scale_and_offset(), residual)
-    recovers = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    is_repeated = mode.measured_at == at and _torch.in_backward()
-    return Look(decision, mode, recovers and not is_repeated, first)
-
-
-def _begun(module: Any, dtype: torch.dtype, follows: Follows, at: int, measures: bool) -> Mode:
-    """The mode, with a decision about a generation that it sees for the first time."""
-    mode = notice_writes(module).mode(dtype, follows)
-    mode.begin(at, measures)
-    if mode.figures:
-        _judge(module, mode, mode.take())
-    return mode
+    return [] if state is None else [mode for mode in state.modes.values() if dtype in (None, mode.dtype)]
 
 
 def notice_writes(module: Any) -> State:
     """The module's state, which notices writes to the weight and the bias from now on."""
     state: State | None = module._guard
-    if state is None or not state.writes.are_begun():
+    if state is None or not state.writes.are_entered():
         state = module.__dict__["_guard"] = state or State()
-        state.writes.take(module)
+        state.writes.updated(module)
     return state
 
 
@@ -214,7 +118,7 @@ def renew_if_written(module: Any) -> bool:
     What writes often is an optimizer that torch does not know. It counts as often as the guard measures.
     """
     state: State | None = module._guard
-    if state is None or state.writes.are_expected(module) or not state.writes.take(module):
+    if state is None or state.writes.is_unchanged(module) or not state.writes.updated(module):
         return False
     writes, interval = state.writes, module.guard_interval
     writes.count = 1 if generations.has_passed(writes.counted_at, interval) else writes.count + 1
@@ -224,29 +128,9 @@ def renew_if_written(module: Any) -> bool:
     for mode in state.modes.values():
         if not mode.decisions[-1].trusted:
             # Nobody has watched what reads its output in place.
-            generations.note_change(module)
+            generations.mark_changed(module)
         mode.renew()
     return True
-
-
-def take(module: Any, figures: Tensor, looked: Look) -> bool:
-    """Keeps measured figures for the next generation, and returns whether the module is trusted.
-
-    The host waits for the first measurement of a layer, which decides at once. A batch with infinities or NaN tells
-    nothing, so the next measurement is the first again.
-    """
-    mode = looked.mode
-    assert mode is not None
-    mode.keep(figures, waited=looked.decisive)
-    if looked.decisive:
-        found = mode.take()
-        _judge(module, mode, found)
-        if found[0].unknown:
-            mode.measured_at = -1
-        elif not mode.decisions[-1].trusted:
-            # Other calls of the generation are judged together with this one.
-            mode.figures.append((figures, None))
-    return mode.decisions[-1].trusted
 
 
 def name(module: Any) -> str:
@@ -278,115 +162,11 @@ def given_up(module: Any) -> tuple[int, str] | None:
     return None if module._guard is None else module._guard.given_up
 
 
-def decide(module: Any, x: Tensor, residual: Tensor | None) -> tuple[bool, Channels]:
-    """Whether an in-place module may run in place in this generation, on this x, and the channels that it then saves.
-
-    Arguments are those of `look`. Compiled code does not read the generation, because a compiler would make a new
-    program for each one.
-    """
-    if torch.compiler.is_compiling():
-        return bool(module._revision >= 0 and module._may_be_compiled_in_place(x.dtype)), _NONE
-    looked = look(module, x, residual)
-    decision = learnt(module, looked, lambda: measuring.measure(module, x, residual))
-    return decision.trusted, decision.verbatim
-
-
-def learnt(module: Any, looked: Look, measure: Callable[[], Tensor]) -> Decision:
-    """What a layer does in a call, after that was measured if it is due.
-
-    ``measure`` returns what `figures.packed` returns.
-    """
-    if looked.due:
-        assert looked.mode is not None
-        take(module, measure(), looked)
-        looked = looked._replace(decision=looked.mode.decisions[-1])
-    return _with_lost(module, looked).decision
-
-
-def stays_untrusted(module: Any, dtype: torch.dtype) -> bool:
-    """Whether the layer is not trusted, whatever of what it has seen follows, and nothing is to be measured."""
-    modes = modes_of(module, dtype)
-    return bool(modes) and all(
-        not mode.decisions[-1].trusted and settled(module, dtype, mode.follows) is mode for mode in modes
-    )
-
-
 def slots(module: Any) -> ChannelSlots | None:
     """The channels whose xhat compiled code of the module saves; None if there are none, and in eager mode."""
     if not torch.compiler.is_compiling() or not hasattr(module, "_saved_rows"):
         return None
     return ChannelSlots(module._saved_rows, module._saved_channels)
-
-
-def _with_lost(module: Any, looked: Look) -> Look:
-    """What a layer does in a call, if its weights of this very call are looked at (`verbatim.lost`)."""
-    decision, mode = looked.decision, looked.mode
-    if not decision.trusted:
-        return looked
-    found = verbatim.lost(module, decision.verbatim, None if mode is None else mode.dtype)
-    if found is None:
-        return looked
-    trusted, channels = found
-    changes: dict[str, Any] = {"trusted": trusted, "verbatim": channels if trusted else _NONE}
-    if mode is None:
-        return looked._replace(decision=decision._replace(**changes))
-    mode.change(**changes)
-    if not trusted:
-        mode.why = f"the weights of {len(channels)} of {channels.size} channels are nearly zero"
-        renew(module)
-        _tell(module, f"{mode.why}; it saves its input for backward, as torch does")
-    return looked._replace(decision=mode.decisions[-1])
-
-
-def _tell(module: Any, text: str) -> None:
-    """Says that a layer is torch's, or raises that it would be."""
-    if module.on_untrusted == "raise":
-        # The measurement is forgotten, so that the next call measures and raises, too.
-        forget(module)
-        raise RuntimeError(f"inplace_abn: {name(module)}: {text}")
-    _logger.log(logging.WARNING if module.on_untrusted == "warn" else logging.INFO, "%s: %s", name(module), text)
-
-
-def mode_of(module: Any, dtype: torch.dtype, follows: Follows = ()) -> Mode | None:
-    """What the module does where this follows; None if that never happened."""
-    return None if module._guard is None else module._guard.modes.get((dtype, follows))
-
-
-def modes_of(module: Any, dtype: torch.dtype | None = None) -> list[Mode]:
-    """What the module does, whatever followed; where this dtype is kept, if one is given."""
-    return [mode for mode in _modes(module) if dtype in (None, mode.dtype)]
-
-
-def _judge(module: Any, mode: Mode, found: list[Table]) -> None:
-    """Sets the mode by the figures of a generation. Those of batches with infinities or NaN say nothing."""
-    last, given = mode.decisions[-1], module.guard_threshold
-    threshold = THRESHOLDS[mode.dtype] if given is None else Threshold(given, given)
-    table = worst([figures for figures in found if not figures.unknown])
-    before = now = last.trusted
-    told = ""
-    if table is not None:
-        # Modes of users need not see these ops, which are on the host.
-        with torch.no_grad(), _torch.NoDispatch():
-            now, channels = verbatim.chosen(table, last.verbatim, before, threshold, mode.dtype)
-            told = described(table, len(channels), threshold)
-        if now and channels != last.verbatim:
-            mode.change(verbatim=channels)
-    # A mode that was renewed is trusted, although other things were said of it.
-    was_told = not mode.why
-    if not now and told:
-        mode.why = f"its input is not recoverable: {told}"
-    if now == before == was_told:
-        return
-    kind = str(mode.dtype).removeprefix("torch.")
-    if not now and (was_told or module.on_untrusted == "raise"):
-        text = f"its input is not recoverable from its output ({told}); "
-        _tell(module, f"{text}it saves its input for backward in {kind}, as torch does")
-    if now:
-        mode.why = ""
-    mode.change(trusted=now)
-    renew(module)
-    if now and not was_told:
-        _logger.info("%s: its input is recoverable again (%s); it runs in place in %s", name(module), told, kind)
 
 
 def layers_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -453,7 +233,7 @@ def check_interval(interval: int) -> None:
 
 def forget(module: Any) -> None:
     """Forgets what was measured. The next measurement of the module is its first again."""
-    generations.note_change()
+    generations.mark_changed()
     module.__dict__.pop("_guard", None)
     renew(module)
 

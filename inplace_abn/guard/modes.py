@@ -1,12 +1,10 @@
-"""What the guard (`inplace_abn.guard`) knows of a layer: what it does in which generation, and who wrote to its weight.
+"""What a layer does in which generation (`inplace_abn.guard`).
 
 Everything is known by the dtype of what is kept, and by what follows, because recovery depends on these.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -14,8 +12,11 @@ import torch
 from torch import Tensor
 
 from inplace_abn.guard.figures import Table, fetched, unpacked
-from inplace_abn.settings import Channels, parameters
+from inplace_abn.guard.writes import Writes
+from inplace_abn.settings import Channels
 
+CALLS = 8
+"""The largest number of calls that are measured in a generation. Without optimizer steps a generation never ends."""
 _REMEMBERED = 8
 """The number of decisions that are remembered for recomputations."""
 
@@ -47,7 +48,7 @@ class Mode:
     decisions: list[Decision]
     generation: int = -1
     """The latest generation that was decided about."""
-    settled_at: int = -1
+    decided_at: int = -1
     """The generation whose calls are not measured, or not any more."""
     measured_at: int = -1
     gap: int = 1
@@ -68,14 +69,14 @@ class Mode:
         """Changes the decision, from this generation on."""
         last = self.decisions[-1]
         decision = last._replace(**changes)
-        self.settled_at = -1
+        self.decided_at = -1
         if decision == last:
             return
         if last.since == self.generation:
             self.decisions.pop()
         self.decisions = [*self.decisions[1 - _REMEMBERED :], decision._replace(since=self.generation)]
 
-    def goes_on(self, generation: int) -> bool:
+    def continues(self, generation: int) -> bool:
         """Whether the last decision holds in a new generation in which nothing is measured or judged.
 
         If so, the generation has begun.
@@ -83,15 +84,15 @@ class Mode:
         last = self.decisions[-1]
         if last.measures or self.figures or self.measured_at < 0:
             return False
-        self.generation = self.settled_at = generation
+        self.generation = self.decided_at = generation
         return True
 
-    def begin(self, generation: int, measures: bool) -> None:
+    def enter(self, generation: int, measures: bool) -> None:
         """Decides about a generation."""
         self.generation = generation
         self.change(measures=measures)
 
-    def keep(self, figures: Tensor, waited: bool) -> None:
+    def record(self, figures: Tensor, waited: bool) -> None:
         """Keeps the figures of a call, and drops those of earlier generations."""
         if self.measured_at != self.generation:
             if self.measured_at >= 0:
@@ -100,7 +101,7 @@ class Mode:
         self.calls += 1
         self.figures.append((figures, None) if waited else fetched(figures))
 
-    def take(self) -> list[Table]:
+    def collected(self) -> list[Table]:
         """The figures that were kept and not taken yet. Waits for the device."""
         self._wait()
         found, self.figures = self.figures, []
@@ -121,7 +122,7 @@ class Mode:
         self._wait()
         figures = [(figures, None) for figures, _ in self.figures]
         last = self.decisions[-1]._replace(since=-1)
-        changed: dict[str, Any] = {"generation": -1, "settled_at": -1, "decisions": [last], "figures": figures}
+        changed: dict[str, Any] = {"generation": -1, "decided_at": -1, "decisions": [last], "figures": figures}
         return None, {name: getattr(self, name) for name in self.__slots__} | changed
 
 
@@ -130,7 +131,7 @@ class State:
     """What the guard knows of a layer."""
 
     modes: dict[tuple[torch.dtype, Follows], Mode] = field(default_factory=dict)
-    writes: Writes = field(default_factory=lambda: Writes())
+    writes: Writes = field(default_factory=Writes)
     given_up: tuple[int, str] | None = None
     """The generation in which a converted norm was given up, and why: its output is read or written to."""
     noticed: bool = False
@@ -138,91 +139,3 @@ class State:
 
     def mode(self, dtype: torch.dtype, follows: Follows) -> Mode:
         return self.modes.setdefault((dtype, follows), Mode(dtype, follows, [Decision()]))
-
-
-class Writes:
-    """Notices who writes to a layer's weight and bias: an optimizer in its step, or somebody else.
-
-    Parameters are compared by identity and by their versions, which do not show writes to ``.data``.
-    """
-
-    __slots__ = ("__weakref__", "_bias", "_found", "_version", "_weight", "count", "counted_at")
-
-    def __init__(self, count: int = 0, found: bool = False) -> None:
-        self.count: int = count
-        """The number of times that somebody else wrote."""
-        self.counted_at: int = 0
-        """The generation of the last one."""
-        self._weight: Tensor | None = None
-        self._bias: Tensor | None = None
-        self._version: int | None = None
-        """The sum of both versions; None while it is not known what it should be."""
-        self._found = found
-        _watchers.add(weakref.ref(self, _watchers.discard))
-
-    def watches(self, ids: Container[int]) -> bool:
-        return id(self._weight) in ids or id(self._bias) in ids
-
-    def are_begun(self) -> bool:
-        """Whether the parameters of a layer are known."""
-        return self._weight is not None
-
-    def are_expected(self, module: Any) -> bool:
-        """Whether nobody wrote since the layer's last call, or since the last step of an optimizer."""
-        weight, bias = _kept(module)
-        if weight is None or self._weight is None:
-            return weight is self._weight
-        # A tensor that replaces one of them need not have a version.
-        if weight is not self._weight or bias is not self._bias:
-            return False
-        return (weight._version if bias is None else weight._version + bias._version) == self._version
-
-    def take(self, module: Any) -> bool:
-        """Whether somebody else wrote. From now on the present values are the expected ones."""
-        weight, bias = _kept(module)
-        found = self._found or (
-            self._weight is not None
-            and (weight is not self._weight or bias is not self._bias or self._version not in (None, self._sum()))
-        )
-        self._found, self._weight, self._bias = False, weight, bias
-        self._version = self._sum()
-        return found
-
-    def _sum(self) -> int:
-        weight, bias = self._weight, self._bias
-        return (0 if weight is None else weight._version) + (0 if bias is None else bias._version)
-
-    def before_step(self) -> None:
-        if self._version is not None:
-            self._found = self._found or self._version != self._sum()
-            self._version = None
-
-    def after_step(self) -> None:
-        if not self._found:
-            self._version = self._sum()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A copy watches its own parameters from its first call on, before which anybody may write to them."""
-        return Writes, (self.count, True)
-
-
-def _kept(module: Any) -> tuple[Tensor | None, Tensor | None]:
-    """The weight and the bias of a layer; None for one that is made for each call."""
-    held = module._parameters
-    if "weight" in held and "bias" in held:
-        return held["weight"], held["bias"]
-    if module.is_parametrized():
-        return None, None
-    weight, bias = parameters(module)
-    return None if weight is None or not weight.is_leaf else weight, None if bias is None or not bias.is_leaf else bias
-
-
-_watchers: set[weakref.ref[Writes]] = set()
-
-
-def watchers(optimizer: Any) -> list[Writes]:
-    """Those who watch parameters of an optimizer."""
-    ids = {id(t) for group in optimizer.param_groups for t in group["params"]} if _watchers else ()
-    # Another thread may add one.
-    found = [reference() for reference in tuple(_watchers)]
-    return [writes for writes in found if writes is not None and writes.watches(ids)]

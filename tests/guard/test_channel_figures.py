@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from inplace_abn import InPlaceABN, InPlaceGroupNorm, InPlaceInstanceNorm, reference
 from inplace_abn.activations import TYPICAL, activation_backward
-from inplace_abn.guard import figures, measuring, recovery, rows
+from inplace_abn.guard import figures, measuring, recovery
 from inplace_abn.kernels import ops
 from inplace_abn.settings import AT_LEAST_EPS, MAGNITUDE, Operands, Settings
 
@@ -183,15 +183,15 @@ def test_channels_of_rows(norm, monkeypatch):
     settings = Settings("identity", 0.0, EPS, MAGNITUDE, True, None, rows=norm)
     y = reference.normalised_rows(x.double(), weight.double(), bias.double(), norm, EPS).bfloat16()
     x = x.bfloat16()
-    packed = rows.figures(x, y, weight, bias, settings)
+    packed = measuring.figures_of_rows(x, y, weight, bias, settings)
     assert packed.shape == (7, 24)
     assert packed[0].isinf().nonzero().flatten().tolist() == [3]
     assert (packed[1:-2, [3, 5]] > 100 * packed[1:-2, 6:].amax(dim=1, keepdim=True)).all()
-    monkeypatch.setattr(rows, "PIECE", 100)
-    torch.testing.assert_close(rows.figures(x, y, weight, bias, settings), packed, rtol=1e-9, atol=0)
+    monkeypatch.setattr(measuring, "PIECE", 100)
+    torch.testing.assert_close(measuring.figures_of_rows(x, y, weight, bias, settings), packed, rtol=1e-9, atol=0)
 
 
 def test_a_measurement_of_rows_takes_at_most_4_mib():
     x, weight, bias = torch.randn(8, 196, 768), torch.ones(768), torch.zeros(768)
     y, settings = F.layer_norm(x, (768,)), Settings("identity", 0.0, EPS, MAGNITUDE, True, None, rows=reference.LAYER)
-    assert peak(lambda: rows.figures(x, y, weight, bias, settings)) <= 4 << 20
+    assert peak(lambda: measuring.figures_of_rows(x, y, weight, bias, settings)) <= 4 << 20

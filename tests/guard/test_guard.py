@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from inplace_abn import ABN, InPlaceABN, guard, set_guard
-from inplace_abn.guard import figures, measuring, verbatim
+from inplace_abn.guard import figures, measuring
 from inplace_abn.settings import Channels
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
@@ -196,7 +196,7 @@ def table(**changes):
 def choose(found, x, weight=None, before=(), trusted=True, dtype=torch.float32):
     """What is chosen with these thresholds: whether the layer is in place, and what it saves."""
     threshold = figures.Threshold(x, x if weight is None else weight)
-    choice = verbatim.chosen(found, Channels(before, 4 if before else 0), trusted, threshold, dtype)
+    choice = figures.chosen(found, Channels(before, 4 if before else 0), trusted, threshold, dtype)
     return choice.trusted, choice.channels.numbers
 
 

@@ -51,7 +51,7 @@ def test_a_generation_that_never_ends_is_measured_a_few_times():
     for _ in range(3 * guard.CALLS):
         module(torch.randn(8, 8, 4, 4).requires_grad_() * 1)
     assert the_mode(module).calls == guard.CALLS
-    assert len(the_mode(module).take()) < guard.CALLS
+    assert len(the_mode(module).collected()) < guard.CALLS
 
 
 def test_the_sample_is_of_all_images_and_of_all_places():

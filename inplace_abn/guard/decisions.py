@@ -1,0 +1,244 @@
+"""What a layer does in a call: it is measured, judged, and trusted or not (`inplace_abn.guard`)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from inplace_abn import _torch
+from inplace_abn.guard import generations, measuring
+from inplace_abn.guard.figures import MOST, THRESHOLDS, Choice, Table, Threshold, chosen, described, is_in_reach, worst
+from inplace_abn.guard.layers import forget, mode_of, modes_of, name, notice_writes, renew, renew_if_written
+from inplace_abn.guard.modes import CALLS, Decision, Follows, Mode, State
+from inplace_abn.kernels import ops
+from inplace_abn.settings import Channels
+
+_logger = logging.getLogger("inplace_abn")
+_NONE = Channels()
+
+
+class Plan(NamedTuple):
+    """What a layer does in a call."""
+
+    decision: Decision
+    mode: Mode | None = None
+    """What may learn from the call; None if nothing does."""
+    measures: bool = False
+    """Whether the call is measured."""
+    is_first: bool = False
+    """Whether that measurement may change the mode in the same call."""
+
+    @property
+    def trusted(self) -> bool:
+        return self.decision.trusted
+
+
+def current_mode(module: Any, dtype: torch.dtype, follows: Follows = ()) -> Mode | None:
+    """The mode if this call only has to do what was decided, as most calls."""
+    state: State | None = module._guard
+    mode = None if state is None else state.modes.get((dtype, follows))
+    if state is None or mode is None or _torch.top_saved_tensors_hooks(True) is not None:
+        return None
+    if not state.writes.is_unchanged(module):
+        return None
+    at, interval = generations.current, module.guard_interval
+    if mode.decided_at == at:
+        return mode
+    if generations.is_paused() or not interval or _is_due(mode, interval):
+        return None
+    return mode if mode.continues(at) else None
+
+
+def _is_due(mode: Mode, interval: int) -> bool:
+    """Whether it is time to measure a layer again."""
+    return generations.has_passed(mode.measured_at, interval if interval < mode.gap else mode.gap)
+
+
+def plan(
+    module: Any, x: Tensor, residual: Tensor | None, follows: Follows = (), dtype: torch.dtype | None = None
+) -> Plan:
+    """What an in-place module does with this x in this generation.
+
+    Args:
+        module: a `Guarded` module.
+        x, residual: its arguments. They may be invalid, and are then not measured.
+        follows: what follows, if the module does not know it.
+        dtype: that of what is kept; by default that of x.
+    """
+    dtype = x.dtype if dtype is None else dtype
+    mode = current_mode(module, dtype, follows)
+    if mode is not None:
+        return Plan(mode.decisions[-1], mode)
+    mode = mode_of(module, dtype, follows)
+    at, interval = generations.now(), module.guard_interval
+    if generations.is_paused():
+        return Plan(Decision() if mode is None else mode.at(at))
+    # A checkpoint that saved nothing in its forward pass calls the layer again in backward.
+    is_recomputed = _torch.in_backward() and _torch.top_saved_tensors_hooks(True) is not None
+    if interval and not is_recomputed:
+        renew_if_written(module)
+    if mode is not None and at < mode.generation <= generations.current:
+        return Plan(mode.at(at))
+    if mode is None or mode.generation != at:
+        measures = interval > 0 and (mode is None or mode.measured_at < 0 or _is_due(mode, interval))
+        judges = mode is not None and bool(mode.figures)
+        if (measures or judges) and not measuring.is_measurable(module, x, residual):
+            return Plan(Decision() if mode is None else mode.decisions[-1])
+        mode = _entered(module, dtype, follows, at, measures)
+    decision = mode.decisions[-1]
+    if not decision.measures or (mode.measured_at == at and mode.calls >= CALLS):
+        mode.decided_at = at
+        return Plan(decision, mode)
+    if not measuring.is_measurable(module, x, residual):
+        return Plan(decision, mode)
+    first = mode.measured_at < 0
+    tensors = (x, *module.scale_and_offset(), residual)
+    recovers = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    is_repeated = mode.measured_at == at and _torch.in_backward()
+    return Plan(decision, mode, recovers and not is_repeated, first)
+
+
+def _entered(module: Any, dtype: torch.dtype, follows: Follows, at: int, measures: bool) -> Mode:
+    """The mode, with a decision about a generation that it sees for the first time."""
+    mode = notice_writes(module).mode(dtype, follows)
+    mode.enter(at, measures)
+    if mode.figures:
+        _judge(module, mode, mode.collected())
+    return mode
+
+
+def record(module: Any, figures: Tensor, planned: Plan) -> bool:
+    """Keeps measured figures for the next generation, and returns whether the module is trusted.
+
+    The host waits for the first measurement of a layer, which decides at once. A batch with infinities or NaN tells
+    nothing, so the next measurement is the first again.
+    """
+    mode = planned.mode
+    assert mode is not None
+    mode.record(figures, waited=planned.is_first)
+    if planned.is_first:
+        found = mode.collected()
+        _judge(module, mode, found)
+        if found[0].unknown:
+            mode.measured_at = -1
+        elif not mode.decisions[-1].trusted:
+            # Other calls of the generation are judged together with this one.
+            mode.figures.append((figures, None))
+    return mode.decisions[-1].trusted
+
+
+def decide(module: Any, x: Tensor, residual: Tensor | None) -> tuple[bool, Channels]:
+    """Whether an in-place module may run in place in this generation, on this x, and the channels that it then saves.
+
+    Arguments are those of `plan`. Compiled code does not read the generation, because a compiler would make a new
+    program for each one.
+    """
+    if torch.compiler.is_compiling():
+        return bool(module._revision >= 0 and module._may_be_compiled_in_place(x.dtype)), _NONE
+    planned = plan(module, x, residual)
+    decision = decided(module, planned, lambda: measuring.measure(module, x, residual))
+    return decision.trusted, decision.verbatim
+
+
+def decided(module: Any, planned: Plan, measure: Callable[[], Tensor]) -> Decision:
+    """What a layer does in a call, after that was measured if it is due.
+
+    ``measure`` returns what `figures.packed` returns.
+    """
+    if planned.measures:
+        assert planned.mode is not None
+        record(module, measure(), planned)
+        planned = planned._replace(decision=planned.mode.decisions[-1])
+    return _with_lost(module, planned).decision
+
+
+def stays_untrusted(module: Any, dtype: torch.dtype) -> bool:
+    """Whether the layer is not trusted, whatever of what it has seen follows, and nothing is to be measured."""
+    modes = modes_of(module, dtype)
+    return bool(modes) and all(
+        not mode.decisions[-1].trusted and current_mode(module, dtype, mode.follows) is mode for mode in modes
+    )
+
+
+def _with_lost(module: Any, planned: Plan) -> Plan:
+    """What a layer does in a call, if its weights of this very call are planned at (`lost`)."""
+    decision, mode = planned.decision, planned.mode
+    if not decision.trusted:
+        return planned
+    found = lost(module, decision.verbatim, None if mode is None else mode.dtype)
+    if found is None:
+        return planned
+    trusted, channels = found
+    changes: dict[str, Any] = {"trusted": trusted, "verbatim": channels if trusted else _NONE}
+    if mode is None:
+        return planned._replace(decision=decision._replace(**changes))
+    mode.change(**changes)
+    if not trusted:
+        mode.why = f"the weights of {len(channels)} of {channels.size} channels are nearly zero"
+        renew(module)
+        _say_untrusted(module, f"{mode.why}; it saves its input for backward, as torch does")
+    return planned._replace(decision=mode.decisions[-1])
+
+
+def lost(module: Any, saved: Channels, dtype: torch.dtype | None) -> Choice | None:
+    """What to do if a weight on the CPU is nearly zero and its channel is not saved; None if none is.
+
+    Whatever has written to the weight, its channel would be lost in this very call.
+    """
+    weight, bias = module.scale_and_offset()
+    if type(weight) not in (nn.Parameter, Tensor) or not weight.is_cpu:
+        return None
+    if _torch.transforms_active() or _torch.tracing_state() is not None:
+        return None
+    with torch.no_grad(), _torch.unwatched():
+        if not ops.run(ops.has_lost, [], weight, module.least_weight, saved.rows(weight.device)):
+            return None
+        near = ~(weight.abs() >= module.least_weight)
+        channels = Channels(sorted({*saved.numbers, *near.nonzero().flatten().tolist()}), weight.numel())
+        can_be_saved = dtype is None or bias is None or is_in_reach(bias[near].abs(), dtype)
+    return Choice(len(channels) <= MOST * channels.size and can_be_saved, channels)
+
+
+def _say_untrusted(module: Any, text: str) -> None:
+    """Says that a layer is torch's, or raises that it would be."""
+    if module.on_untrusted == "raise":
+        # The measurement is forgotten, so that the next call measures and raises, too.
+        forget(module)
+        raise RuntimeError(f"inplace_abn: {name(module)}: {text}")
+    _logger.log(logging.WARNING if module.on_untrusted == "warn" else logging.INFO, "%s: %s", name(module), text)
+
+
+def _judge(module: Any, mode: Mode, found: list[Table]) -> None:
+    """Sets the mode by the figures of a generation. Those of batches with infinities or NaN say nothing."""
+    last, given = mode.decisions[-1], module.guard_threshold
+    threshold = THRESHOLDS[mode.dtype] if given is None else Threshold(given, given)
+    table = worst([figures for figures in found if not figures.unknown])
+    before = now = last.trusted
+    error = ""
+    if table is not None:
+        # Modes of users need not see these ops, which are on the host.
+        with torch.no_grad(), _torch.NoDispatch():
+            now, channels = chosen(table, last.verbatim, before, threshold, mode.dtype)
+            error = described(table, len(channels), threshold)
+        if now and channels != last.verbatim:
+            mode.change(verbatim=channels)
+    # A mode that was renewed is trusted, although other things were said of it.
+    was_trusted = not mode.why
+    if not now and error:
+        mode.why = f"its input is not recoverable: {error}"
+    if now == before == was_trusted:
+        return
+    kind = str(mode.dtype).removeprefix("torch.")
+    if not now and (was_trusted or module.on_untrusted == "raise"):
+        text = f"its input is not recoverable from its output ({error}); "
+        _say_untrusted(module, f"{text}it saves its input for backward in {kind}, as torch does")
+    if now:
+        mode.why = ""
+    mode.change(trusted=now)
+    renew(module)
+    if now and not was_trusted:
+        _logger.info("%s: its input is recoverable again (%s); it runs in place in %s", name(module), error, kind)
