@@ -74,7 +74,7 @@ _ONLY_TOGETHER = frozenset({"add", "sub", "maximum", "fmax", "mm", "bmm"})
 matrix products are worth following."""
 
 
-class Seen(NamedTuple):
+class TensorInfo(NamedTuple):
     """What is known of a tensor, without holding the tensor."""
 
     storage: int
@@ -88,7 +88,7 @@ class Op(NamedTuple):
 
     name: str
     """The op's name, without namespace, overload, the underscore of ops in place, and the prefix of ops on lists."""
-    tensors: tuple[Seen, ...]
+    tensors: tuple[TensorInfo, ...]
     values: dict[str, Any]
     """Arguments that are no tensors, by name, with defaults."""
     writes: frozenset[int]
@@ -98,21 +98,21 @@ def storage_of(t: Tensor) -> int:
     return _torch.storage_key(t.untyped_storage())
 
 
-def seen(t: Tensor) -> Seen:
-    return Seen(storage_of(t), t.dtype, t.numel() * t.element_size() == t.untyped_storage().nbytes())
+def info_of(t: Tensor) -> TensorInfo:
+    return TensorInfo(storage_of(t), t.dtype, t.numel() * t.element_size() == t.untyped_storage().nbytes())
 
 
 def op_of(function: _torch.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Op:
     """A call of ``function`` with tensors, or with what stands for them in ``args``."""
     schema = _torch.schema_of(function)
-    tensors: list[Seen] = []
+    tensors: list[TensorInfo] = []
     values: dict[str, Any] = {}
     writes: set[int] = set()
     for i, argument in enumerate(schema.arguments):
         value = args[i] if i < len(args) else kwargs.get(argument.name, argument.default_value)
         given = list(tensors_in(value))
         # Sparse tensors have no storage, and no tags.
-        found = [seen(t) for t in given if t.layout is torch.strided]
+        found = [info_of(t) for t in given if t.layout is torch.strided]
         tensors += found
         if not given:
             values[argument.name] = value
@@ -183,7 +183,7 @@ class Follower:
             return least is not None and least < 0
         return name == "clamp_max" or name in _KEEPING
 
-    def follow(self, op: Op, results: Collection[Seen]) -> None:
+    def follow(self, op: Op, results: Collection[TensorInfo]) -> None:
         """Notes which results of the op have tags, or were chosen by them."""
         sources = {s: sign for t in op.tensors for s, sign in self.tagged.get(t.storage, {}).items()}
         if op.name in _TURNING:

@@ -52,15 +52,15 @@ class Readers:
     """Finds readers that would notice a tag in the forward part of the graph, as the watch of eager steps does."""
 
     def __init__(self, graph: fx.Graph) -> None:
-        self._ops: list[tuple[fx.Node, tags.Op, list[tags.Seen]]] = []
+        self._ops: list[tuple[fx.Node, tags.Op, list[tags.TensorInfo]]] = []
         self._outputs: set[int] = set()
         for node in graph.nodes:
             if node.op == "output":
                 nodes = [n for n in tree_leaves(node.args) if isinstance(n, fx.Node) and not is_backward(n)]
-                self._outputs.update(seen.storage for n in nodes for seen in _seen(n))
+                self._outputs.update(info.storage for n in nodes for info in _infos(n))
             elif isinstance(node.target, _torch.OpOverload) and not is_backward(node):
                 args, kwargs = tree_map_only(fx.Node, lambda n: n.meta.get("val"), (node.args, node.kwargs))
-                self._ops.append((node, tags.op_of(node.target, args, kwargs), _seen(node)))
+                self._ops.append((node, tags.op_of(node.target, args, kwargs), _infos(node)))
 
     def reads_tags(self, z: fx.Node, activation: str, param: float) -> bool:
         """Whether an op of the forward pass would notice the tags in an activation's result."""
@@ -68,8 +68,8 @@ class Readers:
         if not sign:
             return False
         follower = tags.Follower()
-        (seen,) = _seen(z)
-        follower.add(seen.storage, z, sign)
+        (info,) = _infos(z)
+        follower.add(info.storage, z, sign)
         start = next(i for i, (node, *_) in enumerate(self._ops) if node is z)
         for _, op, results in self._ops[start + 1 :]:
             if follower.readings(op):
@@ -78,8 +78,8 @@ class Readers:
         return bool(follower.chosen.keys() & self._outputs)
 
 
-def _seen(node: Any) -> list[tags.Seen]:
-    return [tags.seen(t) for t in tree_leaves(node.meta.get("val")) if isinstance(t, Tensor)]
+def _infos(node: Any) -> list[tags.TensorInfo]:
+    return [tags.info_of(t) for t in tree_leaves(node.meta.get("val")) if isinstance(t, Tensor)]
 
 
 class Search:

@@ -21,9 +21,9 @@ from inplace_abn.activations import activation_of_op, gains
 from inplace_abn.autograd import nodes
 from inplace_abn.autograd.backward import Values
 from inplace_abn.compiling import alone, joint
-from inplace_abn.conversion import watch
-from inplace_abn.conversion.converted import Converted, Note, has_standard_strides, may_have_node
-from inplace_abn.conversion.offered import Offered, settled
+from inplace_abn.conversion import observed
+from inplace_abn.conversion.converted import Converted, Outcome, has_standard_strides, may_have_node
+from inplace_abn.conversion.offered import Offered, plain
 from inplace_abn.conversion.recipes import OfNorm
 from inplace_abn.conversion.results import offer_result
 from inplace_abn.guard.figures import THRESHOLDS
@@ -35,7 +35,7 @@ _EPS = 1e-30
 """With a variance of one this eps is nothing, in every dtype."""
 _LONG = 128
 """The length from which planes are worth statistics of their own."""
-OF_NORM = Note("", False, "it is part of the norm before it")
+OF_NORM = Outcome("", False, "it is part of the norm before it")
 """What an activation did that was fused with a norm."""
 
 
@@ -52,12 +52,12 @@ class ActivationAlone(Converted):
 
         ``follows`` is what the report says of it.
         """
-        self._note_watch()
-        follows_norm = guard.of_forward_pass(f"follows {id(self)}", self._past.follows_norm)
+        self._remember_watch()
+        follows_norm = guard.of_forward_pass(f"follows {id(self)}", self._record.follows_norm)
         if follows_norm or self._is_given_up():
             return None
         if activation is None or not _is_suitable(x, activation):
-            self._past.note = Note(why=_NOT_APPLIED if activation is None else _UNSUITABLE)
+            self._record.outcome = Outcome(why=_NOT_APPLIED if activation is None else _UNSUITABLE)
             return None
         nodes.calibrate()
         # Planes of all samples, one after the other, are the fastest to walk.
@@ -71,23 +71,23 @@ class ActivationAlone(Converted):
         call = (x.detach().view(shape), mean, var, None, None, None, *settings.arithmetic(), True)
         ops.run(ops.forward_out, [written], *call, z=written)
         observer = self.observer()
-        saved = None if observer is None else observer.saved(z, activation, True)
+        saved = observer.saved(z, activation, True)
         z = nodes.attached(x, nodes.Result(z, saved), Operands(None, None), Values(None, None, var), settings)
-        if observer is None:
+        if observer is observed.NOBODY:
             offer_result(self, z, activation, True)
-            if not self._past.is_known:
+            if not self._record.is_known:
                 # The watch sees in the next step what follows.
                 guard.generations.mark_changed()
         else:
-            observer.note(watch.Result(self, *activation, True, is_alone=True, saved=saved), x, z, None)
-        self._past.is_known, self._past.note = True, Note(follows, in_place=True, why="")
+            observer.record(observed.Result(self, *activation, True, is_alone=True, saved=saved), x, z, None)
+        self._record.is_known, self._record.outcome = True, Outcome(follows, in_place=True, why="")
         return z
 
-    def noted(self, x: Tensor, z: Tensor, activation: tuple[str, float] | None) -> Tensor:
+    def watched(self, x: Tensor, z: Tensor, activation: tuple[str, float] | None) -> Tensor:
         """z as torch computes it."""
         watching = self._watch_without_gradients()
         if watching is not None and activation is not None:
-            watching.note_native_activation(self, activation, x, z)
+            watching.follow_native_activation(self, activation, x, z)
         return z
 
 
@@ -101,15 +101,15 @@ class InPlaceActivation(ActivationAlone):
         if isinstance(input, fx.Proxy):
             return as_leaf(self, input)
         if torch.compiler.is_compiling():
-            return super().forward(self._marked(settled(input)))  # type: ignore[misc, no-any-return]
+            return super().forward(self._marked(plain(input)))  # type: ignore[misc, no-any-return]
         if type(input) is Offered and type(input._recipe) is OfNorm:
             # If the norm is given up, what follows may be why, so this activation is then torch's as well.
-            self._past.note, self._past.follows_norm = OF_NORM, True
+            self._record.outcome, self._record.follows_norm = OF_NORM, True
             return super().forward(input)  # type: ignore[misc, no-any-return]
-        x, z, activation = settled(input), None, applied(self)
+        x, z, activation = plain(input), None, applied(self)
         if torch.is_grad_enabled():
             z = self.recoverable(x, activation)
-        return self.noted(x, super().forward(x), activation) if z is None else z  # type: ignore[misc]
+        return self.watched(x, super().forward(x), activation) if z is None else z  # type: ignore[misc]
 
     def _marked(self, x: Tensor) -> Tensor:
         """x for compilers, which see whether what follows keeps the result."""
@@ -127,7 +127,7 @@ class InPlaceActivation(ActivationAlone):
 
     def activations(self) -> set[str]:
         activation = applied(self)
-        return {activation[0]} if activation is not None and self._past.note.in_place else set()
+        return {activation[0]} if activation is not None and self._record.outcome.in_place else set()
 
 
 def applied(module: Any) -> tuple[str, float] | None:

@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from inplace_abn import _torch, guard
 from inplace_abn.activations import IDENTITY, gains
 from inplace_abn.autograd import scale
-from inplace_abn.conversion import watch
+from inplace_abn.conversion import observed, watch
 from inplace_abn.conversion.activations import ActivationAlone, qualified
-from inplace_abn.conversion.converted import Note, may_have_node
+from inplace_abn.conversion.converted import Outcome, may_have_node
 from inplace_abn.conversion.offered import Recipe, offer
 from inplace_abn.conversion.recognition import Activating, Adding
 from inplace_abn.conversion.scaled import PERMUTING, Origin, of_output
 
 _WITHOUT_GRADIENTS = "it was called without gradients only"
-_SCALED = Note("mul by a vector", in_place=True, why="")
+_SCALED = Outcome("mul by a vector", in_place=True, why="")
 
 
 class CalledActivation(ActivationAlone):
@@ -38,7 +38,7 @@ class CalledActivation(ActivationAlone):
     @property
     def is_called(self) -> bool:
         """Whether an activation was ever called with the module's output."""
-        return self._past.note != Note()
+        return self._record.outcome != Outcome()
 
     def activated(self, call: Activating, native: Callable[[], Tensor]) -> Tensor:
         """The result of the call. ``native`` computes it as torch does."""
@@ -46,9 +46,9 @@ class CalledActivation(ActivationAlone):
         if not gains(*activation):
             return native()
         if not self.is_called:
-            self._past.note = Note(call.activation, why=_WITHOUT_GRADIENTS)
+            self._record.outcome = Outcome(call.activation, why=_WITHOUT_GRADIENTS)
         z = self.recoverable(call.input, activation, call.activation) if torch.is_grad_enabled() else None
-        return self.noted(call.input, native(), activation) if z is None else z
+        return self.watched(call.input, native(), activation) if z is None else z
 
     def scaled(self, t: Tensor, origin: Origin, factor: Any, product: Callable[[], Tensor]) -> Tensor | None:
         """The product of ``t``, a linear layer's output, and a vector; None if it has to be torch's."""
@@ -56,27 +56,29 @@ class CalledActivation(ActivationAlone):
         if gamma is None or not may_have_node(t):
             return None
         if not self.is_called:
-            self._past.note = Note(_SCALED.follows, why=_WITHOUT_GRADIENTS)
+            self._record.outcome = Outcome(_SCALED.follows, why=_WITHOUT_GRADIENTS)
         if not torch.is_grad_enabled():
             return None
-        self._note_watch()
+        self._remember_watch()
         if self._is_given_up():
             return None
         with torch.no_grad():
             z = product().detach()
         z = scale.scaled(t, gamma, z, origin.linear, origin.back, origin.exchange)
-        observer = self.observer()
-        if observer is not None:
-            observer.note(watch.Result(self, *IDENTITY, is_writable=False, is_alone=True), t, z, None)
-        self._past.note = _SCALED
+        self.observer().record(observed.Result(self, *IDENTITY, is_writable=False, is_alone=True), t, z, None)
+        self._record.outcome = _SCALED
         return z
 
     def is_scaled(self) -> bool:
         """Whether the module's output was multiplied by a vector. A recomputation does what its forward pass did."""
-        return guard.of_forward_pass(f"scaled {id(self)}", self._past.note == _SCALED)
+        return guard.of_forward_pass(f"scaled {id(self)}", self._record.outcome == _SCALED)
 
     def activations(self) -> set[str]:
-        return {self._past.note.follows} if self._past.note.in_place and self._past.note != _SCALED else set()
+        return (
+            {self._record.outcome.follows}
+            if self._record.outcome.in_place and self._record.outcome != _SCALED
+            else set()
+        )
 
 
 class OfOutput(Recipe):

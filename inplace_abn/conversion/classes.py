@@ -164,7 +164,7 @@ def _forward_with_activation(base: type[nn.Module]) -> Callable[[Any, Tensor], T
             return base.forward(self, x)  # type: ignore[no-any-return]
         if y is None and not unwatched:
             # The norm alone is noted, and the activation is seen by the watch.
-            y = self._noted(of_norm.forward(self, x))
+            y = self._watched(of_norm.forward(self, x))
         return self.act(self.drop(self._native(x) if y is None else y))  # type: ignore[no-any-return]
 
     return forward

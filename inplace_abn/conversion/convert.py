@@ -85,12 +85,12 @@ def convert(
     if chosen:
         hooks.hook(model)
     activations = sum(classes.is_activation(module) for module in chosen.values())
-    told = _told(norms, sum(isinstance(module, Converted) for module in norms) - before, before)
-    _logger.info("%s%s", told, f", and {activations} activations" if activations else "")
+    summary = _summary(norms, sum(isinstance(module, Converted) for module in norms) - before, before)
+    _logger.info("%s%s", summary, f", and {activations} activations" if activations else "")
     return model
 
 
-def _told(found: list[nn.Module], converted: int, before: int) -> str:
+def _summary(found: list[nn.Module], converted: int, before: int) -> str:
     """What norms were found, in one line."""
     supported = [module for module in found if isinstance(module, classes.KINDS) or classes.is_norm_of_rows(module)]
     others = Counter(type(module).__name__ for module in found if module not in supported)

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from inplace_abn import _torch, guard
-from inplace_abn.conversion import watch
+from inplace_abn.conversion import observed, watch
 from inplace_abn.settings import DISABLED
 
 
-class Note(NamedTuple):
+class Outcome(NamedTuple):
     """What a module did in a call."""
 
     follows: str = ""
@@ -24,12 +24,12 @@ class Note(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Past:
+class Record:
     """What a converted module did in its last calls."""
 
     eps: float
     """The eps of the last call of a norm."""
-    note: Note = field(default_factory=Note)
+    outcome: Outcome = field(default_factory=Outcome)
     was_watched: bool = False
     """Whether the last forward pass was watched (`conversion.watch`)."""
     is_known: bool = False
@@ -40,28 +40,28 @@ class Past:
     """How a norm of rows computes, by what it is called with (`conversion.layer_norms`)."""
     bytes_saved: int | None = None
     """What the module saved in the last step in which that was measured."""
-    quick: tuple[Any, ...] | None = None
+    cpp_call: tuple[Any, ...] | None = None
     """What calls are like that the node in C++ makes: the dtype, eps and momentum."""
 
 
 class Converted(guard.Guarded):
     """The part that all converted modules have in common. It comes before the module's class before conversion."""
 
-    _past: Past
+    _record: Record
 
-    def observer(self) -> watch.Observer | None:
-        """What watches this call; None if nothing does."""
-        if not self._past.was_watched:
-            return None
+    def observer(self) -> observed.Observer:
+        """What watches this call."""
+        if not self._record.was_watched:
+            return observed.NOBODY
         repeated = _torch.in_backward()
         is_blind = repeated or _torch.top_saved_tensors_hooks(True) is not None
-        return watch.Observer(None if repeated else watch.current(), is_blind)
+        return observed.Observer(None if repeated else watch.current(), is_blind)
 
-    def _note_watch(self) -> None:
+    def _remember_watch(self) -> None:
         """Remembers whether this call is watched. A recomputation does what its forward pass did."""
-        watched = self._past.was_watched if _torch.in_backward() else watch.current() is not None
-        self._past.was_watched = guard.of_forward_pass("watched", watched)
-        if self._past.was_watched:
+        watched = self._record.was_watched if _torch.in_backward() else watch.current() is not None
+        self._record.was_watched = guard.of_forward_pass("watched", watched)
+        if self._record.was_watched:
             guard.generations.mark_watched(self)
 
     def _watch_without_gradients(self) -> watch.Watch | None:
@@ -70,7 +70,7 @@ class Converted(guard.Guarded):
         if torch.compiler.is_compiling() or torch.is_grad_enabled() or not module.training or _torch.in_backward():
             return None
         watching = watch.current()
-        self._past.was_watched = watching is not None
+        self._record.was_watched = watching is not None
         return watching
 
     def _is_given_up(self) -> bool:
@@ -81,42 +81,42 @@ class Converted(guard.Guarded):
         """
         found = guard.given_up(self)
         is_now = found is not None and (
-            not self._past.was_watched or found[0] < guard.now() or found[0] > guard.generations.current
+            not self._record.was_watched or found[0] < guard.now() or found[0] > guard.generations.current
         )
         # What is found after the forward pass of a checkpoint must not change the recomputation.
         return guard.of_forward_pass(f"given up {id(self)}", is_now)
 
-    def note(self) -> Note:
+    def outcome(self) -> Outcome:
         """What the module did in its last call in training, or does from the next step on if the watch gave it up."""
-        note, found = self._past.note, guard.given_up(self)
+        outcome, found = self._record.outcome, guard.given_up(self)
         if found is not None:
-            return note._replace(in_place=False, why=found[1])
-        return note if note.in_place or not self.why_untrusted else note._replace(why=self.why_untrusted)
+            return outcome._replace(in_place=False, why=found[1])
+        return outcome if outcome.in_place or not self.why_untrusted else outcome._replace(why=self.why_untrusted)
 
     @property
     def bytes_saved(self) -> int | None:
         """What the module saved in the last step in which that was measured."""
-        return self._past.bytes_saved
+        return self._record.bytes_saved
 
     def adopt(self, name: str) -> None:
         """Begins with what conversion stores on the module, which is called ``name`` in messages."""
-        self.__dict__.update(_guard_name=name, _past=Past(getattr(self, "eps", 0.0)))
+        self.__dict__.update(_guard_name=name, _record=Record(getattr(self, "eps", 0.0)))
         guard.renew(self)
 
     def forget(self) -> None:
         """Forgets what was measured and seen, as if the module had just been converted."""
         guard.forget(self)
-        self.__dict__["_past"] = Past(getattr(self, "eps", 0.0))
+        self.__dict__["_record"] = Record(getattr(self, "eps", 0.0))
 
     def release(self) -> None:
         """Removes what conversion has stored on the module. The class stays."""
         guard.strip(self)
-        self.__dict__.pop("_past", None)
+        self.__dict__.pop("_record", None)
 
     def extra_repr(self) -> str:
         text: str = super().extra_repr()  # type: ignore[misc]
-        note = self.note()
-        does = "in place" if note.in_place else f"not in place: {note.why}"
+        outcome = self.outcome()
+        does = "in place" if outcome.in_place else f"not in place: {outcome.why}"
         return f"{text}, {does}" if text else does
 
     def activations(self) -> set[str]:

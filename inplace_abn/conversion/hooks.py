@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from inplace_abn import _torch, guard
 from inplace_abn.conversion import called, watch
-from inplace_abn.conversion.offered import Offered, settled
+from inplace_abn.conversion.offered import Offered, plain
 from inplace_abn.guard import generations
 from inplace_abn.trial import tensors_in
 
@@ -97,9 +97,9 @@ def finish(model: nn.Module, args: Any, result: Any) -> Any:
     It is called after an exception, too, with None for the result.
     """
     if type(result) is Offered:
-        result = settled(result)
+        result = plain(result)
     elif type(result) is not Tensor:
-        result = torch.utils._pytree.tree_map_only(Offered, settled, result)
+        result = torch.utils._pytree.tree_map_only(Offered, plain, result)
     if watch.active:
         _end(model, result)
     return result
@@ -110,7 +110,7 @@ def _end(model: nn.Module, output: Any) -> None:
         called.listen_less(model)
         # A part's output may go where only plain tensors work, as in compiled code.
         for t in tensors_in(output):
-            settled(t)
+            plain(t)
 
 
 def hook(model: nn.Module) -> None:

@@ -17,10 +17,10 @@ from torch import Tensor, fx, nn
 from inplace_abn import _torch, guard, reference
 from inplace_abn.autograd import native, nodes
 from inplace_abn.compiling import norms, rows, trust
-from inplace_abn.conversion.converted import Converted, Note, may_have_node
+from inplace_abn.conversion.converted import Converted, Outcome, may_have_node
 from inplace_abn.conversion.formulas import ATTRIBUTES, Kind, key_of, kind_of, length
 from inplace_abn.conversion.offered import kept_by, offer
-from inplace_abn.conversion.recipes import UNSEEN
+from inplace_abn.conversion.recipes import UNREAD
 from inplace_abn.conversion.recipes_of_rows import OfRows, moved_axis, settings_of_rows
 from inplace_abn.guard.figures import THRESHOLDS
 from inplace_abn.kernels import ops
@@ -63,7 +63,7 @@ class ConvertedLayerNorm(Converted):
 
     def known_kind(self) -> Kind | None:
         """How the norm computes; None as long as it was not called."""
-        return next(filter(None, self._past.kinds.values()), None)
+        return next(filter(None, self._record.kinds.values()), None)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) != 1 or kwargs:
@@ -79,15 +79,15 @@ class ConvertedLayerNorm(Converted):
 
     def _offered(self, x: Tensor) -> Tensor | None:
         """The result, which is offered to what follows; None where it is not."""
-        self._note_watch()
+        self._remember_watch()
         if self._is_given_up():
             return None
         if not self._is_suitable(x):
-            self._past.note = Note(why=_UNSUITABLE)
+            self._record.outcome = Outcome(why=_UNSUITABLE)
             return None
         kind = self._kind(x)
         if kind is None:
-            self._past.note = Note(why=_UNKNOWN)
+            self._record.outcome = Outcome(why=_UNKNOWN)
             return None
         nodes.calibrate()
         weight, bias = parameters(self)
@@ -102,7 +102,7 @@ class ConvertedLayerNorm(Converted):
         y = y.detach()
         node = native.attached(None, y, moved, operands, (mean, rstd), settings_of_rows(self, kind))
         y = moved_axis(y, -1, kind.axis)
-        self._past.note = UNSEEN
+        self._record.outcome = UNREAD
         offer(y, OfRows(self, moved, operands, y, node, kind, rstd))
         return y
 
@@ -186,7 +186,7 @@ class ConvertedLayerNorm(Converted):
 
     def _kind(self, x: Tensor) -> Kind | None:
         """How the norm computes an input like x."""
-        kinds, key = self._past.kinds, key_of(self, x)
+        kinds, key = self._record.kinds, key_of(self, x)
         if key not in kinds and _torch.is_capturing(x):
             return None
         if key not in kinds:

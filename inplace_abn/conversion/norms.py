@@ -14,9 +14,9 @@ from inplace_abn.activations import IDENTITY
 from inplace_abn.autograd import checks, forward, native, nodes
 from inplace_abn.compiling import norms, trust
 from inplace_abn.conversion import watch
-from inplace_abn.conversion.converted import Converted, Note, has_standard_strides, may_have_node
+from inplace_abn.conversion.converted import Converted, Outcome, has_standard_strides, may_have_node
 from inplace_abn.conversion.offered import kept_by, offer
-from inplace_abn.conversion.recipes import UNSEEN, OfNorm
+from inplace_abn.conversion.recipes import UNREAD, OfNorm
 from inplace_abn.guard import measuring
 from inplace_abn.modules.abn import as_leaf
 from inplace_abn.settings import DISABLED, WEIGHT, Operands, Settings, counted_batches, parameters, running_statistics
@@ -48,20 +48,20 @@ class InPlaceNorm(Converted):
             return as_leaf(self, input)
         x = kept_by(input, "norm")
         y = self._normalised(x)
-        return self._noted(self._native(x)) if y is None else y
+        return self._watched(self._native(x)) if y is None else y
 
-    def _at_once(self, x: Any) -> Any:
+    def _in_cpp(self, x: Any) -> Any:
         """The norm's output by the node in C++, if the call is like an earlier one; None if Python has to look at it.
 
         The node looks at the tensors, and at what surrounds the call.
         """
-        past, module = self._past, self
-        if past.quick is None or past.was_watched or watch.active or not past.note.in_place:
+        record, module = self._record, self
+        if record.cpp_call is None or record.was_watched or watch.active or not record.outcome.in_place:
             return None
         # Compilers that are not Dynamo pass tensors of classes of their own.
         if type(x) is not Tensor or torch.compiler.is_dynamo_compiling() or self.is_parametrized():
             return None
-        dtype, eps, momentum = past.quick
+        dtype, eps, momentum = record.cpp_call
         held: Any = module
         if x.dtype is not dtype or held.eps is not eps or held.momentum is not momentum or not held.training:
             return None
@@ -73,19 +73,19 @@ class InPlaceNorm(Converted):
             statistics = *running_statistics(held), counted_batches(held)  # type: ignore[assignment]
         y = node.norm(x, *parameters(held), *statistics, momentum, eps, self.__dict__["_guard_name"])
         if y is not None:
-            offer(y, OfNorm.at_once(self))
+            offer(y, OfNorm.in_cpp(self))
         return y
 
-    def _noted(self, y: Tensor) -> Tensor:
+    def _watched(self, y: Tensor) -> Tensor:
         """y as torch computes it."""
         watching = self._watch_without_gradients()
         if watching is not None and guard.given_up(self) is None:
-            watching.note_native(self, y)
+            watching.follow_native(self, y)
         return y
 
     def _normalised(self, x: Tensor) -> Tensor | None:
         """The norm's output, which is offered; None where the norm does what it did before conversion."""
-        y = self._at_once(x)
+        y = self._in_cpp(x)
         if y is not None or not torch.is_grad_enabled() or self.is_parametrized():
             return y  # type: ignore[no-any-return]
         if torch.compiler.is_compiling():
@@ -95,20 +95,20 @@ class InPlaceNorm(Converted):
 
     def _offered(self, x: Tensor) -> Tensor | None:
         """The norm's output, which is offered to what follows; None as in `_normalised`."""
-        past = self._past
-        self._note_watch()
+        record = self._record
+        self._remember_watch()
         if self._is_given_up():
             return None
         module: Any = self
-        if module.eps != past.eps:
+        if module.eps != record.eps:
             # The figures are those of the old one.
             guard.forget(self)
-            past.eps = module.eps
+            record.eps = module.eps
         if not _may_be_offered(self, x):
-            past.note = Note(why="its input, its parameters or the mode of the call are not supported")
+            record.outcome = Outcome(why="its input, its parameters or the mode of the call are not supported")
             return None
         if guard.stays_untrusted(self, x.dtype):
-            past.note = past.note._replace(in_place=False, why=self.why_untrusted)
+            record.outcome = record.outcome._replace(in_place=False, why=self.why_untrusted)
             return None
         of_cast, x = x, self._laid_out(self._cast(x))
         module._check_input_dim(x)
@@ -127,12 +127,12 @@ class InPlaceNorm(Converted):
             operands.take_means(of_call)
         recipe = OfNorm(self, x, of_graph, y, node, statistics, settings)
         if self._is_simple(settings):
-            past.quick = x.dtype, module.eps, module.momentum
+            record.cpp_call = x.dtype, module.eps, module.momentum
         if of_cast.dtype != x.dtype:
             recipe.narrow = self._laid_out(of_cast).detach()
         # torch's instance norm returns a view, whose hooks a write leaves behind.
         y = y.view_as(y) if self.returns_view else y
-        past.note = UNSEEN
+        record.outcome = UNREAD
         offer(y, recipe)
         return y
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from inplace_abn import _torch
-from inplace_abn.conversion import watch
+from inplace_abn.conversion import observed, watch
 from inplace_abn.conversion.consumers import KEEPING, is_cast_for, kept
 from inplace_abn.conversion.recognition import IN_GRAPH, KNOWN, METADATA, NO_GRADIENT, SHOWING, Activating, Adding
 from inplace_abn.conversion.scaled import PRODUCTS, VIEWING
@@ -136,7 +136,7 @@ def offer(t: Any, recipe: Recipe) -> None:
         t.__class__ = Offered
 
 
-def settled(t: Any) -> Any:
+def plain(t: Any) -> Any:
     """The value as a plain tensor."""
     if type(t) is not Offered:
         return t
@@ -144,7 +144,7 @@ def settled(t: Any) -> Any:
         # Whoever asks for the gradient of the tensor itself is told that it lacks a part.
         with _torch.NoTorchFunction():
             return t.view_as(t)
-    return forgotten(t)
+    return made_plain(t)
 
 
 def kept_by(t: Any, reader: str) -> Tensor:
@@ -153,10 +153,10 @@ def kept_by(t: Any, reader: str) -> Tensor:
         recipe, t.__class__ = t._recipe, Tensor  # type: ignore[assignment]
         recipe.keep(t, reader)
         t.__class__ = Offered
-    return settled(t)  # type: ignore[no-any-return]
+    return plain(t)  # type: ignore[no-any-return]
 
 
-def forgotten(t: Any) -> Tensor:
+def made_plain(t: Any) -> Tensor:
     """Makes the tensor a plain one for ever."""
     t.__dict__.pop("_recipe", None)
     t.__class__ = Tensor
@@ -181,14 +181,14 @@ def _read(
         if recipe.is_result:
             results = [t for t in offered if recipes[id(t)].is_result]
             return _read_results(func, args, kwargs, results, offered, recipes)
-        watched = watched or recipe.layer._past.was_watched
+        watched = watched or recipe.layer._record.was_watched
     if func in _ASKING:
         _ask(func, offered, recipes)
         return native()
     if watched and _torch.in_compiled_function():
         # Compilers know plain tensors only.
         for t in offered:
-            watch.give_up(recipes[id(t)].layer, "compiled code reads its input")
+            observed.give_up(recipes[id(t)].layer, "compiled code reads its input")
             _spend(t, recipes)
         return native()
     result: Any = None
@@ -250,7 +250,7 @@ def _read_results(
 def _spend(t: Tensor, recipes: dict[int, Recipe]) -> None:
     """Makes the tensor a plain one, unless whoever asks for its gradient has to be told something."""
     if t.__dict__.get("_recipe") is recipes[id(t)] and not recipes[id(t)].lacks(t):
-        forgotten(t)
+        made_plain(t)
 
 
 def _cast(func: Any, t: Tensor, recipe: Recipe, reader: str) -> Tensor:

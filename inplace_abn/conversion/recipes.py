@@ -16,19 +16,19 @@ from inplace_abn import _torch, guard, reference
 from inplace_abn.activations import IDENTITY, find
 from inplace_abn.autograd import forward, native, nodes
 from inplace_abn.autograd.backward import Values, by_value
-from inplace_abn.conversion import watch
-from inplace_abn.conversion.converted import Note
-from inplace_abn.conversion.offered import Offered, Recipe, forgotten, kept_by, offer
+from inplace_abn.conversion import observed
+from inplace_abn.conversion.converted import Outcome
+from inplace_abn.conversion.offered import Offered, Recipe, kept_by, made_plain, offer
 from inplace_abn.conversion.recognition import Activating, Adding
 from inplace_abn.conversion.results import offer_result
 from inplace_abn.guard import measuring
 from inplace_abn.kernels import ops
 from inplace_abn.settings import DISABLED, WEIGHT, Channels, Operands, Settings
 
-UNSEEN = Note("code outside of torch's functions", False, "it cannot be seen what keeps its output")
+UNREAD = Outcome("code outside of torch's functions", False, "it cannot be seen what keeps its output")
 """What a norm did whose output nobody has read."""
 
-Seen = tuple[int, int, bool]
+TensorState = tuple[int, int, bool]
 """A tensor at the time of a call: its version, its address, and whether it requires grad.
 
 Whoever writes to it, or frees its memory, changes this. The address is zero for subclasses, which need not have memory
@@ -36,7 +36,7 @@ of their own.
 """
 
 
-def seen(t: Tensor | None) -> Seen:
+def state_of(t: Tensor | None) -> TensorState:
     """What the tensor is like now."""
     if type(t) is Offered:
         with _torch.NoTorchFunction():
@@ -44,7 +44,7 @@ def seen(t: Tensor | None) -> Seen:
     return _NOTHING if t is None else (t._version, t.data_ptr() if type(t) in _STORED else 0, t.requires_grad)
 
 
-_NOTHING: Seen = (0, 0, False)
+_NOTHING: TensorState = (0, 0, False)
 _STORED = (Tensor, torch.nn.Parameter)
 
 
@@ -52,14 +52,14 @@ class OfCall(Recipe):
     """The recipe of a layer's result: what it was called with."""
 
     residual: Tensor | None = None
-    _seen_residual: Seen = _NOTHING
+    _state_of_residual: TensorState = _NOTHING
     _summed: OfCall | None = None
     """The recipe of the norm's output, if this is one of a sum."""
 
     def __init__(self, layer: Any, x: Tensor, operands: Operands, y: Tensor, node: native.Keep | None) -> None:
         self.layer, self.x, self.operands, self._keep_node = layer, x, operands, node
         self._edge = x.grad_fn, x.output_nr
-        self._seen = seen(x), seen(operands.weight), seen(operands.bias)
+        self._states = state_of(x), state_of(operands.weight), state_of(operands.bias)
         self._hooks: Any = _torch.top_saved_tensors_hooks(True)
         self._version = y._version
 
@@ -68,7 +68,7 @@ class OfCall(Recipe):
 
     def not_kept(self, reader: str) -> None:
         if not self.is_left:
-            self.layer._past.note = Note(reader, False, "what follows does not keep its output for backward")
+            self.layer._record.outcome = Outcome(reader, False, "what follows does not keep its output for backward")
 
     def of_view(self, t: Tensor, func: Any, args: tuple[Any, ...]) -> Recipe | None:
         return None if self.residual is not None else OfView(self, t)
@@ -85,8 +85,8 @@ class OfCall(Recipe):
             torch.is_grad_enabled()
             and self._hooks == _torch.top_saved_tensors_hooks(True)
             and (x.grad_fn, x.output_nr) == self._edge
-            and (seen(x), seen(weight), seen(bias)) == self._seen
-            and seen(self.residual) == self._seen_residual
+            and (state_of(x), state_of(weight), state_of(bias)) == self._states
+            and state_of(self.residual) == self._state_of_residual
             and not (self._summed is not None and self._summed.is_asked)
             and not _torch.is_watched()
             and not DISABLED
@@ -137,7 +137,7 @@ class OfNorm(OfCall):
         self._base = y if layer.returns_view else None
 
     @classmethod
-    def at_once(cls, layer: Any) -> OfNorm:
+    def in_cpp(cls, layer: Any) -> OfNorm:
         """The recipe of an output that the node in C++ has made."""
         recipe = cls.__new__(cls)
         recipe.layer, recipe._is_loaded, recipe._version = layer, False, 0
@@ -162,19 +162,24 @@ class OfNorm(OfCall):
         self.statistics, self._is_loaded = tuple(statistics), True
         return True
 
-    def _settled(self, t: Tensor, what: tuple[Any, ...]) -> tuple[Any, Channels] | None:
+    def _cpp_and_channels(self, t: Tensor, what: tuple[Any, ...]) -> tuple[Any, Channels] | None:
         """The node in C++, if it may make what follows, and the channels whose xhat is saved; None otherwise."""
         residual, summed = self.residual, self._summed
         if self._is_loaded or self.is_left or type(residual) is Offered or (summed is not None and summed.is_asked):
             return None
         mode, cpp = guard.current_mode(self.layer, t.dtype, what), nodes.cpp
-        if mode is None or cpp is None or not mode.decisions[-1].trusted or seen(residual) != self._seen_residual:
+        if (
+            mode is None
+            or cpp is None
+            or not mode.decisions[-1].trusted
+            or state_of(residual) != self._state_of_residual
+        ):
             return None
         return cpp, mode.decisions[-1].verbatim
 
-    def _activated_at_once(self, t: Tensor, call: Activating) -> Tensor | None:
+    def _activated_in_cpp(self, t: Tensor, call: Activating) -> Tensor | None:
         what = call.activation, call.param, self.residual is not None
-        settled = self._settled(t, what)
+        settled = self._cpp_and_channels(t, what)
         if settled is None or (call.in_place and _is_hooked(t)):
             return None
         cpp, saved = settled
@@ -184,12 +189,12 @@ class OfNorm(OfCall):
         if z is None:
             return None
         if call.in_place:
-            forgotten(t)
+            made_plain(t)
         self.is_left = not call.in_place
         if self._summed is not None:
             self._summed.is_left = True
-        self.layer._past.note = _noted(call.activation, self.residual is not None)
-        offer_result(self.layer, z, what[:2], watch.is_writable(call.activation, call.in_place))
+        self.layer._record.outcome = _in_place_with(call.activation, self.residual is not None)
+        offer_result(self.layer, z, what[:2], observed.is_writable(call.activation, call.in_place))
         return z
 
     def adds(self, t: Tensor, other: Any, call: Adding) -> bool:
@@ -205,18 +210,18 @@ class OfNorm(OfCall):
     def of_sum(self, result: Tensor, residual: Any, call: Adding) -> Recipe:
         found = OfNorm.__new__(OfNorm)
         found.__dict__.update(self.__dict__)
-        found.residual, found._seen_residual, found._version = residual, seen(residual), result._version
+        found.residual, found._state_of_residual, found._version = residual, state_of(residual), result._version
         found._summed, found._operand = self, int(residual is not call.second)
         found._base = self._base if call.in_place else None
         return found
 
     def activated(self, t: Tensor, call: Activating, native: Callable[[], Tensor]) -> Tensor | None:
-        z = self._activated_at_once(t, call)
+        z = self._activated_in_cpp(t, call)
         if z is not None:
             return z
         if not self.is_open(t) or (call.in_place and (self.is_left or _is_hooked(t))):
             return None
-        activation, writable = (call.activation, call.param), watch.is_writable(call.activation, call.in_place)
+        activation, writable = (call.activation, call.param), observed.is_writable(call.activation, call.in_place)
         channels = self._decided(activation, "add, " * (self.residual is not None) + call.activation)
         if channels is None:
             return None
@@ -224,7 +229,7 @@ class OfNorm(OfCall):
         z = data if call.in_place else torch.empty_like(data)
         _activate(data, z, self.settings.activating(activation))
         if call.in_place:
-            forgotten(t)
+            made_plain(t)
             # A view has the place in the graph that its base has.
             z = t if self._base is None else self._base
             z.detach_()
@@ -232,37 +237,23 @@ class OfNorm(OfCall):
             self.is_left = True
         if self._summed is not None:
             self._summed.is_left = True
-        z = self._attached(z, activation, channels, writable)
+        z = self._kept(z, activation, channels, writable)
         if not call.in_place and self.narrow is not None and self.residual is None:
             offer(z, OfWidened(self, activation, z))
-        elif not self.layer._past.was_watched:
+        elif not self.layer._record.was_watched:
             offer_result(self.layer, z, activation, writable)
         return t if call.in_place else z
 
     def keep(self, t: Tensor, reader: str) -> None:
         adds = self.residual is not None
-        settled = self._settled(t, (*IDENTITY, adds))
+        settled = self._cpp_and_channels(t, (*IDENTITY, adds))
         given = self.residual, self._operand, self._version
         if settled is not None and settled[0].keep(t, *given, *settled[1].places(t.device)):
-            self.layer._past.note = _noted(reader, adds)
+            self.layer._record.outcome = _in_place_with(reader, adds)
         elif not self.is_left and self.is_open(t) and self._keep_node is not None:
             channels = self._decided(IDENTITY, "add, " * adds + reader)
             if channels is not None:
-                self._keep(t, channels, reader == "add")
-
-    def _keep(self, t: Tensor, channels: Channels, is_residual: bool) -> None:
-        layer, residual = self.layer, None if self.residual is None else kept_by(self.residual, "add")
-        keep, self._keep_node = self._keep_node, None
-        assert keep is not None
-        observer, settings = layer.observer(), self.settings._replace(verbatim=channels)
-        saved = None if observer is None else observer.saved(t, IDENTITY, True)
-        of_residual = None if observer is None or residual is None else observer.of_residual(residual)
-        operands = self.operands._replace(residual=residual if of_residual is None else of_residual)
-        values = self._values(t.dtype, channels)
-        keep(t, t if saved is None else saved, self.x, operands, values, settings, self._operand)
-        if observer is not None:
-            noted = watch.Result(layer, *IDENTITY, True, is_residual, saved=saved, of_residual=of_residual)
-            observer.note(noted, self.x, t, residual)
+                self._kept(t, IDENTITY, channels, True, reader)
 
     def _decided(self, activation: tuple[str, float], follows: str) -> Channels | None:
         """The channels whose xhat is saved, if the guard trusts the layer; None if it does not."""
@@ -271,26 +262,31 @@ class OfNorm(OfCall):
             residual = None if self.residual is None else self.residual.detach()
         what = (*activation, residual is not None)
         planned = guard.plan(layer, self.x, residual, what)
-        if planned.is_first and not layer._past.was_watched:
+        if planned.is_first and not layer._record.was_watched:
             # Who reads and writes such a result is seen in the next step.
             guard.generations.mark_changed()
         decision = guard.decided(layer, planned, lambda: measuring.measure(layer, x, residual, activation))
-        layer._past.note = Note(follows, decision.trusted, "" if decision.trusted else layer.why_untrusted)
+        layer._record.outcome = Outcome(follows, decision.trusted, "" if decision.trusted else layer.why_untrusted)
         return decision.verbatim if decision.trusted else None
 
-    def _attached(self, z: Tensor, activation: tuple[str, float], channels: Channels, writable: bool) -> Tensor:
-        """z with a node that keeps it, as a function of x."""
+    def _kept(
+        self, z: Tensor, activation: tuple[str, float], channels: Channels, writable: bool, reader: str = ""
+    ) -> Tensor:
+        """z with a node that keeps it, as a function of x. If a reader keeps the tensor itself, that is the norm's."""
         layer, residual = self.layer, None if self.residual is None else kept_by(self.residual, "add")
         observer = layer.observer()
-        saved = None if observer is None else observer.saved(z, activation, writable)
-        of_residual = None if observer is None or residual is None else observer.of_residual(residual)
+        saved, of_residual = observer.saved(z, activation, writable), observer.of_residual(residual)
         settings = self.settings._replace(verbatim=channels).activating(activation)
-        result = nodes.Result(z, saved, of_residual)
         values, operands = self._values(z.dtype, channels), self.operands._replace(residual=residual)
-        z = nodes.attached(self.x, result, operands, values, settings)
-        if observer is not None:
-            noted = watch.Result(layer, *activation, writable, saved=saved, of_residual=of_residual)
-            observer.note(noted, self.x, z, residual)
+        if reader:
+            keep, self._keep_node = self._keep_node, None
+            assert keep is not None
+            operands = operands._replace(residual=residual if of_residual is None else of_residual)
+            keep(z, z if saved is None else saved, self.x, operands, values, settings, self._operand)
+        else:
+            z = nodes.attached(self.x, nodes.Result(z, saved, of_residual), operands, values, settings)
+        result = observed.Result(layer, *activation, writable, reader == "add", saved=saved, of_residual=of_residual)
+        observer.record(result, self.x, z, residual)
         return z
 
     def _values(self, dtype: torch.dtype, channels: Channels) -> Values:
@@ -338,8 +334,8 @@ class OfWidened(Recipe):
 
 
 @functools.cache
-def _noted(follows: str, adds: bool) -> Note:
-    return Note("add, " * adds + follows, True, "")
+def _in_place_with(follows: str, adds: bool) -> Outcome:
+    return Outcome("add, " * adds + follows, True, "")
 
 
 def _is_hooked(t: Tensor) -> bool:

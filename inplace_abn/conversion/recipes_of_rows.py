@@ -11,8 +11,8 @@ from inplace_abn import _torch, guard, reference
 from inplace_abn.activations import IDENTITY
 from inplace_abn.autograd import native, nodes
 from inplace_abn.autograd.backward import Values, by_value
-from inplace_abn.conversion import watch
-from inplace_abn.conversion.converted import Note
+from inplace_abn.conversion import observed
+from inplace_abn.conversion.converted import Outcome
 from inplace_abn.conversion.formulas import Kind
 from inplace_abn.conversion.offered import stand
 from inplace_abn.conversion.recipes import OfCall
@@ -45,7 +45,7 @@ class OfRows(OfCall):
             if found is not None:
                 keep, self._keep_node = self._keep_node, None
                 keep(y, y, self.x, self.operands, *found)
-                self._noted(t)
+                self._observe(t)
 
     def cast(self, t: Tensor, dtype: torch.dtype, reader: str) -> Tensor | None:
         if not self.is_open(t):
@@ -59,7 +59,7 @@ class OfRows(OfCall):
             result = nodes.Result(y, moved_axis(narrow, axis, -1))
             self.summand = moved_axis(nodes.attached(self.x, result, self.operands, *found), -1, axis)
             self._narrow = stand(self.summand, (narrow,))
-            self._noted(self.summand)
+            self._observe(self.summand)
         return self._narrow
 
     def _decided(self, kept: Tensor, reader: str) -> tuple[Values, Settings] | None:
@@ -73,7 +73,7 @@ class OfRows(OfCall):
         with torch.no_grad(), _torch.unwatched():
             scale, offset = by_value(weight, bias)
             decision = guard.decided(layer, planned, lambda: figures_of_rows(x, kept, scale, offset, settings))
-            layer._past.note = Note(reader, decision.trusted, "" if decision.trusted else layer.why_untrusted)
+            layer._record.outcome = Outcome(reader, decision.trusted, "" if decision.trusted else layer.why_untrusted)
             if not decision.trusted:
                 return None
             columns, values = decision.verbatim, None
@@ -82,10 +82,9 @@ class OfRows(OfCall):
                 values = reference.standardised_rows(x, rstd, kind.rows, columns.indices(x.device)).to(kept.dtype)
         return Values(scale, offset, rstd.flatten(), values), settings._replace(verbatim=columns)
 
-    def _noted(self, z: Tensor) -> None:
-        observer = self.layer.observer()
-        if observer is not None:
-            observer.note(watch.Result(self.layer, *IDENTITY, False, is_alone=True), self.x, z, None)
+    def _observe(self, z: Tensor) -> None:
+        result = observed.Result(self.layer, *IDENTITY, False, is_alone=True)
+        self.layer.observer().record(result, self.x, z, None)
 
 
 def settings_of_rows(layer: Any, kind: Kind) -> Settings:

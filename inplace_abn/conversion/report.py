@@ -115,8 +115,8 @@ class Report:
         header, *body, total, rule = table.lay_out(rows, (1, 2), width)
         body = [row + why for row, why in zip(body, reasons, strict=True)]
         lines = [*self._found(), *self.left_out()]
-        told = [textwrap.fill(line, width, break_on_hyphens=False) for line in lines]
-        return "\n".join([header, rule, *body, rule, total, "", *told] if self.layers else told)
+        summary = [textwrap.fill(line, width, break_on_hyphens=False) for line in lines]
+        return "\n".join([header, rule, *body, rule, total, "", *summary] if self.layers else summary)
 
     def _found(self) -> list[str]:
         if not self.layers:
@@ -176,13 +176,13 @@ def report(model: nn.Module) -> Report:
     for name, module in model.named_modules():
         found = module.__dict__.get(guard.CARRIED, module)
         if isinstance(found, Converted):
-            note = found.note()
+            outcome = found.outcome()
             kind = type(module) if found is not module else classes.original_class(type(module))
-            saved = found.bytes_saved if note.in_place else None
-            if note != OF_NORM and not (isinstance(found, CalledActivation) and not found.is_called):
+            saved = found.bytes_saved if outcome.in_place else None
+            if outcome != OF_NORM and not (isinstance(found, CalledActivation) and not found.is_called):
                 is_norm = isinstance(found, (InPlaceNorm, ConvertedLayerNorm))
                 shares = {str(dtype).removeprefix("torch."): share for dtype, share in found.shares_saved().items()}
-                layers.append(Layer(name, kind.__name__, *note, saved, is_norm, shares if is_norm else {}))
+                layers.append(Layer(name, kind.__name__, *outcome, saved, is_norm, shares if is_norm else {}))
         elif isinstance(module, classes.KINDS) or classes.is_norm_of_rows(module):
             why = classes.unfit_reason(module) or "it was not converted"
             layers.append(Layer(name, type(module).__name__, "", False, why, None))

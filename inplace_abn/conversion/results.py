@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from inplace_abn import _torch, tags
-from inplace_abn.conversion import watch
+from inplace_abn.conversion import observed
 from inplace_abn.conversion.consumers import KEEPING
-from inplace_abn.conversion.offered import Recipe, forgotten, offer, stand
+from inplace_abn.conversion.offered import Recipe, made_plain, offer, stand
 from inplace_abn.trial import tensors_in
 
 _LEAVING = frozenset({"numpy", "array", "tolist", "item", "int", "contains"})
@@ -53,7 +53,7 @@ class OfResult(Recipe):
         if _writes(func, kwargs) and args and (args[0] is t or any(each is t for each in _listed(args[0]))):
             self._is_written = self._is_writable and self._moved(t)
         elif _is_pickled(func):
-            return self._clean(forgotten(t))
+            return self._clean(made_plain(t))
         elif _tells(func, args, kwargs, t, tags.sign_of(*self._activation)):
             return _placed(self._clean(t), t)
         return t
@@ -61,11 +61,11 @@ class OfResult(Recipe):
     def _clean(self, t: Tensor) -> Tensor:
         """t without tags, unless somebody wrote to it."""
         with torch.no_grad():
-            return watch.untagged(t, *self._activation) if t._version == self._version else t
+            return observed.untagged(t, *self._activation) if t._version == self._version else t
 
     def was_read(self, t: Tensor, func: Any, result: Any, is_over: bool) -> None:
         if is_over or self._is_written:
-            forgotten(t)
+            made_plain(t)
             return
         # What transforms make has no storage.
         for each in () if _torch.transforms_active() else tensors_in(result):

@@ -1,17 +1,12 @@
 """Watches a model's forward pass in the steps in which the guard measures.
 
-Outputs of converted norms are different from torch's in two ways. Zeros are tiny numbers (`inplace_abn.tags`). And they
-must not be written to, even where torch's activation saves its input instead, and therefore allows it. A dispatch mode
-sees who reads and writes. In the watched step such code gets what it would get with torch: before it runs, backward
-gets a copy of its own, and the output loses its tags. From the next generation of the guard on the layer is torch's.
-
-At the end of the forward pass the watch finds out what the norms have saved.
+A dispatch mode sees who reads and writes the results of converted layers. Code that would notice a difference from
+torch gets what it would get with torch (`conversion.observed`). From the next generation of the guard on the layer is
+torch's. At the end of the forward pass the watch finds out what the layers have saved.
 """
 
 from __future__ import annotations
 
-import functools
-import logging
 import sys
 import threading
 import weakref
@@ -19,19 +14,18 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_map_only
 
-from inplace_abn import _torch, guard, tags
-from inplace_abn.activations import activate, activation_of_op, find
-from inplace_abn.kernels import ops
+from inplace_abn import _torch, tags
+from inplace_abn.activations import activation_of_op
+from inplace_abn.conversion.observed import Result, copy_saved, give_up, is_writable, untagged
 from inplace_abn.trial import tensors_in
 
-_logger = logging.getLogger("inplace_abn")
 _local = threading.local()
 
 active: set[int] = set()
@@ -59,93 +53,6 @@ def current() -> Watch | None:
     return watch
 
 
-class Result(NamedTuple):
-    """What a norm keeps of a call, instead of what torch would keep."""
-
-    layer: Any
-    activation: str
-    param: float
-    is_writable: bool
-    """Whether torch would not need z, and therefore allow it to be written to."""
-    is_residual: bool = False
-    """Whether z is kept because another norm's node adds it."""
-    is_alone: bool = False
-    """Whether the layer is an activation without a norm, or a norm of rows (`activations.ActivationAlone`)."""
-    z: Any = None
-    """None if nobody has to look at it later."""
-    nbytes: int = 0
-    """Those of z; zero if what is held is not measured."""
-    saved: Tensor | None = None
-    """The alias by which backward knows z, if z may be written to."""
-    input: Any = None
-    """A weak reference to the input's storage. As long as it lives, no other storage has the same key."""
-    residual: Tensor | None = None
-    of_residual: Tensor | None = None
-    """The alias by which backward knows the residual."""
-    version: int = 0
-    """That of z."""
-
-    @property
-    def sign(self) -> str:
-        """The sign of the tags of z; empty if z has none."""
-        return tags.sign_of(self.activation, self.param)
-
-
-class Observer(NamedTuple):
-    """What is special about calls in a watched step."""
-
-    watch: Watch | None
-    """None if a backward pass repeats a watched forward pass."""
-    is_blind: bool
-    """Whether code may read or write results where the watch does not see it: a backward pass repeats the forward pass
-    later, and must do the same."""
-
-    def saved(self, z: Tensor, activation: tuple[str, float], is_writable: bool) -> Tensor | None:
-        """The tensor by which backward is to know z; None if that is z itself.
-
-        If the watch is blind, it is a copy, and z loses its tags. Otherwise it is an alias with a version of its own,
-        which becomes a copy before somebody reads tags or writes to z.
-        """
-        if not is_writable and not tags.sign_of(*activation):
-            return None
-        if not self.is_blind:
-            return z.data
-        with _torch.BelowAutograd():
-            saved = z.clone()
-            z.copy_(untagged(z, *activation))
-        return saved
-
-    def of_residual(self, residual: Tensor) -> Tensor:
-        """The tensor by which backward is to know the residual, which torch's sum does not keep.
-
-        If the watch is blind, it is a copy. Otherwise it is an alias that becomes a copy before somebody writes to it.
-        """
-        if not self.is_blind:
-            return residual.data
-        with _torch.BelowAutograd():
-            return residual.clone()
-
-    def note(self, result: Result, x: Tensor, z: Tensor, residual: Tensor | None) -> None:
-        """Tells the watch of a norm's result, and of the tensors of its call."""
-        if self.watch is None:
-            return
-        result = result._replace(residual=residual)
-        if self.is_blind:
-            result = result._replace(saved=None, of_residual=None)
-        else:
-            # A norm of rows needs no look at its output, and does not always keep it.
-            is_of_rows = result.is_alone and not result.is_writable
-            result = result._replace(z=None if is_of_rows else z, nbytes=z.nbytes, version=z._version)
-            result = result._replace(input=StorageWeakRef(x.untyped_storage()))
-        self.watch.note(result, z)
-
-
-@functools.cache
-def is_writable(activation: str, in_place: bool) -> bool:
-    """Whether torch allows the activation's result to be written to, because the input is kept instead."""
-    return activation == "identity" or (activation != "relu" and not (in_place and not find(activation).special))
-
-
 class Watch(_torch.OwnMode):
     """Follows the outputs of converted norms through a model's forward pass."""
 
@@ -169,7 +76,7 @@ class Watch(_torch.OwnMode):
         # A reference to a storage keeps its address from being used again.
         self._references: dict[int, StorageWeakRef] = {}
 
-    def note(self, result: Result, z: Tensor) -> None:
+    def follow(self, result: Result, z: Tensor) -> None:
         """Follows a norm's result from here on."""
         key = self._hold(z)
         self._results[key] = result
@@ -180,15 +87,15 @@ class Watch(_torch.OwnMode):
         if result.sign:
             self._follower.add(key, result.layer, result.sign)
 
-    def note_native(self, layer: Any, y: Tensor) -> None:
+    def follow_native(self, layer: Any, y: Tensor) -> None:
         """Follows the output of a norm that does as torch does now, and will be in place when backward repeats it."""
         if _is_ordinary(y):
             self._natively[self._hold(y)] = layer
 
-    def note_native_activation(self, layer: Any, activation: tuple[str, float], x: Tensor, z: Tensor) -> None:
+    def follow_native_activation(self, layer: Any, activation: tuple[str, float], x: Tensor, z: Tensor) -> None:
         """The same for an activation, unless it will be part of a norm."""
         if _is_ordinary(x) and _is_ordinary(z) and tags.storage_of(x) not in self._natively:
-            self.note(Result(layer, *activation, True, is_alone=True), z)
+            self.follow(Result(layer, *activation, True, is_alone=True), z)
 
     def _hold(self, t: Tensor) -> int:
         storage = t.untyped_storage()
@@ -205,12 +112,12 @@ class Watch(_torch.OwnMode):
             return args[0] == args[1]
         hooks = _torch.top_saved_tensors_hooks(True)
         if hooks is not None:
-            self._note_checkpoint(_torch.checkpoint_of(hooks))
+            self._repeat_in_checkpoint(_torch.checkpoint_of(hooks))
         # Offered tensors must not take the ops below autograd for what a model calls.
         with _torch.NoTorchFunction():
             return self.run(func, args, kwargs or {})
 
-    def _note_checkpoint(self, checkpoint: Any) -> None:
+    def _repeat_in_checkpoint(self, checkpoint: Any) -> None:
         """Makes a checkpoint's recomputation do what its forward pass does: compiled code runs as it is written."""
         if checkpoint is not None and checkpoint not in self._checkpoints:
             self._checkpoints.add(checkpoint)
@@ -246,8 +153,8 @@ class Watch(_torch.OwnMode):
         result = func(*args, **kwargs)
         if not is_view:
             made = [t for t in tensors_in(result) if _is_ordinary(t)]
-            self._follower.follow(op, [tags.seen(t) for t in made])
-            self._follow_native(op, made)
+            self._follower.follow(op, [tags.info_of(t) for t in made])
+            self._follow_to_activation(op, made)
             for t in made:
                 if tags.storage_of(t) in self._follower.tagged or tags.storage_of(t) in self._follower.chosen:
                     self._hold(t)
@@ -272,7 +179,7 @@ class Watch(_torch.OwnMode):
         """Takes the tags from a norm's result, whatever refers to it, after backward got a copy."""
         result = self._results.get(key)
         if result is not None and result.saved is not None and result.sign:
-            _copy_saved(result)
+            copy_saved(result)
             del self._results[key]
 
     @staticmethod
@@ -284,7 +191,7 @@ class Watch(_torch.OwnMode):
         if result.is_writable:
             give_up(result.layer, f"{op} writes to its output, which backward needs")
             if result.z is not None:
-                _copy_saved(result)
+                copy_saved(result)
 
     @staticmethod
     def _before_write_to_residuals(results: list[Result], op: str) -> None:
@@ -293,7 +200,7 @@ class Watch(_torch.OwnMode):
             if result.of_residual is not None:
                 result.of_residual.data = result.of_residual.data.clone()
 
-    def _follow_native(self, op: tags.Op, made: Iterable[Tensor]) -> None:
+    def _follow_to_activation(self, op: tags.Op, made: Iterable[Tensor]) -> None:
         """Follows a norm's output, done as torch does it, to its activation, and from there as a norm's result."""
         layer = next((self._natively[t.storage] for t in op.tensors if t.storage in self._natively), None)
         if layer is None:
@@ -302,9 +209,9 @@ class Watch(_torch.OwnMode):
         for t in made:
             if name is not None:
                 param = float(op.values.get("negative_slope", op.values.get("alpha", 0.0)))
-                self.note(Result(layer, name, param, is_writable(name, self._hold(t) in op.writes)), t)
+                self.follow(Result(layer, name, param, is_writable(name, self._hold(t) in op.writes)), t)
             elif op.name == "add":
-                self.note_native(layer, t)
+                self.follow_native(layer, t)
 
     def finish(self, output: Any) -> None:
         """Gives up layers whose tags decided about an output, and tells all what they saved."""
@@ -317,7 +224,7 @@ class Watch(_torch.OwnMode):
                     give_up(layer, f"its zeros are tiny numbers in training, and {op.name} chooses by them")
         sizes, of_inputs = self._sizes()
         for layer, size in sizes.items():
-            layer._past.bytes_saved = size
+            layer._record.bytes_saved = size
             if size < 0:
                 give_up(layer, "it saves nothing: only the norm keeps what it keeps", noticed=False)
         for layer in {r.layer for r in self._measured if r.is_alone and r.is_writable}:
@@ -335,7 +242,7 @@ class Watch(_torch.OwnMode):
                 del self._results[key]
                 # Autograd must not notice a new version of z.
                 with _torch.BelowAutograd():
-                    _copy_saved(result)
+                    copy_saved(result)
 
     def _sizes(self) -> tuple[dict[Any, int], dict[int, int]]:
         """The bytes that each layer saved: what torch would have kept, less what it keeps. And the same by inputs."""
@@ -369,55 +276,8 @@ _BITS = torch.ops.aten.view.dtype
 """The view of a tensor's bits in another dtype."""
 _READ_AGAIN = frozenset({"max", "min", "median", "nanmedian", "amax", "amin", "aminmax", "prod", "cumprod"})
 """Ops whose backward looks for the result in the argument, or divides by the argument, as autograd has saved it."""
-
-
 _UNUSED = _torch.use_count(torch.empty(0))
 """The references from C++ to a tensor that nothing but Python holds."""
-
-
-def untagged(t: Tensor, activation: str, param: float) -> Tensor:
-    """``t``, some values of an activation's result, with zeros instead of tags, in the same memory format."""
-    if not tags.sign_of(activation, param):
-        return t
-    y = ops.run(ops.inverse, [], t.reshape(1, -1), find(activation).code, param)
-    native = activate(y.to(t.dtype), activation, param).view(t.shape)
-    # A zero of torch's may be negative.
-    return torch.where(native == 0, native, t, out=torch.empty_like(t))
-
-
-def _copy_saved(result: Result) -> None:
-    """Gives backward a copy of z, and takes the tags from z, unless somebody wrote to z unseen, which is an error."""
-    if result.saved is not None and result.z._version == result.version:
-        result.saved.data = result.saved.data.clone()
-        _untag(result)
-
-
-def _untag(result: Result) -> None:
-    """Writes zeros over the tags of z, if it has any. Nobody notices a new version of z."""
-    if result.sign:
-        z = result.z.detach()
-        z.copy_(untagged(z, result.activation, result.param))
-
-
-def give_up(layer: Any, why: str, noticed: bool = True, at_once: bool = False) -> None:
-    """Makes the layer torch's from the next generation on. Arguments are those of `guard.give_up`."""
-    if guard.give_up(layer, why, noticed, at_once):
-        since = "call" if at_once else "optimizer step"
-        _logger.info("%s: %s; from the next %s on it does as torch does", layer.__dict__["_guard_name"], why, since)
-
-
-_library = torch.library.Library("inplace_abn", "FRAGMENT")
-_library.define("was_written_to(str what, str name) -> ()")
-
-
-def _was_written_to(what: str, name: str) -> None:
-    """A node found that somebody wrote to what it needs. The layers of this name do without it from now on."""
-    for layer in guard.layers_called(name):
-        if hasattr(layer, "_past"):
-            give_up(layer, f"its {what} was written to, and backward needs it", at_once=True)
-
-
-_library.impl("was_written_to", _was_written_to, "CompositeImplicitAutograd")
 
 
 _lock, _stance = threading.Lock(), ExitStack()

@@ -119,7 +119,7 @@ def observe(module: Any, x: Tensor) -> Observation:
         found = ops.run(ops.statistics, [], x, shared) if training else running
         mean, var = cast("tuple[Tensor, Tensor]", found)
         if shared > 0:
-            mean, var = (t.view(len(x), -1)[recovery.looked_at(x)].flatten() for t in (mean, var))
+            mean, var = (t.view(len(x), -1)[recovery.sampled_images(x)].flatten() for t in (mean, var))
         sample = recovery.sample(x, shared > 0)
     settings = Settings(*IDENTITY, module.eps, int(module.signed_weight), training, None, shared)
     return Observation(sample, x.shape[1], mean, var, module.weight, module.bias, settings)

@@ -57,7 +57,7 @@ class Errors(NamedTuple):
         return self.dx.sum(dim=1).max().sqrt()
 
 
-def looked_at(t: Tensor) -> slice:
+def sampled_images(t: Tensor) -> slice:
     """The images of a batch that `sample` looks at where each has its own statistics: not all if they have too many
     channels together."""
     batch, channels = t.shape[:2]
@@ -68,11 +68,11 @@ def sample(t: Tensor, per_instance: bool = False) -> Tensor:
     """A copy of some values of ``t``, which has shape (batch, channel, \\*).
 
     The values are spread over batch and space, and have shape (1, channel, n). With ``per_instance`` they are spread
-    over space, and have shape (1, image * channel, n), for the images of `looked_at`.
+    over space, and have shape (1, image * channel, n), for the images of `sampled_images`.
     """
     values = t.detach().flatten(2) if t.dim() > 2 else t.detach().unsqueeze(2)
     if per_instance:
-        values = values[looked_at(t)]
+        values = values[sampled_images(t)]
     batch, channels, size = values.shape
     if per_instance:
         step = math.ceil(size / max(1, SAMPLE // (batch * channels)))

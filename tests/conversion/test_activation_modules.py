@@ -321,7 +321,7 @@ def test_without_measurements_it_keeps_its_result_from_the_first_step_on():
     model = set_guard(convert(Wired(mlp)), interval=0)
     for _ in range(3):
         stepped(model)
-        assert model.act.note().in_place
+        assert model.act.outcome().in_place
 
 
 def test_one_that_is_made_to_write_to_its_input_later_does_so():
@@ -329,7 +329,7 @@ def test_one_that_is_made_to_write_to_its_input_later_does_so():
     model.act.inplace = True
     h = torch.randn(2, 3, requires_grad=True) * 1
     assert model.act(h) is h
-    assert "writes to its input" in stepped(model).act.note().why
+    assert "writes to its input" in stepped(model).act.outcome().why
 
 
 def test_it_follows_its_attributes():

@@ -142,9 +142,9 @@ def test_a_converted_model_is_analyzed_as_if_it_had_just_been_converted():
     nn.init.zeros_(model.bn.weight)
     model(images()).sum().backward()
     nn.init.ones_(model.bn.weight)
-    assert not model.bn.note().in_place
+    assert not model.bn.outcome().in_place
     assert analyze(model, images()) == expected
-    assert not model.bn.note().in_place
+    assert not model.bn.outcome().in_place
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,7 @@ def test_gradients_of_gradients_are_right(name):
 
     names = [f"norm.{key}" for key, _ in model.norm.named_parameters()]
     assert torch.autograd.gradcheck(function, (x, *parameters))
-    assert model.norm.note().in_place
+    assert model.norm.outcome().in_place
     assert torch.autograd.gradgradcheck(function, (x, *parameters))
 
 
@@ -477,7 +477,7 @@ def test_values_whose_weight_is_tiny_beside_the_bias_are_saved_as_they_are(dtype
     for _ in range(4):
         stepped(converted, x)
     (mode,) = converted.norm._guard.modes.values()
-    assert converted.norm.note().in_place
+    assert converted.norm.outcome().in_place
     # In more than 16 bits there are digits enough.
     assert len(mode.decisions[-1].verbatim) == (4 if dtype.itemsize == 2 else 0)
     for torchs, own in zip(*errors(model, converted, x), strict=True):

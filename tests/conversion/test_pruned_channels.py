@@ -101,7 +101,7 @@ def test_channels_pruned_between_two_measurements_are_right_in_the_same_step(nor
 
     converted = assert_equal_steps(Net(norm, activation, False).double(), prune)
     if norm != "frozen" and activation != "identity":
-        assert converted.norm.note().in_place
+        assert converted.norm.outcome().in_place
 
 
 @pytest.mark.parametrize("norm", NORMS)
@@ -142,7 +142,7 @@ def test_a_weight_of_rows_that_an_optimizer_moves_near_zero_is_right_in_the_same
             optimizer.step()
         for found, expected in zip(*reversed(gradients), strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
-    assert converted[1].note().in_place
+    assert converted[1].outcome().in_place
     assert converted[1].shares_saved()[torch.float32] == len(PRUNED) / CHANNELS
 
 
@@ -202,7 +202,7 @@ def test_a_layer_of_zeros_is_torchs_until_its_weights_have_grown(sync):
             model[1].weight.uniform_(0.5, 1.0)
             model[1].bias.fill_(0.3)
     assert model[1].shares_saved()[torch.float64] < 0.5
-    assert model[1].note().in_place
+    assert model[1].outcome().in_place
 
 
 def test_choices_do_not_flap():

@@ -16,7 +16,7 @@ from one_norm import OneNorm, activated_twice, images, layer_of, multiplied, pla
 from torch import nn
 
 from inplace_abn import InPlaceABN, Report, analyze, convert, report, revert, set_guard
-from inplace_abn.conversion.recipes import UNSEEN
+from inplace_abn.conversion.recipes import UNREAD
 from inplace_abn.conversion.report import Layer
 from inplace_abn.memory import memory_report
 
@@ -50,7 +50,7 @@ TOLD = {
     "relu6 in place": (lambda m, x: m.last(F.relu6(m.bn(m.conv(x)), inplace=True)), "relu6", NOT_KEPT),
     "multiplied": (multiplied, "mul_", NOT_KEPT),
     "used twice": (activated_twice, "relu", ""),
-    "nothing": (lambda m, x: m.bn(m.conv(x)), UNSEEN.follows, UNSEEN.why),
+    "nothing": (lambda m, x: m.bn(m.conv(x)), UNREAD.follows, UNREAD.why),
     "without grad": (without_grad, "", "it was not called in training"),
     "not called": (lambda m, x: m.last(m.conv(x)), "", "it was not called in training"),
     "of a part": (

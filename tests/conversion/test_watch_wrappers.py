@@ -260,9 +260,9 @@ def test_readers_and_writers_are_found_however_the_model_is_called(name):
     errors = differences(trained(Called(converted, call), images()), trained(Called(model, call), images()))
     assert max(errors.values()) < 1e-6, errors
     for norm in converted.modules():
-        if isinstance(norm, nn.BatchNorm2d) and (norm.num_features, norm.note().follows) != (4, ""):
-            assert norm.note().in_place or READ in norm.note().why or WRITTEN in norm.note().why, norm
-    whys = " ".join(norm.note().why for norm in converted.modules() if isinstance(norm, nn.BatchNorm2d))
+        if isinstance(norm, nn.BatchNorm2d) and (norm.num_features, norm.outcome().follows) != (4, ""):
+            assert norm.outcome().in_place or READ in norm.outcome().why or WRITTEN in norm.outcome().why, norm
+    whys = " ".join(norm.outcome().why for norm in converted.modules() if isinstance(norm, nn.BatchNorm2d))
     assert READ in whys
     assert WRITTEN in whys
 

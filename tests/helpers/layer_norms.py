@@ -171,14 +171,14 @@ class NormOfTokens(Weighted):
         return x * torch.rsqrt(x.square().mean((1, 2), keepdim=True) + self.eps) * self.weight
 
 
-class NormWithNotes(Weighted):
+class NormWithOutcomes(Weighted):
     """It has a method of a name that converted modules have, too."""
 
-    def note(self, x):
+    def outcome(self, x):
         return x
 
     def forward(self, x):
-        return F.rms_norm(self.note(x), x.shape[-1:], self.weight, self.eps)
+        return F.rms_norm(self.outcome(x), x.shape[-1:], self.weight, self.eps)
 
 
 class NormWithAMethodOfATensorsName(Weighted):
@@ -212,7 +212,7 @@ DOING_MORE = [
     NoisyNorm,
     TemperedNorm,
     WritingNorm,
-    NormWithNotes,
+    NormWithOutcomes,
 ]
 
 

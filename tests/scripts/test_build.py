@@ -276,7 +276,7 @@ net = inplace_abn.convert(torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.
 for step in range(9):
     net(leaf * 2.0).square().sum().backward()
     inplace_abn.guard.generations.advance()
-assert net[0]._past.quick is not None
+assert net[0]._record.cpp_call is not None
 with Seeing():
     net(leaf * 2.0).square().sum().backward()
 assert seen and set(seen) <= {"aten", "inplace_abn"}, set(seen)
