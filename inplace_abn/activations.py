@@ -1,6 +1,6 @@
 """The table of activations: everything that Python knows about each.
 
-Inverses are in ``include/inplace_abn/activation.h``, and for compilers in ``compiling/inverses.py``.
+Inverses are in ``include/inplace_abn/activation.h``. For compilers, those with tags are in ``compiling/inverses.py``.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 IDENTITY = ("identity", 0.0)
 """What follows a norm without an activation: its name and parameter."""
+DEFAULT_PARAM = 0.01
+"""The default of ``activation_param`` of all functions and modules."""
 
 
 class Activation(NamedTuple):
@@ -38,7 +40,17 @@ class Activation(NamedTuple):
     """The value of that op's argument ``approximate``; empty if it has none."""
     module: Callable[[float], nn.Module] | None = None
     """Makes torch's module with the parameter."""
-    params: tuple[float, ...] = (0.0,)
+    param: str = ""
+    """The name of the parameter, in torch's op and in its module; empty if there is none."""
+    valid: Callable[[float], bool] = lambda _: True
+    """Whether the parameter may have a value."""
+    bound: str = ""
+    """The same in words."""
+    gains: Callable[[float], bool] = lambda _: True
+    """Whether torch keeps the input of the activation, and not its result, and the result determines the input."""
+    alike_from: float = math.inf
+    """The parameter from which on it does not matter for recovery."""
+    typical: tuple[float, ...] = (0.0,)
     """The parameters that models have most often."""
 
 
@@ -78,14 +90,19 @@ def _gelu(approximate: str) -> Callable[[Tensor, float, bool], Tensor]:
 
 
 ACTIVATIONS: dict[str, Activation] = {
-    "identity": Activation(0, lambda y, _, __: y, lambda y, _: torch.ones_like(y)),
+    "identity": Activation(0, lambda y, _, __: y, lambda y, _: torch.ones_like(y), gains=lambda _: False),
     "leaky_relu": Activation(
         1,
         _leaky_relu,
         lambda y, param: torch.where(y > 0, torch.ones_like(y), param),
         op="leaky_relu",
         module=lambda param: nn.LeakyReLU(param),
-        params=(0.01,),
+        param="negative_slope",
+        valid=lambda param: 0 <= param < math.inf,
+        bound="slope >= 0",
+        gains=lambda param: param > 0,
+        alike_from=2.0**-12,
+        typical=(0.01,),
     ),
     "elu": Activation(
         2,
@@ -94,7 +111,12 @@ ACTIVATIONS: dict[str, Activation] = {
         costly=True,
         op="elu",
         module=lambda param: nn.ELU(param),
-        params=(1.0,),
+        param="alpha",
+        valid=lambda param: 0 < param < math.inf,
+        bound="alpha > 0",
+        # The slope is z + alpha, so a large alpha costs its digits.
+        gains=lambda param: param <= 1,
+        typical=(1.0,),
     ),
     "relu": Activation(
         3,
@@ -104,6 +126,7 @@ ACTIVATIONS: dict[str, Activation] = {
         zeros="negative",
         op="relu",
         module=lambda _: nn.ReLU(),
+        gains=lambda _: False,
     ),
     "silu": Activation(
         4,
@@ -159,7 +182,7 @@ ACTIVATIONS: dict[str, Activation] = {
 }
 ACTIVATIONS["none"] = ACTIVATIONS["identity"]
 
-TYPICAL = [(name, param) for name, entry in ACTIVATIONS.items() for param in entry.params if name != "none"]
+TYPICAL = [(name, param) for name, entry in ACTIVATIONS.items() for param in entry.typical if name != "none"]
 """All activations, with the parameters that models have most often."""
 
 _OPS = {(entry.op, entry.approximate): name for name, entry in ACTIVATIONS.items() if entry.op}
@@ -183,13 +206,24 @@ def name_of(code: int) -> str:
     return _NAMES[code]
 
 
+def has_parameter(activation: str, param: float) -> bool:
+    """Whether an activation that exists takes this parameter. One that has none takes 0, and the default of all
+    functions. The identity takes any."""
+    entry = ACTIVATIONS[activation]
+    return entry.valid(param) and (entry.param != "" or entry.op == "" or param in (0.0, DEFAULT_PARAM))
+
+
 def check_activation(activation: str, activation_param: float) -> None:
-    """Raises ValueError for an unknown activation, a negative slope or an alpha that is not positive."""
-    find(activation)
-    if activation == "leaky_relu" and not 0 <= activation_param < math.inf:
-        raise ValueError(f"inplace_abn: expected a finite leaky_relu slope >= 0, got {activation_param}")
-    if activation == "elu" and not 0 < activation_param < math.inf:
-        raise ValueError(f"inplace_abn: expected a finite elu alpha > 0, got {activation_param}")
+    """Raises ValueError for an unknown activation, and for a parameter that it does not take."""
+    entry = find(activation)
+    if not entry.valid(activation_param):
+        raise ValueError(f"inplace_abn: expected a finite {activation} {entry.bound}, got {activation_param}")
+    if not has_parameter(activation, activation_param):
+        others = " or ".join(name for name, other in ACTIVATIONS.items() if other.param)
+        raise ValueError(
+            f"inplace_abn: {activation} has no parameter, got activation_param={activation_param}. Leave it out, or use "
+            f"{others}"
+        )
 
 
 def is_relu(activation: str, param: float) -> bool:
@@ -202,13 +236,9 @@ def in_effect(activation: str, param: float) -> Activation:
 
 
 def gains(activation: str, param: float, dtype: torch.dtype | None = None) -> bool:
-    """Whether torch keeps the input of the activation, and not its result, and the result determines the input.
-
-    In float16 the tags of a flat tail grow to a quarter with the input, unless a norm limits it.
-    """
-    if activation in ("leaky_relu", "elu"):
-        return param > 0 if activation == "leaky_relu" else param <= 1
-    return activation not in ("identity", "none", "relu") and (dtype != torch.float16 or find(activation).zeros == "")
+    """`Activation.gains`. In float16 a flat tail's tags grow to a quarter with the input, unless a norm limits it."""
+    entry = find(activation)
+    return entry.gains(param) and (dtype != torch.float16 or entry.zeros == "")
 
 
 def activate(y: Tensor, activation: str, param: float, inplace: bool = False) -> Tensor:

@@ -49,9 +49,8 @@ def inplace_abn(
         momentum: share of the new statistics in the running ones. It may be a float64 tensor of one value on x's
             device, if only the device knows it.
         eps: added to the variance; also the smallest magnitude of the scale. Positive.
-        activation: "identity" (or "none"), "leaky_relu", "elu", "relu", "silu", "hardswish",
-            "gelu", "gelu_tanh", "mish".
-        activation_param: slope of leaky_relu (>= 0; zero means relu), alpha of elu (> 0).
+        activation: a name of `inplace_abn.activations.ACTIVATIONS`, such as "relu"; "identity" or "none" for none.
+        activation_param: slope of leaky_relu (>= 0; zero means relu), alpha of elu (> 0). Others have none.
         signed_weight: scale by the weight itself instead of ``|weight| + eps``, as a standard BatchNorm does. The sign
             is kept, and the magnitude is at least ``eps``.
         residual: of x's shape, dtype and device, in memory of its own. It is added before the activation and kept for

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from inplace_abn import _torch
-from inplace_abn.activations import IDENTITY, name_of
+from inplace_abn.activations import ACTIVATIONS, IDENTITY, has_parameter, name_of
 from inplace_abn.autograd import backward, ownership, rows
 from inplace_abn.autograd.backward import Edges, Needed, Saved, Values, edge_of_value, input_edge
 from inplace_abn.autograd.versions import Aliased, Hooked, modified
@@ -33,6 +33,8 @@ def in_cpp(x: Tensor, operands: Operands, settings: Settings) -> Tensor | None:
     if torch.compiler.is_compiling() or cpp is None or settings.group is not None or _torch.transforms_active():
         return None
     if not isinstance(x, Tensor) or not ops.run_on(x.device) or _torch.saves_its_result(x):
+        return None
+    if settings.activation not in ACTIVATIONS or not has_parameter(settings.activation, settings.activation_param):
         return None
     what = *operands.momentum_arguments(), *settings.arithmetic(), settings.shared, *settings.saved(x.device)
     try:

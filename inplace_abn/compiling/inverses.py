@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from inplace_abn.activations import TANH_CUBIC, TANH_SCALE, bits, find, is_relu, relu_slope
+from inplace_abn.activations import TANH_CUBIC, TANH_SCALE, activate, bits, find, is_relu, relu_slope
 from inplace_abn.kernels import ops
 
 _library = torch.library.Library("inplace_abn", "FRAGMENT")
@@ -56,8 +56,8 @@ def tagged(y: Tensor, activation: str, param: float, dtype: torch.dtype) -> Tens
         flat_below = -4.5 if dtype == torch.float16 else -12.0 if activation == "gelu" else -9.0
         curved = y * _gate(y.clamp_min(flat_below), activation)
         return _with_flat(torch.where(y < flat_below, _flat(y, dtype), curved), y, activation, dtype)
-    assert activation in ("identity", "none"), activation
-    return y.to(dtype)
+    # It has no tags.
+    return activate(y, activation, param).to(dtype)
 
 
 def untagged(z: Tensor, activation: str, param: float) -> Tensor:

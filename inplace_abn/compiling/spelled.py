@@ -15,16 +15,16 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from inplace_abn import _torch
 from inplace_abn._torch import decompositions, is_backward
-from inplace_abn.activations import TYPICAL, activate, is_relu
+from inplace_abn.activations import ACTIVATIONS, IDENTITY, TYPICAL, activate, find, is_relu, name_of
 
 _PARAM = 0.40234375
-"""Stands for leaky_relu's slope and elu's alpha.
+"""Stands for the parameter of an activation that has one.
 
 It is a number that no activation contains and that 16 bits can hold.
 """
 _SPELLINGS = [
-    *(("leaky_relu", _PARAM), ("elu", _PARAM), ("elu", 1.0)),
-    *(what for what in TYPICAL if what[0] not in ("identity", "leaky_relu", "elu")),
+    *((name, _PARAM) for name, entry in ACTIVATIONS.items() if entry.param),
+    *(what for what in TYPICAL if what != IDENTITY),
 ]
 
 
@@ -32,11 +32,9 @@ def activation_key(activation: str, param: float) -> str:
     """The activation as one word, by which a norm names the activations that it trusts."""
     if is_relu(activation, param):
         return "relu"
-    if activation == "leaky_relu":
-        return "leaky_relu" if param >= 2.0**-12 else f"leaky_relu={float(param)}"
-    if activation == "elu":
-        return f"elu={float(param)}"
-    return "identity" if activation == "none" else activation
+    entry = find(activation)
+    name = name_of(entry.code)
+    return name if not entry.param or param >= entry.alike_from else f"{name}={float(param)}"
 
 
 def activated(y: fx.Node) -> tuple[fx.Node, str, float] | None:

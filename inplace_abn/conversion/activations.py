@@ -8,7 +8,6 @@ is that of a norm whose statistics make it the identity, so it is always well co
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from inplace_abn import _torch, guard
-from inplace_abn.activations import activation_of_op, gains
+from inplace_abn.activations import ACTIVATIONS, activation_of_op, find, gains
 from inplace_abn.autograd import nodes
 from inplace_abn.autograd.backward import Values
 from inplace_abn.compiling import alone, joint
@@ -158,14 +157,12 @@ def _is_suitable(x: Tensor, activation: tuple[str, float]) -> bool:
     return is_usual and has_standard_strides(x)
 
 
-def _gelu(approximate: str) -> tuple[str, float] | None:
-    name = activation_of_op("gelu", approximate)
-    return None if name is None else (name, 0.0)
-
-
-def _slope(module: Any) -> tuple[str, float] | None:
-    # A slope of zero is a ReLU, which keeps its result itself.
-    return ("leaky_relu", float(module.negative_slope)) if 0 < module.negative_slope < math.inf else None
+def _as_torch(module: Any, op: str) -> tuple[str, float] | None:
+    """Reads a module whose attributes are named as the arguments of torch's op."""
+    name = activation_of_op(op, getattr(module, "approximate", ""))
+    param = 0.0 if name is None or not find(name).param else float(getattr(module, find(name).param))
+    # A leaky_relu of slope zero is a ReLU, which keeps its result itself.
+    return (name, param) if name is not None and find(name).valid(param) and gains(name, param) else None
 
 
 def _calls(function: Any, activation: str) -> Callable[[Any], tuple[str, float] | None]:
@@ -177,23 +174,26 @@ def _gelu_of_partial(module: Any) -> tuple[str, float] | None:
     """Reads a module whose attribute ``act`` is a GELU with arguments."""
     act = getattr(module, "act", None)
     is_gelu = isinstance(act, functools.partial) and act.func is F.gelu and act.keywords.keys() == {"approximate"}
-    return _gelu(act.keywords["approximate"]) if is_gelu and not act.args else None  # type: ignore[union-attr]
+    name = activation_of_op("gelu", act.keywords["approximate"]) if is_gelu and not act.args else None  # type: ignore[union-attr]
+    return None if name is None else (name, 0.0)
 
 
 def qualified(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
+TORCHS: dict[type[nn.Module], str] = {
+    type(entry.module(param)): entry.op
+    for entry in ACTIVATIONS.values()
+    for param in entry.typical
+    if entry.module is not None and entry.gains(param)
+}
+"""torch's modules that keep their input, and the names of their ops."""
+
 READERS: dict[str, Callable[[Any], tuple[str, float] | None]] = {
-    qualified(nn.GELU): lambda module: _gelu(module.approximate),
-    qualified(nn.SiLU): lambda module: ("silu", 0.0),
-    qualified(nn.Mish): lambda module: ("mish", 0.0),
-    qualified(nn.Hardswish): lambda module: ("hardswish", 0.0),
-    # The slope is z + alpha, so a large alpha costs its digits.
-    qualified(nn.ELU): lambda module: ("elu", float(module.alpha)) if 0 < module.alpha <= 1 else None,
-    qualified(nn.LeakyReLU): _slope,
-    "timm.layers.activations.GELU": lambda module: _gelu("none"),
-    "timm.layers.activations.GELUTanh": lambda module: _gelu("tanh"),
+    **{qualified(kind): functools.partial(_as_torch, op=op) for kind, op in TORCHS.items()},
+    "timm.layers.activations.GELU": lambda module: ("gelu", 0.0),
+    "timm.layers.activations.GELUTanh": lambda module: ("gelu_tanh", 0.0),
     "transformers.activations.GELUActivation": _calls(F.gelu, "gelu"),
     "transformers.activations.GELUTanh": _gelu_of_partial,
     "transformers.activations.MishActivation": _calls(F.mish, "mish"),

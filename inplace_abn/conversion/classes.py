@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from inplace_abn.conversion import watch
-from inplace_abn.conversion.activations import READERS, InPlaceActivation, applied, qualified
+from inplace_abn.conversion.activations import READERS, TORCHS, InPlaceActivation, applied, qualified
 from inplace_abn.conversion.converted import Converted
 from inplace_abn.conversion.formulas import does_nothing_else, length
 from inplace_abn.conversion.layer_norms import ConvertedLayerNorm
@@ -27,7 +27,7 @@ for _part, _bases in {
     InPlaceInstanceNorms: (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
     InPlaceGroupNorms: (nn.GroupNorm,),
     ConvertedLayerNorm: (nn.LayerNorm, nn.RMSNorm),
-    InPlaceActivation: (nn.GELU, nn.SiLU, nn.Mish, nn.Hardswish, nn.ELU, nn.LeakyReLU),
+    InPlaceActivation: tuple(TORCHS),
 }.items():
     for _base in _bases:
         # InPlaceGroupNorm is the module that users build.

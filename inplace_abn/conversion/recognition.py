@@ -5,7 +5,6 @@ It is an activation, an addition, nothing, a question about its metadata, or any
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inplace_abn import _torch
-from inplace_abn.activations import ACTIVATIONS, activation_of_op
+from inplace_abn.activations import ACTIVATIONS, activation_of_op, find
 
 
 class Activating(NamedTuple):
@@ -51,26 +50,21 @@ def by_name(names: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, 
     return given if names[0] in given else None
 
 
-def _activating(activation: str, *options: str, default: float = 0.0, in_place: bool = False) -> Reading:
-    """Reads the calls of an activation function.
-
-    ``options`` are its arguments after the first: "negative_slope" or "alpha", "inplace", and the factors "scale" and
-    "input_scale", which have to be 1.
-    """
-    names = ("input", *options)
-    known = frozenset(options)
-    param_name = next((name for name in options if name in ("negative_slope", "alpha")), "")
-    factors = [name for name in options if name in ("scale", "input_scale")]
+def _activating(op: str, options: Sequence[str], defaults: Mapping[str, Any], in_place: bool) -> Reading:
+    """Reads the calls of an activation function, by its arguments after the first. Those that are neither the parameter
+    nor "inplace" must have their defaults."""
+    names, known = ("input", *options), frozenset(options)
+    entry = find(activation_of_op(op, "none" if "approximate" in known else "") or "")
+    fixed = known - {entry.param, "inplace", "approximate"}
 
     def read(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Activating | None:
-        if len(args) == 1 and not param_name and (not kwargs or kwargs.keys() == {"inplace"}):
-            return Activating(args[0], activation, default, in_place or bool(kwargs.get("inplace")))
         given = {**kwargs, "input": args[0]} if len(args) == 1 and kwargs.keys() <= known else None
         given = by_name(names, args, kwargs) if given is None else given
-        if given is None or (factors and any(given.get(name, 1) != 1 for name in factors)):
+        if given is None or any(given.get(name, defaults[name]) != defaults[name] for name in fixed):
             return None
-        param = given.get(param_name, default)
-        if not isinstance(param, (int, float)) or not 0 <= param < math.inf or (activation == "elu" and param == 0):
+        param = given.get(entry.param, defaults.get(entry.param, 0.0))
+        activation = activation_of_op(op, given.get("approximate", "none") if "approximate" in known else "")
+        if activation is None or not isinstance(param, (int, float)) or not entry.valid(param):
             return None
         return Activating(given["input"], activation, float(param), in_place or bool(given.get("inplace", False)))
 
@@ -98,40 +92,22 @@ def _dropping(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 
 _aten, _nn = torch.ops.aten, _torch.nn_functions
-_OPTIONS: dict[str, tuple[tuple[str, ...], float]] = {
-    "leaky_relu": (("negative_slope",), 0.01),
-    "elu": (("alpha", "scale", "input_scale"), 1.0),
-}
-"""What ops take besides the tensor, and the default of the first one of these arguments."""
 
 
 def _spelled(op: str) -> Iterator[tuple[Reading, Sequence[Any]]]:
     """The functions of an activation. One has an argument for "in place", and the others have two names."""
-    name = activation_of_op(op)
-    assert name is not None
-    options, default = _OPTIONS.get(op, ((), 0.0))
-    yield _activating(name, *options[:1], "inplace", default=default), (getattr(F, op),)
+    arguments = _torch.schema_of(getattr(_aten, op).default).arguments[1:]
+    defaults = {argument.name: argument.default_value for argument in arguments}
+    options = tuple(defaults)
+    yield _activating(op, (*options[:1], "inplace"), defaults, False), (getattr(F, op),)
     for in_place in (False, True):
-        functions: list[Any] = [
-            getattr(namespace, op + "_" * in_place, None) for namespace in (torch, Tensor, _nn, _aten)
-        ]
-        reading = _activating(name, *options, default=default, in_place=in_place)
-        yield reading, [function for function in (*functions, functions[-1].default) if function is not None]
-
-
-def _gelu(in_place: bool) -> Reading:
-    def read(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Activating | None:
-        given = by_name(("input",), args, {k: v for k, v in kwargs.items() if k != "approximate"})
-        name = activation_of_op("gelu", kwargs.get("approximate", "none"))
-        return None if given is None or name is None else Activating(given["input"], name, 0.0, in_place)
-
-    return read
+        functions = [getattr(namespace, op + "_" * in_place, None) for namespace in (torch, Tensor, _nn, _aten)]
+        functions.append(getattr(functions[-1], "default", None))
+        yield _activating(op, options, defaults, in_place), [function for function in functions if function is not None]
 
 
 _SPELLINGS: list[tuple[Reading, Sequence[Any]]] = [
-    *(spelling for op in {entry.op for entry in ACTIVATIONS.values()} - {"", "gelu"} for spelling in _spelled(op)),
-    (_gelu(False), (F.gelu, _nn.gelu, _aten.gelu, _aten.gelu.default)),
-    (_gelu(True), (_aten.gelu_, _aten.gelu_.default)),
+    *(spelling for op in {entry.op for entry in ACTIVATIONS.values()} - {""} for spelling in _spelled(op)),
     (_adding(False), (torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, _aten.add, _aten.add.Tensor)),
     (_adding(True), (Tensor.add_, Tensor.__iadd__, _aten.add_, _aten.add_.Tensor)),
     (_dropping, (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout)),

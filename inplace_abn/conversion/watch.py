@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_map_only
 
 from inplace_abn import _torch, tags
-from inplace_abn.activations import activation_of_op
+from inplace_abn.activations import activation_of_op, find
 from inplace_abn.conversion.observed import Result, copy_saved, give_up, is_writable, untagged
 from inplace_abn.trial import tensors_in
 
@@ -208,7 +208,7 @@ class Watch(_torch.OwnMode):
         name = activation_of_op(op.name, op.values.get("approximate", ""))
         for t in made:
             if name is not None:
-                param = float(op.values.get("negative_slope", op.values.get("alpha", 0.0)))
+                param = float(op.values.get(find(name).param, 0.0))
                 self.follow(Result(layer, name, param, is_writable(name, self._hold(t) in op.writes)), t)
             elif op.name == "add":
                 self.follow_native(layer, t)

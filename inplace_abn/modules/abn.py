@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 from torch.distributed import ProcessGroup
 
 from inplace_abn import _torch, distributed, functions, guard
-from inplace_abn.activations import check_activation
+from inplace_abn.activations import check_activation, find
 from inplace_abn.autograd import checks, plain
 from inplace_abn.compiling import trust
 from inplace_abn.settings import (
@@ -122,7 +122,7 @@ class ActivatedNorm(nn.Module):
 
     def _end_of_repr(self) -> str:
         """What the representations of all modules end with."""
-        param = f"[{self.activation_param}]" if self.activation in ("leaky_relu", "elu") else ""
+        param = f"[{self.activation_param}]" if find(self.activation).param else ""
         kept = "" if getattr(self, "overwrite_input", True) else ", overwrite_input=False"
         return f"activation={self.activation}{param}{kept}"
 
@@ -140,9 +140,8 @@ class ABN(ActivatedNorm):
         affine: whether there are a ``weight`` (initially 1) and a ``bias`` (initially 0). Either may be set to None.
         track_running_stats: whether there are ``running_mean``, ``running_var`` and ``num_batches_tracked``; without
             them evaluation uses the batch's statistics too.
-        activation: "identity" (or "none"), "leaky_relu", "elu", "relu", "silu", "hardswish",
-            "gelu", "gelu_tanh", "mish".
-        activation_param: slope of leaky_relu (>= 0; zero means relu), alpha of elu (> 0).
+        activation: a name of `inplace_abn.activations.ACTIVATIONS`, such as "relu"; "identity" or "none" for none.
+        activation_param: slope of leaky_relu (>= 0; zero means relu), alpha of elu (> 0). Others have none.
         device, dtype: of parameters and running statistics.
 
     Raises:

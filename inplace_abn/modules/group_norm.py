@@ -73,9 +73,8 @@ class InPlaceGroupNorm(guard.Guarded, ActivatedNorm):
         num_channels: number of channels, a multiple of ``num_groups``.
         eps: added to the variance. Positive.
         affine: whether there are a ``weight`` (initially 1) and a ``bias`` (initially 0). Either may be set to None.
-        activation: "identity" (or "none"), "leaky_relu", "elu", "relu", "silu", "hardswish",
-            "gelu", "gelu_tanh", "mish".
-        activation_param: slope of leaky_relu (>= 0; zero means relu), alpha of elu (> 0).
+        activation: a name of `inplace_abn.activations.ACTIVATIONS`, such as "relu"; "identity" or "none" for none.
+        activation_param: slope of leaky_relu (>= 0; zero means relu), alpha of elu (> 0). Others have none.
         overwrite_input: whether the result takes the memory of the input. If not, the input is unchanged, and not saved
             for backward.
         guard_interval: optimizer steps between two measurements of how exactly the input can be recovered; 0 for none.

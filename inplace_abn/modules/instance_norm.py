@@ -90,9 +90,8 @@ class InPlaceInstanceNorm(guard.Guarded, ActivatedNorm):
         affine: whether there are a ``weight`` (initially 1) and a ``bias`` (initially 0). Either may be set to None.
         track_running_stats: whether there are ``running_mean`` and ``running_var``, which evaluation uses. Otherwise,
             or if it is set to False later, evaluation uses each sample's own statistics.
-        activation: "identity" (or "none"), "leaky_relu", "elu", "relu", "silu", "hardswish",
-            "gelu", "gelu_tanh", "mish".
-        activation_param: slope of leaky_relu (>= 0; zero means relu), alpha of elu (> 0).
+        activation: a name of `inplace_abn.activations.ACTIVATIONS`, such as "relu"; "identity" or "none" for none.
+        activation_param: slope of leaky_relu (>= 0; zero means relu), alpha of elu (> 0). Others have none.
         overwrite_input: whether the result takes the memory of the input. If not, the input is unchanged, and not saved
             for backward.
         guard_interval: optimizer steps between two measurements of how exactly the input can be recovered; 0 for none.

@@ -5,18 +5,19 @@ from contextlib import contextmanager, nullcontext
 import maths
 import pytest
 import torch
-from cases import parameters
+from cases import param_of, parameters
 from torch import nn
 from torch.autograd import gradcheck, gradgradcheck
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from inplace_abn import ABN, InPlaceABN, inplace_abn
+from inplace_abn.activations import TYPICAL
 
 # The finite differences of gradgradcheck take a time that is quadratic in the number of values.
 SHAPE = (2, 2, 2, 3)
 ACTIVATIONS = [("identity", 0.0), ("leaky_relu", 0.2), ("elu", 1.3), ("relu", 0.0), ("silu", 0.0), ("hardswish", 0.0)]
-ALL_ACTIVATIONS = [*ACTIVATIONS, ("gelu", 0.0), ("gelu_tanh", 0.0), ("mish", 0.0)]
+ALL_ACTIVATIONS = [*ACTIVATIONS, *(what for what in TYPICAL if what[0] not in dict(ACTIVATIONS))]
 EPS = 1e-3
 
 
@@ -76,7 +77,7 @@ def conv_net(norm, device, activation):
 
 
 def ours(channels, activation):
-    return [InPlaceABN(channels, activation=activation, activation_param=0.7, signed_weight=True)]
+    return [InPlaceABN(channels, activation=activation, activation_param=param_of(activation, 0.7), signed_weight=True)]
 
 
 class ExactHardswish(nn.Module):

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from buffers import after, identity_hooks, keep_gradient, kept_gradients, leaf, ramp, unit, used_by
+from cases import param_of
 from torch.autograd.graph import save_on_cpu
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -197,7 +198,7 @@ def test_memory_for_xhat_is_given_if_z_and_its_gradient_are_backwards_own(activa
                 given.append((kwargs or {}).get("xhat") is not None)
             return func(*args, **(kwargs or {}))
 
-    z = inplace_abn(a * 1, None, None, None, None, activation=activation, activation_param=1.0)
+    z = inplace_abn(a * 1, None, None, None, None, activation=activation, activation_param=param_of(activation, 1.0))
     loss = (z * ramp(z)).sum()
     del z
     with Record():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from cases import param_of
 from modes import distrust, end_beginning, is_trusted, the_mode
 from ranks import on_each_rank
 from torch import nn
@@ -11,7 +12,7 @@ from inplace_abn import ABN, InPlaceABNSync, distributed, guard, set_guard
 
 
 def layer(activation="elu", gamma=10.0):
-    module = InPlaceABNSync(4, activation=activation, activation_param=1.0, signed_weight=True)
+    module = InPlaceABNSync(4, activation=activation, activation_param=param_of(activation, 1.0), signed_weight=True)
     nn.init.constant_(module.weight, gamma)
     return module
 
@@ -46,7 +47,10 @@ def test_a_layer_that_is_not_trusted_equals_one_process_on_the_whole_batch(activ
     torch.manual_seed(0)
     x, dz, added = torch.randn(3, 8, 4, 6, 5).double()
     dz = dz + 2 * x
-    module, twin = layer(activation, -0.7).double(), ABN(4, activation=activation, activation_param=1.0).double()
+    module, twin = (
+        layer(activation, -0.7).double(),
+        ABN(4, activation=activation, activation_param=param_of(activation, 1.0)).double(),
+    )
     module.signed_weight = signed
     module.guard_interval = 0
     distrust(module, x.dtype)

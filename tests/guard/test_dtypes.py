@@ -3,6 +3,7 @@ a new one is."""
 
 import pytest
 import torch
+from cases import param_of
 from modes import error_of_dx, layer
 from torch import nn
 
@@ -32,10 +33,10 @@ def converted(activation, kind):
 MAKES = {
     "InPlaceABN": lambda activation: layer(activation),
     "InPlaceABNSync": lambda activation: InPlaceABNSync(
-        8, activation=activation, activation_param=1.0, signed_weight=True
+        8, activation=activation, activation_param=param_of(activation, 1.0), signed_weight=True
     ),
     "InPlaceInstanceNorm": lambda activation: InPlaceInstanceNorm(
-        8, affine=True, activation=activation, activation_param=1.0
+        8, affine=True, activation=activation, activation_param=param_of(activation, 1.0)
     ),
     "converted BatchNorm": lambda activation: converted(activation, nn.BatchNorm2d),
     "converted InstanceNorm": lambda activation: converted(activation, nn.InstanceNorm2d),

@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+from cases import param_of
 from modes import end_beginning, is_trusted, layer, optimize, the_mode
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -77,7 +78,7 @@ def test_the_first_step_of_a_layer_that_cannot_be_trusted_is_as_exact_as_torchs(
     activation, label, gamma, beta = MEASURED[case]
     module, x = layer(activation, gamma, beta), values(DTYPES[label])
     dz = (torch.randn(x.shape) + 2 * x.float()).to(x.dtype)
-    native, exact = (ABN(8, activation=activation, activation_param=1.0) for _ in range(2))
+    native, exact = (ABN(8, activation=activation, activation_param=param_of(activation, 1.0)) for _ in range(2))
     for twin in (native, exact):
         twin.load_state_dict(module.state_dict())
     expected = gradients(exact.double(), x.double(), dz.double())

@@ -8,6 +8,8 @@ import maths
 import pytest
 import torch
 
+from inplace_abn.activations import TYPICAL, find
+
 # The installed package needs no compiler.
 needs_compiler = pytest.mark.skipif(shutil.which(os.environ.get("CXX", "c++")) is None, reason="needs a C++ compiler")
 # The emulated device is built from the CUDA kernels. A copy of the tests may lack them.
@@ -42,7 +44,13 @@ ACTIVATIONS = [
     ("hardswish", 0.0),
 ]
 # The other activations differ in their maths only, so they are for tests of the maths.
-ALL_ACTIVATIONS = [*ACTIVATIONS, ("gelu", 0.0), ("gelu_tanh", 0.0), ("mish", 0.0)]
+ALL_ACTIVATIONS = [*ACTIVATIONS, *(what for what in TYPICAL if what[0] not in dict(ACTIVATIONS))]
+
+
+def param_of(activation, param):
+    """The parameter, for an activation that has one."""
+    return param if find(activation).param else 0.0
+
 
 SHAPES = [
     (4, 5),

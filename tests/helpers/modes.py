@@ -3,6 +3,7 @@
 import itertools
 
 import torch
+from cases import param_of
 from torch import nn
 
 from inplace_abn import ABN, InPlaceABN, guard
@@ -14,7 +15,9 @@ FOLLOWS = [(), *((*what, added) for what in (IDENTITY, *TYPICAL) for added in (F
 
 
 def layer(activation="relu", gamma=1.0, beta=0.0, channels=8, **options):
-    module = InPlaceABN(channels, activation=activation, activation_param=1.0, signed_weight=True, **options)
+    module = InPlaceABN(
+        channels, activation=activation, activation_param=param_of(activation, 1.0), signed_weight=True, **options
+    )
     nn.init.constant_(module.weight, gamma)
     nn.init.constant_(module.bias, beta)
     return module
