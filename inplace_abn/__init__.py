@@ -1,6 +1,7 @@
 """In-place activated batch normalisation: batch norm and activation in one, in half the memory."""
 
 from inplace_abn.conversion.convert import convert, load_public_state_dict, revert
+from inplace_abn.conversion.formulas import register_norm
 from inplace_abn.conversion.report import Report, analyze, report
 from inplace_abn.conversion.verification import Verification, verify
 from inplace_abn.functions import inplace_abn as inplace_abn
@@ -29,6 +30,7 @@ __all__ = [
     "inplace_group_norm",
     "inplace_instance_norm",
     "load_public_state_dict",
+    "register_norm",
     "report",
     "revert",
     "set_active_group",

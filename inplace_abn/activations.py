@@ -221,8 +221,8 @@ def check_activation(activation: str, activation_param: float) -> None:
     if not has_parameter(activation, activation_param):
         others = " or ".join(name for name, other in ACTIVATIONS.items() if other.param)
         raise ValueError(
-            f"inplace_abn: {activation} has no parameter, got activation_param={activation_param}. Leave it out, or use "
-            f"{others}"
+            f"inplace_abn: {activation} has no parameter, got activation_param={activation_param}. Leave it out, or "
+            f"use {others}"
         )
 
 

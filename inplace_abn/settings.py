@@ -177,6 +177,31 @@ class Settings(NamedTuple):
         return self.eps, self.scale, activations.find(self.activation).code, self.activation_param
 
 
+class Names(NamedTuple):
+    """The names of a norm's attributes, and what its class was registered to compute
+    (`inplace_abn.conversion.formulas.register_norm`)."""
+
+    weight: str = "weight"
+    bias: str = "bias"
+    eps: str = ""
+    """Empty for the usual names."""
+    kind: str = ""
+    """"layer" or "rms"; empty for a class that was not registered."""
+    offset: float = 0.0
+
+
+NAMES: dict[type, Names] = {}
+"""Those of registered classes."""
+
+
+def names_of(kind: type) -> Names:
+    """The names of a class, or of the registered class that it is made of."""
+    return next((NAMES[base] for base in kind.__mro__ if base in NAMES), _USUAL) if NAMES else _USUAL
+
+
+_USUAL = Names()
+
+
 def parameters(module: Any) -> tuple[Tensor | None, Tensor | None]:
     """The weight and the bias of a norm at this moment; None for what it has not.
 
@@ -185,7 +210,8 @@ def parameters(module: Any) -> tuple[Tensor | None, Tensor | None]:
     held, own = module._parameters, module.__dict__
     if "weight" in held and "bias" in held and "weight" not in own and "bias" not in own:
         return held["weight"], held["bias"]
-    return _present(module, "weight"), _present(module, "bias")
+    weight, bias = names_of(type(module))[:2]
+    return _present(module, weight), _present(module, bias)
 
 
 def running_statistics(module: Any) -> tuple[Tensor | None, Tensor | None]:

@@ -110,7 +110,7 @@ def _has_saved(module: Any) -> bool:
     if not channels and there is None:
         return False
     with torch.no_grad(), _torch.unwatched():
-        device = module.weight.device
+        device = module.scale_and_offset()[0].device
         fits = there is not None and len(there) >= len(channels) and there.device == device
         if fits and module._saved_numbers == channels.numbers:
             return True

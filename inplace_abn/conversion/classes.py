@@ -12,12 +12,12 @@ from torch import Tensor, fx, nn
 from inplace_abn.conversion import watch
 from inplace_abn.conversion.activations import READERS, TORCHS, InPlaceActivation, applied, qualified
 from inplace_abn.conversion.converted import Converted
-from inplace_abn.conversion.formulas import does_nothing_else, length
+from inplace_abn.conversion.formulas import why_not_tried
 from inplace_abn.conversion.layer_norms import ConvertedLayerNorm
 from inplace_abn.conversion.norms import InPlaceGroupNorms, InPlaceInstanceNorms, InPlaceNorm
 from inplace_abn.conversion.offered import kept_by
 from inplace_abn.modules.abn import as_leaf
-from inplace_abn.settings import check_hyperparameters
+from inplace_abn.settings import check_hyperparameters, names_of
 
 _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
 """The classes of converted modules, by the classes before conversion."""
@@ -84,21 +84,26 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def _is_named_norm(module: nn.Module) -> bool:
-    return "norm" in type(module).__name__.lower() and not any(True for _ in module.children())
+    is_named = "norm" in type(module).__name__.lower() and not any(True for _ in module.children())
+    return is_named or bool(names_of(type(module)).kind)
 
 
 def is_norm_of_rows(module: nn.Module) -> bool:
     """Whether the module may be a layer norm or an RMS norm, or was. Its first call tells what it is."""
-    kind = type(module)
     if isinstance(module, ConvertedLayerNorm):
         return True
     if isinstance(module, KINDS) or not (_is_named_norm(module) or isinstance(module, (nn.LayerNorm, nn.RMSNorm))):
         return False
-    # Names of the module's own must not be in the way of those that it gets.
+    return not why_no_norm_of_rows(module)
+
+
+def why_no_norm_of_rows(module: nn.Module) -> str:
+    """Why a norm by its name is not taken for a layer norm or an RMS norm, in words; empty if it is."""
     names = vars(module).keys() | {
-        name for base in kind.__mro__ if not issubclass(nn.Module, base) for name in vars(base)
+        name for base in type(module).__mro__ if not issubclass(nn.Module, base) for name in vars(base)
     }
-    return length(module) > 0 and does_nothing_else(module) and not names & _NAMES_OF_ROWS
+    taken = sorted(names & _NAMES_OF_ROWS)
+    return f"converted modules have attributes named {', '.join(taken)}, too" if taken else why_not_tried(module)
 
 
 def unfit_reason(module: nn.Module) -> str:
@@ -106,7 +111,7 @@ def unfit_reason(module: nn.Module) -> str:
     if isinstance(module, Converted):
         return "it is converted already"
     if not (isinstance(module, KINDS) or is_activation(module) or is_norm_of_rows(module)):
-        return f"{type(module).__name__} is not supported"
+        return f"{type(module).__name__} is not supported: {why_no_norm_of_rows(module)}"
     if converted_class(module) is None:
         return f"{type(module).__name__} is a subclass whose forward pass is unknown"
     if "forward" in vars(module):

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from inplace_abn.reference import LAYER, RMS, normalised_rows, wide
-from inplace_abn.settings import parameters
+from inplace_abn.settings import NAMES, Names, names_of, parameters
 
 _PACKAGES = ("torch", "timm", "transformers", "diffusers", "torchvision", "monai")
 """The packages whose norms are tried without a look at their code."""
@@ -69,6 +69,39 @@ class Kind(NamedTuple):
     """That of the result."""
 
 
+def register_norm(
+    cls: type[nn.Module],
+    kind: str,
+    *,
+    weight: str = "weight",
+    bias: str = "bias",
+    offset: float = 0.0,
+    eps: str = "eps",
+) -> None:
+    """Makes `inplace_abn.convert` take a class for a layer norm or an RMS norm, over the last dimension or channels.
+
+    Classes that torch and well-known packages have, and those whose code does nothing else, are found without it. The
+    first call of a module still compares its results and gradients with the formula, and leaves it as it is if they are
+    others.
+
+    Args:
+        cls: the class. Its forward pass gets one tensor, and has no effects.
+        kind: "layer" for xhat = (x - mean) / sqrt(var + eps), "rms" for xhat = x / sqrt(mean(x^2) + eps).
+        weight, bias: names of the parameters of shape (channel,), which a module may lack.
+        offset: what is added to the weight: the result is (weight + offset) * xhat + bias.
+        eps: the name of the attribute.
+
+    Raises:
+        TypeError: ``cls`` is no class of modules.
+        ValueError: another ``kind``.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+        raise TypeError(f"inplace_abn.register_norm: expected a subclass of torch.nn.Module, got {cls!r}")
+    if kind not in (LAYER, RMS):
+        raise ValueError(f"inplace_abn.register_norm: expected kind to be {LAYER!r} or {RMS!r}, got {kind!r}")
+    NAMES[cls] = Names(weight, bias, eps, kind, float(offset))
+
+
 def length(module: Any) -> int:
     """The length of the rows that a module normalises; 0 if it does not normalise rows as far as can be seen."""
     weight, bias = parameters(module)
@@ -81,15 +114,24 @@ def length(module: Any) -> int:
     return shape[0]
 
 
-def does_nothing_else(module: nn.Module) -> bool:
-    """Whether the forward pass of a module may be tried."""
-    if module._buffers or module._modules or not module._parameters.keys() <= set(_PARAMETERS):
-        return False
+def why_not_tried(module: nn.Module) -> str:
+    """Why the forward pass of a module may not be tried, in words; empty if it may."""
+    names = names_of(type(module))
+    if length(module) == 0:
+        return f"it has no {names.weight} of one dimension, and no normalized_shape of one number"
+    if names.kind:
+        return ""
+    others = [*module._buffers, *module._modules, *sorted(module._parameters.keys() - set(_PARAMETERS))]
+    if others:
+        return f"it has {', '.join(others)} besides a weight and a bias"
     # Wrappers make parameters plain tensors.
     kinds = dict.fromkeys(ATTRIBUTES, _SIMPLE) | dict.fromkeys(_PARAMETERS, (Tensor, type(None)))
     given = {name: value for name, value in vars(module).items() if name in _NAMES}
-    are_known = all(isinstance(value, kinds.get(name, ())) for name, value in given.items())
-    return are_known and _is_plain_class(type(module))  # type: ignore[arg-type]
+    unknown = [n for n, value in given.items() if not isinstance(value, kinds.get(n, ()))]  # type: ignore[arg-type]
+    if unknown:
+        return f"nobody knows what its attribute {unknown[0]} does"
+    is_plain = _is_plain_class(type(module))  # type: ignore[arg-type]
+    return "" if is_plain else "its code may do more than compute a norm"
 
 
 @cache
@@ -141,14 +183,14 @@ def key_of(module: Any, x: Tensor) -> tuple[Any, ...]:
     device, given = x.device.type, vars(module)
     state = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
     of_parameters = (None if t is None else (t.dtype, t.shape) for t in parameters(module))
-    attributes = (given.get(name) for name in ATTRIBUTES)
+    attributes = (given.get(name) for name in (*ATTRIBUTES, names_of(type(module)).eps))
     return x.dtype, x.dim(), x.shape[1], x.shape[-1], state, *of_parameters, *attributes
 
 
 def kind_of(module: Any, original: type, x: Tensor) -> Kind | None:
     """How a module of the class ``original``, or of a subclass, computes an input like x; None if that is unknown."""
     size, given = length(module), vars(module)
-    eps = given.get("eps", given.get("variance_epsilon"))
+    eps = given.get(names_of(original).eps, given.get("eps", given.get("variance_epsilon")))
     if size == 0 or not isinstance(eps, (int, float, type(None))):
         return None
     # torch's default depends on the dtype.
@@ -170,15 +212,15 @@ def kind_of(module: Any, original: type, x: Tensor) -> Kind | None:
 
 def _kinds(module: Any, original: Any, x: Tensor, axis: int, eps: float, dtype: torch.dtype) -> Iterator[Kind]:
     """What the module may compute along an axis of an x of this dtype. It is tried on a copy with other weights."""
-    size, device = length(module), x.device
+    size, device, names = length(module), x.device, names_of(original)
     line = torch.arange(size, device=device, dtype=torch.float64)
     weight, bias = (
         None if t is None else nn.Parameter((torch.cos(3 * line + i) + 2 - i).to(torch.promote_types(t.dtype, dtype)))
         for i, t in enumerate(parameters(module))
     )
     other = object.__new__(type(module))
-    other.__dict__.update({name: value for name, value in vars(module).items() if name not in _PARAMETERS})
-    other.__dict__.update(_buffers={}, _parameters={"weight": weight, "bias": bias})
+    other.__dict__.update({name: value for name, value in vars(module).items() if name not in names[:2]})
+    other.__dict__.update(_buffers={}, _parameters={names.weight: weight, names.bias: bias})
     # The rows have means and sizes that tell layer norms from RMS norms, and where eps is added.
     middle = [2] * (x.dim() - 2)
     number = torch.arange(4 * 2 ** len(middle), device=device, dtype=torch.float64).unsqueeze(1)
@@ -205,7 +247,8 @@ def _kinds(module: Any, original: Any, x: Tensor, axis: int, eps: float, dtype: 
         if not y.requires_grad:
             return
         found = torch.autograd.grad(y, [*inputs.values()], dy.to(y.dtype), allow_unused=True)
-        for kind, offset in itertools.product((LAYER, RMS), (0.0, 1.0) if weight is not None else (0.0,)):
+        kinds, offsets = ((names.kind,), (names.offset,)) if names.kind else ((LAYER, RMS), (0.0, 1.0))
+        for kind, offset in itertools.product(kinds, offsets if weight is not None else (0.0,)):
             leaves = {name: t.detach().double().requires_grad_() for name, t in inputs.items()}
             rows, scale = leaves["x"].movedim(axis, -1), leaves["weight"] + offset if weight is not None else None
             expected = normalised_rows(rows, scale, leaves.get("bias"), kind, eps).movedim(-1, axis)

@@ -25,7 +25,7 @@ from inplace_abn.conversion.recipes_of_rows import OfRows, moved_axis, settings_
 from inplace_abn.guard.figures import THRESHOLDS
 from inplace_abn.kernels import ops
 from inplace_abn.modules.abn import as_leaf
-from inplace_abn.settings import DISABLED, ChannelSlots, Operands, parameters
+from inplace_abn.settings import DISABLED, ChannelSlots, Operands, names_of, parameters
 
 _UNSUITABLE = "its input, its parameters or the mode of the call are not supported"
 _UNKNOWN = "its forward pass is not that of a layer norm or an RMS norm"
@@ -124,7 +124,7 @@ class ConvertedLayerNorm(Converted):
         size, device = self._length(), x.device.type
         is_at = tuple(axis for axis in (-1, 1) if x.shape[axis] == size)
         # Compilers compile anew when an attribute changes that they have read here.
-        given = [getattr(self, name, None) for name in ATTRIBUTES]
+        given = [getattr(self, name, None) for name in (*ATTRIBUTES, names_of(type(self)).eps) if name]
         attributes = tuple(norms.constant(value) if isinstance(value, float) else value for value in given)
         found = self._formula(x.dtype, x.dim(), device, is_at, attributes)
         if found is None:

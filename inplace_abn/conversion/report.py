@@ -59,12 +59,14 @@ class Report:
         layers: one for each norm and activation, with ``name``, ``kind``, ``follows``, ``in_place``, ``why`` and
             ``bytes_saved``.
         unsupported: how many norms there are of each class that is not converted.
+        why_unsupported: why classes are not converted; see `inplace_abn.register_norm`.
         built: how many in-place modules there are that were not converted, but built.
     """
 
     layers: tuple[Layer, ...]
     unsupported: dict[str, int]
     built: int = 0
+    why_unsupported: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def in_place(self) -> tuple[Layer, ...]:
@@ -83,6 +85,7 @@ class Report:
             "in_place": len(self.in_place),
             "bytes_saved": self.bytes_saved,
             "unsupported": dict(self.unsupported),
+            "why_unsupported": dict(self.why_unsupported),
             "built": self.built,
         }
 
@@ -147,6 +150,7 @@ class Report:
         if self.unsupported:
             found = ", ".join(f"{count} {kind}" for kind, count in self.unsupported.items())
             lines.append(f"not supported: {found}")
+            lines += [f"{kind}: {why} (inplace_abn.register_norm)" for kind, why in self.why_unsupported.items()]
         return lines
 
 
@@ -172,6 +176,7 @@ def report(model: nn.Module) -> Report:
         raise TypeError(f"inplace_abn.report: expected model to be a torch.nn.Module, got {type(model).__name__}")
     layers: list[Layer] = []
     unsupported: Counter[str] = Counter()
+    reasons: dict[str, str] = {}
     built = sum(isinstance(module, Built) for module in model.modules())
     for name, module in model.named_modules():
         found = module.__dict__.get(guard.CARRIED, module)
@@ -188,7 +193,9 @@ def report(model: nn.Module) -> Report:
             layers.append(Layer(name, type(module).__name__, "", False, why, None))
         elif classes.is_norm(module):
             unsupported[type(module).__name__] += 1
-    return Report(tuple(layers), dict(unsupported), built)
+            if not type(module).__module__.startswith("torch."):
+                reasons[type(module).__name__] = classes.why_no_norm_of_rows(module)
+    return Report(tuple(layers), dict(unsupported), built, reasons)
 
 
 def analyze(model: nn.Module, /, *args: Any, **kwargs: Any) -> Report:

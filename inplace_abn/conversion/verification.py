@@ -133,9 +133,20 @@ def verify(
         The errors and the verdict, which is also the result's truth value.
 
     Raises:
-        ValueError: the models' parameters have different names.
+        ValueError: both models are one object, or the original is converted itself, so that nothing would be compared;
+            or their parameters have different names.
         RuntimeError: a model cannot be copied.
     """
+    if model is converted:
+        raise ValueError(
+            "inplace_abn.verify: expected two models, got one object twice: convert changes the model that it is "
+            "given. Copy it before: verify(model, convert(copy.deepcopy(model)), ...)"
+        )
+    if any(isinstance(layer, Converted) for _, layer in guard.layers_of(model)):
+        raise ValueError(
+            "inplace_abn.verify: expected the original first, got a converted model. Copy the original before it is "
+            "converted, or pass inplace_abn.revert(copy.deepcopy(model))"
+        )
     names = [{name for name, _ in m.named_parameters()} for m in (model, converted)]
     if names[0] != names[1]:
         raise ValueError(f"inplace_abn.verify: only one model has the parameters {sorted(names[0] ^ names[1])}")

@@ -9,7 +9,9 @@ from typing import Any
 
 from torch import nn
 
-from inplace_abn.conversion.convert import convert
+from inplace_abn import guard
+from inplace_abn.conversion.convert import convert, revert
+from inplace_abn.conversion.converted import Converted
 from inplace_abn.conversion.report import Report, report
 from inplace_abn.conversion.table import lay_out, readable
 from inplace_abn.memory.step import Usage, measure
@@ -53,7 +55,7 @@ def memory_report(
     """Measures a training step of a copy of ``model`` and, unless ``converted`` is False, of a converted copy of it.
 
     Args:
-        model: stays as it is.
+        model: stays as it is. If it is converted already, the native step is that of a reverted copy.
         args, kwargs: arguments of the forward pass.
         converted: measure a converted copy too.
         progress: show a bar, which needs tqdm.
@@ -74,7 +76,10 @@ def memory_report(
                 bar.update()
 
         # The model may write to what it is given.
-        before = measure(trainable(model), *copy.deepcopy(args), tick=tick, **copy.deepcopy(kwargs))
+        native = trainable(model)
+        if any(isinstance(layer, Converted) for _, layer in guard.layers_of(native)):
+            native = revert(native)
+        before = measure(native, *copy.deepcopy(args), tick=tick, **copy.deepcopy(kwargs))
         if not converted:
             return MemoryReport(before)
         if bar is not None:

@@ -148,7 +148,7 @@ def test_what_is_no_number_is_told_wherever_it_is():
     model = Two()
     wrong = copy.deepcopy(model)
     wrong.scale = float("nan")
-    assert verify(model, model, images())
+    assert verify(model, copy.deepcopy(model), images())
     assert verify(model, wrong, images()).worst[0] == "evaluation"
     assert not verify(model, wrong, images())
 
@@ -221,3 +221,13 @@ def test_a_running_mean_of_zero_is_not_compared_by_what_rounding_left_of_it():
     found = verify(model, converted, x)
     assert not found
     assert found.worst[0] == "buffer 3.running_mean"
+
+
+def test_one_model_is_not_compared_with_itself():
+    """convert returns the model that it was given, which then agreed with itself."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+    x = torch.randn(2, 3, 8, 8)
+    with pytest.raises(ValueError, match=r"got one object twice.*deepcopy"):
+        verify(model, convert(model), x)
+    with pytest.raises(ValueError, match="got a converted model"):
+        verify(model, copy.deepcopy(model), x)

@@ -217,3 +217,13 @@ def test_a_models_writes_to_its_inputs_do_not_reach_the_callers():
     memory_report(Writes(), x, given)
     assert not x.any()
     assert given == {"calls": 0}
+
+
+def test_a_converted_model_is_compared_with_what_it_was():
+    """Both measurements were of converted models, and the report said that 0 % were saved."""
+    model, x = ResNet(), torch.randn(2, 3, 64, 64)
+    before = memory_report(model, x)
+    after = memory_report(convert(model), x)
+    assert after.before.held == before.before.held
+    assert after.after.held < 0.8 * after.before.held
+    assert any(isinstance(module, InPlaceNorm) for module in model.modules())

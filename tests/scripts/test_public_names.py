@@ -79,6 +79,7 @@ def convert(model: nn.Module, x: Tensor, checkpoint: Mapping[str, Any]) -> bool:
     report: Report = inplace_abn.report(converted)
     for layer in inplace_abn.analyze(model, x, scale=2).in_place:
         print(layer.name, layer.kind, layer.follows, layer.why, layer.bytes_saved or 0 + report.bytes_saved)
+    inplace_abn.register_norm(nn.RMSNorm, "rms", weight="weight", bias="bias", offset=0.0, eps="eps")
     print(report, report.to_dict()["layers"], report.table(80), report.unsupported, report.built)
     found: Verification = inplace_abn.verify(model, converted, x, tolerance=1e-9)
     inplace_abn.load_public_state_dict(converted, checkpoint, strict=False, layers=["1"])
