@@ -26,8 +26,7 @@ def inplace_group_norm(
     """z = act(weight * (x - mean) / sqrt(var + eps) + bias + residual) of each group, written over ``x``.
 
     Args:
-        x: activations of shape (batch, channel, \\*), dtype float64, float32, bfloat16 or float16, in any strides
-            without internal overlap. Overwritten with the result, unless ``overwrite_input`` is False.
+        x: activations of shape (batch, channel, \\*); otherwise as for `inplace_abn.inplace_abn`.
         num_groups: into how many groups of neighbouring channels each sample is divided. It divides the channels.
         weight: (channel,) or None; the scale, with a magnitude of at least ``eps``. float32 or x's dtype.
         bias: (channel,) or None. float32 or x's dtype.
@@ -35,7 +34,7 @@ def inplace_group_norm(
         activation, activation_param, residual, overwrite_input: as for `inplace_abn.inplace_abn`.
 
     Returns:
-        ``x``, which now holds the result. If it is not overwritten, a new tensor of x's shape, dtype and memory format.
+        What `inplace_abn.inplace_abn` returns.
 
     Raises:
         ValueError: a wrong value or shape, only one value per group, or an ``x`` that autograd forbids to overwrite.
@@ -64,21 +63,14 @@ class InPlaceGroupNorm(guard.Guarded, ActivatedNorm):
     is added before the activation. Mathematics, defaults and state dicts are those of `torch.nn.GroupNorm`: the scale
     is the weight itself, and evaluation does what training does.
 
-    Channels whose input cannot be recovered exactly enough from the output are saved as well. While these are most,
-    the layer keeps the input, as torch does, and returns a new tensor. `inplace_abn.set_guard` controls how this is
-    measured.
+    The guard of `InPlaceABN` measures whether the input can be recovered exactly enough.
 
     Args:
         num_groups: into how many groups of neighbouring channels each sample is divided.
         num_channels: number of channels, a multiple of ``num_groups``.
         eps: added to the variance. Positive.
         affine: whether there are a ``weight`` (initially 1) and a ``bias`` (initially 0). Either may be set to None.
-        activation: a name of `inplace_abn.activations.ACTIVATIONS`, such as "relu"; "identity" or "none" for none.
-        activation_param: slope of leaky_relu (>= 0; zero means relu), alpha of elu (> 0). Others have none.
-        overwrite_input: whether the result takes the memory of the input. If not, the input is unchanged, and not saved
-            for backward.
-        guard_interval: optimizer steps between two measurements of how exactly the input can be recovered; 0 for none.
-        device, dtype: of the parameters.
+        activation, activation_param, overwrite_input, guard_interval, device, dtype: as for `InPlaceABN`.
 
     Raises:
         ValueError: an argument is out of range.

@@ -35,8 +35,7 @@ def inplace_instance_norm(
     """z = act(weight * (x - mean) / sqrt(var + eps) + bias + residual) of each sample, written over ``x``.
 
     Args:
-        x: activations of shape (batch, channel, space, \\*), dtype float64, float32, bfloat16 or float16, in any
-            strides without internal overlap. Overwritten with the result, unless ``overwrite_input`` is False.
+        x: activations of shape (batch, channel, space, \\*); otherwise as for `inplace_abn.inplace_abn`.
         weight: (channel,) or None; the scale, with a magnitude of at least ``eps``. float32 or x's dtype.
         bias: (channel,) or None. float32 or x's dtype.
         running_mean: (channel,) or None; updated in training with the mean over the batch, used otherwise.
@@ -47,7 +46,7 @@ def inplace_instance_norm(
         activation, activation_param, residual, overwrite_input: as for `inplace_abn.inplace_abn`.
 
     Returns:
-        ``x``, which now holds the result. If it is not overwritten, a new tensor of x's shape, dtype and memory format.
+        What `inplace_abn.inplace_abn` returns.
 
     Raises:
         ValueError: a wrong value or shape, only one value per channel and sample in training, or an ``x`` that autograd
@@ -79,9 +78,7 @@ class InPlaceInstanceNorm(guard.Guarded, ActivatedNorm):
     itself, running statistics are means over the batch, and batches are not counted. Unlike in torch, the input must
     have a batch dimension.
 
-    Channels whose input cannot be recovered exactly enough from the output are saved as well. While these are most,
-    the layer keeps the input, as torch does, and returns a new tensor. `inplace_abn.set_guard` controls how this is
-    measured.
+    The guard of `InPlaceABN` measures whether the input can be recovered exactly enough.
 
     Args:
         num_features: number of channels.
@@ -90,12 +87,7 @@ class InPlaceInstanceNorm(guard.Guarded, ActivatedNorm):
         affine: whether there are a ``weight`` (initially 1) and a ``bias`` (initially 0). Either may be set to None.
         track_running_stats: whether there are ``running_mean`` and ``running_var``, which evaluation uses. Otherwise,
             or if it is set to False later, evaluation uses each sample's own statistics.
-        activation: a name of `inplace_abn.activations.ACTIVATIONS`, such as "relu"; "identity" or "none" for none.
-        activation_param: slope of leaky_relu (>= 0; zero means relu), alpha of elu (> 0). Others have none.
-        overwrite_input: whether the result takes the memory of the input. If not, the input is unchanged, and not saved
-            for backward.
-        guard_interval: optimizer steps between two measurements of how exactly the input can be recovered; 0 for none.
-        device, dtype: of parameters and running statistics.
+        activation, activation_param, overwrite_input, guard_interval, device, dtype: as for `InPlaceABN`.
 
     Raises:
         ValueError: an argument is out of range.

@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "node.h"
-#include "usual.h"
+#include "plain.h"
 
 namespace inplace_abn {
 

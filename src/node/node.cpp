@@ -25,7 +25,7 @@
 #include "calls.h"
 #include "gradients.h"
 #include "graph.h"
-#include "usual.h"
+#include "plain.h"
 
 namespace inplace_abn {
 namespace {
@@ -349,7 +349,7 @@ class InPlaceABNFunction final : public Node {
 // reference cycle), and all that autograd/checks.py would refuse, and the ops would not, is excluded.
 bool is_simple(const Tensor& x, std::initializer_list<const OptTensor*> others, bool training, int64_t shared,
                bool requires_grad) {
-  if (!is_usual(x, others, requires_grad)) return false;
+  if (!is_plain(x, others, requires_grad)) return false;
   if (x.dim() < 2 || (x.is_inference() && !c10::InferenceMode::is_enabled())) return false;
   if (training && x.numel() == (shared == 1 ? x.size(0) : 1) * x.size(1)) return false;
   if (!requires_grad) return true;
@@ -395,7 +395,7 @@ Tensor attached(const Tensor& x, const Tensor& z, const OptTensor& weight, const
 
 bool may_attach(const Tensor& x, const Tensor& z, const OptTensor& weight, const OptTensor& bias,
                 const OptTensor& residual) {
-  return is_calibrated && is_usual(z, {&weight, &bias, &residual}, true) && !x.key_set().has_any(opaque);
+  return is_calibrated && is_plain(z, {&weight, &bias, &residual}, true) && !x.key_set().has_any(opaque);
 }
 
 void set_sole_holders(const Holders& holders) {

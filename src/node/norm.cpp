@@ -12,7 +12,7 @@
 
 #include "calls.h"
 #include "gradients.h"
-#include "usual.h"
+#include "plain.h"
 
 namespace inplace_abn {
 namespace {
@@ -327,7 +327,7 @@ Tensor norm(const Tensor& x, const OptTensor& weight, const OptTensor& bias, con
   // In inference mode no tensor that is made here has a version. What is no number may not be counted.
   if (c10::InferenceMode::is_enabled() || (batches.has_value() && batches->dim() > 0)) return {};
   if (!fits(x, weight, bias, running_mean, running_var) ||
-      !is_usual(x, {&weight, &bias, &running_mean, &running_var, &batches}, true)) {
+      !is_plain(x, {&weight, &bias, &running_mean, &running_var, &batches}, true)) {
     return {};
   }
   Tensor y, mean, var;

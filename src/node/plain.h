@@ -19,14 +19,14 @@ constexpr c10::DispatchKeySet opaque{
     c10::DispatchKey::ZeroTensor};
 
 // Whether these are plain tensors, and no mode, tracer or hook is active that Python would have to know of.
-inline bool is_usual(const Tensor& x, std::initializer_list<const OptTensor*> others, bool requires_grad) {
-  const auto usual = [&](const Tensor& t) {
+inline bool is_plain(const Tensor& x, std::initializer_list<const OptTensor*> others, bool requires_grad) {
+  const auto is_plain_tensor = [&](const Tensor& t) {
     return !t.key_set().has_any(opaque) && t.layout() == at::kStrided && t.device() == x.device() &&
            !t._fw_grad(0).defined() && !(requires_grad && t.is_inference());
   };
-  if (!usual(x)) return false;
+  if (!is_plain_tensor(x)) return false;
   for (const OptTensor* t : others) {
-    if (t->has_value() && !usual(**t)) return false;
+    if (t->has_value() && !is_plain_tensor(**t)) return false;
   }
   return !(c10::impl::TorchDispatchModeTLS::any_modes_set() || at::tracer::impl::is_dispatch_enabled() ||
            c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
