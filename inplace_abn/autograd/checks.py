@@ -12,9 +12,11 @@ from inplace_abn.activations import check_activation
 from inplace_abn.autograd import nodes
 from inplace_abn.autograd.backward import values_per_channel
 from inplace_abn.kernels import ops
+from inplace_abn.reference import wide
 from inplace_abn.settings import Operands, Settings, check_hyperparameters
 
 _TENSORS = Operands._fields[:-1]
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _REMEDY = ". Use overwrite_input=False, or ABN, which works out of place"
 
 
@@ -34,8 +36,6 @@ def check_call(
         is_plain: whether torch's ops or a compiler make the call, which find the rest.
         asks_op: whether the op's own checks are made here, because something happens before the op.
     """
-    if not isinstance(x, Tensor):
-        raise TypeError(f"inplace_abn: expected x to be a torch.Tensor, got {type(x).__name__}")
     check_activation(settings.activation, settings.activation_param)
     check_hyperparameters(settings.eps, operands.momentum)
     if settings.per_instance:
@@ -85,6 +85,13 @@ def check_tensors(x: Tensor, operands: Operands) -> None:
     for name, t in others:
         if t is not None and t.device != device:
             raise ValueError(f"inplace_abn: expected {name} on {device} like x, got {t.device}")
+    for name, t in others if x.dtype in _DTYPES else ():
+        expected = (x.dtype,) if name == "residual" else tuple(dict.fromkeys((x.dtype, wide(x.dtype))))
+        if t is not None and t.dtype not in expected:
+            raise TypeError(
+                f"inplace_abn: expected {name} of dtype {' or '.join(map(str, expected))} for x of {x.dtype}, got "
+                f"{t.dtype}. Give the input and the module one dtype, as x.to({t.dtype}) or module.to({x.dtype}) do"
+            )
     if (operands.running_mean is None) != (operands.running_var is None):
         given = "running_mean" if operands.running_var is None else "running_var"
         raise ValueError(f"inplace_abn: expected running_mean and running_var both or neither, got only {given}")
@@ -148,15 +155,18 @@ def check_overwritable(x: Tensor, requires_grad: bool) -> None:
 def check_instances(x: Tensor, operands: Operands, shared: int) -> None:
     """Raises if ``shared`` channels of a sample have only one value, and so no statistics of their own. Also raises for
     vectors whose size is not the number of channels."""
-    if x.dim() < 3 and shared == 1:
+    if isinstance(x, Tensor) and x.dim() < 3 and shared == 1:
         raise ValueError(f"inplace_abn: expected x of shape (batch, channel, space, *), got {tuple(x.shape)}")
-    if shared == 1 and math.prod(x.shape[2:]) == 1:
+    if isinstance(x, Tensor) and shared == 1 and math.prod(x.shape[2:]) == 1:
         raise ValueError(f"Expected more than 1 spatial element when training, got input size {x.shape}")
     check_channels(x, operands)
 
 
 def check_channels(x: Tensor, operands: Operands) -> None:
-    """Raises for vectors whose size is not the number of channels of x, and names x if they agree with each other."""
+    """Raises for an x that is no tensor, and for vectors whose size is not the number of its channels. Names x if they
+    agree with each other."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"inplace_abn: expected x to be a torch.Tensor, got {type(x).__name__}")
     if x.dim() < 2:
         return
     given = {name: getattr(operands, name) for name in _TENSORS if name != "residual"}

@@ -36,7 +36,13 @@ def in_cpp(x: Tensor, operands: Operands, settings: Settings) -> Tensor | None:
         return None
     if settings.activation not in ACTIVATIONS or not has_parameter(settings.activation, settings.activation_param):
         return None
-    what = *operands.momentum_arguments(), *settings.arithmetic(), settings.shared, *settings.saved(x.device)
+    what = (
+        *operands.momentum_arguments(),
+        *settings.arithmetic(),
+        settings.shared,
+        *settings.saved(x.device),
+        settings.name,
+    )
     try:
         return cpp.inplace_abn(x, *operands.tensors(), settings.training, *what)  # type: ignore[no-any-return]
     except (ValueError, RuntimeError) as raised:
@@ -243,7 +249,7 @@ def count_sole_holders() -> None:
         compiled = cpp
         # The C++ node builds graphs only after counts were set. With None it reuses nothing.
         compiled.set_sole_holders(None, None)
-        what = *_IDENTITY.arithmetic(), 0, None, 0
+        what = *_IDENTITY.arithmetic(), 0, None, 0, ""
         sole = ownership.sole_holders(
             lambda x: compiled.inplace_abn(x, None, None, None, None, None, True, 0.0, None, *what),
             compiled.last_counts,

@@ -147,7 +147,7 @@ def give_up(layer: Any, why: str, noticed: bool = True, at_once: bool = False) -
     """Makes the layer torch's from the next generation on. Arguments are those of `guard.give_up`."""
     if guard.give_up(layer, why, noticed, at_once):
         since = "call" if at_once else "optimizer step"
-        _logger.info("%s: %s; from the next %s on it does as torch does", layer.__dict__["_guard_name"], why, since)
+        _logger.info("%s: %s; from the next %s on it does as torch does", guard.name(layer), why, since)
 
 
 _library = torch.library.Library("inplace_abn", "FRAGMENT")
@@ -156,9 +156,8 @@ _library.define("was_written_to(str what, str name) -> ()")
 
 def _was_written_to(what: str, name: str) -> None:
     """A node found that somebody wrote to what it needs. The layers of this name do without it from now on."""
-    for layer in guard.layers_called(name):
-        if hasattr(layer, "_record"):
-            give_up(layer, f"its {what} was written to, and backward needs it", at_once=True)
+    for layer in guard.layers_called(name) if name else ():
+        give_up(layer, f"its {what} was written to, and backward needs it", at_once=True)
 
 
 _library.impl("was_written_to", _was_written_to, "CompositeImplicitAutograd")

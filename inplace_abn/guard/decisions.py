@@ -139,6 +139,8 @@ def decide(module: Any, x: Tensor, residual: Tensor | None) -> tuple[bool, Chann
     """
     if torch.compiler.is_compiling():
         return bool(module._revision >= 0 and module._may_be_compiled_in_place(x.dtype)), _NONE
+    if module._guard is not None and module._guard.given_up is not None:
+        return False, _NONE
     planned = plan(module, x, residual)
     decision = decided(module, planned, lambda: measuring.measure(module, x, residual))
     return decision.trusted, decision.verbatim

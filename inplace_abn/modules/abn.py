@@ -181,7 +181,7 @@ class ABN(ActivatedNorm):
             batches.add_(0)
         operands = Operands(weight, bias, residual, running_mean, running_var, momentum)
         what = (self.activation, self.activation_param, self.eps, int(self.signed_weight))
-        settings = Settings(*what, training or running_mean is None, group, verbatim=verbatim)
+        settings = Settings(*what, training or running_mean is None, group, 0, guard.name(self), verbatim)
         try:
             z = function(x, operands, settings, *options)
         except BaseException:

@@ -119,7 +119,8 @@ class InPlaceGroupNorm(guard.Guarded, ActivatedNorm):
             return as_leaf(self, x, residual)  # type: ignore[no-any-return]
         shared = _shared(x, self.num_groups)
         operands = Operands(self.weight, self.bias, residual)
-        settings = Settings(self.activation, self.activation_param, self.eps, AT_LEAST_EPS, True, None, shared)
+        what = self.activation, self.activation_param, self.eps, AT_LEAST_EPS, True, None
+        settings = Settings(*what, shared, guard.name(self))
         return of_module(self, x, operands, settings)
 
     def extra_repr(self) -> str:

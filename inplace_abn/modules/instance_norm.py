@@ -135,4 +135,4 @@ class InPlaceInstanceNorm(guard.Guarded, ActivatedNorm):
         momentum = 0.0 if self.momentum is None else self.momentum
         operands = Operands(weight, bias, residual, running_mean, running_var, momentum)
         what = (self.activation, self.activation_param, self.eps, AT_LEAST_EPS, training, None)
-        return of_module(self, x, operands, Settings(*what, int(training)))
+        return of_module(self, x, operands, Settings(*what, int(training), guard.name(self)))

@@ -363,7 +363,8 @@ bool is_simple(const Tensor& x, std::initializer_list<const OptTensor*> others, 
 Tensor inplace_abn(const Tensor& x, const OptTensor& weight, const OptTensor& bias, const OptTensor& residual,
                    const OptTensor& running_mean, const OptTensor& running_var, bool training, double momentum,
                    const OptTensor& momentum_tensor, double eps, int64_t scale, int64_t activation,
-                   double activation_param, int64_t shared, const OptTensor& rows, int64_t saved) {
+                   double activation_param, int64_t shared, const OptTensor& rows, int64_t saved,
+                   const std::string& name) {
   const bool requires_grad = torch::autograd::compute_requires_grad(x, weight, bias, residual);
   const auto is_vector = [](const OptTensor& t) { return !t.has_value() || t->dim() == 1; };
   if (running_mean.has_value() != running_var.has_value() || !std::isfinite(momentum) || !is_vector(weight) ||
@@ -378,7 +379,7 @@ Tensor inplace_abn(const Tensor& x, const OptTensor& weight, const OptTensor& bi
     bump_version(x);
     return x;
   }
-  InPlaceABNFunction::attach(x, x, weight, bias, residual, values, settings, "");
+  InPlaceABNFunction::attach(x, x, weight, bias, residual, values, settings, name);
   return x;
 }
 

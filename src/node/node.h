@@ -14,11 +14,13 @@ using at::Tensor;
 using OptTensor = std::optional<Tensor>;
 
 // `nodes.in_cpp`. Returns an undefined tensor, and does nothing, if the call needs Python. It does not check whether
-// the op that made x needs its result. xhat is saved of `saved` channels, which have a row.
+// the op that made x needs its result. xhat is saved of `saved` channels, which have a row. `name` is the layer's, for
+// messages.
 Tensor inplace_abn(const Tensor& x, const OptTensor& weight, const OptTensor& bias, const OptTensor& residual,
                    const OptTensor& running_mean, const OptTensor& running_var, bool training, double momentum,
                    const OptTensor& momentum_tensor, double eps, int64_t scale, int64_t activation,
-                   double activation_param, int64_t shared, const OptTensor& rows, int64_t saved);
+                   double activation_param, int64_t shared, const OptTensor& rows, int64_t saved,
+                   const std::string& name);
 
 // `nodes.attached`: z, which was written elsewhere, with the place in the graph that it has as a function of x. The
 // tensor that stands for it, if there is one, gets that place, too. `name` is the layer's, for messages. Returns an

@@ -38,8 +38,14 @@ TORCH_LIBRARY(inplace_abn_node, m) {
   m.def(
       "inplace_abn(Tensor(a!) x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor(b!)? running_mean, "
       "Tensor(c!)? running_var, bool training, float momentum, Tensor? momentum_tensor, float eps, int scale, "
-      "int activation, float activation_param, int shared, Tensor? rows, int saved) -> Tensor(a!)",
-      &inplace_abn);
+      "int activation, float activation_param, int shared, Tensor? rows, int saved, str name) -> Tensor(a!)",
+      [](const Tensor& x, const OptTensor& weight, const OptTensor& bias, const OptTensor& residual,
+         const OptTensor& running_mean, const OptTensor& running_var, bool training, double momentum,
+         const OptTensor& momentum_tensor, double eps, int64_t scale, int64_t activation, double activation_param,
+         int64_t shared, const OptTensor& rows, int64_t saved, std::string_view name) {
+        return inplace_abn(x, weight, bias, residual, running_mean, running_var, training, momentum, momentum_tensor,
+                           eps, scale, activation, activation_param, shared, rows, saved, std::string(name));
+      });
   m.def(
       "attached(Tensor x, Tensor(a!) z, Tensor? weight, Tensor? bias, Tensor? residual, Tensor? weight_value, "
       "Tensor? bias_value, Tensor var, Tensor? rows, Tensor? verbatim, bool training, float eps, int scale, "

@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 import torch
-from cases import relative_error
+from cases import param_of, relative_error
 from torch import nn
 
 import inplace_abn
@@ -56,7 +56,8 @@ def test_both_in_place_modules_are_abns(module):
 @pytest.mark.parametrize("tracking", [True, False])
 @pytest.mark.filterwarnings("ignore:.*not initialised")
 def test_abn_and_its_in_place_twins_agree(tracking, momentum, activation, training, device):
-    options = {"momentum": momentum, "track_running_stats": tracking, "activation": activation, "activation_param": 0.5}
+    options = {"momentum": momentum, "track_running_stats": tracking, "activation": activation}
+    options["activation_param"] = param_of(activation, 0.5)
     results = []
     for module in MODULES:
         torch.manual_seed(3)

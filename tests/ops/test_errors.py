@@ -78,8 +78,16 @@ CASES = {
     "bias too long": ({"bias": torch.ones(4)}, ValueError, "expected bias of shape"),
     "running_mean too long": ({"running_mean": torch.ones(4)}, ValueError, "expected (running_)?mean of shape"),
     "weight on another device": ({"weight": torch.ones(3, device="meta")}, ValueError, "expected weight on cpu"),
-    "float64 weight": ({"weight": torch.ones(3).double()}, TypeError, "expected weight of dtype Float.*got Double"),
-    "bfloat16 bias": ({"bias": torch.ones(3).bfloat16()}, TypeError, "expected bias of dtype Float.*got BFloat16"),
+    "float64 weight": (
+        {"weight": torch.ones(3).double()},
+        TypeError,
+        r"dtype torch.float32 for x of torch.float32, got torch.float64\. Give",
+    ),
+    "bfloat16 bias": (
+        {"bias": torch.ones(3).bfloat16()},
+        TypeError,
+        r"dtype torch.float32 for x of torch.float32, got torch.bfloat16\. Give",
+    ),
     "leaf": ({"x": leaf()}, ValueError, r"leaf that requires grad.*overwrite_input=False"),
     "view of a leaf": ({"x": leaf().view(4, 3, 25)}, ValueError, r"view of a leaf.*overwrite_input=False"),
     "several views": ({"x": (leaf() * 1).chunk(2)[0]}, ValueError, "several views"),

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import ALL_ACTIVATIONS, DTYPES, stats_dtype
+from cases import ALL_ACTIVATIONS, DTYPES, param_of, stats_dtype
 from maths import exactly
 
 from inplace_abn import inplace_abn
@@ -112,7 +112,7 @@ def test_values_next_to_what_stands_for_minus_infinity_have_finite_gradients(nam
     weight, bias, mean, var = (f(3, dtype=stats_dtype(dtype), device=device) for f in (torch.ones, torch.zeros) * 2)
     weight, bias = weight.requires_grad_(), bias.requires_grad_()
     x = x.clone().requires_grad_()
-    z = inplace_abn(x * 1, weight, bias, var, mean + 0.5, False, 0.0, 0.5, name, 1.0, residual=residual)
+    z = inplace_abn(x * 1, weight, bias, var, mean + 0.5, False, 0.0, 0.5, name, param_of(name, 1.0), residual=residual)
     assert z.isfinite().all()
     z.sum().backward()
     assert all(t.grad.isfinite().all() for t in (x, weight, bias))
