@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import INDUCTOR
+from cases import covering, needs_compiler
 from compiled_converted_nets import held
 from compiled_nets import assert_same, step
 from compiled_rows_nets import NETS, Chain, assert_native, batch, made, measured
@@ -29,11 +29,13 @@ def compiled(module, backend="aot_eager", **options):
     return torch.compile(module, backend=backend, fullgraph=True, **options)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "aot_eager_decomp_partition", INDUCTOR])
-@pytest.mark.parametrize("name", NETS)
-def test_gradients_are_native_and_no_more_is_held_than_in_eager(name, backend, device):
-    if backend == "inductor" and name not in COMPILED_LONG:
-        pytest.skip("compiling takes long, and the graph is that of aot_eager")
+# Compiling to code takes long, and the graph is that of aot_eager_decomp_partition.
+BACKENDS = [(backend, name) for backend in ("aot_eager", "aot_eager_decomp_partition") for name in NETS]
+BACKENDS += [pytest.param("inductor", name, marks=needs_compiler) for name in COMPILED_LONG]
+
+
+@pytest.mark.parametrize(("backend", "name"), BACKENDS)
+def test_gradients_are_native_and_no_more_is_held_than_in_eager(backend, name, device):
     native, x = made(name, device), batch(device)
     module = convert(copy.deepcopy(native))
     function, natively = compiled(module, backend), compiled(copy.deepcopy(native), backend)
@@ -192,16 +194,15 @@ WIRINGS = {
 }
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "aot_eager_decomp_partition"])
 @pytest.mark.parametrize("wiring", WIRINGS)
-def test_gradients_are_native_whatever_the_program_does(wiring, backend, device):
+def test_gradients_are_native_whatever_the_program_does(wiring, device):
     torch.manual_seed(5)
     linears = {"up": nn.Linear(16, 16), "last": nn.Linear(16, 16)}
     native = Chain(WIRINGS[wiring], norm=nn.LayerNorm(16), **linears)
     native.gamma = nn.Parameter(torch.rand(16))
     native, x = native.to(device).double(), batch(device)
     module = convert(copy.deepcopy(native))
-    assert_same(step(compiled(module, backend), module, x), step(native, native, x))
+    assert_same(step(compiled(module, "aot_eager_decomp_partition"), module, x), step(native, native, x))
 
 
 def test_one_block_that_is_compiled_serves_all_layers(device):
@@ -299,8 +300,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", COMPILED_LONG)
+@covering(2, name=COMPILED_LONG, way=WAYS)
 def test_gradients_are_native_whatever_the_way_of_compiling(name, way, device):
     native, x = made(name, device), batch(device)
     with torch._dynamo.config.patch(compiled_autograd=False):
