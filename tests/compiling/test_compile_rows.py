@@ -29,8 +29,9 @@ def compiled(module, backend="aot_eager", **options):
     return torch.compile(module, backend=backend, fullgraph=True, **options)
 
 
-# Compiling to code takes long, and the graph is that of aot_eager_decomp_partition.
-BACKENDS = [(backend, name) for backend in ("aot_eager", "aot_eager_decomp_partition") for name in NETS]
+# Compiling to code takes long, and the graph is that of aot_eager_decomp_partition. Other tests have aot_eager.
+BACKENDS = [("aot_eager_decomp_partition", name) for name in NETS]
+BACKENDS += [("aot_eager", name) for name in COMPILED_LONG]
 BACKENDS += [pytest.param("inductor", name, marks=needs_compiler) for name in COMPILED_LONG]
 
 
@@ -58,7 +59,8 @@ def test_after_eager_steps_no_more_is_held_than_in_them(name, device):
     assert held(function, x) <= held(module, x)
 
 
-@pytest.mark.parametrize("name", NETS)
+# Other norms are computed as in training.
+@pytest.mark.parametrize("name", [*COMPILED_LONG, "norms of channels", "instance norm, leaky relu"])
 def test_evaluation_is_native(name, device):
     native, x = made(name, device), batch(device)
     step(native, native, x)
