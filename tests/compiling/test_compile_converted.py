@@ -51,7 +51,7 @@ def test_after_an_eager_step_no_more_is_held_than_in_eager(activation, device):
     assert held(compiled, x) <= held(module, x)
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", ["relu", "leaky_relu", "silu", "identity"])
 def test_evaluation_with_grad_is_native(activation, device):
     native, x = made(activation, device), batch(device)
     step(native, native, x)
@@ -78,7 +78,7 @@ def test_training_without_grad_is_one_graph_and_native_bit_for_bit(device):
 
 @pytest.mark.parametrize(
     ("backend", "activation"),
-    [*(("aot_eager", a) for a in ("relu", "elu", "silu")), pytest.param("inductor", "relu", marks=needs_compiler)],
+    [*(("aot_eager", a) for a in ("elu", "silu")), pytest.param("inductor", "relu", marks=needs_compiler)],
 )
 def test_dynamic_shapes(backend, activation, device):
     native = made(activation, device)

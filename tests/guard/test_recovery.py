@@ -3,7 +3,7 @@
 import fidelity
 import pytest
 import torch
-from cases import rows_covering
+from cases import covering, rows_covering
 from fidelity import Layer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -35,9 +35,7 @@ def test_the_measured_error_is_within_two_of_the_worst_that_a_gradient_causes(ac
         assert_within_two(ours.worst(), torchs.worst(), fidelity.measured(layer), dtype, (gamma, ratio))
 
 
-@pytest.mark.parametrize("tails", ["normal", "heavy"])
-@pytest.mark.parametrize("label", DTYPES)
-@pytest.mark.parametrize("activation", fidelity.ACTIVATIONS)
+@covering(2, activation=fidelity.ACTIVATIONS, label=DTYPES, tails=["normal", "heavy"])
 def test_the_measured_error_is_within_two_of_the_worst_with_residuals_and_outliers(activation, label, tails):
     dtype = DTYPES[label]
     x, state = fidelity.inputs(dtype, tails), torch.get_rng_state()
