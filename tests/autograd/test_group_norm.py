@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import ACTIVATIONS, DTYPES, laid_out, parameters, relative_error, stats_dtype, tolerance
+from cases import ACTIVATIONS, DTYPES, covering, laid_out, parameters, relative_error, stats_dtype, tolerance
 from sample_norms import GROUPS, KINDS, correlated, group_norm, group_oracle
 from torch import nn
 from torch.autograd import gradcheck, gradgradcheck
@@ -92,17 +92,20 @@ def test_gradients_are_those_of_the_formula_in_every_dtype(
     assert (own_dweight.double() - dweight).abs().max() < 2 * allowed * dz.double().sum((0, 2, 3)).max()
 
 
-@pytest.mark.parametrize("affine", ["both", "none"])
-@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-@pytest.mark.parametrize(("activation", "param"), [(a, p) for a, p in ACTIVATIONS if (a, p) != ("leaky_relu", 0.0)])
-def test_gradcheck_and_gradgradcheck(activation, param, layout, affine, device):
+@covering(
+    2,
+    activation=[a for a in ACTIVATIONS if a != ("leaky_relu", 0.0)],
+    layout=["contiguous", "channels_last"],
+    affine=["both", "none"],
+)
+def test_gradcheck_and_gradgradcheck(activation, layout, affine, device):
     shape = (2, 4, 2, 2)
     x, residual = (laid_out(torch.randn(shape, dtype=torch.float64, device=device), layout) for _ in range(2))
     weight, bias, *_ = parameters(shape[1], torch.float64, device, affine)
     leaves = [t.requires_grad_() for t in (x, residual, weight, bias) if t is not None]
 
     def function(x, residual, weight=None, bias=None):
-        return inplace_group_norm(x * 1.0, 2, weight, bias, 1e-3, activation, param, residual=residual)
+        return inplace_group_norm(x * 1.0, 2, weight, bias, 1e-3, *activation, residual=residual)
 
     assert gradcheck(function, leaves)
     assert gradgradcheck(function, leaves)

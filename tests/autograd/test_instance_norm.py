@@ -176,17 +176,20 @@ def test_ops_treat_each_sample_as_if_it_were_alone(shape, dtype, layout, device)
         assert relative_error(dbias[own], expected["dbias"].double()) < 1e-5
 
 
-@pytest.mark.parametrize("affine", ["both", "none"])
-@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-@pytest.mark.parametrize(("activation", "param"), [(a, p) for a, p in ACTIVATIONS if (a, p) != ("leaky_relu", 0.0)])
-def test_gradcheck_and_gradgradcheck(activation, param, layout, affine, device):
+@covering(
+    2,
+    activation=[a for a in ACTIVATIONS if a != ("leaky_relu", 0.0)],
+    layout=["contiguous", "channels_last"],
+    affine=["both", "none"],
+)
+def test_gradcheck_and_gradgradcheck(activation, layout, affine, device):
     shape = (2, 2, 2, 3)
     x, residual = (laid_out(torch.randn(shape, dtype=torch.float64, device=device), layout) for _ in range(2))
     weight, bias, *_ = parameters(shape[1], torch.float64, device, affine)
     leaves = [t.requires_grad_() for t in (x, residual, weight, bias) if t is not None]
 
     def function(x, residual, weight=None, bias=None):
-        settings = (True, 0.1, EPS, activation, param)
+        settings = (True, 0.1, EPS, *activation)
         return inplace_instance_norm(x * 1.0, weight, bias, None, None, *settings, residual=residual)
 
     assert gradcheck(function, leaves)

@@ -15,7 +15,7 @@ ROWS = [
     *(Row(w) for w in WIRINGS),
     *(Row(w, loss="sum", layout="channels_last") for w in WIRINGS),
     *(Row(w, loss=loss) for w in WIRINGS for loss in ("retained once", "gradient by the caller")),
-    *(Row(w, loss=loss, layout=layout) for w in FEW for loss in LOSSES for layout in ("contiguous", "channels_last")),
+    *(Row(w, loss=loss) for w in FEW for loss in LOSSES),
     *(Row(w, watch=watch) for w in WIRINGS for watch in ("z kept", "gradient kept", "retain_grad")),
     *(Row(w, loss, watch) for w in FEW for loss in ("sum", "weighted", "retained once") for watch in WATCH),
     *(Row(w, context=c) for w in WIRINGS for c in ("checkpoint", "reentrant checkpoint", "hooks that keep")),
