@@ -35,6 +35,7 @@ BOTH_NODES = {
     "test_instance_norm_modules",
     "test_lossy_hooks",
     "test_modified",
+    "test_norms_of_samples",
     "test_overwrite_input",
     "test_ownership",
     "test_results",

@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import covering
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -145,21 +146,19 @@ BY_VALUE = [
 ]
 
 
-@pytest.mark.parametrize("write", WRITES)
-@pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
-@pytest.mark.parametrize(("name", "which"), BY_VALUE)
-def test_a_write_to_a_parameter_before_backward_does_not_matter(name, training, write, which):
+@covering(2, parameter=BY_VALUE, training=[True, False], write=WRITES)
+def test_a_write_to_a_parameter_before_backward_does_not_matter(parameter, training, write):
     """``bias.data.add_`` made gradients wrong, and ``bias.add_`` without grad was an error where torch has none."""
+    name, which = parameter
     x = torch.randn(3, C, 5, 4, dtype=torch.float64, requires_grad=True)
     model = net(name, training)
     expected = run(copy.deepcopy(model), x, None, which)
     torch.testing.assert_close(run(model, x, write, which), expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("write", WRITES)
-@pytest.mark.parametrize("hooked", [False, True])
-@pytest.mark.parametrize(("name", "which"), BY_VALUE)
-def test_second_derivatives_have_the_values_of_the_forward_pass_too(name, hooked, write, which):
+@covering(2, parameter=BY_VALUE, hooked=[False, True], write=WRITES)
+def test_second_derivatives_have_the_values_of_the_forward_pass_too(parameter, hooked, write):
+    name, which = parameter
     x = torch.randn(3, C, 3, 2, dtype=torch.float64, requires_grad=True)
     model = net(name, True)
     expected = run(copy.deepcopy(model), x, None, which, create_graph=True)

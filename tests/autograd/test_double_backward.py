@@ -2,22 +2,22 @@
 
 from contextlib import contextmanager, nullcontext
 
+import cases
 import maths
 import pytest
 import torch
-from cases import param_of, parameters
+from cases import covering, param_of, parameters
 from torch import nn
 from torch.autograd import gradcheck, gradgradcheck
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from inplace_abn import ABN, InPlaceABN, inplace_abn
-from inplace_abn.activations import TYPICAL
 
 # The finite differences of gradgradcheck take a time that is quadratic in the number of values.
 SHAPE = (2, 2, 2, 3)
-ACTIVATIONS = [("identity", 0.0), ("leaky_relu", 0.2), ("elu", 1.3), ("relu", 0.0), ("silu", 0.0), ("hardswish", 0.0)]
-ALL_ACTIVATIONS = [*ACTIVATIONS, *(what for what in TYPICAL if what[0] not in dict(ACTIVATIONS))]
+ALL_ACTIVATIONS = [a for a in cases.ALL_ACTIVATIONS if a != ("leaky_relu", 0.0)]
+ACTIVATIONS = ALL_ACTIVATIONS[:6]
 EPS = 1e-3
 
 
@@ -36,10 +36,9 @@ def call(function, tensors, running, training=True, **options):
     return function(x * 1.0, weight, bias, *[t.clone() for t in running], training, eps=EPS, **options)
 
 
-@pytest.mark.parametrize("affine", ["both", "weight", "bias", "none"])
-@pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
-@pytest.mark.parametrize(("activation", "param"), ALL_ACTIVATIONS)
-def test_gradgradcheck(activation, param, training, affine, device):
+@covering(2, activation=ALL_ACTIVATIONS, training=[True, False], affine=["both", "weight", "bias", "none"])
+def test_gradgradcheck(activation, training, affine, device):
+    activation, param = activation
     tensors, running = leaves(device, affine)
 
     def function(*tensors):
@@ -283,12 +282,14 @@ def by_two_outer_grads(loss, leaves):
     return torch.func.grad(inner, argnums=(0, 1, 2))(*[t.detach() for t in leaves])
 
 
-@pytest.mark.parametrize("outer", [by_outer_backward, by_outer_grad, by_outer_vjp, by_two_outer_grads])
-@pytest.mark.parametrize("inner", range(4), ids=["grad", "grad of x", "grad of weight", "vjp"])
-@pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
-@pytest.mark.parametrize(("activation", "param"), ACTIVATIONS[:4])
-def test_gradients_of_functional_gradients(activation, param, training, inner, outer, device):
+INNER = ["grad", "grad of x", "grad of weight", "vjp"]
+OUTER = [by_outer_backward, by_outer_grad, by_outer_vjp, by_two_outer_grads]
+
+
+@covering(4, activation=ACTIVATIONS[:4], training=[True, False], inner=INNER, outer=OUTER)
+def test_gradients_of_functional_gradients(activation, training, inner, outer, device):
     tensors, running = leaves(device)
+    activation, param = activation
     options = {"activation": activation, "activation_param": param}
 
     def compute(function):
@@ -297,7 +298,7 @@ def test_gradients_of_functional_gradients(activation, param, training, inner, o
             y = call(function, [y * 1.3 + y.flip(2), *tensors[1:]], running, training, **options)
             return (y * 0.5).tanh().square().mean()
 
-        return outer(twice(f)[inner], tensors)
+        return outer(twice(f)[INNER.index(inner)], tensors)
 
     torch.testing.assert_close(compute(inplace_abn), compute(maths.forward), rtol=1e-8, atol=1e-9)
 

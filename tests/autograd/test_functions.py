@@ -13,6 +13,7 @@ from cases import (
     SHAPES,
     TOLERANCE,
     assert_matches,
+    covering,
     laid_out,
     oracle,
     parameters,
@@ -49,26 +50,27 @@ def run(x, dz, weight, bias, running_mean, running_var, **settings):
     }
 
 
-@pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
-@pytest.mark.parametrize(("activation", "param"), ACTIVATIONS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_results_match_the_formulas_in_float64(shape, layout, activation, param, training, device):
+@covering(3, shape=SHAPES, layout=LAYOUTS, activation=ACTIVATIONS, training=[True, False])
+def test_results_match_the_formulas_in_float64(shape, layout, activation, training, device):
     x = laid_out(torch.randn(shape, dtype=torch.float64, device=device), layout)
     dz = torch.randn_like(x)
     tensors = (x, dz, *parameters(shape[1], torch.float64, device))
-    settings = {"activation": activation, "activation_param": param, "training": training, "momentum": 0.3}
+    name, param = activation
+    settings = {"activation": name, "activation_param": param, "training": training, "momentum": 0.3}
     assert_matches(run(*tensors, **settings), oracle(*tensors, **settings), TOLERANCE[torch.float64])
 
 
-@pytest.mark.parametrize("narrow_parameters", [False, True], ids=["fp32 parameters", "x's dtype"])
-@pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
-@pytest.mark.parametrize(("activation", "param"), ACTIVATIONS)
-@pytest.mark.parametrize("layout", ["contiguous", "channels_last", "channel slice"])
-@pytest.mark.parametrize("shape", [(64, 6), (8, 70, 5, 5), (2, 3, 75, 67)], ids=str)
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@covering(
+    3,
+    dtype=DTYPES[1:],
+    shape=[(64, 6), (8, 70, 5, 5), (2, 3, 75, 67)],
+    layout=["contiguous", "channels_last", "channel slice"],
+    activation=ACTIVATIONS,
+    training=[True, False],
+    narrow_parameters=[False, True],
+)
 def test_results_match_the_formulas_in_every_dtype(
-    dtype, shape, layout, activation, param, training, narrow_parameters, device
+    dtype, shape, layout, activation, training, narrow_parameters, device
 ):
     x = laid_out(torch.randn(shape, device=device).to(dtype), layout)
     dz = torch.randn_like(x)
@@ -78,6 +80,7 @@ def test_results_match_the_formulas_in_every_dtype(
     if narrow_parameters:
         weight, bias = weight.to(dtype), bias.to(dtype)
         running = [t.to(dtype) for t in running]
+    activation, param = activation
     settings = {"activation": activation, "activation_param": param, "training": training}
     tensors = (x, dz, weight, bias, *running)
     actual, expected = run(*tensors, **settings), oracle(*tensors, **settings)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cases import covering
 from torch.autograd import gradcheck, gradgradcheck
 
 from inplace_abn.functions import run
@@ -22,12 +23,7 @@ def leaves(scale, layout):
     return [t.requires_grad_() for t in (x, weight, bias, residual)]
 
 
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels_last"])
-@pytest.mark.parametrize("kind", ["batch", "frozen", "instance"])
-@pytest.mark.parametrize("scale", [MAGNITUDE, AT_LEAST_EPS, WEIGHT], ids=["magnitude", "at least eps", "weight"])
-@pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: a[0])
-@pytest.mark.parametrize("overwrites", [True, False])
-def test_gradients_are_those_of_finite_differences(layout, kind, scale, activation, overwrites):
+def caller(kind, scale, activation, overwrites):
     mean, var = torch.randn(CHANNELS, dtype=torch.float64), torch.rand(CHANNELS, dtype=torch.float64) + 0.5
     shared = int(kind == "instance")
     settings = Settings(*activation, 1e-5, scale, kind != "frozen", None, shared, verbatim=SAVED)
@@ -36,7 +32,22 @@ def test_gradients_are_those_of_finite_differences(layout, kind, scale, activati
         running = (mean, var) if kind == "frozen" else (None, None)
         return run(x * 1, Operands(weight, bias, residual, *running), settings, overwrites)
 
-    given = leaves(scale, layout)
-    assert gradcheck(call, given)
-    if overwrites and kind != "frozen" and scale == WEIGHT and layout is torch.contiguous_format:
-        assert gradgradcheck(call, given)
+    return call
+
+
+@covering(
+    3,
+    layout=[torch.contiguous_format, torch.channels_last],
+    kind=["batch", "frozen", "instance"],
+    scale=[MAGNITUDE, AT_LEAST_EPS, WEIGHT],
+    activation=ACTIVATIONS,
+    overwrites=[True, False],
+)
+def test_gradients_are_those_of_finite_differences(layout, kind, scale, activation, overwrites):
+    assert gradcheck(caller(kind, scale, activation, overwrites), leaves(scale, layout))
+
+
+@pytest.mark.parametrize("kind", ["batch", "instance"])
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: a[0])
+def test_gradients_of_gradients_are_those_of_finite_differences(kind, activation):
+    assert gradgradcheck(caller(kind, WEIGHT, activation, True), leaves(WEIGHT, torch.contiguous_format))

@@ -1,54 +1,19 @@
-"""inplace_group_norm and InPlaceGroupNorm: gradients, wirings, the guard, compilers, autocast and state dicts."""
+"""inplace_group_norm and InPlaceGroupNorm: gradients, errors, what the guard predicts, and reports."""
 
-import copy
-import logging
-import pickle
-import types
-
-import compiled_nets
 import pytest
 import torch
 import torch.nn.functional as F
-import wired_nets
-from cases import ACTIVATIONS, DTYPES, INDUCTOR, laid_out, parameters, relative_error, stats_dtype, tolerance
-from compiled_nets import assert_same, gradients, step
-from evaluation import CONTEXTS, evaluate
-from maths import exactly
+from cases import ACTIVATIONS, DTYPES, covering, laid_out, parameters, relative_error, stats_dtype, tolerance
+from sample_norms import GROUPS, KINDS, correlated, group_norm, group_oracle
 from torch import nn
 from torch.autograd import gradcheck, gradgradcheck
-from torch.utils.checkpoint import checkpoint
-from wired_nets import Row
-from wirings import WIRINGS
 
-from inplace_abn import InPlaceGroupNorm, guard, inplace_group_norm, report, revert, set_guard
+from inplace_abn import InPlaceGroupNorm, inplace_group_norm, report, revert, set_guard
 from inplace_abn.guard import measuring
 from inplace_abn.guard.figures import unpacked
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:.*torch.jit")]
-GROUPS = 2
 LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
-
-
-def oracle(x, weight, bias, *_, eps=1e-5, activation, activation_param=0.0, residual=None):
-    """Group norm by its formula. All samples have even channels, or one group."""
-    groups = GROUPS if x.shape[1] % GROUPS == 0 else 1
-    parts = x.reshape(x.shape[0], groups, -1)
-    # Per channel, so that y has x's memory format.
-    per_channel = (*x.shape[:2], *[1] * (x.dim() - 2))
-    mean, var = (
-        t.repeat_interleave(x.shape[1] // groups, dim=1).view(per_channel)
-        for t in (parts.mean(2), parts.var(2, unbiased=False))
-    )
-    shape = [1, -1] + [1] * (x.dim() - 2)
-    y = (x - mean) * torch.rsqrt(var + eps) * weight.view(shape) + bias.view(shape)
-    return exactly(y if residual is None else y + residual, activation, activation_param)
-
-
-def ours(x, weight, bias, *_, eps=1e-5, activation, activation_param=0.0, **options):
-    """`inplace_group_norm` with the arguments of `inplace_abn`."""
-    groups = GROUPS if x.shape[1] % GROUPS == 0 else 1
-    options.pop("signed_weight", None)
-    return inplace_group_norm(x, groups, weight, bias, eps, activation, activation_param, **options)
 
 
 def twins(shape, groups=GROUPS, dtype=torch.float64, **options):
@@ -61,11 +26,6 @@ def twins(shape, groups=GROUPS, dtype=torch.float64, **options):
         nn.init.normal_(native.bias)
     module.load_state_dict(native.state_dict())
     return native, module
-
-
-def correlated(x):
-    """A gradient that is correlated with x, as that of a squared loss is."""
-    return torch.randn_like(x) + 2 * x
 
 
 def test_arguments_and_defaults_are_torchs():
@@ -113,7 +73,7 @@ def test_gradients_are_those_of_the_formula_in_every_dtype(
     weight, bias, *_ = parameters(16, dtype if narrow_parameters else stats_dtype(dtype), device)
     dz = x.abs() + 0.5
     results = []
-    for function, wide in ((oracle, True), (ours, False)):
+    for function, wide in ((group_oracle, True), (group_norm, False)):
         given = (x, residual, weight, bias)
         leaves = [(t.double() if wide else t).clone().requires_grad_() for t in given]
         options = {"activation": activation, "activation_param": param}
@@ -132,40 +92,23 @@ def test_gradients_are_those_of_the_formula_in_every_dtype(
     assert (own_dweight.double() - dweight).abs().max() < 2 * allowed * dz.double().sum((0, 2, 3)).max()
 
 
-@pytest.mark.parametrize("affine", ["both", "none"])
-@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-@pytest.mark.parametrize(("activation", "param"), [(a, p) for a, p in ACTIVATIONS if (a, p) != ("leaky_relu", 0.0)])
-def test_gradcheck_and_gradgradcheck(activation, param, layout, affine, device):
+@covering(
+    2,
+    activation=[a for a in ACTIVATIONS if a != ("leaky_relu", 0.0)],
+    layout=["contiguous", "channels_last"],
+    affine=["both", "none"],
+)
+def test_gradcheck_and_gradgradcheck(activation, layout, affine, device):
     shape = (2, 4, 2, 2)
     x, residual = (laid_out(torch.randn(shape, dtype=torch.float64, device=device), layout) for _ in range(2))
     weight, bias, *_ = parameters(shape[1], torch.float64, device, affine)
     leaves = [t.requires_grad_() for t in (x, residual, weight, bias) if t is not None]
 
     def function(x, residual, weight=None, bias=None):
-        return inplace_group_norm(x * 1.0, 2, weight, bias, 1e-3, activation, param, residual=residual)
+        return inplace_group_norm(x * 1.0, 2, weight, bias, 1e-3, *activation, residual=residual)
 
     assert gradcheck(function, leaves)
     assert gradgradcheck(function, leaves)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("wiring", WIRINGS)
-def test_however_it_is_wired_gradients_are_right(wiring, layout, monkeypatch, device):
-    monkeypatch.setattr(wired_nets, "inplace_abn", ours)
-    monkeypatch.setattr(wired_nets, "maths", types.SimpleNamespace(forward=oracle))
-    row = Row(wiring, loss="weighted", layout=layout)
-    expected, actual = evaluate(row, False, device), evaluate(row, True, device)
-    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("context", CONTEXTS)
-@pytest.mark.parametrize("wiring", ["chain", "residual block", "z + z"])
-def test_in_whatever_context_it_is_wired_gradients_are_right(wiring, context, monkeypatch, device):
-    monkeypatch.setattr(wired_nets, "inplace_abn", ours)
-    monkeypatch.setattr(wired_nets, "maths", types.SimpleNamespace(forward=oracle))
-    row = Row(wiring, context=context)
-    expected, actual = evaluate(row, False, device), evaluate(row, True, device)
-    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -195,68 +138,6 @@ def test_a_wrong_module_is_an_error():
         InPlaceGroupNorm(2, 4)(torch.randn(2, 6, 5))
 
 
-def net(blocks=3, **options):
-    torch.manual_seed(1)
-    layers: list[nn.Module] = []
-    for inputs, outputs in [(2, 6), (6, 6), (6, 6)][:blocks]:
-        layers += [nn.Conv2d(inputs, outputs, 3, padding=1), InPlaceGroupNorm(3, outputs, **options)]
-    return nn.Sequential(*layers, nn.Conv2d(6, 2, 1))
-
-
-@pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", INDUCTOR])
-def test_a_net_compiles_in_one_graph_and_trains_as_in_eager(backend, device):
-    eager = net(blocks=2).to(device, torch.float64)
-    module = copy.deepcopy(eager)
-    compiled = torch.compile(module, backend=backend, fullgraph=True)
-    x = torch.randn(2, 2, 5, 6, dtype=torch.float64, device=device)
-    assert_same(step(compiled, module, x), step(eager, eager, x))
-    module.eval()
-    torch.testing.assert_close(compiled(x), eager.eval()(x), rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("wiring", ["chain", "residual", "shared_residual"])
-def test_compiled_wirings_are_right(wiring, device):
-    if wiring not in compiled_nets.WIRINGS:
-        wiring = next(iter(compiled_nets.WIRINGS))
-    wired = compiled_nets.WIRINGS[wiring]
-
-    def run(norm):
-        return lambda *leaves: wired(lambda *a, **o: norm(*a, activation="elu", activation_param=1.0, **o), *leaves)
-
-    compiled = torch.compile(run(ours), backend="aot_eager", fullgraph=True)
-    assert_same(gradients(compiled, device), gradients(run(oracle), device))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_a_net_trains_under_autocast(dtype, device):
-    module = net(activation="relu").to(device)
-    x = torch.randn(2, 2, 8, 8, device=device)
-    double = copy.deepcopy(module).double()
-    exact = step(double, double, x.double())
-    torchs = revert(copy.deepcopy(module))
-
-    def errors(module):
-        def run(x):
-            with torch.autocast(device.type, dtype):
-                return module(x).float()
-
-        found = step(run, module, x)
-        return [relative_error(t, e) for t, e in zip(found[2:], exact[2:], strict=True) if e.norm() > 1e-9]
-
-    for own, others in zip(errors(module), errors(torchs), strict=True):
-        assert own < 1.3 * others + 0.03
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoints_compute_it_again(reentrant, device):
-    module = net().to(device, torch.float64)
-    x = torch.randn(2, 2, 5, 6, dtype=torch.float64, device=device)
-    actual = step(lambda x: checkpoint(module, x, use_reentrant=reentrant), module, x)
-    assert_same(actual, step(module, module, x))
-
-
 @pytest.mark.parametrize("overwrite_input", [True, False])
 def test_the_input_is_overwritten_only_if_it_may_be(overwrite_input, device):
     module = InPlaceGroupNorm(2, 4, overwrite_input=overwrite_input, device=device)
@@ -268,69 +149,6 @@ def test_the_input_is_overwritten_only_if_it_may_be(overwrite_input, device):
     kept = x.detach().clone()
     module(x).sum().backward()
     assert torch.equal(x, kept)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("why", ["small weights", "saturated"])
-def test_while_the_output_does_not_tell_the_input_it_is_torchs(why, layout, dtype, logged, device):
-    records = logged(logging.INFO)
-    activation = "elu" if why == "saturated" else "leaky_relu"
-    module = InPlaceGroupNorm(2, 8, 1e-5, True, activation, 1.0 if why == "saturated" else 0.01, device=device)
-    with torch.no_grad():
-        module.weight.fill_(30.0 if why == "saturated" else 1e-6)
-    twin = nn.GroupNorm(2, 8, device=device)
-    twin.load_state_dict(module.state_dict())
-    x = torch.randn(2, 8, 6, 7, device=device).to(dtype).contiguous(memory_format=LAYOUTS[layout]).requires_grad_()
-    own = x.detach().clone().requires_grad_()
-    given = own * 1
-    z = module(given)
-    assert z is not given
-    # On CUDA torch takes no parameters of another dtype.
-    y = twin(x.float()).to(dtype)
-    expected = F.elu(y) if why == "saturated" else F.leaky_relu(y, 0.01)
-    dz = correlated(x.detach())
-    z.backward(dz)
-    expected.backward(dz)
-    allowed = 1e-5 if dtype == torch.float32 else 2e-2
-    assert relative_error(z, expected.detach().double()) < allowed
-    assert relative_error(own.grad, x.grad.double()) < allowed
-    assert any("InPlaceGroupNorm" in record.getMessage() for record in records)
-    assert module.shares_saved() == {dtype: 1.0}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("small", [0.0, 1e-6, 3e-5])
-def test_where_the_output_does_not_tell_a_channel_it_is_saved(small, layout, dtype, logged, device):
-    """One channel of a small weight would spoil the gradients of its whole group."""
-    records = logged(logging.INFO)
-    module = InPlaceGroupNorm(2, 8, 1e-5, True, "leaky_relu", 0.01, device=device)
-    with torch.no_grad():
-        module.weight[2], module.bias[2] = small, 0.5
-    twin = nn.GroupNorm(2, 8, device=device, dtype=torch.float64)
-    twin.load_state_dict(module.state_dict())
-    with torch.no_grad():
-        # In place the magnitude is at least eps.
-        twin.weight[2] = max(small, module.eps)
-    x = torch.randn(2, 8, 6, 7, device=device).to(dtype).contiguous(memory_format=LAYOUTS[layout]).requires_grad_()
-    own, exact = x.detach().clone().requires_grad_(), x.detach().double().requires_grad_()
-    given = own * 1
-    z = module(given)
-    assert z is given
-    assert module.shares_saved() == {dtype: 0.125}
-    assert guard.mode_of(module, dtype).decisions[-1].verbatim.numbers == (2,)
-    assert not records
-    expected = F.leaky_relu(twin(exact), 0.01)
-    kept, dz = z.detach().clone(), correlated(x.detach())
-    z.backward(dz)
-    expected.backward(dz.double())
-    allowed = 1e-5 if dtype == torch.float32 else 2e-2
-    assert relative_error(kept, expected.detach()) < allowed
-    for actual, theirs in ((own, exact), (module.weight, twin.weight), (module.bias, twin.bias)):
-        assert relative_error(actual.grad, theirs.grad) < allowed
-    assert relative_error(own.grad[:, :4], exact.grad[:, :4]) < allowed
-    assert relative_error(module.weight.grad[2:3], twin.weight.grad[2:3]) < allowed
 
 
 @pytest.mark.parametrize("small", [1.0, 1e-2, 1e-3, 1e-5])
@@ -356,15 +174,6 @@ def test_the_error_that_the_guard_predicts_is_that_of_the_gradient(dtype, groups
     assert 0.5 * error < said < 2 * error
 
 
-def test_copies_and_pickles_train_as_the_module_does(device):
-    module = net().to(device, torch.float64)
-    x = torch.randn(2, 2, 5, 6, dtype=torch.float64, device=device)
-    expected = step(module, module, x)
-    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
-        other.zero_grad()
-        assert_same(step(other, other, x), expected)
-
-
 @pytest.mark.parametrize("activation", ["identity", "leaky_relu", "silu"])
 def test_it_is_reverted_to_torchs_norm_and_activation(activation):
     model = nn.Sequential(nn.Conv2d(1, 4, 3), InPlaceGroupNorm(2, 4, activation=activation))
@@ -379,7 +188,7 @@ def test_it_is_reverted_to_torchs_norm_and_activation(activation):
 
 
 def test_a_report_counts_it_as_built_in_place():
-    assert "1" in str(report(net(blocks=1)))
+    assert "1" in str(report(KINDS["group"].net(blocks=1)))
 
 
 def test_without_the_guard_a_weight_is_never_smaller_than_eps():

@@ -8,6 +8,7 @@ from cases import (
     DTYPES,
     TOLERANCE,
     assert_matches,
+    covering,
     laid_out,
     parameters,
     relative_error,
@@ -87,23 +88,23 @@ def correlated(x):
     return torch.randn_like(x) + 2 * x
 
 
-@pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
-@pytest.mark.parametrize(("activation", "param"), ACTIVATIONS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_results_are_torchs_in_float64(shape, layout, activation, param, training, device):
+@covering(3, shape=SHAPES, layout=LAYOUTS, activation=ACTIVATIONS, training=[True, False])
+def test_results_are_torchs_in_float64(shape, layout, activation, training, device):
     x = laid_out(1 + 2 * torch.randn(shape, dtype=torch.float64, device=device), layout)
     vectors = parameters(shape[1], torch.float64, device)
-    arguments = (x, correlated(x), *vectors, None, training, 0.3, activation, param)
+    arguments = (x, correlated(x), *vectors, None, training, 0.3, *activation)
     assert_matches(run(*arguments), oracle(*arguments), TOLERANCE[torch.float64])
 
 
-@pytest.mark.parametrize("narrow_parameters", [False, True], ids=["fp32 parameters", "x's dtype"])
-@pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
-@pytest.mark.parametrize(("activation", "param"), ACTIVATIONS)
-@pytest.mark.parametrize("layout", ["contiguous", "channels_last", "channel slice"])
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-def test_results_are_torchs_in_every_dtype(dtype, layout, activation, param, training, narrow_parameters, device):
+@covering(
+    3,
+    dtype=DTYPES[1:],
+    layout=LAYOUTS[:3],
+    activation=ACTIVATIONS,
+    training=[True, False],
+    narrow_parameters=[False, True],
+)
+def test_results_are_torchs_in_every_dtype(dtype, layout, activation, training, narrow_parameters, device):
     shape = (3, 18, 5, 5, 6)
     x = laid_out(torch.randn(shape, device=device).to(dtype), layout)
     weight, bias, *running = parameters(shape[1], stats_dtype(dtype), device)
@@ -111,6 +112,7 @@ def test_results_are_torchs_in_every_dtype(dtype, layout, activation, param, tra
         weight, bias, *running = (t.to(dtype) for t in (weight, bias, *running))
     # The gradient has one sign, so that sums do not cancel by accident. Cancellation would make relative errors
     # meaningless.
+    activation, param = activation
     arguments = (x, torch.rand_like(x), weight, bias, *running, None, training, 0.3, activation, param)
     actual, expected = run(*arguments), oracle(*arguments)
     assert actual["z"].dtype == actual["dx"].dtype == dtype
@@ -174,17 +176,20 @@ def test_ops_treat_each_sample_as_if_it_were_alone(shape, dtype, layout, device)
         assert relative_error(dbias[own], expected["dbias"].double()) < 1e-5
 
 
-@pytest.mark.parametrize("affine", ["both", "none"])
-@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-@pytest.mark.parametrize(("activation", "param"), [(a, p) for a, p in ACTIVATIONS if (a, p) != ("leaky_relu", 0.0)])
-def test_gradcheck_and_gradgradcheck(activation, param, layout, affine, device):
+@covering(
+    2,
+    activation=[a for a in ACTIVATIONS if a != ("leaky_relu", 0.0)],
+    layout=["contiguous", "channels_last"],
+    affine=["both", "none"],
+)
+def test_gradcheck_and_gradgradcheck(activation, layout, affine, device):
     shape = (2, 2, 2, 3)
     x, residual = (laid_out(torch.randn(shape, dtype=torch.float64, device=device), layout) for _ in range(2))
     weight, bias, *_ = parameters(shape[1], torch.float64, device, affine)
     leaves = [t.requires_grad_() for t in (x, residual, weight, bias) if t is not None]
 
     def function(x, residual, weight=None, bias=None):
-        settings = (True, 0.1, EPS, activation, param)
+        settings = (True, 0.1, EPS, *activation)
         return inplace_instance_norm(x * 1.0, weight, bias, None, None, *settings, residual=residual)
 
     assert gradcheck(function, leaves)

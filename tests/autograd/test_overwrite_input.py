@@ -4,7 +4,17 @@ import maths
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import ACTIVATIONS, DTYPES, TOLERANCE, laid_out, parameters, relative_error, stats_dtype, tolerance
+from cases import (
+    ACTIVATIONS,
+    DTYPES,
+    TOLERANCE,
+    covering,
+    laid_out,
+    parameters,
+    relative_error,
+    stats_dtype,
+    tolerance,
+)
 from test_allocations import activation, allocations, conv
 from torch import nn
 from torch.autograd import gradcheck, gradgradcheck
@@ -21,12 +31,16 @@ def kept(x, weight=None, bias=None, mean=None, var=None, training=True, **option
     return inplace_abn(x, weight, bias, mean, var, training, overwrite_input=False, **options)
 
 
-@pytest.mark.parametrize("with_residual", [False, True])
-@pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
-@pytest.mark.parametrize("layout", ["contiguous", "channels_last", "channel slice", "transposed"])
-@pytest.mark.parametrize(("activation", "param"), ACTIVATIONS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_results_match_the_formulas_and_x_stays(dtype, activation, param, layout, training, with_residual, device):
+@covering(
+    4,
+    dtype=DTYPES,
+    activation=ACTIVATIONS,
+    layout=["contiguous", "channels_last", "channel slice", "transposed"],
+    training=[True, False],
+    with_residual=[False, True],
+)
+def test_results_match_the_formulas_and_x_stays(dtype, activation, layout, training, with_residual, device):
+    activation, param = activation
     x, residual = (laid_out(torch.randn(SHAPE, device=device).to(dtype), layout).requires_grad_() for _ in range(2))
     weight, bias, mean, var = parameters(SHAPE[1], stats_dtype(dtype), device)
     residual = residual if with_residual else None

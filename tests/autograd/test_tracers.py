@@ -5,6 +5,7 @@ import copy
 
 import pytest
 import torch
+from cases import covering
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -79,9 +80,7 @@ def step(call, named, x):
     return z.detach(), {name: p.grad for name, p in named.items()}
 
 
-@pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
-@pytest.mark.parametrize("tracer", TRACERS)
-@pytest.mark.parametrize("kind", NETS)
+@covering(2, kind=NETS, tracer=TRACERS, training=[True, False])
 def test_traced_programs_have_the_results_gradients_and_statistics_of_eager(kind, tracer, training):
     eager = nn.Sequential(nn.Conv2d(3, 4, 1), NETS[kind](), nn.Conv2d(4, 2, 1)).double().train(training)
     with torch.no_grad():

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch._dynamo
 import torch.nn.functional as F
-from cases import INDUCTOR, needs_compiler
+from cases import INDUCTOR, covering, needs_compiler
 from compiled_nets import SHAPE, WIRINGS, abn, assert_same, drawn, expected_abn, gradients, net, step
 from fresh import CONTEXT
 from torch import nn
@@ -56,7 +56,7 @@ def test_nets_compile_in_one_graph_and_train_as_in_eager(training, backend, devi
     assert set(counts) == {2 if training else 0}
 
 
-@pytest.mark.parametrize("backend", [*BACKENDS, INDUCTOR])
+@pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
 def test_dynamic_shapes(backend, device):
     eager = net_for(backend, device)
     module = copy.deepcopy(eager)
@@ -66,8 +66,7 @@ def test_dynamic_shapes(backend, device):
         assert_same(step(compiled, module, x), step(eager, eager, x))
 
 
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize("options", [{"momentum": None}, {"track_running_stats": False}, {"affine": False}], ids=str)
+@covering(2, options=[{"momentum": None}, {"track_running_stats": False}, {"affine": False}], dynamic=[True, False])
 def test_module_options(options, dynamic, device):
     eager = nn.Sequential(nn.Conv2d(6, 6, 1), InPlaceABN(6, **options)).to(device, torch.float64)
     module = copy.deepcopy(eager)

@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 import torch._functorch.config
-from cases import INDUCTOR
+from cases import INDUCTOR, needs_compiler
 from compiled_converted_nets import ACTIVATIONS, ChainAndBlock, ChainAndBlocks, batch, compiled_pair, held, made
 from compiled_nets import assert_same, step
 from modes import distrust
@@ -22,12 +22,16 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_gradients_are_native_and_no_more_is_held_than_in_eager(activation, backend, device):
-    if backend == "inductor" and activation not in ("relu", "silu"):
-        pytest.skip("compiling takes long, and the graph is that of aot_eager")
-    kind = ChainAndBlock if (backend, activation) == ("inductor", "silu") else ChainAndBlocks
+@pytest.mark.parametrize(
+    ("backend", "activation", "kind"),
+    [
+        *(("aot_eager", activation, ChainAndBlock) for activation in ACTIVATIONS),
+        ("aot_eager", "relu", ChainAndBlocks),
+        pytest.param("inductor", "relu", ChainAndBlocks, marks=needs_compiler),
+        pytest.param("inductor", "silu", ChainAndBlock, marks=needs_compiler),
+    ],
+)
+def test_gradients_are_native_and_no_more_is_held_than_in_eager(backend, activation, kind, device):
     native, x = made(activation, device, kind), batch(device)
     module, compiled = compiled_pair(native, backend)
     eager = convert(copy.deepcopy(native))
@@ -47,7 +51,7 @@ def test_after_an_eager_step_no_more_is_held_than_in_eager(activation, device):
     assert held(compiled, x) <= held(module, x)
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", ["relu", "leaky_relu", "silu", "identity"])
 def test_evaluation_with_grad_is_native(activation, device):
     native, x = made(activation, device), batch(device)
     step(native, native, x)
@@ -72,12 +76,12 @@ def test_training_without_grad_is_one_graph_and_native_bit_for_bit(device):
         assert torch.equal(compiled(x), torch.compile(native, backend="aot_eager")(x))
 
 
-@pytest.mark.parametrize("activation", ["relu", "leaky_relu", "elu", "silu", "hardswish"])
-@pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
-def test_dynamic_shapes(activation, backend, device):
-    if backend == "inductor" and activation != "relu":
-        pytest.skip("compiling takes long, and the graph is that of aot_eager")
-    native = made(activation, device, ChainAndBlock if backend == "inductor" else ChainAndBlocks)
+@pytest.mark.parametrize(
+    ("backend", "activation"),
+    [*(("aot_eager", a) for a in ("elu", "silu")), pytest.param("inductor", "relu", marks=needs_compiler)],
+)
+def test_dynamic_shapes(backend, activation, device):
+    native = made(activation, device)
     module, compiled = compiled_pair(native, backend, dynamic=True)
     eager = convert(copy.deepcopy(native))
     for shape in [(4, 3, 9, 10), (3, 3, 12, 8)]:
@@ -91,7 +95,7 @@ def test_dynamic_shapes(activation, backend, device):
 
 
 def test_weights_of_zero_are_exact(device):
-    native, x = made(device=device), batch(device)
+    native, x = made(device=device, kind=ChainAndBlocks), batch(device)
     with torch.no_grad():
         native.norms[3].weight.zero_()
         native.norms[1].weight[2] = 0

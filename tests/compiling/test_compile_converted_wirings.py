@@ -7,6 +7,7 @@ import torch
 import torch._dynamo
 import torch._functorch.config
 import torch.nn.functional as F
+from cases import covering
 from compiled_converted_nets import ACTIVATIONS, batch, compiled_pair, made
 from compiled_nets import assert_same, step
 from foreign_nets import spread
@@ -188,19 +189,17 @@ def half_trained():
     return norm
 
 
-@pytest.mark.parametrize("adds", [False, True], ids=["alone", "sum"])
-@pytest.mark.parametrize(
-    "norm",
-    [
-        lambda: nn.BatchNorm2d(4),
-        lambda: nn.BatchNorm2d(4, affine=False),
-        half_trained,
-        lambda: nn.BatchNorm2d(4).eval(),
-        lambda: nn.GroupNorm(2, 4),
-        lambda: nn.InstanceNorm2d(4, affine=True),
-    ],
-    ids=["batch norm", "without parameters", "a weight without a gradient", "frozen", "group norm", "instance norm"],
-)
+READ_BY_CUSTOM_CODE = {
+    "batch norm": lambda: nn.BatchNorm2d(4),
+    "without parameters": lambda: nn.BatchNorm2d(4, affine=False),
+    "a weight without a gradient": half_trained,
+    "frozen": lambda: nn.BatchNorm2d(4).eval(),
+    "group norm": lambda: nn.GroupNorm(2, 4),
+    "instance norm": lambda: nn.InstanceNorm2d(4, affine=True),
+}
+
+
+@covering(2, norm=READ_BY_CUSTOM_CODE, adds=[False, True])
 def test_compiled_autograd_of_a_norm_that_custom_code_reads(norm, adds, device):
     def forward(m, x):
         x = m.conv(x)
@@ -208,7 +207,7 @@ def test_compiled_autograd_of_a_norm_that_custom_code_reads(norm, adds, device):
         return m.last(Doubled.apply(y + x if adds else y))
 
     native = OneNorm(forward)
-    native.bn = norm()
+    native.bn = READ_BY_CUSTOM_CODE[norm]()
     native = spread(native).to(device, torch.float64)
     module, x = convert(copy.deepcopy(native)), batch(device)
     for _ in range(3):

@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import INDUCTOR
+from cases import covering, needs_compiler
 from compiled_converted_nets import held
 from compiled_nets import assert_same, step
 from compiled_rows_nets import NETS, Chain, assert_native, batch, made, measured
@@ -29,11 +29,14 @@ def compiled(module, backend="aot_eager", **options):
     return torch.compile(module, backend=backend, fullgraph=True, **options)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "aot_eager_decomp_partition", INDUCTOR])
-@pytest.mark.parametrize("name", NETS)
-def test_gradients_are_native_and_no_more_is_held_than_in_eager(name, backend, device):
-    if backend == "inductor" and name not in COMPILED_LONG:
-        pytest.skip("compiling takes long, and the graph is that of aot_eager")
+# Compiling to code takes long, and the graph is that of aot_eager_decomp_partition. Other tests have aot_eager.
+BACKENDS = [("aot_eager_decomp_partition", name) for name in NETS]
+BACKENDS += [("aot_eager", name) for name in COMPILED_LONG]
+BACKENDS += [pytest.param("inductor", name, marks=needs_compiler) for name in COMPILED_LONG[::2]]
+
+
+@pytest.mark.parametrize(("backend", "name"), BACKENDS)
+def test_gradients_are_native_and_no_more_is_held_than_in_eager(backend, name, device):
     native, x = made(name, device), batch(device)
     module = convert(copy.deepcopy(native))
     function, natively = compiled(module, backend), compiled(copy.deepcopy(native), backend)
@@ -56,7 +59,8 @@ def test_after_eager_steps_no_more_is_held_than_in_them(name, device):
     assert held(function, x) <= held(module, x)
 
 
-@pytest.mark.parametrize("name", NETS)
+# Other norms are computed as in training.
+@pytest.mark.parametrize("name", [*COMPILED_LONG, "norms of channels", "instance norm, leaky relu"])
 def test_evaluation_is_native(name, device):
     native, x = made(name, device), batch(device)
     step(native, native, x)
@@ -77,8 +81,9 @@ def test_dynamic_shapes(name, device):
         assert_same(step(function, module, x), step(native, native, x))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["layer norm, gelu", "Llama's norm, hardswish", "group norm, silu"])
+@covering(
+    2, name=["layer norm, gelu", "Llama's norm, hardswish", "group norm, silu"], dtype=[torch.bfloat16, torch.float16]
+)
 def test_under_autocast_no_more_is_held_than_natively(name, dtype):
     """The norm's output in float32 was kept beside the copy of 16 bits that the linear layer keeps."""
     native, x = made(name).float(), batch().float()
@@ -192,16 +197,15 @@ WIRINGS = {
 }
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "aot_eager_decomp_partition"])
 @pytest.mark.parametrize("wiring", WIRINGS)
-def test_gradients_are_native_whatever_the_program_does(wiring, backend, device):
+def test_gradients_are_native_whatever_the_program_does(wiring, device):
     torch.manual_seed(5)
     linears = {"up": nn.Linear(16, 16), "last": nn.Linear(16, 16)}
     native = Chain(WIRINGS[wiring], norm=nn.LayerNorm(16), **linears)
     native.gamma = nn.Parameter(torch.rand(16))
     native, x = native.to(device).double(), batch(device)
     module = convert(copy.deepcopy(native))
-    assert_same(step(compiled(module, backend), module, x), step(native, native, x))
+    assert_same(step(compiled(module, "aot_eager_decomp_partition"), module, x), step(native, native, x))
 
 
 def test_one_block_that_is_compiled_serves_all_layers(device):
@@ -299,8 +303,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", COMPILED_LONG)
+@covering(2, name=COMPILED_LONG, way=WAYS)
 def test_gradients_are_native_whatever_the_way_of_compiling(name, way, device):
     native, x = made(name, device), batch(device)
     with torch._dynamo.config.patch(compiled_autograd=False):

@@ -5,7 +5,7 @@ import functools
 
 import pytest
 import torch
-from cases import INDUCTOR
+from cases import covering, needs_compiler
 from compiled_converted_nets import held
 from compiled_nets import assert_same, step
 from torch import nn
@@ -45,13 +45,16 @@ def kill(*models, channels):
             weight[channels] = 0.0
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
-@pytest.mark.parametrize("activation", [nn.ReLU(), nn.SiLU()], ids=["relu", "silu"])
-@pytest.mark.parametrize("norm", NORMS)
-def test_a_compiled_norm_saves_channels_whose_weights_are_zero(norm, activation, backend):
+@pytest.mark.parametrize(
+    ("backend", "norm", "activation"),
+    [
+        *(("aot_eager", norm, activation) for norm in NORMS for activation in (nn.ReLU(), nn.SiLU())),
+        pytest.param("inductor", "batch", nn.SiLU(), marks=needs_compiler),
+    ],
+    ids=str,
+)
+def test_a_compiled_norm_saves_channels_whose_weights_are_zero(backend, norm, activation):
     """One channel whose weight was zero made a compiled norm torch's."""
-    if backend == "inductor" and norm != "batch":
-        pytest.skip("compiling takes long, and the graph is that of aot_eager")
     native = net(norm, activation)
     kill(native, channels=[1, 5])
     module, x = convert(copy.deepcopy(native)), torch.randn(4, 3, 9, 10, dtype=torch.float64)
@@ -146,8 +149,7 @@ def test_a_module_does_not_run_what_was_compiled_for_another(is_copy):
     assert other.body[1] in trust._answers
 
 
-@pytest.mark.parametrize("what", ["another size", "evaluation", "a review"])
-@pytest.mark.parametrize("is_built", [True, False])
+@covering(2, what=["another size", "evaluation", "a review"], is_built=[True, False])
 def test_channels_may_change_and_code_may_be_compiled_between_forward_and_backward(what, is_built):
     """A compilation wrote to the channels that the backward pass of another program had kept: an error of torch."""
     module = built(InPlaceABN, overwrite_input=False) if is_built else convert(net("batch", nn.SiLU()))

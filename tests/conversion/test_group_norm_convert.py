@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import relative_error
+from cases import covering, relative_error
 from foreign_nets import GroupNormAct, spread
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -99,9 +99,7 @@ NETS = {
 }
 
 
-@pytest.mark.parametrize("channels_last", [False, True], ids=["", "channels_last"])
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("name", NETS)
+@covering(2, name=NETS, batch=[1, 3], channels_last=[False, True])
 def test_a_converted_net_trains_as_the_original_does_and_holds_less(name, batch, channels_last):
     make, most = NETS[name]
     torch.manual_seed(1)

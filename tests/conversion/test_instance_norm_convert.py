@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import relative_error
+from cases import covering, relative_error
 from foreign_nets import spread
 from torch import nn
 from training import check_training
@@ -120,8 +120,7 @@ NETS = {
 }
 
 
-@pytest.mark.parametrize("channels_last", [False, True])
-@pytest.mark.parametrize("name", NETS)
+@covering(2, name=NETS, channels_last=[False, True])
 def test_a_converted_net_trains_as_the_original_does_and_holds_less(name, channels_last):
     make, inputs, most = NETS[name]
     torch.manual_seed(1)

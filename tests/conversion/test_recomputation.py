@@ -7,6 +7,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import covering
 from foreign_nets import spread
 from modes import is_trusted, optimize
 from one_norm import OneNorm, plain
@@ -122,9 +123,7 @@ def assert_trained_alike(ours, torchs):
         torch.testing.assert_close(a, e, rtol=1e-6, atol=1e-7 * e.abs().max().item() + 1e-10)
 
 
-@pytest.mark.parametrize("two_passes", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("consumer", CONSUMERS)
+@covering(2, consumer=CONSUMERS, kind=KINDS, two_passes=[False, True])
 def test_another_optimizer_may_step_between_a_forward_pass_and_its_recomputation(consumer, kind, two_passes):
     """Norms did in the recomputation what they had learned since, which saved other tensors: a CheckpointError, or
     gradients that were 100 % off without a word."""

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from cases import covering
 from foreign_nets import spread
 from one_norm import OneNorm, images
 from test_activation_modules import Wired, tokens
@@ -81,11 +82,7 @@ def models(kind, activation, run):
     return model.double(), convert(copy.deepcopy(model.double()))
 
 
-@pytest.mark.parametrize("kind", ["norm", "activation"])
-@pytest.mark.parametrize(
-    "activation", [nn.ReLU(), nn.GELU(), nn.Hardswish(), nn.SiLU()], ids=lambda a: type(a).__name__
-)
-@pytest.mark.parametrize("reader", READERS)
+@covering(2, reader=READERS, activation=[nn.ReLU(), nn.GELU(), nn.Hardswish(), nn.SiLU()], kind=["norm", "activation"])
 def test_a_late_reader_of_tags_reads_zeros(reader, activation, kind):
     """A hook at every fiftieth step counted no zero of a relu, ever."""
     found = [], []
@@ -120,9 +117,7 @@ def test_a_root_of_zeros_has_torchs_gradient():
 SEEN = ["+=", "*= of a number", "relu_", "item", "copy_", "dropout in place", "twice", "foreach", "without grad"]
 
 
-@pytest.mark.parametrize("read_before", [False, True])
-@pytest.mark.parametrize("write", SEEN)
-@pytest.mark.parametrize("name", ACTIVATIONS)
+@covering(2, name=ACTIVATIONS, write=SEEN, read_before=[False, True])
 def test_a_late_write_trains_as_with_torch(name, write, read_before):
     """A dropout in place behind silu, whose probability rises from zero in the sixth step, ended the training."""
 

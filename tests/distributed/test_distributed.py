@@ -304,7 +304,7 @@ def test_create_graph_is_refused_and_the_graph_stays_usable():
     check((kept, x.grad, *(over_ranks(t.grad) for t in affine)), single_process(drawn, *affine))
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", INDUCTOR])
+@pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
 @on_each_rank(2)
 def test_compiled_with_fullgraph_equals_eager(backend):
     torch.compiler.reset()

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import covering
 from functorch.compile import make_boxed_func
 from ranks import on_each_rank
 from torch import nn
@@ -216,8 +217,7 @@ COMPILED = {**NETS, "transformer that keeps columns": lambda: convert(with_small
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("dynamic", [None, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize("name", COMPILED)
+@covering(2, name=COMPILED, dynamic=[None, True])
 def test_graphs_of_compilers_hold_no_numbers_of_the_host(name, dynamic):
     """Tensors that were made of columns while the compiler traced were copied to the device in each call."""
     graphs = []

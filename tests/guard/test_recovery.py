@@ -3,6 +3,7 @@
 import fidelity
 import pytest
 import torch
+from cases import covering, rows_covering
 from fidelity import Layer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -27,27 +28,23 @@ def assert_within_two(actual, torchs, figure, dtype, where):
 def test_the_measured_error_is_within_two_of_the_worst_that_a_gradient_causes(activation, label):
     dtype = DTYPES[label]
     x, state = fidelity.inputs(dtype), torch.get_rng_state()
-    for gamma in (1e-4, 1e-2, 1.0, 3.0, 10.0, 100.0):
-        for ratio in (0.0, -2.0, 2.0, -20.0, 20.0):
-            torch.set_rng_state(state)
-            layer = Layer(x, gamma, ratio * gamma, activation)
-            ours, torchs = fidelity.errors(layer)
-            assert_within_two(ours.worst(), torchs.worst(), fidelity.measured(layer), dtype, (gamma, ratio))
+    for gamma, ratio in rows_covering(2, (1e-4, 1e-2, 1.0, 3.0, 10.0, 100.0), (0.0, -2.0, 2.0, -20.0, 20.0)):
+        torch.set_rng_state(state)
+        layer = Layer(x, gamma, ratio * gamma, activation)
+        ours, torchs = fidelity.errors(layer)
+        assert_within_two(ours.worst(), torchs.worst(), fidelity.measured(layer), dtype, (gamma, ratio))
 
 
-@pytest.mark.parametrize("tails", ["normal", "heavy"])
-@pytest.mark.parametrize("label", DTYPES)
-@pytest.mark.parametrize("activation", fidelity.ACTIVATIONS)
+@covering(2, activation=fidelity.ACTIVATIONS, label=DTYPES, tails=["normal", "heavy"])
 def test_the_measured_error_is_within_two_of_the_worst_with_residuals_and_outliers(activation, label, tails):
     dtype = DTYPES[label]
     x, state = fidelity.inputs(dtype, tails), torch.get_rng_state()
-    for gamma in (1e-2, 0.1, 1.0, 5.0):
-        for size in (0.0, 0.3, 3.0):
-            torch.set_rng_state(state)
-            residual = (size * torch.randn(x.shape)).to(dtype) if size else None
-            layer = Layer(x, gamma, gamma / 2, activation, residual)
-            ours, torchs = fidelity.errors(layer)
-            assert_within_two(ours.worst(), torchs.worst(), fidelity.measured(layer), dtype, (gamma, size))
+    for gamma, size in rows_covering(2, (1e-2, 0.1, 1.0, 5.0), (0.0, 0.3, 3.0)):
+        torch.set_rng_state(state)
+        residual = (size * torch.randn(x.shape)).to(dtype) if size else None
+        layer = Layer(x, gamma, gamma / 2, activation, residual)
+        ours, torchs = fidelity.errors(layer)
+        assert_within_two(ours.worst(), torchs.worst(), fidelity.measured(layer), dtype, (gamma, size))
 
 
 @pytest.mark.parametrize("label", DTYPES)

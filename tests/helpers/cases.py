@@ -1,5 +1,6 @@
 """The dtypes, shapes, layouts and activations of the tests, with tolerances and an oracle."""
 
+import itertools
 import os
 import shutil
 from pathlib import Path
@@ -74,6 +75,22 @@ LAYOUTS = {
     "transposed": lambda shape: torch.empty(shape[::-1]).permute(*reversed(range(len(shape)))),
     "strided": lambda shape: torch.empty([*shape[:-1], 2 * shape[-1]])[..., ::2],
 }
+
+
+def label(value):
+    return getattr(value, "__name__", None) or str(value)
+
+
+def rows_covering(share, *axes):
+    """One in ``share`` of the combinations of ``axes``. All combinations of the other axes are still among them if one
+    axis has ``share`` values or more."""
+    every = itertools.product(*(enumerate(axis) for axis in axes))
+    return [[value for _, value in row] for row in every if sum(i for i, _ in row) % share == 0]
+
+
+def covering(share, **axes):
+    """Runs a test with `rows_covering` of ``axes``."""
+    return pytest.mark.parametrize(list(axes), rows_covering(share, *axes.values()), ids=label)
 
 
 def laid_out(values, layout):

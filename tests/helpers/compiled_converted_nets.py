@@ -56,7 +56,7 @@ class ChainAndBlocks(nn.Module):
 
 
 class ChainAndBlock(ChainAndBlocks):
-    """A chain and a residual block. A backend compiles them to C++ or Triton in half the time."""
+    """A chain and a residual block, which are compiled in half the time."""
 
     blocks = 2
 
@@ -65,7 +65,7 @@ class ChainAndBlock(ChainAndBlocks):
         return self.last(self.activation(self.block(1, a) + a))
 
 
-def made(activation="relu", device="cpu", kind=ChainAndBlocks):
+def made(activation="relu", device="cpu", kind=ChainAndBlock):
     torch.manual_seed(3)
     return kind(ACTIVATIONS[activation]).to(device, torch.float64)
 

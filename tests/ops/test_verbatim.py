@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import DTYPES, TOLERANCE, laid_out, relative_error
+from cases import DTYPES, TOLERANCE, covering, laid_out, relative_error
 from maths import exactly
 
 from inplace_abn import reference
@@ -44,11 +44,14 @@ def oracle(x, dz, weight, bias, residual, activation, shared, training):
     return z.detach(), [t.grad for t in leaves], (mean, var)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: a[0])
-@pytest.mark.parametrize("layout", ["contiguous", "channels_last", "channel slice"])
-@pytest.mark.parametrize("saved", SAVED)
-@pytest.mark.parametrize("kind", ["batch", "frozen", "instance", "residual", "group", "group of one position"])
+@covering(
+    4,
+    dtype=DTYPES,
+    activation=ACTIVATIONS,
+    layout=["contiguous", "channels_last", "channel slice"],
+    saved=SAVED,
+    kind=["batch", "frozen", "instance", "residual", "group", "group of one position"],
+)
 def test_gradients_do_not_depend_on_weights_of_channels_whose_xhat_is_saved(
     dtype, activation, layout, saved, kind, device
 ):

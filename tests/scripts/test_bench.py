@@ -178,25 +178,19 @@ class InPlaceABN(torch.nn.BatchNorm2d):
 """
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    """The folder, the JSON and the output of a run."""
-    out = tmp_path_factory.mktemp("bench")
+def test_a_tiny_run_makes_all_reports(tmp_path):
+    out = tmp_path
     package = out / "peer/inplace_abn"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(PUBLIC_PACKAGE)
     (package / "version.py").write_text("__version__ = '0.1'")
     options = "--quick --threads 1 --malloc warmed --shapes 2x4x8x8 --groups core --activations relu silu --seconds 0"
-    options += " --settings fp32:contiguous bf16:contiguous --overhead 2 --nets demo:silu timm:none --net-batch 2 3"
+    options += " --settings fp32:contiguous bf16:contiguous --overhead 1 --nets demo:silu timm:none --net-batch 2 3"
     options += " --net-size 32 --steps 2 --contenders in-place eager checkpoint peer floor --time-limit 1000"
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         bench.main([*options.split(), "--peer", str(out / "peer"), "--out", str(out)])
-    return out, json.loads((out / "bench.json").read_text()), printed.getvalue()
-
-
-def test_tiny_run(tiny):
-    out, result, printed = tiny
+    result = json.loads((out / "bench.json").read_text())
     assert (out / "bench.png").stat().st_size > 1000
     (run,) = result["runs"]
     assert [what.partition(": ")[0] for what in run["skipped"]] == [
@@ -223,8 +217,12 @@ def test_tiny_run(tiny):
         assert list(net["contenders"]) == [steps.EAGER_NATIVE, steps.EAGER_CONVERTED]
         for got in net["contenders"].values():
             assert set(got) == {"ms", "ratio", "held", "peak"}
-    assert (out / "bench.md").read_text() == printed
-    assert "- peer: the public package, 0.1" in printed
+    assert (out / "bench.md").read_text() == printed.getvalue()
+    assert "- peer: the public package, 0.1" in printed.getvalue()
+    # What only a run on CUDA reports.
+    run["machine"] |= {"gpu": "a GPU", "gpu_memory": 1 << 36, "l2": 50 << 20, "cuda": "13.0", "cudnn": 91000}
+    run["copy_bandwidth"] = 4e12
+    assert "4.00 TB/s" in report.full_report({"runs": [run]})
 
 
 def test_the_chart_has_geometric_means_over_shapes_and_layouts_relative_to_eager(tmp_path):
@@ -273,14 +271,6 @@ def test_a_new_process_finds_the_package_of_the_one_that_starts_it(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "elsewhere")
     folders = machine.environment("warmed")["PYTHONPATH"].split(os.pathsep)
     assert folders == [str(Path(inplace_abn.__file__).parents[1]), "elsewhere"]
-
-
-def test_cuda_report_without_cuda(tiny):
-    """Tests those parts of the report that only a run on CUDA has."""
-    run = tiny[1]["runs"][0]
-    run["machine"] |= {"gpu": "a GPU", "gpu_memory": 1 << 36, "l2": 50 << 20, "cuda": "13.0", "cudnn": 91000}
-    run["copy_bandwidth"] = 4e12
-    assert "4.00 TB/s" in report.full_report({"runs": [run]})
 
 
 def test_floor_of_a_device_follows_from_its_bandwidth(monkeypatch):
