@@ -49,6 +49,7 @@ EMULATED = {
     "test_activations",
     "test_dead_positions",
     "test_functions",
+    "test_written_results",
     "test_infinities",
     "test_instance_norm",
     "test_norms_of_rows",

@@ -85,18 +85,21 @@ def convert(
     if chosen:
         hooks.hook(model)
     activations = sum(classes.is_activation(module) for module in chosen.values())
-    summary = _summary(norms, sum(isinstance(module, Converted) for module in norms) - before, before)
+    summary = _summary(model, norms, sum(isinstance(module, Converted) for module in norms) - before, before)
     _logger.info("%s%s", summary, f", and {activations} activations" if activations else "")
     return model
 
 
-def _summary(found: list[nn.Module], converted: int, before: int) -> str:
+def _summary(model: nn.Module, found: list[nn.Module], converted: int, before: int) -> str:
     """What norms were found, in one line."""
     supported = [module for module in found if isinstance(module, classes.KINDS) or classes.is_norm_of_rows(module)]
     others = Counter(type(module).__name__ for module in found if module not in supported)
     text = f"converted {converted} of {len(supported) - before} norms" if supported else "no norms to convert"
     if before:
         text = f"{text}, {before} are converted already" if converted else f"{before} norms are converted already"
+    scripted = sum(isinstance(module, torch.jit.ScriptModule) for module in model.modules())
+    if scripted:
+        text += f"; {scripted} modules are scripted, and stay as they are: convert before torch.jit.script"
     if others:
         text += "; not supported: " + ", ".join(f"{count} {name}" for name, count in others.items())
     return text

@@ -17,7 +17,7 @@ from inplace_abn.conversion import classes, table
 from inplace_abn.conversion.activations import OF_NORM
 from inplace_abn.conversion.called import CalledActivation
 from inplace_abn.conversion.convert import Built, convert
-from inplace_abn.conversion.converted import Converted
+from inplace_abn.conversion.converted import Converted, Outcome
 from inplace_abn.conversion.layer_norms import ConvertedLayerNorm
 from inplace_abn.conversion.norms import InPlaceNorm
 from inplace_abn.conversion.table import readable
@@ -124,6 +124,8 @@ class Report:
     def _found(self) -> list[str]:
         if not self.layers:
             return ["the model has no norms or activations that can be converted"]
+        if all(layer.why == Outcome().why for layer in self.layers):
+            return [f"none of {len(self.layers)} norms and activations was called in training yet"]
         counts = []
         for is_norm, what in ((True, "norms"), (False, "activations without a norm")):
             verdicts = [layer.in_place for layer in self.layers if layer.is_norm == is_norm]

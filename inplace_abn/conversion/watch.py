@@ -235,7 +235,11 @@ class Watch(_torch.OwnMode):
 
     def _make_torchs(self, layer: Any, reader: str) -> None:
         """Gives up a layer that saves nothing. What follows the forward pass may write to its results."""
-        why = f"it saves nothing: {reader} does not keep its output, or something else keeps its input"
+        is_input = any(not r.input.expired() for r in self._measured if r.layer is layer)
+        what = (
+            "something else keeps its input" if is_input else f"{_NAMES.get(reader, reader)} does not keep its output"
+        )
+        why = f"it saves nothing: {what}"
         give_up(layer, why, noticed=False)
         for key, result in [*self._results.items()]:
             if result.layer is layer:
@@ -274,6 +278,17 @@ class Watch(_torch.OwnMode):
 
 _BITS = torch.ops.aten.view.dtype
 """The view of a tensor's bits in another dtype."""
+_NAMES = {
+    "_to_copy": "a cast",
+    "addmm": "a linear layer",
+    "mm": "a linear layer",
+    "bmm": "a product of matrices",
+    "convolution": "a convolution",
+    "native_layer_norm": "a layer norm",
+    "native_batch_norm": "a batch norm",
+    "native_dropout": "a dropout",
+}
+"""What users call ops."""
 _READ_AGAIN = frozenset({"max", "min", "median", "nanmedian", "amax", "amin", "aminmax", "prod", "cumprod"})
 """Ops whose backward looks for the result in the argument, or divides by the argument, as autograd has saved it."""
 _UNUSED = _torch.use_count(torch.empty(0))

@@ -135,7 +135,7 @@ def renew_if_written(module: Any) -> bool:
 
 def name(module: Any) -> str:
     """What messages call a layer: its name in the model, if it is known, or its class and number of channels."""
-    return module.__dict__.get("_guard_name") or f"{type(module).__name__}({module.num_features})"
+    return module.__dict__.get("_guard_name") or f"{type(module).__name__}({getattr(module, 'num_features', '')})"
 
 
 def give_up(module: Any, why: str, noticed: bool, at_once: bool = False) -> bool:
@@ -246,11 +246,7 @@ def renew(module: Any) -> None:
 
 def layers_called(called: str) -> list[Any]:
     """The layers of all models that have this name in messages."""
-    return [layer for layer in [*_layers] if _has_name(layer) and name(layer) == called]
-
-
-def _has_name(layer: Any) -> bool:
-    return "_guard_name" in layer.__dict__ or hasattr(layer, "num_features")
+    return [layer for layer in [*_layers] if name(layer) == called]
 
 
 def strip(module: Any) -> None:
