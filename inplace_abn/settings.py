@@ -196,10 +196,10 @@ NAMES: dict[type, Names] = {}
 
 def names_of(kind: type) -> Names:
     """The names of a class, or of the registered class that it is made of."""
-    return next((NAMES[base] for base in kind.__mro__ if base in NAMES), _USUAL) if NAMES else _USUAL
+    return next((NAMES[base] for base in kind.__mro__ if base in NAMES), _DEFAULT)
 
 
-_USUAL = Names()
+_DEFAULT = Names()
 
 
 def parameters(module: Any) -> tuple[Tensor | None, Tensor | None]:
@@ -207,10 +207,10 @@ def parameters(module: Any) -> tuple[Tensor | None, Tensor | None]:
 
     Wrappers replace parameters by plain tensors (FSDP, pruning) or compute them whenever they are read (parametrize).
     """
+    weight, bias = names_of(type(module))[:2] if NAMES else ("weight", "bias")
     held, own = module._parameters, module.__dict__
-    if "weight" in held and "bias" in held and "weight" not in own and "bias" not in own:
-        return held["weight"], held["bias"]
-    weight, bias = names_of(type(module))[:2]
+    if weight in held and bias in held and weight not in own and bias not in own:
+        return held[weight], held[bias]
     return _present(module, weight), _present(module, bias)
 
 

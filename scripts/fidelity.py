@@ -189,7 +189,11 @@ def main() -> None:
                         figures = (*(found.worst() for found in errors(layer)), measured(layer))
                         unit = torch.finfo(dtype).eps / 2
                         cells = (f"{pair.x / unit:.2g}, {pair.weight / unit:.2g}" for pair in figures)
-                        verdict = "keeps x" if THRESHOLDS[dtype].exceeded(*figures[2]) else "in place"
+                        verdict = (
+                            "keeps x"
+                            if figures[2].x > THRESHOLDS[dtype].x or figures[2].weight > THRESHOLDS[dtype].weight
+                            else "in place"
+                        )
                         where = (activation, label, tails, f"{size:g}", f"{gamma:g}", f"{ratio:g}")
                         print("| " + " | ".join((*where, *cells, verdict)) + " |", flush=True)
 

@@ -36,7 +36,7 @@ for _part, _bases in {
         # Pickles look for a class by its name.
         globals()[_name] = _CLASSES[_base] = type(_name, (_part, _base), _members)
 
-_GROUP_NORMS = ("timm.layers.norm.GroupNorm", "timm.layers.norm.GroupNorm1")
+_KNOWN_SUBCLASSES = ("timm.layers.norm.GroupNorm", "timm.layers.norm.GroupNorm1")
 """Subclasses that do what torch's GroupNorm does."""
 
 KINDS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm, nn.GroupNorm)
@@ -60,7 +60,7 @@ def has_own_activation(module: nn.Module) -> bool:
 def converted_class(module: nn.Module) -> type[nn.Module] | None:
     """The class that a module gets by conversion; None if it cannot be converted."""
     kind = type(module)
-    of_package = has_own_activation(module) or qualified(kind) in READERS or qualified(kind) in _GROUP_NORMS
+    of_package = has_own_activation(module) or qualified(kind) in READERS or qualified(kind) in _KNOWN_SUBCLASSES
     if of_package or is_norm_of_rows(module):
         # A class may refuse to have subclasses.
         with suppress(TypeError):
@@ -149,7 +149,8 @@ def _made(base: type[nn.Module]) -> type[nn.Module]:
     part: type = InPlaceActivation if qualified(base) in READERS else ConvertedLayerNorm
     if issubclass(base, KINDS):
         part = InPlaceGroupNorms if issubclass(base, nn.GroupNorm) else InPlaceNorm
-        if qualified(base) not in _GROUP_NORMS:
+        part = InPlaceInstanceNorms if issubclass(base, nn.modules.instancenorm._InstanceNorm) else part
+        if qualified(base) not in _KNOWN_SUBCLASSES:
             members["forward"] = _forward_with_activation(base)
     _CLASSES[base] = type(f"InPlace{base.__name__}", (part, base), members)
     return _CLASSES[base]

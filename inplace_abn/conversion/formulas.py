@@ -85,7 +85,8 @@ def register_norm(
     others.
 
     Args:
-        cls: the class. Its forward pass gets one tensor, and has no effects.
+        cls: the class. Its forward pass gets one tensor. Its result depends on this, on the parameters, and on
+            attributes that are numbers, strings and tuples; not on chance. It changes nothing.
         kind: "layer" for xhat = (x - mean) / sqrt(var + eps), "rms" for xhat = x / sqrt(mean(x^2) + eps).
         weight, bias: names of the parameters of shape (channel,), which a module may lack.
         offset: what is added to the weight: the result is (weight + offset) * xhat + bias.
@@ -119,9 +120,9 @@ def why_not_tried(module: nn.Module) -> str:
     names = names_of(type(module))
     if length(module) == 0:
         return f"it has no {names.weight} of one dimension, and no normalized_shape of one number"
-    if names.kind:
+    others = [*module._modules, *module._buffers, *sorted(module._parameters.keys() - set(names[:2]))]
+    if names.kind and not module._modules:
         return ""
-    others = [*module._buffers, *module._modules, *sorted(module._parameters.keys() - set(_PARAMETERS))]
     if others:
         return f"it has {', '.join(others)} besides a weight and a bias"
     # Wrappers make parameters plain tensors.
@@ -180,11 +181,25 @@ def _is_plain(function: Any, kind: type, seen: set[Any]) -> bool:
 
 def key_of(module: Any, x: Tensor) -> tuple[Any, ...]:
     """What a module's way of computing may depend on, as far as its code may be tried."""
-    device, given = x.device.type, vars(module)
+    device, given, names = x.device.type, vars(module), names_of(type(module))
     state = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-    of_parameters = (None if t is None else (t.dtype, t.shape) for t in parameters(module))
-    attributes = (given.get(name) for name in (*ATTRIBUTES, names_of(type(module)).eps))
-    return x.dtype, x.dim(), x.shape[1], x.shape[-1], state, *of_parameters, *attributes
+    of_parameters = (None if t is None else (t.dtype, t.shape, t.requires_grad) for t in parameters(module))
+    attributes = (given.get(name) for name in attributes_of(module))
+    return x.dtype, x.dim(), x.shape[1], x.shape[-1], state, names, *of_parameters, *attributes
+
+
+def attributes_of(module: Any) -> tuple[str, ...]:
+    """The attributes, besides the parameters, by which a module may compute: all, if its code was not read."""
+    if not _is_unread(type(module)):  # type: ignore[arg-type]
+        return ATTRIBUTES
+    return tuple(n for n, value in vars(module).items() if n[0] != "_" and isinstance(value, (*_SIMPLE, bool)))
+
+
+@cache
+def _is_unread(kind: type) -> bool:
+    known = (base for base in kind.__mro__ if base.__module__.split(".")[0] != "inplace_abn")
+    package = next(known).__module__.split(".")[0]
+    return bool(names_of(kind).kind) or (package != "torch" and package in _PACKAGES)
 
 
 def kind_of(module: Any, original: type, x: Tensor) -> Kind | None:
@@ -229,6 +244,7 @@ def _kinds(module: Any, original: Any, x: Tensor, axis: int, eps: float, dtype: 
     placed = probe.view(4, *middle, size).movedim(-1, axis).contiguous().requires_grad_()
     with ExitStack() as contexts:
         contexts.enter_context(torch.enable_grad())
+        contexts.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
         # Hooks that are set see nothing of this. A node that kept its own result would live for ever.
         contexts.enter_context(torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda t: t))
         try:

@@ -18,7 +18,7 @@ from inplace_abn import _torch, guard, reference
 from inplace_abn.autograd import native, nodes
 from inplace_abn.compiling import norms, rows, trust
 from inplace_abn.conversion.converted import Converted, Outcome, may_have_node
-from inplace_abn.conversion.formulas import ATTRIBUTES, Kind, key_of, kind_of, length
+from inplace_abn.conversion.formulas import Kind, attributes_of, key_of, kind_of, length
 from inplace_abn.conversion.offered import kept_by, offer
 from inplace_abn.conversion.recipes import UNREAD
 from inplace_abn.conversion.recipes_of_rows import OfRows, moved_axis, settings_of_rows
@@ -87,7 +87,9 @@ class ConvertedLayerNorm(Converted):
             return None
         kind = self._kind(x)
         if kind is None:
-            self._record.outcome = Outcome(why=_UNKNOWN)
+            names = names_of(type(self))
+            registered = f" ({names.kind}, {names.weight} + {names.offset:g}, {names.eps})" * bool(names.kind)
+            self._record.outcome = Outcome(why=_UNKNOWN + registered)
             return None
         nodes.calibrate()
         weight, bias = parameters(self)
@@ -124,7 +126,7 @@ class ConvertedLayerNorm(Converted):
         size, device = self._length(), x.device.type
         is_at = tuple(axis for axis in (-1, 1) if x.shape[axis] == size)
         # Compilers compile anew when an attribute changes that they have read here.
-        given = [getattr(self, name, None) for name in (*ATTRIBUTES, names_of(type(self)).eps) if name]
+        given = [getattr(self, name, None) for name in self._attributes()]
         attributes = tuple(norms.constant(value) if isinstance(value, float) else value for value in given)
         found = self._formula(x.dtype, x.dim(), device, is_at, attributes)
         if found is None:
@@ -143,6 +145,10 @@ class ConvertedLayerNorm(Converted):
                 kept = ChannelSlots(self._saved_rows, rows.verbatim(moved, statistics, self._saved_channels))
         z = rows.normalised(moved, y, statistics, (scale, bias), kept, trusted)
         return z if axis == -1 else z.movedim(-1, axis)
+
+    @_torch.read_while_tracing
+    def _attributes(self) -> tuple[str, ...]:
+        return attributes_of(self)
 
     @_torch.read_while_tracing
     def _length(self) -> int:

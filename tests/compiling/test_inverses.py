@@ -3,24 +3,13 @@
 import pytest
 import torch
 
-from inplace_abn.activations import activation_backward, find, is_relu
+from inplace_abn.activations import ACTIVATIONS as FOUND
+from inplace_abn.activations import TYPICAL, activation_backward, find, is_relu
 from inplace_abn.compiling import inverses
 from inplace_abn.kernels import ops
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-ACTIVATIONS = [
-    ("identity", 0.0),
-    ("relu", 0.0),
-    ("leaky_relu", 0.0),
-    ("leaky_relu", 0.2),
-    ("elu", 1.0),
-    ("elu", 0.7),
-    ("silu", 0.0),
-    ("hardswish", 0.0),
-    ("gelu", 0.0),
-    ("gelu_tanh", 0.0),
-    ("mish", 0.0),
-]
+ACTIVATIONS = [*TYPICAL, ("leaky_relu", 0.0), *((name, 0.2) for name, entry in FOUND.items() if entry.param)]
 
 
 def values(dtype):

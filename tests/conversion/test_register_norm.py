@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from inplace_abn import convert, register_norm, report, revert
+from inplace_abn.conversion import classes
 
 COUNTS = []
 
@@ -123,3 +124,80 @@ def test_a_class_that_is_left_alone_is_told_with_the_reason():
 def test_wrong_arguments_are_errors(cls, kind, error):
     with pytest.raises(error, match=r"inplace_abn.register_norm: expected"):
         register_norm(cls, kind)
+
+
+class Gated(Scaler):
+    """Depends on attributes that no formula has."""
+
+    gate = 1.0
+
+    def forward(self, x):
+        y = super().forward(x)
+        return self.gate * y if self.training else 3 * y
+
+
+@pytest.mark.parametrize("change", ["gate", "training"])
+def test_a_registered_class_may_depend_on_its_attributes(change):
+    """The gradient was that of the formula, whatever the forward pass computed since the first call."""
+    native = net(Gated(16)).double()
+    native[1].gate = 1.0
+    converted, x = convert(copy.deepcopy(native)), torch.randn(3, 7, 5, dtype=torch.float64)
+    step(converted, x)
+    for m in (converted, native):
+        if change == "gate":
+            m[1].gate = 3.0
+        else:
+            m.eval()
+    for found, expected in zip(step(converted, x), step(native, x), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_a_class_with_names_of_both_kinds_is_read_by_those_that_were_registered():
+    class Both(Scaler):
+        def __init__(self, dim):
+            super().__init__(dim)
+            self.weight, self.bias = nn.Parameter(torch.ones(dim)), None
+
+    native = net(Both(16)).double()
+    converted, x = convert(copy.deepcopy(native)), torch.randn(3, 7, 5, dtype=torch.float64)
+    for m in (converted, native):
+        (m(x).square().sum() + m[1].weight.sum()).backward()
+    for p, q in zip(converted.parameters(), native.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+def test_a_trial_takes_no_random_numbers_and_leaves_modules_within_alone():
+    class WithPart(Scaler):
+        def __init__(self, dim):
+            super().__init__(dim)
+            self.part = nn.BatchNorm1d(dim)
+
+    class Dropping(Scaler):
+        def forward(self, x):
+            return nn.functional.dropout(super().forward(x), 0.5, self.training)
+
+    for kind in (WithPart, Dropping):
+        native = net(kind(16)).double()
+        converted, x = convert(copy.deepcopy(native)), torch.randn(3, 7, 5, dtype=torch.float64)
+        results = []
+        for m in (converted, native):
+            torch.manual_seed(3)
+            results.append(m(x))
+        assert torch.equal(*results)
+
+
+class InstanceNormOfSomebody(nn.InstanceNorm2d):
+    def forward(self, x):
+        return super().forward(x)
+
+
+def test_a_subclass_of_an_instance_norm_that_is_known_is_an_instance_norm(monkeypatch):
+    """It was taken for a batch norm."""
+    name = f"{__name__}.{InstanceNormOfSomebody.__qualname__}"
+    monkeypatch.setattr(classes, "_KNOWN_SUBCLASSES", (*classes._KNOWN_SUBCLASSES, name))
+    torch.manual_seed(0)
+    norm = InstanceNormOfSomebody(8, affine=True)
+    native = nn.Sequential(nn.Conv2d(3, 8, 3), norm, nn.ReLU(), nn.Conv2d(8, 2, 3)).double()
+    converted, x = convert(copy.deepcopy(native)), torch.randn(2, 3, 9, 8, dtype=torch.float64)
+    for found, expected in zip(step(converted, x), step(native, x), strict=True):
+        torch.testing.assert_close(found, expected)
