@@ -9,6 +9,7 @@ show. The table is Markdown on standard output. All errors are in unit roundoffs
 """
 
 import argparse
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -189,11 +190,8 @@ def main() -> None:
                         figures = (*(found.worst() for found in errors(layer)), measured(layer))
                         unit = torch.finfo(dtype).eps / 2
                         cells = (f"{pair.x / unit:.2g}, {pair.weight / unit:.2g}" for pair in figures)
-                        verdict = (
-                            "keeps x"
-                            if figures[2].x > THRESHOLDS[dtype].x or figures[2].weight > THRESHOLDS[dtype].weight
-                            else "in place"
-                        )
+                        is_above = any(map(operator.gt, figures[2], THRESHOLDS[dtype]))
+                        verdict = "keeps x" if is_above else "in place"
                         where = (activation, label, tails, f"{size:g}", f"{gamma:g}", f"{ratio:g}")
                         print("| " + " | ".join((*where, *cells, verdict)) + " |", flush=True)
 
