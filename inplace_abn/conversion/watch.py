@@ -236,10 +236,9 @@ class Watch(_torch.OwnMode):
     def _make_torchs(self, layer: Any, reader: str) -> None:
         """Gives up a layer that saves nothing. What follows the forward pass may write to its results."""
         is_input = any(not r.input.expired() for r in self._measured if r.layer is layer)
-        what = (
-            "something else keeps its input" if is_input else f"{_NAMES.get(reader, reader)} does not keep its output"
-        )
-        why = f"it saves nothing: {what}"
+        why = f"it saves nothing: {_NAMES.get(reader, reader)} does not keep its output"
+        if is_input:
+            why = "it saves nothing: something else keeps its input"
         give_up(layer, why, noticed=False)
         for key, result in [*self._results.items()]:
             if result.layer is layer:
