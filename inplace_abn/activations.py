@@ -5,6 +5,7 @@ Inverses are in ``include/inplace_abn/activation.h``. For compilers, those with 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Literal, NamedTuple
@@ -206,11 +207,16 @@ def name_of(code: int) -> str:
     return _NAMES[code]
 
 
-def has_parameter(activation: str, param: float) -> bool:
-    """Whether an activation that exists takes this parameter. One that has none takes 0, and the default of all
+@functools.lru_cache(maxsize=256)
+def is_valid(activation: str, param: float) -> bool:
+    """Whether an activation exists and takes this parameter. One that has none takes 0, and the default of all
     functions. The identity takes any."""
-    entry = ACTIVATIONS[activation]
-    return entry.valid(param) and (entry.param != "" or entry.op == "" or param in (0.0, DEFAULT_PARAM))
+    entry = ACTIVATIONS.get(activation)
+    return (
+        entry is not None
+        and entry.valid(param)
+        and (entry.param != "" or entry.op == "" or param in (0.0, DEFAULT_PARAM))
+    )
 
 
 def check_activation(activation: str, activation_param: float) -> None:
@@ -218,7 +224,7 @@ def check_activation(activation: str, activation_param: float) -> None:
     entry = find(activation)
     if not entry.valid(activation_param):
         raise ValueError(f"inplace_abn: expected a finite {activation} {entry.bound}, got {activation_param}")
-    if not has_parameter(activation, activation_param):
+    if not is_valid(activation, activation_param):
         others = " or ".join(name for name, other in ACTIVATIONS.items() if other.param)
         raise ValueError(
             f"inplace_abn: {activation} has no parameter, got activation_param={activation_param}. Leave it out, or "

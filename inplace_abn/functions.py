@@ -121,7 +121,7 @@ def run(
     slots: ChannelSlots | None = None,
 ) -> Tensor:
     """The call of a norm of channels. Compiled code saves xhat of the channels in ``slots``."""
-    each = operands.of_samples(x) if settings.per_instance else operands
+    each = operands.of_samples(x) if settings.shared else operands
     z = nodes.in_cpp(x, each, settings) if overwrite_input else None
     if z is None:
         requires_grad, out_of_place = operands.require_grad(x), plain.is_required()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from inplace_abn import _torch
-from inplace_abn.activations import ACTIVATIONS, IDENTITY, has_parameter, name_of
+from inplace_abn.activations import IDENTITY, is_valid, name_of
 from inplace_abn.autograd import backward, ownership, rows
 from inplace_abn.autograd.backward import Edges, Needed, Saved, Values, edge_of_value, input_edge
 from inplace_abn.autograd.versions import Aliased, Hooked, modified
@@ -34,7 +34,7 @@ def in_cpp(x: Tensor, operands: Operands, settings: Settings) -> Tensor | None:
         return None
     if not isinstance(x, Tensor) or not ops.run_on(x.device) or _torch.saves_its_result(x):
         return None
-    if settings.activation not in ACTIVATIONS or not has_parameter(settings.activation, settings.activation_param):
+    if not is_valid(settings.activation, settings.activation_param):
         return None
     what = (
         *operands.momentum_arguments(),
