@@ -207,16 +207,17 @@ def name_of(code: int) -> str:
     return _NAMES[code]
 
 
-@functools.lru_cache(maxsize=256)
-def is_valid(activation: str, param: float) -> bool:
+def _is_valid(activation: str, param: float) -> bool:
     """Whether an activation exists and takes this parameter. One that has none takes 0, and the default of all
     functions. The identity takes any."""
     entry = ACTIVATIONS.get(activation)
-    return (
-        entry is not None
-        and entry.valid(param)
-        and (entry.param != "" or entry.op == "" or param in (0.0, DEFAULT_PARAM))
-    )
+    if entry is None or not entry.valid(param):
+        return False
+    return bool(entry.param) or not entry.op or param in (0.0, DEFAULT_PARAM)
+
+
+# Compilers do not trace a cache.
+is_valid = functools.lru_cache(maxsize=256)(_is_valid)
 
 
 def check_activation(activation: str, activation_param: float) -> None:
@@ -224,7 +225,7 @@ def check_activation(activation: str, activation_param: float) -> None:
     entry = find(activation)
     if not entry.valid(activation_param):
         raise ValueError(f"inplace_abn: expected a finite {activation} {entry.bound}, got {activation_param}")
-    if not is_valid(activation, activation_param):
+    if not _is_valid(activation, activation_param):
         others = " or ".join(name for name, other in ACTIVATIONS.items() if other.param)
         raise ValueError(
             f"inplace_abn: {activation} has no parameter, got activation_param={activation_param}. Leave it out, or "

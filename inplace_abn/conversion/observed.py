@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,9 +18,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from inplace_abn import _torch, guard, tags
 from inplace_abn.activations import activate, find
 from inplace_abn.kernels import ops
-
-if TYPE_CHECKING:
-    from inplace_abn.conversion.watch import Watch
 
 _logger = logging.getLogger("inplace_abn")
 
@@ -60,8 +57,8 @@ class Result(NamedTuple):
 class Observer(NamedTuple):
     """What is special about calls in a watched step. For other calls it is `NOBODY`."""
 
-    watch: Watch | None
-    """None if a backward pass repeats a watched forward pass."""
+    watch: Any
+    """The `conversion.watch.Watch`; None if a backward pass repeats a watched forward pass."""
     is_blind: bool
     """Whether code may read or write results where the watch does not see it: a backward pass repeats the forward pass
     later, and must do the same."""
