@@ -60,6 +60,13 @@ def check_call(
         check_count(x)
 
 
+def name_layer(error: BaseException, name: str) -> None:
+    """Makes the message of an error of this package name the layer."""
+    text = str(error)
+    if name and text.startswith("inplace_abn: ") and name not in text:
+        error.args = (f"inplace_abn: {name}: {text.removeprefix('inplace_abn: ')}",)
+
+
 def check_transforms(tensors: tuple[Tensor | None, ...]) -> None:
     """Raises for vmap and forward-mode differentiation, at every level of torch.func's transforms."""
     kinds = {kind for t in tensors if t is not None for kind in _torch.kinds_of_wrappers(t)}

@@ -21,9 +21,9 @@ from torch import Tensor, fx
 
 from inplace_abn import _torch, reference
 from inplace_abn._torch import is_backward
-from inplace_abn.compiling import alone, inverses, layer_scale, norms, rows
+from inplace_abn.compiling import inverses, layer_scale, norms, rows
 from inplace_abn.compiling.inlining import inline, inlined
-from inplace_abn.compiling.search import Fusion, Search, is_alike, is_cast
+from inplace_abn.compiling.search import ALONE, Fusion, Search, inputs_of_activations, is_alike, is_cast
 
 _aten = torch.ops.aten
 _COPIES = frozenset([_aten.clone.default, _aten.copy.default, _aten.detach.default, _aten.alias.default])
@@ -36,7 +36,7 @@ def fuse(module: fx.GraphModule, *_: Any) -> fx.GraphModule:
         return module
     _without_copies(graph)
     graph.eliminate_dead_code()
-    inputs = alone.inputs(graph)
+    inputs = inputs_of_activations(graph)
     search = Search(graph)
     fused = search.run(inputs)
     # Fused results replace nodes that may be the residuals of later fusions.
@@ -57,7 +57,7 @@ def fuse(module: fx.GraphModule, *_: Any) -> fx.GraphModule:
     return module
 
 
-_OPS = norms.PLAIN.keys() | rows.PLAIN.keys() | {alone.ALONE}
+_OPS = norms.PLAIN.keys() | rows.PLAIN.keys() | {ALONE}
 
 
 def _without_copies(graph: fx.Graph) -> None:

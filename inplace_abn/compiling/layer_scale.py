@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, fx
 
 from inplace_abn._torch import is_backward
-from inplace_abn.compiling.alone import VIEWS
 from inplace_abn.compiling.inlining import inlined
-from inplace_abn.compiling.search import is_cast, is_read_again
+from inplace_abn.compiling.search import VIEWS, is_cast, is_read_again
 from inplace_abn.reference import gradients_of_scaled, mean_of_rows
 
 _aten = torch.ops.aten

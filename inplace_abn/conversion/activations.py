@@ -19,7 +19,7 @@ from inplace_abn import _torch, guard
 from inplace_abn.activations import ACTIVATIONS, activation_of_op, find, gains
 from inplace_abn.autograd import nodes
 from inplace_abn.autograd.backward import Values
-from inplace_abn.compiling import alone, joint
+from inplace_abn.compiling import joint, search
 from inplace_abn.conversion import observed
 from inplace_abn.conversion.converted import Converted, Outcome, has_standard_strides, may_have_node
 from inplace_abn.conversion.offered import Offered, plain
@@ -117,7 +117,7 @@ class InPlaceActivation(ActivationAlone):
         # Compilers compile anew when the module is given up.
         if _torch.transforms_active() or _torch.is_exporting() or self._revision < 0 or not self._is_applied():
             return x
-        return alone.ALONE(x)  # type: ignore[no-any-return]
+        return search.ALONE(x)  # type: ignore[no-any-return]
 
     @_torch.read_while_tracing
     def _is_applied(self) -> bool:

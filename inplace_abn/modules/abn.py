@@ -184,9 +184,11 @@ class ABN(ActivatedNorm):
         settings = Settings(*what, training or running_mean is None, group, 0, guard.name(self), verbatim)
         try:
             z = function(x, operands, settings, *options)
-        except BaseException:
+        except BaseException as error:
             if batches is not None and _torch.in_backward():
                 batches.add_(1)
+            if not torch.compiler.is_compiling():
+                checks.name_layer(error, settings.name)
             raise
         if batches is not None:
             batches.add_(1)
