@@ -19,7 +19,7 @@ from inplace_abn.activations import IDENTITY
 from inplace_abn.autograd import backward, ownership, rows
 from inplace_abn.autograd.backward import Edges, Needed, Saved, Values, edge_of_value, input_edge
 from inplace_abn.autograd.kept import KeptABNFunction
-from inplace_abn.autograd.versions import Versions, modified
+from inplace_abn.autograd.versions import Versions, modified, refuse_batched
 from inplace_abn.kernels import node as kernels
 from inplace_abn.reference import normalised_rows
 from inplace_abn.settings import WEIGHT, Operands, Settings
@@ -178,6 +178,7 @@ class Node:
             x, weight = tensors
             assert x is not None
             return _gradients(dy, x, weight, self._bias_dtype, (*self._statistics, self.settings), needed)
+        refuse_batched(dy, self.settings.name)
         saved, need = Saved(*tensors), Needed(*needed[:3], False)  # type: ignore[arg-type, call-arg]
         if self._residual is not None and self._residual.is_modified_in(saved.residual):
             raise RuntimeError(modified("residual", self.settings.name))

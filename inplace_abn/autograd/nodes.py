@@ -16,7 +16,7 @@ from inplace_abn import _torch
 from inplace_abn.activations import IDENTITY, is_valid, name_of
 from inplace_abn.autograd import backward, ownership, rows
 from inplace_abn.autograd.backward import Edges, Needed, Saved, Values, edge_of_value, input_edge
-from inplace_abn.autograd.versions import Aliased, Hooked, modified
+from inplace_abn.autograd.versions import Aliased, Hooked, modified, refuse_batched
 from inplace_abn.kernels import node, ops
 from inplace_abn.settings import DISABLED, MAGNITUDE, Operands, Settings
 
@@ -117,12 +117,8 @@ class InPlaceABNFunction(torch.autograd.Function):
     def backward(ctx: Any, dz: Tensor | None) -> tuple[Tensor | None, ...]:
         if dz is None:
             return (None,) * 9
-        if _torch.is_batched(dz):
-            raise RuntimeError(
-                "inplace_abn: gradients in batches are not supported. Use ABN, or leave the layer out of the "
-                "conversion (filter_fn)"
-            )
         call: _Call = ctx.call
+        refuse_batched(dz, call.settings.name)
         settings, need = call.settings, Needed(*ctx.needs_input_grad[:4])
         maths = rows if settings.rows else backward
         # Compiled code is functional. The compiler reuses memory, so nothing is reused here.

@@ -85,6 +85,15 @@ class Hooked(Versions):
             )
 
 
+def refuse_batched(gradient: Tensor, name: str) -> None:
+    """Raises RuntimeError for a gradient that stands for a batch of gradients."""
+    if _torch.is_batched(gradient):
+        raise RuntimeError(
+            f"inplace_abn: {name and name + ': '}gradients in batches are not supported. Use ABN, or leave the layer "
+            "out of the conversion (filter_fn)"
+        )
+
+
 def modified(what: str, name: str) -> str:
     """The message for a tensor that somebody wrote to. The layer is told, so that its next step works."""
     torch.ops.inplace_abn.was_written_to(what, name)

@@ -45,7 +45,7 @@ KINDS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm,
 
 _NAMES_OF_ROWS = {
     name for base in ConvertedLayerNorm.__mro__[:-1] for name in vars(base) if not name.startswith("__")
-} - set(dir(nn.Module))
+} - {*dir(nn.Module), "qconfig"}
 
 
 def has_own_activation(module: nn.Module) -> bool:

@@ -49,6 +49,25 @@ class Converted(guard.Guarded):
 
     _record: Record
 
+    @property
+    def qconfig(self) -> Any:
+        """torch.ao.quantization's settings of a module that was prepared before it was converted."""
+        if "qconfig" not in self.__dict__:
+            raise AttributeError("qconfig")
+        return self.__dict__["qconfig"]
+
+    @qconfig.setter
+    def qconfig(self, value: Any) -> None:
+        if value is not None:
+            raise RuntimeError(
+                f"inplace_abn: {guard.name(self)} is {type(self).__name__}, and torch.ao.quantization knows torch's "
+                "own modules only; call inplace_abn.revert before prepare_qat, and convert after it"
+            )
+
+    @qconfig.deleter
+    def qconfig(self) -> None:
+        self.__dict__.pop("qconfig", None)
+
     def observer(self) -> observed.Observer:
         """What watches this call."""
         if not self._record.was_watched:

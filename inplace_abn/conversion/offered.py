@@ -7,6 +7,7 @@ the recipe does not know gets the tensor itself. The tensor's own node dies with
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -39,6 +40,10 @@ class Recipe:
     """Whether the tensor is what was made of a norm's output, or of an activation's input (`conversion.results`)."""
     is_asked: bool = False
     """Whether somebody has asked for the tensor's place in the graph, which gradients must pass from then on."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Saved-tensor hooks may pickle a tensor while it is read. Its recipe is left out of that."""
+        return OrderedDict, ()
 
     def lacks(self, t: Tensor) -> bool:
         """Whether `is_left` is true of the tensor, which was not written to since."""

@@ -123,7 +123,8 @@ def _tells(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], t: Tenso
     if not sign or func in KEEPING:
         return False
     if name in _COPYING and not (torch.is_grad_enabled() and t.requires_grad):
-        return True
+        # Saved-tensor hooks get the result back in backward, and must find all of its bits.
+        return not _torch.in_backward()
     is_first = bool(args) and args[0] is t
     others = *args[is_first:], *kwargs.values()
     if name.endswith("pow"):

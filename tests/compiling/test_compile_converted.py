@@ -10,7 +10,7 @@ import torch._functorch.config
 from cases import INDUCTOR, needs_compiler
 from compiled_converted_nets import ACTIVATIONS, ChainAndBlock, ChainAndBlocks, batch, compiled_pair, held, made
 from compiled_nets import assert_same, step
-from modes import distrust
+from modes import distrust, start_over
 from torch import nn
 
 from inplace_abn import InPlaceABN, convert, guard
@@ -258,7 +258,7 @@ def trained(model, x):
 @pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
 def test_what_the_watch_gave_up_is_torchs_when_it_is_compiled(backend, write, device):
     """The log said that the norm does as torch does, and each compiled step failed with an error of torch's."""
-    guard.generations.current = 0
+    start_over()
     x = torch.randn(2, 4, 6, 6, dtype=torch.float64, device=device)
     models = []
     for given in (None, backend):

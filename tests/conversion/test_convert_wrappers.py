@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from foreign_nets import BasicBlock, conv, spread
+from modes import start_over
 from ranks import on_each_rank
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -15,7 +16,7 @@ from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from inplace_abn import convert, guard, revert
+from inplace_abn import convert, revert
 from inplace_abn.conversion.norms import InPlaceNorm
 
 WAYS = ["before", "after"]
@@ -36,7 +37,7 @@ class EndsInANorm(nn.Module):
 
 
 def net(converted, gamma=None):
-    guard.generations.current = 0
+    start_over()
     torch.manual_seed(0)
     made = spread(EndsInANorm()).double()
     if gamma is not None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from cases import covering
 from layer_norms import ChannelsFirstNorm, RMSNormOfLlama
+from modes import start_over
 from ranks import on_each_rank
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -210,7 +211,7 @@ def batch(kind, seed):
 
 def train(model, kind, at=None, move=None, steps=5, compiler=None, rank=0):
     """Outputs and gradients of some steps, in which the parameters are moved, and buffers after them."""
-    guard.generations.current = 0
+    start_over()
     run, found = model if compiler is None else torch.compile(model, backend=compiler), []
     torch.manual_seed(3)
     for step in range(steps):

@@ -28,7 +28,7 @@ from inplace_abn.conversion.norms import InPlaceNorm
 
 PAGE = Path(__file__).parents[2] / "docs" / "conversion.md"
 STEPS = 4
-EQUAL, ROUNDINGS, DIFFERENT = "equal", "as exact as torch", "**different**"
+EQUAL, ROUNDINGS = "equal", "as exact as torch"
 
 
 class Mixed(nn.Module):
@@ -227,7 +227,7 @@ def qat_before(convert):
     return found + train(convert(prepared(revert(model))), data=single_images)
 
 
-@use("`prepare_qat` of a converted model: its norms are not fake-quantised", DIFFERENT, REVERT_FIRST)
+@use("`prepare_qat` of a converted model", "error `torch.ao.quantization knows torch's own modules only`", REVERT_FIRST)
 def qat(convert):
     return train(prepared(convert(quantisable())), data=single_images)
 
@@ -385,7 +385,7 @@ def gradients_in_batches(convert):
     return batched(convert(nn.Sequential(conv(3, 8), nn.BatchNorm2d(8), nn.ReLU(), conv(8, 2)).double()), images(0))
 
 
-@use("the same with a layer norm or an RMS norm", "error `Batching rule not implemented`", LEAVE_OUT)
+@use("the same with a layer norm or an RMS norm", "error `gradients in batches are not supported`", LEAVE_OUT)
 def gradients_in_batches_of_rows(convert):
     return batched(convert(made(Rows)), rows(0))
 
@@ -1030,13 +1030,13 @@ def copying(convert):
         return found + train_under(in_files(folder, lambda t: t.detach()), convert(mixed()))
 
 
-@use("saved-tensor hooks that pickle: `torch.save(t, …)`", "error `cannot pickle`", "`torch.save(t.detach(), …)`")
+@use("saved-tensor hooks that pickle: `torch.save(t, …)`")
 def pickling(convert):
     with tempfile.TemporaryDirectory() as folder:
         return train_under(in_files(folder, lambda t: t), convert(made(Rows)), rows)
 
 
-@use("`save_on_cpu` on the CPU, after the first step", "error `hooks must give back every bit`", "leave it out there")
+@use("`save_on_cpu`")
 def on_cpu(convert):
     return train_under(torch.autograd.graph.save_on_cpu(), convert(mixed()))
 
@@ -1191,10 +1191,6 @@ def test_a_converted_model_does_what_the_table_says(name, one_thread):
     elif result == ROUNDINGS:
         (errors,) = results(run, convert)
         assert all(ours < 2 * others for ours, others in zip(errors, expected, strict=True)), (errors, expected)
-    elif result == DIFFERENT:
-        (actual,) = results(run, convert)
-        with pytest.raises(AssertionError):
-            compare(expected, actual, tolerance)
     else:
         compare(expected, *results(run, convert), tolerance)
 

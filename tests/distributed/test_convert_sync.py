@@ -6,10 +6,11 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from modes import start_over
 from ranks import on_each_rank
 from torch import nn
 
-from inplace_abn import active_group, convert, distributed, guard, set_active_group
+from inplace_abn import active_group, convert, distributed, set_active_group
 from inplace_abn.conversion.norms import InPlaceNorm
 
 
@@ -35,7 +36,7 @@ class ThreeNorms(nn.Module):
 @on_each_rank(3)
 def test_converted_norms_synchronise_in_the_active_group(kind):
     """set_active_group passed converted norms by, so they went on with the default group."""
-    guard.generations.current = 0
+    start_over()
     torch.manual_seed(0)
     net = ThreeNorms(0.7).double()
     shared = copy.deepcopy(net)
@@ -54,7 +55,7 @@ def test_converted_norms_synchronise_in_the_active_group(kind):
 @pytest.mark.parametrize("gamma", [0.7, 0.0])
 @on_each_rank(2)
 def test_a_converted_net_equals_one_process_on_the_whole_batch(gamma, kind):
-    guard.generations.current = 0
+    start_over()
     torch.manual_seed(0)
     net = ThreeNorms(gamma).double()
     shared = copy.deepcopy(net)

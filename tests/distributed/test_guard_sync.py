@@ -24,7 +24,8 @@ def advance():
 def start_over():
     """Sets the generation to zero on each rank. Ranks that took part in different tests have counted differently. Ranks
     of one training never do."""
-    guard.generations.current = 0
+    guard.generations.current, guard.generations.changed_at = 0, -1
+    guard.generations._changed.clear()
 
 
 def share(t, sizes):

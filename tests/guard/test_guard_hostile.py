@@ -3,7 +3,7 @@ mode."""
 
 import pytest
 import torch
-from modes import distrust, end_beginning, error_of_dx, is_trusted, layer, optimize, the_mode
+from modes import distrust, end_beginning, error_of_dx, is_trusted, layer, optimize, start_over, the_mode
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -13,7 +13,7 @@ from inplace_abn.guard import figures, recovery
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_layer_under_checkpoints_is_measured_in_every_interval(reentrant):
-    guard.generations.current = 0
+    start_over()
     module = set_guard(layer("elu"), interval=2)
     modes = []
     for _ in range(4):
@@ -26,7 +26,7 @@ def test_a_layer_under_checkpoints_is_measured_in_every_interval(reentrant):
 
 
 def test_a_layer_that_is_called_several_times_a_step_is_trusted_only_if_all_calls_can_be():
-    guard.generations.current = 0
+    start_over()
     module = set_guard(layer(gamma=0.1), interval=5)
     for i in range(8):
         x = torch.randn(8, 8, 16, 16).bfloat16()

@@ -8,10 +8,17 @@ from torch import nn
 
 from inplace_abn import ABN, InPlaceABN, guard
 from inplace_abn.activations import IDENTITY, TYPICAL
+from inplace_abn.guard import generations
 from inplace_abn.guard.modes import State
 
 FOLLOWS = [(), *((*what, added) for what in (IDENTITY, *TYPICAL) for added in (False, True))]
 """What may follow a converted norm; nothing for a layer that knows what follows."""
+
+
+def start_over():
+    """Sets the generation to zero, with nothing that has changed: steps after the first are then not watched."""
+    generations.current, generations.changed_at = 0, -1
+    generations._changed.clear()
 
 
 def layer(activation="relu", gamma=1.0, beta=0.0, channels=8, **options):
