@@ -153,7 +153,9 @@ class Node:
         weight, bias, residual = operands.of_graph()
         edge = input_edge(x) if x.requires_grad else None
         self._edges = Edges(edge, edge_of_value(weight, values.weight), edge_of_value(bias, values.bias))
-        found = values.saved(t.detach() if saved is t else saved, None if residual is None else residual.detach())
+        # An alias stays the tensor that it is: whoever made it may give it memory of its own.
+        given = residual if residual is None or not residual.requires_grad else residual.detach()
+        found = values.saved(t.detach() if saved is t else saved, given)
         self.settings, self._held, self._keeps_output = settings, _Held(*found), True
         self._statistics = None, None
         # Saved-tensor hooks keep autograd from looking at versions.

@@ -117,7 +117,8 @@ class NormFunction final : public Node {
     const bool is_own = producer.get() == this;
     y_ = {is_own || !producer ? t : t.detach(), is_own};
     if (residual.has_value()) {
-      residual_ = {residual->detach(), false};
+      // An alias stays the tensor that it is: whoever made it may give it memory of its own.
+      residual_ = {residual->requires_grad() ? residual->detach() : *residual, false};
       // Saved-tensor hooks keep autograd from looking at versions.
       if (at::SavedTensorDefaultHooks::get_hooks().has_value()) {
         hooked_ = {torch::autograd::impl::version_counter(*residual), residual->_version()};
