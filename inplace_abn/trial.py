@@ -70,5 +70,5 @@ def loss(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     """
     outputs = [t for t in tensors_in(model(*args, **kwargs)) if t.requires_grad]
     if not outputs:
-        raise ValueError("inplace_abn: no output of the model requires grad, so there is no training step")
+        raise ValueError("inplace_abn: expected an output that requires grad, got none, so there is no training step")
     return torch.stack([t.float().sum() for t in outputs]).sum()

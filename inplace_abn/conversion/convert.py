@@ -240,7 +240,7 @@ def load_public_state_dict(
             norms[parent if is_part else name] = name, module
     unknown = sorted(set(layers or ()) - norms.keys())
     if unknown:
-        raise ValueError(f"inplace_abn.load_public_state_dict: the model has no norms {unknown}")
+        raise ValueError(f"inplace_abn.load_public_state_dict: expected layers to name norms, got {unknown}")
     state = OrderedDict(state_dict)
     if hasattr(state_dict, "_metadata"):
         state._metadata = state_dict._metadata  # type: ignore[attr-defined]

@@ -149,7 +149,8 @@ def verify(
         )
     names = [{name for name, _ in m.named_parameters()} for m in (model, converted)]
     if names[0] != names[1]:
-        raise ValueError(f"inplace_abn.verify: only one model has the parameters {sorted(names[0] ^ names[1])}")
+        others = sorted(names[0] ^ names[1])
+        raise ValueError(f"inplace_abn.verify: expected models with the same parameters, got {others} in one only")
     calibrated = tolerance is None
     actual = _run(converted, args, kwargs)
     if tolerance is None:

@@ -25,7 +25,9 @@ def check_plot(path: str) -> None:
     formats = figure.canvas.get_supported_filetypes()
     kind = os.path.splitext(path)[1].removeprefix(".").lower() or "png"
     if kind not in formats:
-        raise ValueError(f"expected a picture in one of the formats {', '.join(sorted(formats))}, got {path!r}")
+        raise ValueError(
+            f"inplace_abn.memory: expected a picture in one of the formats {', '.join(sorted(formats))}, got {path!r}"
+        )
     existed = os.path.exists(path)
     with open(path, "ab"):
         pass

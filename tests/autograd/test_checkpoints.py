@@ -54,7 +54,7 @@ def test_a_public_checkpoint_may_have_standard_layers_too():
     model = nn.Sequential(conv(3, 4), nn.BatchNorm2d(4))
     load_public_state_dict(model, public_checkpoint(), layers=[])
     assert model[1].weight[0] == -1
-    with pytest.raises(ValueError, match=r"the model has no norms \['0'\]"):
+    with pytest.raises(ValueError, match=r"expected layers to name norms, got \['0'\]"):
         load_public_state_dict(model, public_checkpoint(), layers=["0"])
     with pytest.raises(RuntimeError, match="Unexpected key"):
         load_public_state_dict(model, public_checkpoint() | {"more": torch.zeros(1)})

@@ -60,7 +60,7 @@ def test_each_call_of_a_submodule_ticks():
 
 
 def test_a_model_without_training_step_is_refused():
-    with pytest.raises(ValueError, match="no output of the model requires grad"):
+    with pytest.raises(ValueError, match="expected an output that requires grad"):
         measure(nn.ReLU(), torch.randn(2, 3))
 
 
