@@ -210,7 +210,9 @@ def _say_untrusted(module: Any, text: str) -> None:
     if module.on_untrusted == "raise":
         # The measurement is forgotten, so that the next call measures and raises, too.
         forget(module)
-        raise RuntimeError(f'inplace_abn: {name(module)}: {text} unless on_untrusted is "raise": call set_guard(model)')
+        raise RuntimeError(
+            f"inplace_abn: {name(module)}: {text}, unless on_untrusted is 'raise': call set_guard(model)"
+        )
     _logger.log(logging.WARNING if module.on_untrusted == "warn" else logging.INFO, "%s: %s", name(module), text)
 
 
