@@ -54,10 +54,14 @@ def _activating(op: str, options: Sequence[str], defaults: Mapping[str, Any], in
     """Reads the calls of an activation function, by its arguments after the first. Those that are neither the parameter
     nor "inplace" must have their defaults."""
     names, known = ("input", *options), frozenset(options)
-    entry = find(activation_of_op(op, "none" if "approximate" in known else "") or "")
+    default_activation = activation_of_op(op, "none" if "approximate" in known else "") or ""
+    entry = find(default_activation)
+    default_param = float(defaults.get(entry.param, 0.0))
     fixed = known - {entry.param, "inplace", "approximate"}
 
     def read(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Activating | None:
+        if len(args) == 1 and (not kwargs or kwargs.keys() == {"inplace"}):
+            return Activating(args[0], default_activation, default_param, in_place or bool(kwargs.get("inplace")))
         given = {**kwargs, "input": args[0]} if len(args) == 1 and kwargs.keys() <= known else None
         given = by_name(names, args, kwargs) if given is None else given
         if given is None or any(given.get(name, defaults[name]) != defaults[name] for name in fixed):
