@@ -85,8 +85,9 @@ def register_norm(
     others.
 
     Args:
-        cls: the class. Its forward pass gets one tensor. Its result depends on this, on the parameters, and on
-            attributes that are numbers, strings and tuples; not on chance. It changes nothing.
+        cls: the class. Its forward pass gets one tensor, and computes the formula for every input. Its result depends on
+            the input, the parameters, and attributes that are numbers, strings and tuples; not on chance. It changes
+            nothing.
         kind: "layer" for xhat = (x - mean) / sqrt(var + eps), "rms" for xhat = x / sqrt(mean(x^2) + eps).
         weight, bias: names of the parameters of shape (channel,), which a module may lack.
         offset: what is added to the weight: the result is (weight + offset) * xhat + bias.
