@@ -85,7 +85,7 @@ def register_norm(
     others.
 
     Args:
-        cls: the class. Its forward pass gets one tensor, and computes the formula for every input. Its result depends on
+        cls: the class. Its forward pass gets one tensor, and computes the formula for every input. It depends on
             the input, the parameters, and attributes that are numbers, strings and tuples; not on chance. It changes
             nothing.
         kind: "layer" for xhat = (x - mean) / sqrt(var + eps), "rms" for xhat = x / sqrt(mean(x^2) + eps).
