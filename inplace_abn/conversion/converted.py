@@ -63,6 +63,7 @@ class Converted(guard.Guarded):
                 f"inplace_abn: {guard.name(self)} is {type(self).__name__}, and torch.ao.quantization knows torch's "
                 "own modules only; call inplace_abn.revert before prepare_qat, and convert after it"
             )
+        self.__dict__["qconfig"] = None
 
     @qconfig.deleter
     def qconfig(self) -> None:

@@ -191,16 +191,18 @@ def key_of(module: Any, x: Tensor) -> tuple[Any, ...]:
 
 def attributes_of(module: Any) -> tuple[str, ...]:
     """The attributes, besides the parameters, by which a module may compute: all, if its code was not read."""
-    if not _is_unread(type(module)):  # type: ignore[arg-type]
+    kind: Any = type(module)
+    if not (names_of(kind).kind or _is_of_package(kind)):
         return ATTRIBUTES
     return tuple(n for n, value in vars(module).items() if n[0] != "_" and isinstance(value, (*_SIMPLE, bool)))
 
 
 @cache
-def _is_unread(kind: type) -> bool:
+def _is_of_package(kind: type) -> bool:
+    """Whether a class comes from a package whose code is not read, other than torch."""
     known = (base for base in kind.__mro__ if base.__module__.split(".")[0] != "inplace_abn")
     package = next(known).__module__.split(".")[0]
-    return bool(names_of(kind).kind) or (package != "torch" and package in _PACKAGES)
+    return package != "torch" and package in _PACKAGES
 
 
 def kind_of(module: Any, original: type, x: Tensor) -> Kind | None:

@@ -5,7 +5,7 @@ import functools
 
 import pytest
 import torch
-from cases import covering, needs_compiler
+from cases import needs_compiler
 from compiled_converted_nets import held
 from compiled_nets import assert_same, step
 from torch import nn
@@ -149,7 +149,8 @@ def test_a_module_does_not_run_what_was_compiled_for_another(is_copy):
     assert other.body[1] in trust._answers
 
 
-@covering(2, what=["another size", "evaluation", "a review"], is_built=[True, False])
+@pytest.mark.parametrize("is_built", [True, False])
+@pytest.mark.parametrize("what", ["another size", "evaluation", "a review"])
 def test_channels_may_change_and_code_may_be_compiled_between_forward_and_backward(what, is_built):
     """A compilation wrote to the channels that the backward pass of another program had kept: an error of torch."""
     module = built(InPlaceABN, overwrite_input=False) if is_built else convert(net("batch", nn.SiLU()))

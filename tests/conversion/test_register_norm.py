@@ -201,3 +201,12 @@ def test_a_subclass_of_an_instance_norm_that_is_known_is_an_instance_norm(monkey
     converted, x = convert(copy.deepcopy(native)), torch.randn(2, 3, 9, 8, dtype=torch.float64)
     for found, expected in zip(step(converted, x), step(native, x), strict=True):
         torch.testing.assert_close(found, expected)
+
+
+def test_a_qconfig_of_none_is_no_quantisation_and_another_is_an_error():
+    norm = convert(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)))[1]
+    assert not hasattr(norm, "qconfig")
+    norm.qconfig = None
+    assert norm.qconfig is None
+    with pytest.raises(RuntimeError, match=r"inplace_abn: 1 is InPlaceBatchNorm2d.*call inplace_abn.revert before"):
+        norm.qconfig = object()

@@ -265,3 +265,31 @@ def test_what_is_told_once_is_told_with_the_norms_name(logged):
         model(images()).sum().backward()
     told = [record.getMessage() for record in records if record.getMessage().startswith("bn: ")]
     assert len(told) == 1
+
+
+def test_before_the_first_step_a_report_says_only_that():
+    """It said that no activation without a norm was in place, though each followed a norm."""
+    net = convert(nn.Sequential(conv(3, 4), nn.BatchNorm2d(4), nn.SiLU()))
+    assert "none of 2 norms and activations was called in training yet" in str(report(net))
+
+
+def test_scripted_parts_are_told():
+    """A scripted model had "no norms to convert"."""
+    scripted = torch.jit.script(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)))
+    assert "3 modules are scripted, and stay as they are" in logged_by_converting(scripted)
+
+
+def logged_by_converting(model):
+    records = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logger = logging.getLogger("inplace_abn")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        convert(model)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    return " ".join(records)
