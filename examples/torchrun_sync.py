@@ -92,22 +92,27 @@ def work(args: argparse.Namespace) -> None:
     shares = [args.batch // (dist.get_world_size() + 1)] * dist.get_world_size()
     shares[0] += args.batch - sum(shares)
     nets = {"InPlaceABNSync": built, "convert(sync=True)": converted, "not synchronised": standard}
+    trained = {}
     for name, make in nets.items():
         torch.manual_seed(0)
         model, alone = make(True), make(False)
         alone.load_state_dict(model.state_dict())
-        losses = train(DistributedDataParallel(model), args.steps, args.batch, shares)
-        if dist.get_rank() != 0:
-            continue
+        trained[name] = model, alone, train(DistributedDataParallel(model), args.steps, args.batch, shares)
+    # A rank that leaves early would break the connections of the other ranks.
+    dist.barrier()
+    is_first = dist.get_rank() == 0
+    dist.destroy_process_group()
+    # All ranks do this, although one of them prints it. The threads of gloo free the last tensors a little later than
+    # the collectives return, and a process that ends meanwhile is aborted.
+    for name, (model, alone, losses) in trained.items():
         expected = train(alone, args.steps, args.batch)
         statistics = zip(model.named_buffers(), alone.buffers(), strict=True)
         errors = [((a - b).norm() / b.norm()).item() for (key, a), b in statistics if "running" in key]
         error = max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
-        print(f"{name}: losses {losses[0]:.6f}, {losses[-1]:.6f}; of one process {expected[0]:.6f}, {expected[-1]:.6f}")
-        print(f"  largest relative difference: losses {error:.1e}, running statistics {max(errors):.1e}")
-    # A rank that leaves early would break the connections of the other ranks.
-    dist.barrier()
-    dist.destroy_process_group()
+        if is_first:
+            ends = f"{losses[0]:.6f}, {losses[-1]:.6f}; of one process {expected[0]:.6f}, {expected[-1]:.6f}"
+            print(f"{name}: losses {ends}")
+            print(f"  largest relative difference: losses {error:.1e}, running statistics {max(errors):.1e}")
 
 
 def start(rank: int, args: argparse.Namespace, store: str) -> None:

@@ -34,6 +34,9 @@ def in_cpp(x: Tensor, operands: Operands, settings: Settings) -> Tensor | None:
         return None
     if not isinstance(x, Tensor) or not ops.run_on(x.device) or _torch.saves_its_result(x):
         return None
+    # The nodes in C++ know each other.
+    if type(x.grad_fn).__name__ == "InPlaceABNFunctionBackward":
+        return None
     if not is_valid(settings.activation, settings.activation_param):
         return None
     what = (

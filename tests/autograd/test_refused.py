@@ -21,6 +21,12 @@ def test_a_second_backward_without_retain_graph_is_an_error(device):
         loss.backward()
 
 
+def of_node_in_python(a):
+    """The output of an ABN whose node saved-tensor hooks, or a process's first call, have left to Python."""
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        return inplace_abn(a * 1, None, None, None, None)
+
+
 NEEDS_OUTPUT = {
     "sigmoid": torch.sigmoid,
     "relu": F.relu,
@@ -40,6 +46,7 @@ NEEDS_OUTPUT = {
     "view of sigmoid": lambda a: torch.sigmoid(a).view(SHAPE[0], C, -1),
     "part of sigmoid": lambda a: torch.sigmoid(a)[1:],
     "ABN": lambda a: inplace_abn(a * 1, None, None, None, None),
+    "ABN in Python": of_node_in_python,
     "view of ABN": lambda a: inplace_abn(a * 1, None, None, None, None).flatten(2),
 }
 
