@@ -146,9 +146,7 @@ def fresh_compiler(one_thread, monkeypatch):
     # Dynamo times the guards of each frame once, and empties the processor's caches before that. It only logs the time.
     monkeypatch.setattr("torch._dynamo.guards.profile_guard_manager", lambda *_: 0.0, raising=False)
     torch._dynamo.reset()
-    # A page of the documentation, which runs in this process, sets a budget.
-    with torch._functorch.config.patch(activation_memory_budget=1.0):
-        yield
+    yield
     torch._dynamo.reset()
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 
 from inplace_abn.memory import Usage
 from inplace_abn.memory.plot import _places
@@ -97,8 +98,15 @@ def anchors(page):
     return headings | set(re.findall(r"^::: (\S+)$", text, re.MULTILINE))
 
 
+@pytest.fixture
+def compiler_settings():
+    """A page sets the compiler's budget, which other tests of this process must not have."""
+    with torch._functorch.config.patch(activation_memory_budget=1.0):
+        yield
+
+
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
-def test_python_on_a_page_runs_and_prints_what_the_page_shows(page, one_thread, monkeypatch):
+def test_python_on_a_page_runs_and_prints_what_the_page_shows(page, one_thread, compiler_settings, monkeypatch):
     found = programs(page)
     if not found:
         pytest.skip("has no Python")
