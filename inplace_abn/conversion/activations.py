@@ -21,7 +21,7 @@ from inplace_abn.autograd import nodes
 from inplace_abn.autograd.backward import Values
 from inplace_abn.compiling import joint, search
 from inplace_abn.conversion import observed
-from inplace_abn.conversion.converted import Converted, Outcome, has_standard_strides, may_have_node
+from inplace_abn.conversion.converted import Converted, Outcome, has_standard_strides, may_have_node, unsuitable
 from inplace_abn.conversion.offered import Offered, plain
 from inplace_abn.conversion.recipes import OfNorm
 from inplace_abn.conversion.results import offer_result
@@ -56,7 +56,7 @@ class ActivationAlone(Converted):
         if follows_norm or self._is_given_up():
             return None
         if activation is None or not _is_suitable(x, activation):
-            self._record.outcome = Outcome(why=_NOT_APPLIED if activation is None else _UNSUITABLE)
+            self._record.outcome = unsuitable(x.device) if activation is not None else Outcome(why=_NOT_APPLIED)
             return None
         nodes.calibrate()
         # Planes of all samples, one after the other, are the fastest to walk.
@@ -144,7 +144,6 @@ def _reader(kind: type) -> Callable[[Any], tuple[str, float] | None] | None:
 
 
 _NOT_APPLIED = "it writes to its input, or a parameter of it is not supported"
-_UNSUITABLE = "its input or the mode of the call is not supported"
 
 
 def _is_suitable(x: Tensor, activation: tuple[str, float]) -> bool:

@@ -19,7 +19,7 @@ from torch.nn.utils import parametrize
 from inplace_abn import reference
 from inplace_abn.activations import find
 from inplace_abn.conversion import called, classes, hooks
-from inplace_abn.conversion.converted import Converted
+from inplace_abn.conversion.converted import Converted, why_nowhere
 from inplace_abn.guard import strip
 from inplace_abn.modules.abn import InPlaceABN
 from inplace_abn.modules.group_norm import InPlaceGroupNorm
@@ -86,7 +86,9 @@ def convert(
         hooks.hook(model)
     activations = sum(classes.is_activation(module) for module in chosen.values())
     summary = _summary(model, norms, sum(isinstance(module, Converted) for module in norms) - before, before)
-    _logger.info("%s%s", summary, f", and {activations} activations" if activations else "")
+    reasons = dict.fromkeys(filter(None, (why_nowhere(p.device) for p in model.parameters())))
+    counted = f", and {activations} activations" if activations else ""
+    _logger.info("%s%s%s", summary, counted, "".join(f"; {why}" for why in reasons))
     return model
 
 

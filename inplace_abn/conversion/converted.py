@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -10,7 +12,10 @@ from torch import Tensor
 
 from inplace_abn import _torch, guard
 from inplace_abn.conversion import observed, watch
+from inplace_abn.kernels import ops
 from inplace_abn.settings import DISABLED
+
+_logger = logging.getLogger("inplace_abn")
 
 
 class Outcome(NamedTuple):
@@ -154,6 +159,30 @@ def may_have_node(x: Tensor) -> bool:
     if type(x) is not Tensor or x.is_nested:
         return False
     return not (_torch.is_watched() or _torch.in_forward_mode() or DISABLED)
+
+
+def why_nowhere(device: torch.device) -> str:
+    """Why no call on the device is in place; empty if calls may be. A device without kernels is told at level WARNING,
+    once."""
+    if DISABLED:
+        return "INPLACE_ABN_DISABLE=1 is set"
+    if ops.run_on(device):
+        return ""
+    text = ops.why_not_on(device)
+    # Nothing is computed there, so nothing could be saved.
+    if device.type != "meta":
+        _warn(text)
+    return text.removeprefix("inplace_abn: ")
+
+
+def unsuitable(device: torch.device) -> Outcome:
+    """What a module did in a call on the device that cannot be in place."""
+    return Outcome(why=why_nowhere(device) or "its input, its parameters or the mode of the call are not supported")
+
+
+@functools.cache
+def _warn(text: str) -> None:
+    _logger.warning("%s", text)
 
 
 def has_standard_strides(x: Tensor) -> bool:

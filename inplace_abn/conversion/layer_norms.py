@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from inplace_abn import _torch, guard, reference
 from inplace_abn.autograd import native, nodes
 from inplace_abn.compiling import norms, rows, trust
-from inplace_abn.conversion.converted import Converted, Outcome, may_have_node
+from inplace_abn.conversion.converted import Converted, Outcome, may_have_node, unsuitable
 from inplace_abn.conversion.formulas import Kind, attributes_of, key_of, kind_of, length
 from inplace_abn.conversion.offered import kept_by, offer
 from inplace_abn.conversion.recipes import UNREAD
@@ -27,7 +27,6 @@ from inplace_abn.kernels import ops
 from inplace_abn.modules.abn import as_leaf
 from inplace_abn.settings import DISABLED, ChannelSlots, Operands, names_of, parameters
 
-_UNSUITABLE = "its input, its parameters or the mode of the call are not supported"
 _UNKNOWN = "its forward pass is not that of a layer norm or an RMS norm"
 
 
@@ -83,7 +82,7 @@ class ConvertedLayerNorm(Converted):
         if self._is_given_up():
             return None
         if not self._is_suitable(x):
-            self._record.outcome = Outcome(why=_UNSUITABLE)
+            self._record.outcome = unsuitable(x.device)
             return None
         kind = self._kind(x)
         if kind is None:

@@ -14,7 +14,7 @@ from inplace_abn.activations import IDENTITY
 from inplace_abn.autograd import checks, forward, native, nodes
 from inplace_abn.compiling import norms, trust
 from inplace_abn.conversion import watch
-from inplace_abn.conversion.converted import Converted, Outcome, has_standard_strides, may_have_node
+from inplace_abn.conversion.converted import Converted, has_standard_strides, may_have_node, unsuitable
 from inplace_abn.conversion.offered import kept_by, offer
 from inplace_abn.conversion.recipes import UNREAD, OfNorm
 from inplace_abn.guard import measuring
@@ -105,7 +105,7 @@ class InPlaceNorm(Converted):
             guard.forget(self)
             record.eps = module.eps
         if not _may_be_offered(self, x):
-            record.outcome = Outcome(why="its input, its parameters or the mode of the call are not supported")
+            record.outcome = unsuitable(x.device)
             return None
         if guard.stays_untrusted(self, x.dtype):
             record.outcome = record.outcome._replace(in_place=False, why=self.why_untrusted)

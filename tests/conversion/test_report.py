@@ -69,6 +69,53 @@ def test_a_layer_tells_what_follows_and_why_it_is_not_in_place(name):
     assert (layer.follows, layer.in_place, layer.why) == (follows, not why, why)
 
 
+NORM_GROUP_ROWS_ACTIVATION = """
+import logging, torch, inplace_abn
+from torch import nn
+logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
+parts = nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 1), nn.GELU(), nn.Conv2d(4, 4, 1)
+model = nn.Sequential(*parts, nn.GroupNorm(2, 4), nn.SiLU(), nn.Flatten(2), nn.LayerNorm(16), nn.Linear(16, 2))
+"""
+TRAINED = """
+for _ in range(2):
+    model(torch.randn(2, 3, 4, 4, device=next(model.parameters()).device)).square().mean().backward()
+for layer in inplace_abn.report(model).layers:
+    print(layer.kind, "|", layer.in_place, "|", layer.why)
+"""
+KINDS = ["BatchNorm2d", "GELU", "GroupNorm", "SiLU", "LayerNorm"]
+
+
+def test_report_and_converts_line_say_that_the_package_is_turned_off():
+    code = NORM_GROUP_ROWS_ACTIVATION + "inplace_abn.convert(model)" + TRAINED
+    result = fresh.run_code(code, INPLACE_ABN_DISABLE="1")
+    why = "INPLACE_ABN_DISABLE=1 is set"
+    assert result.stdout.splitlines() == [f"{kind} | False | {why}" for kind in KINDS]
+    assert f"INFO converted 3 of 3 norms, and 2 activations; {why}" in result.stderr
+
+
+# The tensors of this process are said to be where there are no kernels.
+ELSEWHERE = """
+from inplace_abn.kernels import ops
+ops.run_on, why = lambda device: False, ops.why_not_on
+ops.why_not_on = lambda device: why("cuda:0")
+"""
+
+
+def test_report_converts_line_and_one_warning_say_that_a_build_has_no_kernels_for_a_device():
+    for code in (ELSEWHERE + "inplace_abn.convert(model)", "inplace_abn.convert(model)" + ELSEWHERE):
+        result = fresh.run_code(NORM_GROUP_ROWS_ACTIVATION + code + TRAINED)
+        reasons = {line.split(" | ")[2] for line in result.stdout.splitlines()}
+        assert len(reasons) == 1
+        assert re.match("no kernels for cuda:0, this build has those for the CPU only: install ", *reasons)
+        warned = [line for line in result.stderr.splitlines() if line.startswith("WARNING")]
+        assert len(warned) == 1
+        assert warned[0].startswith("WARNING inplace_abn: no kernels for cuda:0")
+        is_there_before = code.startswith(ELSEWHERE)
+        assert (
+            "INFO converted 3 of 3 norms, and 2 activations; no kernels for cuda:0" in result.stderr
+        ) == is_there_before
+
+
 @pytest.mark.parametrize(
     ("norm", "why"),
     [
