@@ -33,9 +33,9 @@ class Progress:
         self._shown, self._interval, self._clock = shown, interval, clock
         self._began = self._told = clock()
         terminal = sys.stdout.isatty() and sys.stderr.isatty()
-        # tqdm's own estimate takes all steps for equally long.
+        # tqdm's own estimate takes all steps for equally long. The text comes last, where a narrow terminal cuts it.
         self._bar = tqdm(
-            total=steps, disable=not (shown and terminal), bar_format="{l_bar}{bar}| {n}/{total} [{elapsed}{postfix}]"
+            total=steps, disable=not (shown and terminal), bar_format="{percentage:3.0f}%|{bar:10}| {desc}"
         )
 
     @property
@@ -47,8 +47,8 @@ class Progress:
     def step(self, expected: float, text: str) -> None:
         """Counts a step that was expected to take so many seconds. ``text`` says which it was, and what came of it."""
         self._done += expected
-        text = f"{text}; about {duration(self.left)} left"
-        self._bar.set_postfix_str(text, refresh=False)
+        text = f"about {duration(self.left)} left: {text}"
+        self._bar.set_description_str(text, refresh=False)
         self._bar.update()
         now = self._clock()
         if self._bar.disable and now - self._told >= self._interval:

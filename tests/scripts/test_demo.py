@@ -219,7 +219,7 @@ def test_off_a_terminal_a_line_comes_by_the_interval_and_tells_what_is_left_of_a
         progress.step(expected, f"step {step}")
         if out := capsys.readouterr().out:
             told.append(now)
-            assert out == f"step {step}; about {duration(75 - now)} left\n"
+            assert out == f"about {duration(75 - now)} left: step {step}\n"
     assert len(told) > 5
     assert max(b - a for a, b in pairwise(told)) < 10 + 1.5 * 4
 
@@ -238,8 +238,8 @@ def test_on_a_terminal_there_is_a_bar_and_no_lines(capsys, monkeypatch):
         progress.step(1.0, "step")
     out, err = capsys.readouterr()
     assert not out
-    assert "1/1" in err
-    assert "step; about 0 s left" in err
+    assert "100%|" in err
+    assert "about 0 s left: step" in err
 
 
 def test_durations_are_told_in_seconds_and_minutes():
@@ -257,7 +257,7 @@ def test_off_a_terminal_a_run_says_what_it_does_how_long_it_takes_and_where_the_
     number = r"\d+\.\d{3}"
     for step, line in enumerate(lines[:3], 1):
         losses = f"loss {number} native, {number} converted"
-        assert re.fullmatch(rf"unet, fp32, seed 0, step {step} of 3: {losses}; about \d+ s left", line)
+        assert re.fullmatch(rf"about \d+ s left: unet, fp32, seed 0, step {step} of 3: {losses}", line)
     assert lines[3].startswith("unet, fp32, seed 0: mIoU")
     assert "±" not in "".join(lines)
     assert lines[-1].endswith(f"written to {tmp_path}: demo.png, result.json, weights.pt")
