@@ -7,6 +7,9 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import closing
+from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -20,6 +23,7 @@ import demo
 from PIL import Image
 from segmentation.data import IGNORE, DigitScenes, FolderData, seeded_generator
 from segmentation.net import ACTIVATIONS, UNet, ViT
+from segmentation.progress import Progress, duration
 from segmentation.report import ENOUGH_STEPS, Comparison, Run, conclusion, mean_iou, spread
 
 import inplace_abn
@@ -176,12 +180,88 @@ def test_bad_data_is_an_error_that_names_the_file(folder, tmp_path, spoil):
         ["--steps", "0"],
         ["--seeds", "0"],
         ["--activation", "other"],
+        ["--lr", "0"],
+        ["--lr", "nan"],
+        ["--device", "nowhere"],
+        ["--device", "meta"],
+        ["--batch-size", "1", "--size", "16"],
+        ["--out", __file__],
+        ["--out", f"{__file__}/below"],
     ],
 )
-def test_bad_options(options, tmp_path, capsys):
+def test_bad_options_are_errors_before_anything_else(options, tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         run(tmp_path, *options)
-    assert options[0] in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert options[0] in err.splitlines()[-1]
+    assert not out
+
+
+def test_a_net_that_cannot_be_trained_is_an_error_before_another_is_trained(tmp_path, capsys, monkeypatch):
+    def broken(classes, activation):
+        raise ZeroDivisionError
+
+    monkeypatch.setitem(demo.NETS, "vit", broken)
+    with pytest.raises(ZeroDivisionError):
+        run(tmp_path, "--net", "unet", "vit")
+    assert "mIoU" not in capsys.readouterr().out
+
+
+def test_off_a_terminal_a_line_comes_by_the_interval_and_tells_what_is_left_of_all_nets(capsys):
+    now = 0.0
+    # Ten steps of 1 s, and ten that are expected to take 4 s each. All take half as long again.
+    progress = Progress(20, 50.0, True, interval=10.0, clock=lambda: now)
+    assert progress.left == 50
+    told = [0.0]
+    for step in range(20):
+        expected = 1.0 if step < 10 else 4.0
+        now += 1.5 * expected
+        progress.step(expected, f"step {step}")
+        if out := capsys.readouterr().out:
+            told.append(now)
+            assert out == f"about {duration(75 - now)} left: step {step}\n"
+    assert len(told) > 5
+    assert max(b - a for a, b in pairwise(told)) < 10 + 1.5 * 4
+
+
+def test_another_process_tells_nothing(capsys):
+    progress = Progress(1, 1.0, False, interval=0.0)
+    progress.step(1.0, "step")
+    progress.write("line")
+    assert capsys.readouterr() == ("", "")
+
+
+def test_on_a_terminal_there_is_a_bar_and_no_lines(capsys, monkeypatch):
+    for stream in (sys.stdout, sys.stderr):
+        monkeypatch.setattr(stream, "isatty", lambda: True)
+    with closing(Progress(1, 1.0, True, interval=0.0)) as progress:
+        progress.step(1.0, "step")
+    out, err = capsys.readouterr()
+    assert not out
+    assert "100%|" in err
+    assert "about 0 s left: step" in err
+
+
+def test_durations_are_told_in_seconds_and_minutes():
+    assert [duration(seconds) for seconds in (0.4, 99.4, 99.5, 3060)] == ["0 s", "99 s", "2 min", "51 min"]
+
+
+def test_off_a_terminal_a_run_says_what_it_does_how_long_it_takes_and_where_the_files_are(
+    folder, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(demo, "Progress", partial(Progress, interval=0.0))
+    run(tmp_path, "--data", str(folder), "--classes", "3")
+    first, second, *lines = capsys.readouterr().out.splitlines()
+    assert first == "unet in fp32, native and converted, on cpu: 3 steps of 2 images of 48x48, from 1 seed"
+    assert re.fullmatch(r"about \d+ s, by the first steps", second)
+    number = r"\d+\.\d{3}"
+    for step, line in enumerate(lines[:3], 1):
+        losses = f"loss {number} native, {number} converted"
+        assert re.fullmatch(rf"about \d+ s left: unet, fp32, seed 0, step {step} of 3: {losses}", line)
+    assert lines[3].startswith("unet, fp32, seed 0: mIoU")
+    assert "±" not in "".join(lines)
+    assert lines[-1].endswith(f"written to {tmp_path}: demo.png, result.json, weights.pt")
+    assert all((tmp_path / name).stat().st_size for name in ("demo.png", "result.json", "weights.pt"))
 
 
 def test_train_on_a_folder(folder, tmp_path):
@@ -229,7 +309,7 @@ def test_both_nets_learn_the_same_and_the_converted_one_takes_less_memory(
         names = [row.split("|")[1].strip() for row in (table[0], *table[2:])]
         assert names == ["", "native", "converted", "difference"]
         assert len({len(row) for row in table}) == 1
-    assert out.count("seed ") == 2 * len(held)
+    assert out.count(": mIoU ") == 2 * len(held)
     assert out.count("This was a smoke test") == len(held)
     titles = [f"{net}, {dtype}" for net, dtype in held]
     assert [line for line in out.splitlines() if line in titles] == (titles if len(held) > 1 else [])
@@ -274,7 +354,7 @@ def test_the_transformer_converts_and_gradients_are_the_same():
 
 
 @pytest.mark.slow
-def test_two_processes_train_with_synchronised_statistics_and_print_no_steps_where_no_terminal_is(folder, tmp_path):
+def test_two_processes_train_with_synchronised_statistics_and_one_of_them_prints(folder, tmp_path):
     # Validation of a folder is shorter than that of scenes. Processes of their own also tell what torch's profiler
     # prints, which it decides only once.
     data = ["--data", str(folder), "--classes", "3"]
@@ -287,5 +367,5 @@ def test_two_processes_train_with_synchronised_statistics_and_print_no_steps_whe
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["settings"]["processes"] == 2
     assert [len(one["losses"]) for one in result["comparisons"][0]["runs"]] == [3, 3]
-    assert done.stdout.count("written to") == done.stdout.count("seed 0:") == 1
-    assert len(re.findall(r", seed \d", done.stdout)) == 1
+    for once in ("by the first steps", "from 1 seed", "seed 0: mIoU", "written to"):
+        assert done.stdout.count(once) == 1
