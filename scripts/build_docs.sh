@@ -9,12 +9,7 @@ if [ ! -d .venv-docs ]; then
   "${PYTHON:-python3}" -m venv .venv-docs
 fi
 # Only the packages of the extra "docs" are installed: installing our package would compile it.
-mapfile -t packages < <(.venv-docs/bin/python - <<'PYTHON'
-import re
-with open("pyproject.toml", encoding="utf-8") as file:
-    print(*re.findall(r'"([^"]+)"', re.search(r"^docs = \[(.+)\]$", file.read(), re.MULTILINE)[1]), sep="\n")
-PYTHON
-)
+mapfile -t packages < <(.venv-docs/bin/python scripts/extras.py docs)
 waiting "installing what the documentation needs, 40 MB" \
   .venv-docs/bin/pip install --quiet --disable-pip-version-check "${packages[@]}"
 NO_MKDOCS_2_WARNING=1 waiting "building the documentation" .venv-docs/bin/mkdocs build --strict "$@"

@@ -42,9 +42,9 @@ def test_the_wheel_is_built_where_there_is_no_virtual_environment(clone):
     assert re.fullmatch(r"\[\d+ s\] making \.venv\npython3 -m venv \.venv\n", result.stdout)
 
 
-@pytest.mark.parametrize("arguments", [[], ["-n", "0", "-k", "guard"], ["-m", "emulated"]])
-def test_the_tests_share_all_processors_unless_arguments_say_otherwise(arguments, clone):
-    """The tests took four times as long as they had to, in one process."""
+@pytest.fixture
+def built_clone(clone):
+    """A clone with a .venv in which the package is built. Programs there print how they were called."""
     for name in ("python", "ruff", "mypy", "clang-format", "git"):
         write_program(clone / ".venv/bin", name, f'echo "{name} $*"')
     (clone / ".venv/bin/activate").write_text('PATH="$PWD/.venv/bin:$PATH"\n')
@@ -52,11 +52,26 @@ def test_the_tests_share_all_processors_unless_arguments_say_otherwise(arguments
         (clone / name).parent.mkdir(exist_ok=True)
         (clone / name).touch()
     (clone / ".venv/installed").touch()
-    result = run(clone, "scripts/test.sh", *arguments)
+    return clone
+
+
+@pytest.mark.parametrize("arguments", [[], ["-n", "0", "-k", "guard"], ["-m", "emulated"]])
+def test_the_tests_share_all_processors_unless_arguments_say_otherwise(arguments, built_clone):
+    """The tests took four times as long as they had to, in one process."""
+    result = run(built_clone, "scripts/test.sh", *arguments)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.splitlines()[-1] == " ".join(
-        ["python -m pytest -n auto --dist worksteal -m not emulated", *arguments]
-    )
+    called = ["python -m pytest -n auto --dist worksteal -m not emulated", *arguments]
+    assert result.stdout.splitlines()[-1] == " ".join(called)
+
+
+def test_the_quick_tests_exist_and_none_of_them_is_slow(built_clone):
+    result = run(built_clone, "scripts/test.sh", "--quick", "-x")
+    called = result.stdout.splitlines()[-1]
+    assert called.startswith("python -m pytest -n auto --dist worksteal -m not slow and not emulated tests/")
+    assert called.endswith(" -x")
+    paths = [word for word in called.split() if word.startswith("tests/")]
+    assert len(paths) > 3
+    assert all((ROOT / path).exists() for path in paths)
 
 
 @pytest.fixture
