@@ -9,8 +9,8 @@ on. With ``INPLACE_ABN_NODE_HEADERS``, the include folders of some releases of t
 ``INPLACE_ABN_FORCE_CPU=1`` leaves CUDA out. ``INPLACE_ABN_FORCE_CUDA=1`` insists on it, for instance to cross-compile
 on a machine without a GPU. ``INPLACE_ABN_NODE=0`` leaves the node out. ``INPLACE_ABN_PORTABLE=1`` makes kernels that
 need no newer C and C++ runtimes than those of manylinux_2_28. ``TORCH_CUDA_ARCH_LIST`` selects the architectures; by
-default those of the visible GPUs, or all usual ones if there is none.
-``INPLACE_ABN_NVCC_FLAGS`` adds flags for nvcc. ``MAX_JOBS`` limits the parallel compilations.
+default those of the visible GPUs, or all usual ones if there is none. ``INPLACE_ABN_NVCC_FLAGS`` adds flags for nvcc.
+``MAX_JOBS`` limits the parallel compilations. Without an nvcc that runs and is of torch's CUDA, CUDA is left out.
 """
 
 import contextlib
@@ -64,24 +64,50 @@ def want_cuda() -> tuple[bool, str]:
         raise SystemExit("inplace_abn: INPLACE_ABN_FORCE_CPU=1 and INPLACE_ABN_FORCE_CUDA=1 contradict each other")
     if force_cpu:
         return False, "INPLACE_ABN_FORCE_CPU=1"
-    missing = "torch was built without CUDA" if torch.version.cuda is None else None
-    if missing is None and cpp_extension.CUDA_HOME is None:
-        missing = "no CUDA toolkit found (set CUDA_HOME)"
+    missing = "torch was built without CUDA" if torch.version.cuda is None else find_toolkit()
     if force_cuda and missing is not None:
         raise SystemExit(f"inplace_abn: INPLACE_ABN_FORCE_CUDA=1, but {missing}")
     return missing is None, missing or f"torch has CUDA {torch.version.cuda}, toolkit at {cpp_extension.CUDA_HOME}"
 
 
+def find_toolkit() -> str | None:
+    """Tells torch where the toolkit is that nvcc belongs to. Returns what is wrong with it, in words, or None."""
+    if not cpp_extension.CUDA_HOME:
+        return "no CUDA toolkit found (set CUDA_HOME)"
+    nvcc = Path(cpp_extension.CUDA_HOME, "bin", "nvcc")
+    command = [nvcc, "--dryrun", "-x", "cu", os.devnull]
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, check=False).stderr
+    except OSError:
+        told = ""
+    found = re.search(r"^#\$ TOP=(.+?)$.*__CUDACC_VER_MAJOR__=(\d+)", told, re.MULTILINE | re.DOTALL)
+    if found is None:
+        return f"{nvcc} does not run (set CUDA_HOME to a toolkit that does)"
+    home, release = found.groups()
+    if release != torch.version.cuda.split(".")[0]:
+        # torch would refuse it, with a traceback.
+        return f"{nvcc} is of CUDA {release}, and torch of {torch.version.cuda} (set CUDA_HOME to one like torch's)"
+    # The nvcc on the path may be a wrapper. Beside it there are neither headers nor libraries.
+    cpp_extension.CUDA_HOME = str(Path(home).resolve())
+    return None
+
+
 def set_architectures() -> str:
     """Names the architectures where torch would find no GPU to take them from, and fail. Returns what was chosen."""
-    if "TORCH_CUDA_ARCH_LIST" in os.environ or torch.cuda.is_available():
-        return os.environ.get("TORCH_CUDA_ARCH_LIST", "those of the visible GPUs")
+    given = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
+    if given not in ("", "native"):
+        return given
+    if torch.cuda.is_available():
+        return "those of the visible GPUs"
     command = [str(Path(cpp_extension.CUDA_HOME, "bin", "nvcc")), "--list-gpu-code"]
     known = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
     usual = ["7.5", "8.0", "9.0", "10.0", "12.0"]
     chosen = [arch for arch in usual if f"sm_{arch.replace('.', '')}" in known] or ["9.0"]
     os.environ["TORCH_CUDA_ARCH_LIST"] = f"{' '.join(chosen)}+PTX"
-    return f"{' '.join(chosen)}+PTX, as no GPU is visible; set TORCH_CUDA_ARCH_LIST to those you need, which is faster"
+    return (
+        f"{' '.join(chosen)}+PTX, as no GPU is visible; set TORCH_CUDA_ARCH_LIST to those you need, which is faster, "
+        "or INPLACE_ABN_FORCE_CPU=1 for no CUDA kernels"
+    )
 
 
 def relative(pattern: str) -> list[str]:

@@ -3,13 +3,13 @@
 # in it. It needs neither torch nor a compiler. Arguments go to mkdocs build.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+source scripts/progress.sh
 if [ ! -d .venv-docs ]; then
+  say "making .venv-docs"
   "${PYTHON:-python3}" -m venv .venv-docs
 fi
 # Only the packages of the extra "docs" are installed: installing our package would compile it.
-.venv-docs/bin/python - <<'PYTHON' | xargs .venv-docs/bin/pip install --quiet --disable-pip-version-check
-import re
-with open("pyproject.toml", encoding="utf-8") as file:
-    print(*re.findall(r'"([^"]+)"', re.search(r"^docs = \[(.+)\]$", file.read(), re.MULTILINE)[1]))
-PYTHON
-NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict "$@"
+mapfile -t packages < <(.venv-docs/bin/python scripts/extras.py docs)
+waiting "installing what the documentation needs, 40 MB" \
+  .venv-docs/bin/pip install --quiet --disable-pip-version-check "${packages[@]}"
+NO_MKDOCS_2_WARNING=1 waiting "building the documentation" .venv-docs/bin/mkdocs build --strict "$@"

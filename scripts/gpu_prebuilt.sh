@@ -10,26 +10,24 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/cuda_venv.sh
-source scripts/progress.sh
 
 out=build/prebuilt
 rm -rf "$out"
 mkdir -p "$out/wheels"
 arch=${TORCH_CUDA_ARCH_LIST:-9.0}
-say "compiling the kernels and the node for $arch, which takes some minutes"
 INPLACE_ABN_NODE_HEADERS=$(python -c "from torch.utils import cpp_extension; print(cpp_extension.include_paths()[0])")
 export INPLACE_ABN_NODE_HEADERS INPLACE_ABN_FORCE_CUDA=1 INPLACE_ABN_PORTABLE=1 TORCH_CUDA_ARCH_LIST=$arch
 export MAX_JOBS="${MAX_JOBS:-$(nproc)}" INPLACE_ABN_NVCC_FLAGS="-Xptxas=-v"
 unset INPLACE_ABN_FORCE_CPU
 # ptxas reports the registers of a kernel only when it compiles it, so everything is compiled again.
 rm -rf build/cuda/_kernels/src/kernels/cuda
-build "$out/build.log" python -u setup.py build_ext --build-lib "$out"
-say "compiling the faulty kernels"
+waiting "compiling the kernels and the node for $arch, which takes some minutes" \
+  build "$out/build.log" python -u setup.py build_ext --build-lib "$out"
 number=${arch%%[ +;]*}
-"$CUDA_HOME/bin/nvcc" -std=c++20 -arch="sm_${number/./}" -lineinfo -o "$out/faults" \
+waiting "compiling the faulty kernels" "$CUDA_HOME/bin/nvcc" -std=c++20 -arch="sm_${number/./}" -lineinfo -o "$out/faults" \
   tests/emulation/device/faults.cu 2>"$out/faults.log" || { cat "$out/faults.log"; exit 1; }
 for wheel in ${WHEELS-segmentation-models-pytorch diffusers}; do
-  pip download --quiet --no-deps --dest "$out/wheels" "$wheel" || say "$wheel cannot be had here"
+  waiting "downloading $wheel" pip download --quiet --no-deps --dest "$out/wheels" "$wheel" || say "$wheel cannot be had here"
 done
 python scripts/gpu_prebuilt.py --seal
 echo "gpu_prebuilt: done in $SECONDS s"

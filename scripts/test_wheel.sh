@@ -15,6 +15,7 @@
 #   WORKERS     the number of processes that share the tests; by default the number of processors
 set -euo pipefail
 cd "$(dirname "$0")/.."
+source scripts/progress.sh
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 # The wheel must work without the variables that a build needs and without those that a user has set.
 unset CC CXX CUDA_HOME PYTHONPATH INPLACE_ABN_NODE
@@ -56,11 +57,11 @@ with_torch() {
   [ "$torch" = "$1" ] && release=$(latest_python)
   python=$(find_python "$release") || { echo "test_wheel: there is no Python $release here: $1 is left out" >&2; return 1; }
   if [ ! -x "$envs/$torch/bin/python" ]; then
-    echo "test_wheel: installing torch ($torch) for Python $release" >&2
     "$python" -m venv "$envs/$torch"
     local wanted=torch==$torch
     [ "$torch" = newest ] && wanted=torch
-    "$envs/$torch/bin/pip" install --quiet "$wanted" >&2 || return 1
+    waiting "installing torch ($torch) for Python $release, up to 5.4 GB with CUDA" \
+      "$envs/$torch/bin/pip" install --quiet "$wanted" >&2 || return 1
   fi
   realpath --no-symlinks "$envs/$torch/bin/python"
 }
@@ -75,7 +76,10 @@ fi
 wheel=${1:-}
 [ $# -eq 0 ] || shift
 [ -n "$wheel" ] || wheel=$(find dist -name '*.whl' -printf '%T@ %p\n' | sort -n | tail -n 1 | cut -d' ' -f2-)
-[ -f "$wheel" ] || { echo "test_wheel: there is no wheel${wheel:+ $wheel}: scripts/build_wheel.sh makes one"; exit 1; }
+if [ ! -f "$wheel" ]; then
+  echo "test_wheel: there is no wheel${wheel:+ $wheel}: scripts/build_wheel.sh --all-torches makes one"
+  exit 1
+fi
 wheel=$(realpath "$wheel")
 echo "test_wheel: $wheel"
 
@@ -102,7 +106,8 @@ for each in $on; do
   python=$("$base" -c "import platform; print(platform.python_version())")
   "$base" -c "import importlib.metadata as m; print('torch==' + m.version('torch'))" >"$work/constraints"
   "$env/bin/pip" install -qq --no-index --no-deps --force-reinstall "$wheel"
-  "$env/bin/pip" install -qq --constraint "$work/constraints" "${wheel}[demo,test]"
+  waiting "installing what the tests need for torch $torch, 0.2 GB" \
+    "$env/bin/pip" install -qq --constraint "$work/constraints" "${wheel}[demo,test]"
 
   tree=$work/tree$number
   mkdir "$tree"
@@ -110,7 +115,8 @@ for each in $on; do
   started=$SECONDS
   options=(-q -p no:cacheprovider "--junitxml=$logs/$number.xml")
   [ "$workers" -gt 1 ] && options+=(-n "$workers" --dist worksteal)
-  (
+  run_tests() (
+    exec >"$logs/$number.log" 2>&1
     # With active waiting, idle threads of one process would take processor time from the other processes.
     export OMP_WAIT_POLICY=passive
     cd "$tree"
@@ -129,9 +135,12 @@ folder = Path(inplace_abn.__file__).parent
 assert str(folder).startswith(sys.prefix), folder
 release = '_'.join(torch.__version__.split('.')[:2])
 assert (inplace_abn.autograd.nodes.cpp is not None) == (folder / f'_node_{release}.so').exists()
-print('test_wheel: nodes are made in', 'Python' if inplace_abn.autograd.nodes.cpp is None else 'C++')"
+print('test_wheel: nodes are made in', 'Python' if inplace_abn.autograd.nodes.cpp is None else 'C++')" || exit 1
     exec "$env/bin/python" -m pytest "${options[@]}" "$@"
-  ) >"$logs/$number.log" 2>&1 || { status=1; grep -E '^(FAILED|ERROR)|Error' "$logs/$number.log" || tail -n 20 "$logs/$number.log"; }
+  )
+  waiting "running the tests on torch $torch and Python $python" run_tests "$@" ||
+    { status=1; grep -E '^(FAILED|ERROR)|Error' "$logs/$number.log" || tail -n 20 "$logs/$number.log"; }
+  grep '^test_wheel: nodes' "$logs/$number.log" || true
   row=$("$base" - "$logs/$number.xml" "$torch" "$python" $((SECONDS - started)) <<'PYTHON'
 import sys
 import xml.etree.ElementTree as ElementTree

@@ -13,10 +13,9 @@ fi
 source .venv/bin/activate
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 if ! python -c "import torch" 2>/dev/null; then
-  say "installing ${TORCH:-torch==2.13.0}"
-  pip install --quiet "${TORCH:-torch==2.13.0}"
+  waiting "installing ${TORCH:-torch==2.13.0}, which is 0.2 GB for the CPU and up to 5.4 GB with CUDA" \
+    pip install --quiet "${TORCH:-torch==2.13.0}"
 fi
 if ! python -c "import build_backend, numpy" 2>/dev/null; then
-  say "installing what a build needs"
-  pip install --quiet "setuptools>=77" ninja numpy
+  waiting "installing what a build needs, 25 MB" pip install --quiet "setuptools>=77" ninja numpy
 fi

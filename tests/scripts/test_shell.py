@@ -42,9 +42,9 @@ def test_the_wheel_is_built_where_there_is_no_virtual_environment(clone):
     assert re.fullmatch(r"\[\d+ s\] making \.venv\npython3 -m venv \.venv\n", result.stdout)
 
 
-@pytest.mark.parametrize("arguments", [[], ["-n", "0", "-k", "guard"]])
-def test_the_tests_share_all_processors_unless_arguments_say_otherwise(arguments, clone):
-    """The tests took four times as long as they had to, in one process."""
+@pytest.fixture
+def built_clone(clone):
+    """A clone with a .venv in which the package is built. Programs there print how they were called."""
     for name in ("python", "ruff", "mypy", "clang-format", "git"):
         write_program(clone / ".venv/bin", name, f'echo "{name} $*"')
     (clone / ".venv/bin/activate").write_text('PATH="$PWD/.venv/bin:$PATH"\n')
@@ -52,23 +52,92 @@ def test_the_tests_share_all_processors_unless_arguments_say_otherwise(arguments
         (clone / name).parent.mkdir(exist_ok=True)
         (clone / name).touch()
     (clone / ".venv/installed").touch()
-    result = run(clone, "scripts/test.sh", *arguments)
+    return clone
+
+
+@pytest.mark.parametrize("arguments", [[], ["-n", "0", "-k", "guard"], ["-m", "emulated"]])
+def test_the_tests_share_all_processors_unless_arguments_say_otherwise(arguments, built_clone):
+    """The tests took four times as long as they had to, in one process."""
+    result = run(built_clone, "scripts/test.sh", *arguments)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.splitlines()[-1] == " ".join(["python -m pytest -n auto --dist worksteal", *arguments])
+    called = ["python -m pytest -n auto --dist worksteal -m not emulated", *arguments]
+    assert result.stdout.splitlines()[-1] == " ".join(called)
+
+
+def test_the_quick_tests_exist_and_none_of_them_is_slow(built_clone):
+    result = run(built_clone, "scripts/test.sh", "--quick", "-x")
+    called = result.stdout.splitlines()[-1]
+    assert called.startswith("python -m pytest -n auto --dist worksteal -m not slow and not emulated tests/")
+    assert called.endswith(" -x")
+    paths = [word for word in called.split() if word.startswith("tests/")]
+    assert len(paths) > 3
+    assert all((ROOT / path).exists() for path in paths)
+
+
+@pytest.fixture
+def without_torches(clone):
+    """A clone whose ``some-python`` has torch 2.13.0, and cannot download another one."""
+    write_program(
+        clone / "bin",
+        "some-python",
+        'case "$*" in *download*) echo "no such torch" >&2; exit 1;; *setup.py*) exit 7;; esac; echo 2.13.0',
+    )
+    write_program(clone / "build/wheel-tools/bin", "pip", "true")
+    return clone
+
+
+def test_a_wheel_has_the_node_of_the_torch_that_is_there_and_downloads_no_other(without_torches):
+    """README's first command downloaded four releases of torch that nobody had asked for."""
+    result = run(without_torches, "scripts/build_wheel.sh", PYTHON="some-python")
+    assert "compiling the kernels and 1 nodes" in result.stdout
+    assert "download" not in result.stdout
+
+
+def test_a_wheel_has_the_node_of_the_readers_torch_although_another_one_builds_it(without_torches):
+    write_program(without_torches / "bin", "python3", "echo 2.14.1")
+    write_program(without_torches / ".venv/bin", "python", 'exec some-python "$@"')
+    (without_torches / ".venv/bin/activate").write_text('PATH="$PWD/.venv/bin:$PATH"\n')
+    write_program(without_torches / ".venv/bin", "python3", "exit 1")
+    write_program(without_torches / "bin", "some-python", 'echo "$INPLACE_ABN_NODE_HEADERS" >>headers; echo 2.13.0')
+    run(without_torches, "scripts/build_wheel.sh")
+    assert "2.14.1" in (without_torches / "headers").read_text().splitlines()
 
 
 @pytest.mark.parametrize("nodes", [{}, {"NODES": "2.99.0"}])
-def test_a_torch_that_cannot_be_had_has_no_node_unless_it_was_asked_for(nodes, clone):
+def test_a_torch_that_cannot_be_had_has_no_node_unless_it_was_asked_for(nodes, without_torches):
     """The wheel could not be built where an index lacks one of the releases."""
-    write_program(
-        clone / "bin", "some-python", 'case "$*" in *download*) exit 1;; *setup.py*) exit 7;; esac; echo 2.13.0'
-    )
-    write_program(clone / "build/wheel-tools/bin", "pip", "true")
-    result = run(clone, "scripts/build_wheel.sh", PYTHON="some-python", **nodes)
-    left_out = [line for line in result.stdout.splitlines() if "so the wheel has no node for it" in line]
+    result = run(without_torches, "scripts/build_wheel.sh", "--all-torches", PYTHON="some-python", **nodes)
+    told = f"headers of {1 if nodes else 4} releases of torch are missing: up to {550 if nodes else 2200} MB"
+    assert told in result.stdout.partition("downloading torch")[0]
+    left_out = [line for line in result.stdout.splitlines() if "has no node for it: no such torch" in line]
     assert len(left_out) == (0 if nodes else 4)
     assert ("compiling the kernels and 1 nodes" in result.stdout) == (not nodes)
     assert result.returncode == 1
+
+
+@pytest.mark.parametrize("arguments", [["--all"], ["one", "two"], ["--help"]])
+def test_an_unknown_argument_of_the_wheels_script_is_an_error_with_its_usage(arguments, clone):
+    """An unknown option was taken for the folder of the wheel."""
+    result = run(clone, "scripts/build_wheel.sh", *arguments)
+    assert result.returncode == 2
+    assert f"unknown argument {arguments[-1]}\nusage: scripts/build_wheel.sh [--cuda] [--all-torches]" in result.stderr
+    assert not result.stdout
+
+
+def test_what_takes_long_says_so_every_20_seconds(clone):
+    """pip and mypy printed nothing for minutes."""
+    sleep = shutil.which("sleep")
+    write_program(clone / "bin", "sleep", f'echo "$1" >>waits; exec {sleep} 0.2')
+    write_program(clone / "bin", "install", f"{sleep} 1; echo installed; exit 3")
+    code = "source scripts/progress.sh; waiting 'installing torch, 0.2 GB' install || echo $?; echo done"
+    result = run(clone, "bash", "-euo", "pipefail", "-c", code)
+    first, *still, installed, status, done = result.stdout.splitlines()
+    assert re.fullmatch(r"\[\d+ s\] installing torch, 0\.2 GB", first)
+    assert still
+    assert all(re.fullmatch(r"\[\d+ s\] still installing torch", line) for line in still)
+    assert [installed, status, done] == ["installed", "3", "done"]
+    assert not result.stderr
+    assert set((clone / "waits").read_text().split()) == {"20"}
 
 
 BUILD = """
