@@ -73,8 +73,6 @@ README_MODELS = {
     "timm convnext_tiny": Shown("transformer", (8, 3, 224, 224)),
     "diffusers UNet2DModel, attention": Shown("diffusion", (8, 3, 32, 32)),
 }
-
-
 CHECKPOINTED_MODELS = {name: README_MODELS[name].shape for name in ("timm resnet50", "timm efficientnet_b0")}
 COMPILED_MODELS = {
     **dict.fromkeys(
@@ -272,9 +270,13 @@ def compared(
             for _ in range(course.WARM_UP):
                 each.step()
             found[name] = Memory(**course.memory(each))
-    cells = [f"{mebibytes(each.held)} / {mebibytes(each.peak)}" for each in found.values()]
-    times = [f", {time:.2f}" for time in time_shares(trainings, steps).values()] if steps else [""] * len(cells)
-    return (cells[0], *(cell + time for cell, time in list(zip(cells, times, strict=True))[1:]))
+    shares = time_shares(trainings, steps) if steps else {}
+    # That of the first one is 1.
+    shares.pop(next(iter(contenders)), None)
+    times = {name: f", {share:.2f}" for name, share in shares.items()}
+    return tuple(
+        f"{mebibytes(each.held)} / {mebibytes(each.peak)}{times.get(name, '')}" for name, each in found.items()
+    )
 
 
 def tables(args: argparse.Namespace) -> list[Table]:

@@ -255,18 +255,33 @@ def test_all_tables_between_markers_are_checked():
     assert found == set(TABLES)
 
 
-def test_nets_that_are_in_two_tables_have_the_same_figures():
-    def rows(page, name):
-        cells = [line.strip("| ").split(" | ") for line in table(page, name).splitlines() if line.startswith("| ")]
-        return {row[0]: row[1:] for row in cells} | {row[1]: row[2:] for row in cells}
+def rows(page, name, column):
+    """The cells of each row of a table, but for those before a column and the one in it, which is the key."""
+    cells = [line.strip("| ").split(" | ") for line in table(page, name).splitlines() if line.startswith("| ")]
+    return {row[column]: row[column + 1 :] for row in cells}
 
-    readme, comparison = rows("README.md", "models"), rows("docs/comparison.md", "checkpointing")
-    nets = [net for net in readme.keys() & comparison.keys() if re.search(r"\d+x\d+", net)]
+
+def test_nets_that_are_in_two_tables_have_the_same_figures():
+    readme, comparison = rows("README.md", "models", 1), rows("docs/comparison.md", "checkpointing", 0)
+    nets = [net for net in comparison if net.startswith("timm ")]
     assert len(nets) == 2
     for net in nets:
         held, _, held_trained, peak, _, peak_trained, _ = (cell.split(",")[0] for cell in readme[net])
         native, converted = (cell.split(",")[0] for cell in comparison[net][:2])
         assert (native, converted) == (f"{held} / {peak}", f"{held_trained} / {peak_trained}")
+
+
+def test_what_the_comparison_says_of_compiled_nets_is_in_its_table():
+    text = (ROOT / "docs/comparison.md").read_text(encoding="utf-8")
+    found = re.search(
+        r"EfficientNet-B0 holds (\d+) instead of (\d+) MiB; others .+ ResNet-18 (\d+) instead of (\d+)", text
+    )
+    cells = rows("docs/comparison.md", "compiling", 0)
+    named = [cells[f"torchvision {name}, 8x3x128x128"] for name in ("efficientnet_b0", "resnet18")]
+    held = [row[i].split(" / ")[0] for row in named for i in (2, 0)]
+    assert list(found.groups()) == held
+    assert int(held[0]) < int(held[1])
+    assert int(held[2]) > int(held[3])
 
 
 def test_every_page_is_in_the_navigation():
