@@ -20,8 +20,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import models
 import torch
-import zoo
 from benchmark import machine, report
 from benchmark.cases import DTYPES, GROUPS, LAYOUTS, shape_of
 from benchmark.contenders import ACTIVATIONS, COMPILE, CONTENDERS
@@ -47,7 +47,7 @@ DEFAULTS: dict[str, tuple[Any, Any]] = {
 
 def net_name(text: str) -> str:
     try:
-        zoo.named(text)
+        models.named(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return text

@@ -1,18 +1,20 @@
 #!/usr/bin/env python
-"""Prints how many activation-sized blocks the forward pass of a unit leaves allocated, native and converted.
+"""Measures how many activation-sized blocks the forward pass of a unit leaves allocated, native and converted.
 
 The numbers come from the allocator's own events, in a step after those in which norms are measured. Converted units are
-measured with norms as initialised and as `trained.as_trained` leaves them. The table is Markdown on standard output.
+measured with norms as initialised and as `trained.as_trained` leaves them. The table is printed, and written to
+docs/comparison.md.
 """
 
 from __future__ import annotations
 
 import copy
 
+import generated
 import torch
 from torch import Tensor, nn
 from trained import as_trained
-from zoo import memory
+from zoo import COMPARISON, memory, training
 
 from inplace_abn import convert
 from inplace_abn.activations import TYPICAL, native
@@ -52,19 +54,23 @@ def held(net: nn.Sequential, x: Tensor, converted: bool) -> float:
     """The activations that a unit of a net holds. The whole net holds more than its first units do, and the difference
     is the memory of the other ones."""
     parts = [copy.deepcopy(part) for part in (net, net[:FIRST])]
-    whole, first = (memory(convert(part), x) if converted else memory(part, x, steps=1) for part in parts)
+    whole, first = (memory(training(convert(part), x)) if converted else memory(training(part, x), 1) for part in parts)
     return (whole.held - first.held) / (len(net) - FIRST) / x.nbytes
 
 
 def main() -> None:
     x = torch.randn(4, CHANNELS, 32, 32)
-    print("| block | activation | native | in place | in place, as trained |\n| --- | --- | --- | --- | --- |")
+    made_by = generated.made_by()
+    lines = [generated.table_head(("block", "activation", "native", "in place", "in place, as trained"))]
+    print(*lines)
     for name, unit in {"conv + norm + activation": Unit, "residual block of two": BasicBlock}.items():
         for activation in ("leaky_relu", "relu", "silu", "hardswish"):
             torch.manual_seed(0)
             net = nn.Sequential(*[unit(activation) for _ in range(UNITS)])
             blocks = [held(net, x, False), held(net, x, True), held(as_trained(net), x, True)]
-            print(f"| {name} | {activation} | {' | '.join(f'{each:.2f}' for each in blocks)} |", flush=True)
+            lines.append(generated.table_line((name, activation, *(f"{each:.2f}" for each in blocks))))
+            print(lines[-1], flush=True)
+    generated.write(COMPARISON, "blocks", lines, made_by)
 
 
 if __name__ == "__main__":

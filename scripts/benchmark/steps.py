@@ -33,6 +33,17 @@ class Contender(NamedTuple):
     converted: bool = False
     compiled: bool = False
     budget: float = 1.0
+    checkpointed: bool = False
+    """By ``set_grad_checkpointing``, which timm's nets have."""
+
+    def prepared(self, net: nn.Module) -> nn.Module:
+        """``net``, which is changed to what this contender trains, but not compiled."""
+        for module in net.modules():
+            if self.compiled and getattr(module, "inplace", False):
+                module.inplace = False  # type: ignore[assignment]
+        if self.checkpointed:
+            net.set_grad_checkpointing()  # type: ignore[operator]
+        return convert(net) if self.converted else net
 
     def compile(self, net: nn.Module) -> nn.Module:
         def backend(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -51,6 +62,12 @@ CONTENDERS = {
     "compiled native, budget 0.5": Contender(compiled=True, budget=0.5),
     "compiled converted": Contender(converted=True, compiled=True),
     "compiled converted, budget 0.5": Contender(converted=True, compiled=True, budget=0.5),
+}
+CHECKPOINTED = {
+    EAGER_NATIVE: CONTENDERS[EAGER_NATIVE],
+    EAGER_CONVERTED: CONTENDERS[EAGER_CONVERTED],
+    "checkpointed native": Contender(checkpointed=True),
+    "checkpointed converted": Contender(converted=True, checkpointed=True),
 }
 
 
@@ -93,18 +110,12 @@ class Course:
         images = torch.randn(batch, 3, self.size, self.size, generator=torch.Generator().manual_seed(batch))
         return images.to(self.device, memory_format=self.layout)
 
-    def copy(self, out_of_place: bool) -> nn.Module:
-        net = copy.deepcopy(self.net).to(self.device, memory_format=self.layout)
-        for module in net.modules():
-            if out_of_place and getattr(module, "inplace", False):
-                module.inplace = False  # type: ignore[assignment]
-        return net
+    def copy(self) -> nn.Module:
+        return copy.deepcopy(self.net).to(self.device, memory_format=self.layout)
 
     def training(self, contender: Contender, batch: int, warm_up: int = 0) -> Training:
         """The training of a contender, after its small step and after ``warm_up`` steps with ``batch`` images."""
-        net = self.copy(contender.compiled)
-        if contender.converted:
-            convert(net)
+        net = contender.prepared(self.copy())
         training = Training(net, net, torch.optim.SGD(net.parameters(), 1e-3, 0.9), self.images(2), self.dtype)
         training.step()
         training.optimizer.zero_grad()

@@ -11,8 +11,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import models
 import torch
-import zoo
 from torch import Tensor
 
 from benchmark import machine, overhead, steps
@@ -108,7 +108,9 @@ class Worker:
             if not self.has_time(what):
                 continue
             try:
-                course = steps.Course(zoo.named(net).build(weights == "trained"), setting, args.net_size, self.device)
+                course = steps.Course(
+                    models.named(net).build(weights == "trained"), setting, args.net_size, self.device
+                )
             except Exception as error:
                 self.skipped.append(f"{what}: {reason(error)}")
                 continue

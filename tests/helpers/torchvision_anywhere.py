@@ -3,14 +3,14 @@
 import os
 from pathlib import Path
 
-import zoo
+import models
 
 
 def environment_with_torchvision():
     """The environment of a process that imports torchvision. This process can import it, too."""
     environment = dict(os.environ)
-    if zoo.import_torchvision() is not None:
-        folders = [Path(__file__).parent / "torchvision_ops", Path(zoo.__file__).parent]
+    if models.import_torchvision() is not None:
+        folders = [Path(__file__).parent / "torchvision_ops", Path(models.__file__).parent]
         paths = [*map(str, folders), os.environ.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     return environment

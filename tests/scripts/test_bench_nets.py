@@ -71,7 +71,8 @@ def test_compiled_nets_have_their_activations_out_of_place_and_the_same_weights(
     losses = {}
     for name, contender in steps.CONTENDERS.items():
         training = course.training(contender._replace(compiled=False), 2)
-        inplace[name] = [m.inplace for m in course.copy(contender.compiled).modules() if hasattr(m, "inplace")]
+        net = contender._replace(converted=False).prepared(course.copy())
+        inplace[name] = [m.inplace for m in net.modules() if hasattr(m, "inplace")]
         losses[name] = training.loss()
     assert inplace == {name: [not contender.compiled, False] for name, contender in steps.CONTENDERS.items()}
     for loss in losses.values():

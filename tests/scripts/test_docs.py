@@ -11,9 +11,11 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
+import generated
 import pytest
 import torch
 
+import inplace_abn
 from inplace_abn.memory import Usage
 from inplace_abn.memory.plot import _places
 
@@ -30,6 +32,11 @@ NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?:e-?\d+)?(?![\w.]*\w)")
 MEMORY_TOLERANCE = 0.03
 """Another release of torch may hold a little more or less besides activations."""
 OPTIONAL = ("transformers", "timm")
+TABLES = [
+    *(("README.md", "models"), ("docs/zoo.md", "models")),
+    *(("docs/comparison.md", name) for name in ("blocks", "checkpointing", "compiling")),
+]
+"""Tables that scripts write, and the names of their markers."""
 
 
 class Block(NamedTuple):
@@ -225,6 +232,58 @@ def test_messages_that_are_explained_are_those_of_the_package():
     assert [part for part in parts if part not in known and part not in torchs] == []
 
 
+def table(page, name):
+    """What is between the markers of a name."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return re.search(f"^<!-- {name} -->\n(.*?)^<!-- /{name} -->$", text, re.MULTILINE | re.DOTALL)[1]
+
+
+@pytest.mark.parametrize(("page", "name"), TABLES)
+def test_a_table_that_a_script_writes_says_by_which_run_and_is_of_this_version(page, name):
+    found = generated.LINE.findall(table(page, name))
+    assert len(found) == 1
+    of_table, of_package = ([int(part) for part in v.split(".")[:2]] for v in (found[0], inplace_abn.__version__))
+    assert of_table >= of_package
+
+
+def test_all_tables_between_markers_are_checked():
+    found = {
+        (page.relative_to(ROOT).as_posix(), name)
+        for page in PAGES
+        for name in re.findall(r"^<!-- /(\w+) -->$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    }
+    assert found == set(TABLES)
+
+
+def rows(page, name, column):
+    """The cells of each row of a table, but for those before a column and the one in it, which is the key."""
+    cells = [line.strip("| ").split(" | ") for line in table(page, name).splitlines() if line.startswith("| ")]
+    return {row[column]: row[column + 1 :] for row in cells}
+
+
+def test_nets_that_are_in_two_tables_have_the_same_figures():
+    readme, comparison = rows("README.md", "models", 1), rows("docs/comparison.md", "checkpointing", 0)
+    nets = [net for net in comparison if net.startswith("timm ")]
+    assert len(nets) == 2
+    for net in nets:
+        held, _, held_trained, peak, _, peak_trained, _ = (cell.split(",")[0] for cell in readme[net])
+        native, converted = (cell.split(",")[0] for cell in comparison[net][:2])
+        assert (native, converted) == (f"{held} / {peak}", f"{held_trained} / {peak_trained}")
+
+
+def test_what_the_comparison_says_of_compiled_nets_is_in_its_table():
+    text = (ROOT / "docs/comparison.md").read_text(encoding="utf-8")
+    found = re.search(
+        r"EfficientNet-B0 holds (\d+) instead of (\d+) MiB; others .+ ResNet-18 (\d+) instead of (\d+)", text
+    )
+    cells = rows("docs/comparison.md", "compiling", 0)
+    named = [cells[f"torchvision {name}, 8x3x128x128"] for name in ("efficientnet_b0", "resnet18")]
+    held = [row[i].split(" / ")[0] for row in named for i in (2, 0)]
+    assert list(found.groups()) == held
+    assert int(held[0]) < int(held[1])
+    assert int(held[2]) > int(held[3])
+
+
 def test_every_page_is_in_the_navigation():
     config = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     named = set(re.findall(r"^  - .+: (\S+\.md)$", config, re.MULTILINE))
@@ -232,9 +291,6 @@ def test_every_page_is_in_the_navigation():
 
 
 def test_every_public_name_is_in_the_reference():
-    import inplace_abn
-    import inplace_abn.memory
-
     text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     documented = set(re.findall(r"^::: inplace_abn\.(\S+)$", text, re.MULTILINE))
     assert set(inplace_abn.__all__) <= documented

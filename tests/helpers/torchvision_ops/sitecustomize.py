@@ -5,10 +5,10 @@ All processes that have this folder on their path import this module. It has onl
 
 import importlib
 
+import models
 import torch
-import zoo
 
-library = zoo.import_torchvision()
+library = models.import_torchvision()
 
 
 def nms(boxes, scores, iou_threshold):
