@@ -124,6 +124,6 @@ def test_a_norm_before_what_keeps_nothing_of_its_input_is_torchs(name):
     x = torch.randn(4, 3, 16, 16)
     converted = check_training(model, x)
     (layer,) = analyze(model, x).layers
-    assert (layer.in_place, layer.why) == (False, "what follows does not keep its output for backward")
-    assert "not in place: what follows does not keep its output" in repr(converted.bn)
+    assert (layer.in_place, layer.why) == (False, "what follows does not keep the norm's output for backward")
+    assert "not in place: what follows does not keep the norm's output" in repr(converted.bn)
     assert measure(convert(model), x).held <= 1.01 * measure(model, x).held

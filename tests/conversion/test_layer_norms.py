@@ -281,7 +281,7 @@ def input_kept(m, x):
 def test_where_nothing_keeps_its_output_it_is_torchs(run):
     layer = layer_of(check_training(Block(NORMS["layer norm"](), run), torch.randn(2, 15, SIZE)))
     assert not layer.in_place
-    assert layer.why == "what follows does not keep its output for backward"
+    assert layer.why == "what follows does not keep the norm's output for backward"
 
 
 def added_to(m, x):
@@ -358,7 +358,7 @@ def test_a_stream_that_is_written_to_is_no_error_because_it_is_not_needed():
 def test_where_its_output_is_written_to_first_it_is_torchs(run):
     layer = layer_of(check_training(Block(NORMS["layer norm"](), run), torch.randn(2, 15, SIZE)))
     assert not layer.in_place
-    assert layer.why == "what follows does not keep its output for backward"
+    assert layer.why == "what follows does not keep the norm's output for backward"
 
 
 def some_values_masked(m, x):

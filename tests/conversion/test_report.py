@@ -20,7 +20,7 @@ from inplace_abn.conversion.recipes import UNREAD
 from inplace_abn.conversion.report import Layer
 from inplace_abn.memory import memory_report
 
-NOT_KEPT = "what follows does not keep its output for backward"
+NOT_KEPT = "what follows does not keep the norm's output for backward"
 
 
 class Subclass(nn.BatchNorm2d):
