@@ -189,6 +189,11 @@ class ConvertedLayerNorm(Converted):
             requires_grad |= t.requires_grad
         return requires_grad
 
+    def is_unknown(self) -> bool:
+        """Whether the norm was called, and never computed what is known of layer norms and RMS norms."""
+        kinds = self._record.kinds.values()
+        return bool(kinds) and all(kind is None for kind in kinds)
+
     def _kind(self, x: Tensor) -> Kind | None:
         """How the norm computes an input like x."""
         kinds, key = self._record.kinds, key_of(self, x)

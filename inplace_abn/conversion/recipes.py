@@ -68,7 +68,9 @@ class OfCall(Recipe):
 
     def not_kept(self, reader: str) -> None:
         if not self.is_left:
-            self.layer._record.outcome = Outcome(reader, False, "what follows does not keep the norm's output for backward")
+            self.layer._record.outcome = Outcome(
+                reader, False, "what follows does not keep the norm's output for backward"
+            )
 
     def of_view(self, t: Tensor, func: Any, args: tuple[Any, ...]) -> Recipe | None:
         return None if self.residual is not None else OfView(self, t)

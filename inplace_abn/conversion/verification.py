@@ -15,6 +15,7 @@ from inplace_abn import guard
 from inplace_abn.activations import find
 from inplace_abn.conversion import classes
 from inplace_abn.conversion.converted import Converted
+from inplace_abn.conversion.layer_norms import ConvertedLayerNorm
 from inplace_abn.modules.abn import ActivatedNorm
 from inplace_abn.trial import copied, randomness_restored, tensors_in
 
@@ -46,6 +47,8 @@ class Verification:
             inputs and outputs, are moved by one rounding of float64. They have the names of `errors`. Empty if all
             errors are within ``tolerance``, or if `verify` was called with a tolerance.
         shape_differences: where the models return other numbers or shapes of outputs, in words.
+        not_compared: the names of converted norms that did in float64 what they did before conversion, so that nothing
+            of them was compared: mostly those that compute in float32 whatever they are given.
     """
 
     loss_error: float
@@ -56,6 +59,7 @@ class Verification:
     output_error: float = 0.0
     sensitivity: dict[str, float] = field(default_factory=dict)
     shape_differences: tuple[str, ...] = ()
+    not_compared: tuple[str, ...] = ()
 
     @property
     def errors(self) -> dict[str, float]:
@@ -102,6 +106,11 @@ class Verification:
             lines.append(
                 f"the original differs from itself by {self.sensitivity[name]:.1e} there, and by {own:.1e} at most, "
                 "when inputs, parameters, buffers and what norms are given and return are moved by one rounding"
+            )
+        if self.not_compared:
+            names = ", ".join(self.not_compared[:3]) + ", …" * (len(self.not_compared) > 3)
+            lines.append(
+                f"not compared: {len(self.not_compared)} norms that do in float64 what they did before ({names})"
             )
         lines.append(f"loss {self.loss_error:.1e}, outputs in evaluation {self.evaluation_error:.1e}")
         worst = sorted(self.errors.items(), key=lambda item: _order(item[1]), reverse=True)
@@ -189,6 +198,7 @@ def _compared(actual: _Run, expected: _Run, tolerance: float) -> Verification:
             for what, shapes in expected.shapes.items()
             if shapes != actual.shapes[what]
         ),
+        not_compared=actual.not_compared,
     )
 
 
@@ -218,6 +228,8 @@ class _Run:
     """The activations that in-place modules have applied."""
     shapes: dict[str, str]
     """The shapes of outputs in words, by what they are."""
+    not_compared: tuple[str, ...]
+    """The names of converted norms whose formula is not known in float64."""
 
 
 def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int = 0) -> _Run:
@@ -283,7 +295,10 @@ def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], seed: 
         what: f"{len(tensors)} of shape {', '.join(str(tuple(t.shape)) for t in tensors)}" if tensors else "none"
         for what, tensors in kinds.items()
     }
-    return _Run(loss.detach(), gradients, buffers, others, evaluated, activations, shapes)
+    not_compared = tuple(
+        name for name, layer in model.named_modules() if isinstance(layer, ConvertedLayerNorm) and layer.is_unknown()
+    )
+    return _Run(loss.detach(), gradients, buffers, others, evaluated, activations, shapes, not_compared)
 
 
 def _error(actual: Tensor | None, expected: Tensor | None, scale: float = 0.0) -> float:

@@ -231,3 +231,33 @@ def test_one_model_is_not_compared_with_itself():
         verify(model, convert(model), x)
     with pytest.raises(ValueError, match="got a converted model"):
         verify(model, copy.deepcopy(model), x)
+
+
+class RMSNormOfFloats(nn.Module):
+    """An RMS norm as transformers has it."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.rand(size) + 0.5), 1e-6
+
+    def forward(self, x):
+        y = x.float()
+        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * y.to(x.dtype)
+
+
+def test_norms_that_cannot_be_compared_in_float64_are_named():
+    """A norm that computes in float32 is in place for floats only, and verify said that all agrees."""
+    net = nn.Sequential(nn.Linear(8, 8), RMSNormOfFloats(8), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 2))
+    result = verify(net, convert(copy.deepcopy(net)), torch.randn(6, 8))
+    assert result.ok
+    assert result.not_compared == ("1",)
+    assert "not compared: 1 norms that do in float64 what they did before (1)" in str(result)
+
+
+def test_nothing_is_named_where_all_is_compared():
+    net = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 2))
+    result = verify(net, convert(copy.deepcopy(net)), torch.randn(6, 8))
+    assert result.ok
+    assert result.not_compared == ()
+    assert "not compared" not in str(result)

@@ -160,8 +160,7 @@ def test_a_build_shows_how_far_it_is_and_why_it_fails(fails, clone):
 
 
 def test_continuous_integration_runs_what_the_first_screen_of_the_readme_shows(clone):
-    """Its tests had made .venv before, so it did not see that README's first command needed one. Lines that begin with #
-    are for the reader."""
+    """Its tests had made .venv before, so it did not see that README's first command needed one."""
     write_program(clone / "bin", "git", 'mkdir -p "$4/scripts" && cp bin/build_wheel.sh "$4/scripts"')
     write_program(clone / "bin", "build_wheel.sh", "mkdir dist && touch dist/inplace_abn-0.whl && env")
     write_program(clone / "bin", "tool", 'echo "$(basename "$0") $* in $(basename "$PWD")"')
