@@ -19,7 +19,7 @@ from inplace_abn.autograd import scale
 from inplace_abn.conversion import observed, watch
 from inplace_abn.conversion.activations import ActivationAlone, qualified
 from inplace_abn.conversion.converted import Outcome, may_have_node
-from inplace_abn.conversion.offered import Recipe, offer
+from inplace_abn.conversion.offered import Offered, Recipe, offer
 from inplace_abn.conversion.recognition import Activating, Adding
 from inplace_abn.conversion.scaled import PERMUTING, Origin, of_output
 
@@ -146,6 +146,10 @@ def _offer_output(module: nn.Module, args: tuple[Any, ...], output: Any) -> Tens
     if output.requires_grad or watch.current() is not None:
         layer.training = module.training
         exchange = scale.Exchange() if output.requires_grad and layer.is_scaled() else None
+        if not layer.is_called or layer.is_scaled():
+            # Results between two watched steps stay offered to whoever reads them next. A product keeps an alias.
+            with _torch.NoTorchFunction():
+                args = tuple(t.view_as(t) if type(t) is Offered else t for t in args)
         origin = of_output(module, args, output, exchange)
         if origin is not None and exchange is not None:
             output = scale.linear(origin.linear, output, exchange)
