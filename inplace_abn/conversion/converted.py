@@ -162,7 +162,7 @@ def may_have_node(x: Tensor) -> bool:
 
 
 def why_nowhere(device: torch.device) -> str:
-    """Why no call on the device is in place; empty if calls may be. A device without kernels is told at level WARNING,
+    """Why no call on the device is in place; empty if calls may be. Each device without kernels is told at level WARNING,
     once."""
     if DISABLED:
         return "INPLACE_ABN_DISABLE=1 is set"
