@@ -162,8 +162,8 @@ def may_have_node(x: Tensor) -> bool:
 
 
 def why_nowhere(device: torch.device) -> str:
-    """Why no call on the device is in place; empty if calls may be. Each device without kernels is told at level WARNING,
-    once."""
+    """Why no call on the device is in place; empty if calls may be. Each device without kernels is told once, at level
+    WARNING."""
     if DISABLED:
         return "INPLACE_ABN_DISABLE=1 is set"
     if ops.run_on(device):
