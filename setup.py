@@ -49,7 +49,7 @@ else:
     # Clang warns of loops that it does not vectorise, which are those that call exp and log of a double. It also warns
     # of conditions that are combined without a branch.
     CPU_FLAGS += ["-Wno-pass-failed", "-Wno-bitwise-instead-of-logical"]
-CUDA_FLAGS = ["-std=c++20", "-O3", "--expt-relaxed-constexpr", "--extended-lambda", "-lineinfo"]
+CUDA_FLAGS = ["-std=c++20", "-O3", "--expt-relaxed-constexpr", "--extended-lambda"]
 # Division and square root of floats are exact to 2 ulp, in few instructions and registers. Those of doubles stay exact.
 CUDA_FLAGS += ["--prec-div=false", "--prec-sqrt=false", "--compiler-options=-fvisibility=hidden"]
 # Major and minor are the two highest bytes.
@@ -126,7 +126,9 @@ nodes_told = f"C++ nodes for {len(headers)} releases of torch" if headers else "
 print(f"inplace_abn: {'with the C++ node if it compiles' if with_module else nodes_told}")
 
 kernel_sources = relative("src/kernels/cpu/*.cpp") + relative("src/kernels/*.cpp")
-nvcc_flags = CUDA_FLAGS + os.environ.get("INPLACE_ABN_NVCC_FLAGS", "").split()
+# A fifth of the size. Drivers of CUDA 13 decompress it.
+compressed = ["--compress-mode=size"] * (int((torch.version.cuda or "0").split(".")[0]) >= 13)
+nvcc_flags = CUDA_FLAGS + compressed + os.environ.get("INPLACE_ABN_NVCC_FLAGS", "").split()
 # In some releases libtorch_cpu exports some of the C++ runtime's symbols. They must come from the runtime in all
 # releases, so stdc++ is the first library.
 macros, libraries, link_flags = [STABLE_ABI], ["stdc++", "torch_cpu"], []
@@ -159,7 +161,7 @@ kernels = Extension(
 NODE_FLAGS = ["-std=c++20", "-O2", "-fvisibility=hidden", "-Wall", "-g0"]
 node = cpp_extension.CppExtension(
     "inplace_abn._node",
-    sources=["src/node/bindings.cpp", "src/node/node.cpp", "src/node/norm.cpp"],
+    sources=["src/node/bindings.cpp", "src/node/node.cpp", "src/node/norm.cpp", "src/node/rows.cpp"],
     depends=relative("src/node/*.h"),
     extra_compile_args=NODE_FLAGS,
     optional=True,

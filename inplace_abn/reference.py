@@ -97,6 +97,12 @@ def input_gradient(dy: Tensor, xhat: Tensor, scale: Tensor, means: tuple[Tensor,
     return dx * per_channel(scale, dy)
 
 
+def as_channel(t: Tensor) -> Tensor:
+    """A dense tensor as one channel, in the order of its memory."""
+    count = t.numel()
+    return t.as_strided((1, 1, count), (count, count, 1))
+
+
 def standardised(x: Tensor, mean: Tensor, var: Tensor, eps: float) -> Tensor:
     """xhat for x of shape (batch, channel, \\*), in the wider of the two dtypes."""
     return (x - per_channel(mean, x)) * per_channel(torch.rsqrt(var + eps), x)
@@ -140,6 +146,8 @@ def update(
 
 LAYER, RMS = "layer", "rms"
 """The values of `Settings.rows`."""
+NORMS_OF_ROWS = ("", LAYER, RMS)
+"""All of them, by their numbers in C++."""
 LEAST_WEIGHT = 1e-5
 """The smallest magnitude of a weight from whose output xhat is recovered. Beside a bias of one, float32 keeps two
 digits of xhat there."""
@@ -179,9 +187,14 @@ def normalised_rows(x: Tensor, weight: Tensor | None, bias: Tensor | None, rows:
 
 
 def recovered_rows(
-    y: Tensor, weight: Tensor | None, bias: Tensor | None, verbatim: tuple[Tensor, Tensor] | None, dtype: torch.dtype
+    y: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    columns: Tensor | None,
+    verbatim: Tensor | None,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """xhat from y, but for the channels of ``verbatim``, numbers and xhat of some, of which xhat is given.
+    """xhat from y, but for some columns, of which it is given.
 
     Where the weight is zero otherwise, xhat is zero, which the guard does not trust.
     """
@@ -196,7 +209,7 @@ def recovered_rows(
         else:
             torch.addcmul(-bias.to(inverse.dtype) * inverse, y, inverse, out=xhat)
     if verbatim is not None:
-        xhat[..., verbatim[0]] = verbatim[1].to(dtype)
+        xhat[..., columns] = verbatim.to(dtype)
     return xhat
 
 

@@ -135,6 +135,10 @@ class ChannelSlots(NamedTuple):
     """`Channels.indices`, and any numbers where there is room left."""
 
 
+WHOLE = -1
+"""The value of `Settings.shared` if a tensor is one channel, as for an activation without a norm."""
+
+
 class Settings(NamedTuple):
     """How a call computes."""
 
@@ -146,7 +150,7 @@ class Settings(NamedTuple):
     training: bool
     group: ProcessGroup | None
     shared: int = 0
-    """How many neighbouring channels of a sample share statistics; 0 if statistics are of the batch.
+    """How many neighbouring channels of a sample share statistics; 0 if statistics are of the batch; `WHOLE`.
 
     The vectors that ops take and return then hold the channels of all samples, sample after sample.
     """

@@ -12,11 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+LEAVES = frozenset([Tensor, nn.Parameter, int, float, bool, str, type(None)])
+"""Types of most arguments of functions, which have no tensors in them."""
+
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """The tensors in a value: in lists, tuples, sets, mappings and dataclasses."""
     if isinstance(value, Tensor):
         yield value
+    elif type(value) in LEAVES:
+        return
     elif isinstance(value, (Mapping, list, tuple, set)):
         for item in value.values() if isinstance(value, Mapping) else value:
             yield from tensors_in(item)

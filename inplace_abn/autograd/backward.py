@@ -16,7 +16,7 @@ from inplace_abn import _torch, distributed, reference
 from inplace_abn.activations import activation_backward
 from inplace_abn.kernels import ops
 from inplace_abn.reference import channel_mean, channel_sum, gamma, of_group, per_channel, repeated
-from inplace_abn.settings import Operands, Settings
+from inplace_abn.settings import WHOLE, Operands, Settings
 
 
 class Saved(NamedTuple):
@@ -83,6 +83,8 @@ def gradients(need: Needed, saved: Saved, dz: Tensor, own_z: bool, own_dz: bool,
     if settings.group is not None:
         return _in_steps(need, saved, dz, own_z, own_dz, settings)
     z, weight, bias, residual, var, verbatim, rows = saved
+    if settings.shared == WHOLE:
+        return _of_activation(z, dz, var, own_dz, settings), None, None, None
     reusable = [t for t, own in ((z, own_z), (dz, own_dz)) if own]
 
     def activation_sized() -> Tensor:
@@ -93,21 +95,30 @@ def gradients(need: Needed, saved: Saved, dz: Tensor, own_z: bool, own_dz: bool,
     xhat = z if own_z and own_dz and need.x else None
     dweight = _like(weight, saved, settings) if need.weight else None
     dbias = _like(bias, saved, settings) if need.bias else None
-    if settings.shared:
+    if settings.per_instance:
         weight, bias = _of_samples(weight, bias, z, settings)
     options = *settings.arithmetic(), settings.training, settings.shared, rows, verbatim
     given = z, dz, var, weight, bias, residual, *options
     written = [t for t in (dx, dresidual, xhat) if t is not None]
     buffers = {"dx": dx, "dweight": dweight, "dbias": dbias, "dresidual": dresidual, "xhat": xhat}
     ops.run(ops.local_backward, written, *given, **buffers)
-    if settings.shared:
+    if settings.per_instance:
         dweight, dbias = _summed(dweight, saved.weight, z, settings), _summed(dbias, saved.bias, z, settings)
     return dx, dweight, dbias, dresidual
 
 
+def _of_activation(z: Tensor, dz: Tensor, var: Tensor, own_dz: bool, settings: Settings) -> Tensor:
+    """The gradient of an activation alone. All tensors have z's strides."""
+    dz = dz if dz.stride() == z.stride() else torch.empty_like(z).copy_(dz)
+    dx = dz if own_dz else torch.empty_like(z)
+    given = reference.as_channel(z), reference.as_channel(dz), var, None, None, None, *settings.arithmetic(), False
+    ops.run(ops.local_backward, [dx], *given, dx=reference.as_channel(dx))
+    return dx
+
+
 def _like(t: Tensor | None, saved: Saved, settings: Settings) -> Tensor | None:
     """Memory for a parameter's gradient, or for those of all samples, which are summed in the statistics' dtype."""
-    return None if t is None else torch.empty_like(saved.var if settings.shared else t)
+    return None if t is None else torch.empty_like(saved.var if settings.per_instance else t)
 
 
 def _summed(t: Tensor | None, like: Tensor | None, z: Tensor, settings: Settings) -> Tensor | None:
@@ -125,7 +136,11 @@ def _of_samples(
 
 
 def _folded(t: Tensor, settings: Settings) -> Tensor:
-    """The channels of all samples as channels of one sample, if samples have their own statistics."""
+    """The channels of all samples as channels of one sample, if samples have their own statistics.
+
+    The whole tensor as one channel, if it is one."""
+    if settings.shared == WHOLE:
+        return t.reshape(1, 1, -1)
     return t.reshape(1, t.shape[0] * t.shape[1], *t.shape[2:]) if settings.per_instance else t
 
 
@@ -274,7 +289,7 @@ def _formulas(
     The statistics are computed from x (training), unless ``frozen``, mean and var, is given (evaluation).
     """
     weight, bias, residual = operands.of_graph()
-    shared = settings.shared
+    shared = max(settings.shared, 0)
     if frozen is None:
         mean = of_group(channel_mean(x), shared)
         var = of_group(channel_mean((x - per_channel(mean, x)).square()), shared)

@@ -21,7 +21,7 @@ from inplace_abn.autograd.backward import Edges, Needed, Saved, Values, edge_of_
 from inplace_abn.autograd.kept import KeptABNFunction
 from inplace_abn.autograd.versions import Versions, modified, refuse_batched
 from inplace_abn.kernels import node as kernels
-from inplace_abn.reference import normalised_rows
+from inplace_abn.reference import NORMS_OF_ROWS, normalised_rows
 from inplace_abn.settings import WEIGHT, Operands, Settings
 
 Gradients = list[Tensor | None]
@@ -249,8 +249,8 @@ def attached(
     weight, bias, _ = operands.of_graph()
     if not any(t is not None and t.requires_grad for t in (x, weight, bias)):
         return None
-    if cpp is not None and settings.group is None and not settings.rows:
-        options = settings.eps, settings.training, settings.shared, settings.name
+    if cpp is not None and settings.group is None:
+        options = settings.eps, settings.training, settings.shared, NORMS_OF_ROWS.index(settings.rows), settings.name
         with _torch.NoTorchFunction():
             # Of samples they are not needed again.
             cpp.attach_norm(y, x, weight, bias, *((None, None) if settings.per_instance else statistics), *options)
@@ -263,14 +263,14 @@ def attached(
 _library = torch.library.Library("inplace_abn", "FRAGMENT")
 _library.define(
     "native_norm_backward(Tensor g, Tensor x, Tensor? weight, ScalarType? bias_dtype, Tensor? mean, Tensor? var, "
-    "bool[] needed, float eps, bool training, int shared) -> Tensor[]"
+    "bool[] needed, float eps, bool training, int shared, int norm_of_rows) -> Tensor[]"
 )
 
 
 def _norm_backward(*args: Any) -> list[Tensor]:
     """The gradients that are needed, for the node in C++."""
-    g, x, weight, bias_dtype, mean, var, needed, eps, training, shared = args
-    settings = Settings(*IDENTITY, eps, WEIGHT, training, None, shared)
+    g, x, weight, bias_dtype, mean, var, needed, eps, training, shared, norm_of_rows = args
+    settings = Settings(*IDENTITY, eps, WEIGHT, training, None, shared, rows=NORMS_OF_ROWS[norm_of_rows])
     found = _gradients(g, x, weight, bias_dtype, (mean, var, settings), needed)
     return [t for t in found if t is not None]
 

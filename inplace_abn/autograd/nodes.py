@@ -18,6 +18,7 @@ from inplace_abn.autograd import backward, ownership, rows
 from inplace_abn.autograd.backward import Edges, Needed, Saved, Values, edge_of_value, input_edge
 from inplace_abn.autograd.versions import Aliased, Hooked, modified, refuse_batched
 from inplace_abn.kernels import node, ops
+from inplace_abn.reference import NORMS_OF_ROWS
 from inplace_abn.settings import DISABLED, MAGNITUDE, Operands, Settings
 
 cpp: node.Node | None = None if DISABLED else node.load()
@@ -268,16 +269,18 @@ _library = torch.library.Library("inplace_abn", "FRAGMENT")
 _library.define(
     "differentiable(Tensor z, Tensor? weight, Tensor? bias, Tensor? residual, Tensor var, Tensor? rows, "
     "Tensor? verbatim, Tensor dz, Tensor?[] edges, float eps, int scale, int activation, float activation_param, "
-    "bool training, int shared) -> Tensor[]"
+    "bool training, int shared, int norm_of_rows) -> Tensor[]"
 )
 
 
 def _differentiable(*args: Any) -> list[Tensor]:
     """`backward.differentiable` for the node in C++. A tensor without values stands for None."""
-    z, weight, bias, residual, var, rows, verbatim, dz, edges, eps, scale, activation, param, training, shared = args
-    settings = Settings(name_of(activation), param, eps, scale, training, None, shared)
-    saved = Saved(z, weight, bias, residual, var, verbatim, rows)
-    found = backward.differentiable(saved, dz, Edges(*edges), settings)
+    z, weight, bias, residual, var, places, verbatim, dz, edges, eps, scale, *others = args
+    activation, param, training, shared, norm_of_rows = others
+    kind = NORMS_OF_ROWS[norm_of_rows]
+    settings = Settings(name_of(activation), param, eps, scale, training, None, shared, rows=kind)
+    saved = Saved(z, weight, bias, residual, var, verbatim, places)
+    found = (rows if kind else backward).differentiable(saved, dz, Edges(*edges), settings)
     return [dz.new_empty(0) if t is None else t for t in found]
 
 

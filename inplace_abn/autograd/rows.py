@@ -12,10 +12,9 @@ from inplace_abn.reference import LAYER, LEAST_WEIGHT, normalised_rows, recovere
 from inplace_abn.settings import AT_LEAST_EPS, Settings
 
 
-def _recovered(saved: Saved, settings: Settings, dtype: torch.dtype) -> Tensor:
-    xhat, channels = saved.verbatim, settings.verbatim
-    verbatim = None if xhat is None or channels is None else (channels.indices(xhat.device), xhat)
-    return recovered_rows(saved.z, saved.weight, saved.bias, verbatim, dtype)
+def _recovered(saved: Saved, dtype: torch.dtype) -> Tensor:
+    """xhat. ``saved.rows`` are the numbers of the columns whose xhat is saved."""
+    return recovered_rows(saved.z, saved.weight, saved.bias, saved.rows, saved.verbatim, dtype)
 
 
 def gradients(need: Needed, saved: Saved, dy: Tensor, own_z: bool, own_dz: bool, settings: Settings) -> Gradients:
@@ -24,7 +23,7 @@ def gradients(need: Needed, saved: Saved, dy: Tensor, own_z: bool, own_dz: bool,
     if weight is not None and weight.dtype not in (dy.dtype, wide(dy.dtype)):
         weight = weight.to(wide(dy.dtype))
     is_xhat = saved.verbatim is not None
-    y = _recovered(saved, settings, dy.dtype) if is_xhat else saved.z.to(dy.dtype)
+    y = _recovered(saved, dy.dtype) if is_xhat else saved.z.to(dy.dtype)
     y, dy = y.flatten(0, -2).contiguous(), dy.flatten(0, -2).contiguous()
     dweight = torch.empty_like(saved.weight) if need.weight and saved.weight is not None else None
     dbias = torch.empty_like(bias) if need.bias and bias is not None else None
@@ -48,7 +47,7 @@ def differentiable(saved: Saved, dy: Tensor, edges: Edges, settings: Settings) -
     As in `autograd.backward.differentiable`, the mean of x is arbitrary where only x - mean matters.
     """
     with torch.no_grad():
-        xhat = _recovered(saved, settings, wide(dy.dtype))
+        xhat = _recovered(saved, wide(dy.dtype))
         x = (xhat / saved.var.view(*dy.shape[:-1], 1)).to(xhat.dtype)
     given = placed(x, edges.x), placed(saved.weight, edges.weight), placed(saved.bias, edges.bias)
     y = normalised_rows(*given, settings.rows, settings.eps).to(dy.dtype)  # type: ignore[arg-type]
@@ -56,3 +55,11 @@ def differentiable(saved: Saved, dy: Tensor, edges: Edges, settings: Settings) -
     found = iter(torch.autograd.grad(y, inputs, dy, create_graph=True))
     dx, dweight, dbias = (next(found) if t is not None and t.requires_grad else None for t in given)
     return None if dx is None else dx.to(dy.dtype), dweight, dbias, None
+
+
+_library = torch.library.Library("inplace_abn", "FRAGMENT")
+_library.define(
+    "recovered_rows(Tensor y, Tensor? weight, Tensor? bias, Tensor columns, Tensor verbatim, ScalarType dtype) "
+    "-> Tensor"
+)
+_library.impl("recovered_rows", recovered_rows, "CompositeExplicitAutograd")

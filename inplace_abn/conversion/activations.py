@@ -23,17 +23,16 @@ from inplace_abn.compiling import joint, search
 from inplace_abn.conversion import observed
 from inplace_abn.conversion.converted import Converted, Outcome, has_standard_strides, may_have_node, unsuitable
 from inplace_abn.conversion.offered import Offered, plain
-from inplace_abn.conversion.recipes import OfNorm
+from inplace_abn.conversion.recipes import OfNorm, identity
 from inplace_abn.conversion.results import offer_result
 from inplace_abn.guard.figures import THRESHOLDS
 from inplace_abn.kernels import ops
 from inplace_abn.modules.abn import as_leaf
-from inplace_abn.settings import DISABLED, Operands, Settings
+from inplace_abn.reference import as_channel, wide
+from inplace_abn.settings import DISABLED, WEIGHT, WHOLE, Operands, Settings
 
 _EPS = 1e-30
 """With a variance of one this eps is nothing, in every dtype."""
-_LONG = 128
-"""The length from which planes are worth statistics of their own."""
 OF_NORM = Outcome("", False, "it is part of the norm before it")
 """What an activation did that was fused with a norm."""
 
@@ -51,6 +50,9 @@ class ActivationAlone(Converted):
 
         ``follows`` is what the report says of it.
         """
+        z = self._in_cpp(x, activation)
+        if z is not None:
+            return z
         self._remember_watch()
         follows_norm = guard.of_forward_pass(f"follows {id(self)}", self._record.follows_norm)
         if follows_norm or self._is_given_up():
@@ -59,27 +61,36 @@ class ActivationAlone(Converted):
             self._record.outcome = unsuitable(x.device) if activation is not None else Outcome(why=_NOT_APPLIED)
             return None
         nodes.calibrate()
-        # Planes of all samples, one after the other, are the fastest to walk.
-        planes = x.shape[0] * x.shape[1]
-        even = x.is_contiguous() and x.numel() >= _LONG * planes
-        settings = Settings(*activation, _EPS, True, False, None, int(even), self.__dict__["_guard_name"])
-        z, shape = torch.empty_like(x), (1, planes, -1) if even else x.shape
-        written, dtype = z.view(shape), torch.float64 if x.dtype == torch.float64 else torch.float32
-        mean = torch.zeros(written.shape[1], dtype=dtype, device=x.device)
-        var = torch.ones_like(mean)
-        call = (x.detach().view(shape), mean, var, None, None, None, *settings.arithmetic(), True)
+        settings = Settings(*activation, _EPS, WEIGHT, False, None, WHOLE, self.__dict__["_guard_name"])
+        mean, var = identity(1, wide(x.dtype), x.device)
+        z = torch.empty_like(x)
+        written = as_channel(z)
+        call = as_channel(x.detach()), mean, var, None, None, None, *settings.arithmetic(), True
         ops.run(ops.forward_out, [written], *call, z=written)
         observer = self.observer()
         saved = observer.saved(z, activation, True)
         z = nodes.attached(x, nodes.Result(z, saved), Operands(None, None), Values(None, None, var), settings)
         if observer is observed.NOBODY:
             offer_result(self, z, activation, True)
+            self._record.cpp_call = x.dtype, activation
             if not self._record.is_known:
                 # The watch sees in the next step what follows.
                 guard.generations.mark_changed()
         else:
             observer.record(observed.Result(self, *activation, True, is_alone=True, saved=saved), x, z, None)
         self._record.is_known, self._record.outcome = True, Outcome(follows, in_place=True, why="")
+        return z
+
+    def _in_cpp(self, x: Tensor, activation: tuple[str, float] | None) -> Tensor | None:
+        """The result by the node in C++, if the call is like an earlier one; None if Python has to look at it."""
+        node = self._cpp_node(x)
+        if node is None or self._record.follows_norm or self._record.cpp_call != (x.dtype, activation):
+            return None
+        name, param = activation  # type: ignore[misc]
+        constants = *identity(1, wide(x.dtype), x.device), _EPS, WEIGHT, find(name).code, param
+        z: Tensor | None = node.activation_alone(x, *constants, self.__dict__["_guard_name"])
+        if z is not None:
+            offer_result(self, z, (name, param), True)
         return z
 
     def watched(self, x: Tensor, z: Tensor, activation: tuple[str, float] | None) -> Tensor:

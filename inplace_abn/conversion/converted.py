@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from inplace_abn import _torch, guard
+from inplace_abn.autograd import nodes
 from inplace_abn.conversion import observed, watch
 from inplace_abn.kernels import ops
 from inplace_abn.settings import DISABLED
@@ -46,7 +47,7 @@ class Record:
     bytes_saved: int | None = None
     """What the module saved in the last step in which that was measured."""
     cpp_call: tuple[Any, ...] | None = None
-    """What calls are like that the node in C++ makes: the dtype, eps and momentum."""
+    """What calls are like that the node in C++ makes, if there are such: the dtype, and attributes of the module."""
 
 
 class Converted(guard.Guarded):
@@ -81,6 +82,19 @@ class Converted(guard.Guarded):
         repeated = _torch.in_backward()
         is_blind = repeated or _torch.top_saved_tensors_hooks(True) is not None
         return observed.Observer(None if repeated else watch.current(), is_blind)
+
+    def _cpp_node(self, x: Any) -> Any:
+        """The node in C++, which looks at tensors and at what surrounds a call, for a call that may be like an earlier
+        one; None if Python has to look at it."""
+        record = self._record
+        if record.cpp_call is None or record.was_watched or watch.active or not record.outcome.in_place:
+            return None
+        # Compilers that are not Dynamo pass tensors of classes of their own.
+        if type(x) is not Tensor or torch.compiler.is_dynamo_compiling() or self.is_parametrized():
+            return None
+        state = self._guard
+        is_given_up = state is not None and state.given_up is not None
+        return None if is_given_up or DISABLED or not ops.run_on(x.device) else nodes.cpp
 
     def _remember_watch(self) -> None:
         """Remembers whether this call is watched. A recomputation does what its forward pass did."""

@@ -73,8 +73,23 @@ class ConvertedLayerNorm(Converted):
         if torch.compiler.is_compiling():
             y = self._compiled(x)
         elif torch.is_grad_enabled():
-            y = self._offered(x)
+            y = self._in_cpp(x)
+            y = self._offered(x) if y is None else y
         return super().forward(x) if y is None else y  # type: ignore[misc]
+
+    def _in_cpp(self, x: Tensor) -> Any:
+        """The result by the node in C++, if the call is like an earlier one; None if Python has to look at it."""
+        node = self._cpp_node(x)
+        if node is None:
+            return None
+        dtype, dim, size, attributes, kind = self._record.cpp_call  # type: ignore[misc]
+        given = vars(self)
+        if x.dtype is not dtype or x.dim() != dim or any(given.get(name) is not value for name, value in attributes):
+            return None
+        y = node.norm_rows(x, *parameters(self), size, kind.eps, given["_guard_name"])
+        if y is not None:
+            offer(y, OfRows.in_cpp(self, kind))
+        return y
 
     def _offered(self, x: Tensor) -> Tensor | None:
         """The result, which is offered to what follows; None where it is not."""
@@ -100,11 +115,19 @@ class ConvertedLayerNorm(Converted):
                 y, mean, rstd = torch.native_layer_norm(moved, moved.shape[-1:], scale, offset, kind.eps)
             else:
                 y = moved_axis(super().forward(x), kind.axis, -1)  # type: ignore[misc]
-        y = y.detach()
-        node = native.attached(None, y, moved, operands, (mean, rstd), settings_of_rows(self, kind))
-        y = moved_axis(y, -1, kind.axis)
+        base = y.detach()
+        node = native.attached(nodes.cpp, base, moved, operands, (mean, rstd), settings_of_rows(self, kind))
+        y = moved_axis(base, -1, kind.axis)
         self._record.outcome = UNREAD
-        offer(y, OfRows(self, moved, operands, y, node, kind, rstd))
+        hooks, watched = _torch.top_saved_tensors_hooks(True), self._record.was_watched
+        if nodes.cpp is None or y is not base or hooks is not None or watched:
+            offer(y, OfRows(self, moved, operands, y, node, kind, rstd, None if y is base else base))
+            return y
+        offer(y, OfRows.in_cpp(self, kind))
+        if kind.is_torch:
+            given = vars(self)
+            attributes = tuple((name, given.get(name)) for name in attributes_of(self))
+            self._record.cpp_call = x.dtype, x.dim(), x.shape[-1], attributes, kind
         return y
 
     def _compiled(self, x: Tensor) -> Tensor | None:

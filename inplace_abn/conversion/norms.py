@@ -13,7 +13,6 @@ from inplace_abn import _torch, distributed, functions, guard
 from inplace_abn.activations import IDENTITY
 from inplace_abn.autograd import checks, forward, native, nodes
 from inplace_abn.compiling import norms, trust
-from inplace_abn.conversion import watch
 from inplace_abn.conversion.converted import Converted, has_standard_strides, may_have_node, unsuitable
 from inplace_abn.conversion.offered import kept_by, offer
 from inplace_abn.conversion.recipes import UNREAD, OfNorm
@@ -51,29 +50,30 @@ class InPlaceNorm(Converted):
         return self._watched(self._native(x)) if y is None else y
 
     def _in_cpp(self, x: Any) -> Any:
-        """The norm's output by the node in C++, if the call is like an earlier one; None if Python has to look at it.
-
-        The node looks at the tensors, and at what surrounds the call.
-        """
-        record, module = self._record, self
-        if record.cpp_call is None or record.was_watched or watch.active or not record.outcome.in_place:
+        """The output by the node in C++, if the call is like an earlier one; None if Python has to look at it."""
+        node, module = self._cpp_node(x), self
+        if node is None:
             return None
-        # Compilers that are not Dynamo pass tensors of classes of their own.
-        if type(x) is not Tensor or torch.compiler.is_dynamo_compiling() or self.is_parametrized():
-            return None
-        dtype, eps, momentum = record.cpp_call
         held: Any = module
-        if x.dtype is not dtype or held.eps is not eps or held.momentum is not momentum or not held.training:
+        like = held._record.cpp_call
+        if like[:3] != (x.dtype, x.dim(), x.shape[1]) or not held.training:
             return None
-        node, state = nodes.cpp, self._guard
-        if node is None or state is None or state.given_up is not None or DISABLED:
+        eps, momentum = like[3:]
+        if held.eps is not eps or held.momentum is not momentum:
             return None
-        statistics = (None, None, None)
+        mean, var = running_statistics(held)
+        statistics: tuple[Tensor | None, ...] = (None, None, None)
+        if self.per_instance and not (mean is None and var is None):
+            return None
         if held.track_running_stats:
-            statistics = *running_statistics(held), counted_batches(held)  # type: ignore[assignment]
-        y = node.norm(x, *parameters(held), *statistics, momentum, eps, self.__dict__["_guard_name"])
+            statistics = mean, var, counted_batches(held)
+        call = *parameters(held), *statistics, momentum or 0.0, eps, held.shared if self.per_instance else 0
+        y = node.norm(x, *call, self.__dict__["_guard_name"])
         if y is not None:
-            offer(y, OfNorm.in_cpp(self))
+            recipe, base = OfNorm.in_cpp(self), y
+            if self.returns_view:
+                recipe.base, y = base, base.view_as(base)
+            offer(y, recipe)
         return y
 
     def _watched(self, y: Tensor) -> Tensor:
@@ -127,7 +127,7 @@ class InPlaceNorm(Converted):
             operands.take_means(of_call)
         recipe = OfNorm(self, x, of_graph, y, node, statistics, settings)
         if self._is_simple(settings):
-            record.cpp_call = x.dtype, module.eps, module.momentum
+            record.cpp_call = x.dtype, x.dim(), x.shape[1], module.eps, module.momentum
         if of_cast.dtype != x.dtype:
             recipe.narrow = self._laid_out(of_cast).detach()
         # torch's instance norm returns a view, whose hooks a write leaves behind.
@@ -137,10 +137,12 @@ class InPlaceNorm(Converted):
         return y
 
     def _is_simple(self, settings: Settings) -> bool:
-        """Whether the node in C++ may make calls like this one: in training, by local statistics of the batch."""
+        """Whether the node in C++ may make calls like this one: in training, by local statistics."""
         module: Any = self
+        if settings.per_instance:
+            return isinstance(module.eps, (int, float)) and module.training and not module.track_running_stats
         are_numbers = isinstance(module.momentum, (int, float)) and isinstance(module.eps, (int, float))
-        return are_numbers and module.training and not settings.per_instance and not self.is_synchronised()
+        return are_numbers and module.training and not self.is_synchronised()
 
     def _cast(self, x: Tensor) -> Tensor:
         """x in the dtype in which torch computes the norm."""

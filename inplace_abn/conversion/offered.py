@@ -20,7 +20,7 @@ from inplace_abn.conversion import observed, watch
 from inplace_abn.conversion.consumers import KEEPING, is_cast_for, kept
 from inplace_abn.conversion.recognition import IN_GRAPH, KNOWN, METADATA, NO_GRADIENT, SHOWING, Activating, Adding
 from inplace_abn.conversion.scaled import PRODUCTS, VIEWING
-from inplace_abn.trial import tensors_in
+from inplace_abn.trial import LEAVES, tensors_in
 
 _ASKING = IN_GRAPH | SHOWING | frozenset(_torch.HOOKS)
 
@@ -126,12 +126,9 @@ def _offered_in(values: Iterable[Any]) -> list[Any]:
         kind = type(value)
         if kind is Offered:
             found.append(value)
-        elif kind not in _LEAVES:
+        elif kind not in LEAVES and not (kind is tuple and LEAVES.issuperset(map(type, value))):
             found += [t for t in tensors_in(value) if type(t) is Offered]
     return found
-
-
-_LEAVES = frozenset([Tensor, torch.nn.Parameter, int, float, bool, str, type(None)])
 
 
 def offer(t: Any, recipe: Recipe) -> None:

@@ -49,8 +49,14 @@ _STORED = (Tensor, torch.nn.Parameter)
 
 
 class OfCall(Recipe):
-    """The recipe of a layer's result: what it was called with."""
+    """The recipe of a layer's result: what it was called with.
 
+    That of a call by the node in C++ has next to nothing in it until Python needs more.
+    """
+
+    _is_loaded = True
+    _operand = 0
+    """Which operand of a sum is the norm's output."""
     residual: Tensor | None = None
     _state_of_residual: TensorState = _NOTHING
     _summed: OfCall | None = None
@@ -62,6 +68,42 @@ class OfCall(Recipe):
         self._states = state_of(x), state_of(operands.weight), state_of(operands.bias)
         self._hooks: Any = _torch.top_saved_tensors_hooks(True)
         self._version = y._version
+
+    @classmethod
+    def in_cpp(cls, layer: Any) -> Any:
+        """The recipe of an output that the node in C++ has made."""
+        recipe = cls.__new__(cls)
+        recipe.layer, recipe._is_loaded, recipe._version = layer, False, 0
+        return recipe
+
+    def _load(self, t: Tensor) -> bool:
+        """Gets from the node in C++ what the norm was called with. False if that has changed."""
+        if self._is_loaded:
+            return True
+        cpp, layer = nodes.cpp, self.layer
+        found = () if cpp is None or t._version != self._version else cpp.parts(t, self._operand)
+        if not found:
+            return False
+        x, weight, bias, *statistics = found
+        OfCall.__init__(self, layer, x, Operands(weight, bias), t, None if cpp is None else native.keep_in_cpp(cpp))
+        # The node in C++ makes no call under saved-tensor hooks.
+        self._hooks = None
+        self._is_loaded = True
+        self._take(statistics)
+        return True
+
+    def _take(self, statistics: Any) -> None:
+        """Takes the statistics of the call."""
+
+    def _cpp_and_channels(self, t: Tensor, what: tuple[Any, ...]) -> tuple[Any, Channels] | None:
+        """The node in C++, if it may make what follows, and the channels whose xhat is saved; None otherwise."""
+        residual, summed = self.residual, self._summed
+        if self._is_loaded or self.is_left or type(residual) is Offered or (summed is not None and summed.is_asked):
+            return None
+        mode, cpp = guard.current_mode(self.layer, t.dtype, what), nodes.cpp
+        if mode is None or cpp is None or not mode.decisions[-1].trusted:
+            return None
+        return (cpp, mode.decisions[-1].verbatim) if state_of(residual) == self._state_of_residual else None
 
     def lacks(self, t: Tensor) -> bool:
         return self.is_left and t._version == self._version
@@ -77,7 +119,7 @@ class OfCall(Recipe):
 
     def is_open(self, t: Tensor) -> bool:
         """Whether a node may be made, which keeps t or what follows."""
-        return t._version == self._version and self.is_unchanged()
+        return self._load(t) and t._version == self._version and self.is_unchanged()
 
     def is_unchanged(self) -> bool:
         """Whether a graph is recorded that nobody watches, all tensors are as they were in the call, and so are
@@ -110,15 +152,9 @@ class OfView(Recipe):
 
 
 class OfNorm(OfCall):
-    """The recipe of a norm's output, and of sums of it and something else.
+    """The recipe of a norm's output, and of sums of it and something else."""
 
-    That of a call by the node in C++ has next to nothing in it until Python needs more.
-    """
-
-    _is_loaded = True
-    _operand = 0
-    """Which operand of a sum is the norm's output."""
-    _base: Tensor | None = None
+    base: Tensor | None = None
     """What the output is a view of, if torch's norm returns a view."""
 
     narrow: Tensor | None = None
@@ -136,58 +172,23 @@ class OfNorm(OfCall):
     ) -> None:
         super().__init__(layer, x, operands, y, node)
         self.statistics, self.settings = statistics, settings
-        self._base = y if layer.returns_view else None
+        self.base = y if layer.returns_view else None
 
-    @classmethod
-    def in_cpp(cls, layer: Any) -> OfNorm:
-        """The recipe of an output that the node in C++ has made."""
-        recipe = cls.__new__(cls)
-        recipe.layer, recipe._is_loaded, recipe._version = layer, False, 0
-        return recipe
-
-    def is_open(self, t: Tensor) -> bool:
-        return self._load(t) and super().is_open(t)
-
-    def _load(self, t: Tensor) -> bool:
-        """Gets from the node in C++ what the norm was called with. False if that has changed."""
-        if self._is_loaded:
-            return True
-        cpp, layer = nodes.cpp, self.layer
-        found = () if cpp is None or t._version != self._version else cpp.parts(t, self._operand)
-        if not found:
-            return False
-        x, weight, bias, *statistics = found
-        super().__init__(layer, x, Operands(weight, bias), t, None if cpp is None else native.keep_in_cpp(cpp))
-        self.settings = Settings(*IDENTITY, layer.eps, WEIGHT, True, None, 0, layer.__dict__["_guard_name"])
-        # The node in C++ makes no call under saved-tensor hooks.
-        self._hooks = None
-        self.statistics, self._is_loaded = tuple(statistics), True
-        return True
-
-    def _cpp_and_channels(self, t: Tensor, what: tuple[Any, ...]) -> tuple[Any, Channels] | None:
-        """The node in C++, if it may make what follows, and the channels whose xhat is saved; None otherwise."""
-        residual, summed = self.residual, self._summed
-        if self._is_loaded or self.is_left or type(residual) is Offered or (summed is not None and summed.is_asked):
-            return None
-        mode, cpp = guard.current_mode(self.layer, t.dtype, what), nodes.cpp
-        if (
-            mode is None
-            or cpp is None
-            or not mode.decisions[-1].trusted
-            or state_of(residual) != self._state_of_residual
-        ):
-            return None
-        return cpp, mode.decisions[-1].verbatim
+    def _take(self, statistics: Any) -> None:
+        layer = self.layer
+        shared, name = layer.shared if layer.per_instance else 0, layer.__dict__["_guard_name"]
+        self.settings = Settings(*IDENTITY, layer.eps, WEIGHT, True, None, shared, name)
+        self.statistics = tuple(statistics)
 
     def _activated_in_cpp(self, t: Tensor, call: Activating) -> Tensor | None:
         what = call.activation, call.param, self.residual is not None
         settled = self._cpp_and_channels(t, what)
-        if settled is None or (call.in_place and _is_hooked(t)):
+        if settled is None or (call.in_place and (_is_hooked(t) or self.layer.returns_view)):
             return None
         cpp, saved = settled
         given = self.residual, self._operand, self._version, find(call.activation).code, call.param, call.in_place
-        identity, rows = _identity(t.shape[1], reference.wide(t.dtype), t.device), saved.places(t.device)
-        z: Tensor | None = cpp.activate(t, *identity, *given, *rows)
+        statistics = identity(t.shape[1], reference.wide(t.dtype), t.device)
+        z: Tensor | None = cpp.activate(t, *statistics, *given, *saved.places(t.device))
         if z is None:
             return None
         if call.in_place:
@@ -195,7 +196,7 @@ class OfNorm(OfCall):
         self.is_left = not call.in_place
         if self._summed is not None:
             self._summed.is_left = True
-        self.layer._record.outcome = _in_place_with(call.activation, self.residual is not None)
+        self.layer._record.outcome = in_place_with(call.activation, self.residual is not None)
         offer_result(self.layer, z, what[:2], observed.is_writable(call.activation, call.in_place))
         return z
 
@@ -214,7 +215,7 @@ class OfNorm(OfCall):
         found.__dict__.update(self.__dict__)
         found.residual, found._state_of_residual, found._version = residual, state_of(residual), result._version
         found._summed, found._operand = self, int(residual is not call.second)
-        found._base = self._base if call.in_place else None
+        found.base = self.base if call.in_place else None
         return found
 
     def activated(self, t: Tensor, call: Activating, native: Callable[[], Tensor]) -> Tensor | None:
@@ -233,7 +234,7 @@ class OfNorm(OfCall):
         if call.in_place:
             made_plain(t)
             # A view has the place in the graph that its base has.
-            z = t if self._base is None else self._base
+            z = t if self.base is None else self.base
             z.detach_()
         else:
             self.is_left = True
@@ -251,7 +252,7 @@ class OfNorm(OfCall):
         settled = self._cpp_and_channels(t, (*IDENTITY, adds))
         given = self.residual, self._operand, self._version
         if settled is not None and settled[0].keep(t, *given, *settled[1].places(t.device)):
-            self.layer._record.outcome = _in_place_with(reader, adds)
+            self.layer._record.outcome = in_place_with(reader, adds)
         elif not self.is_left and self.is_open(t) and self._keep_node is not None:
             channels = self._decided(IDENTITY, "add, " * adds + reader)
             if channels is not None:
@@ -336,7 +337,7 @@ class OfWidened(Recipe):
 
 
 @functools.cache
-def _in_place_with(follows: str, adds: bool) -> Outcome:
+def in_place_with(follows: str, adds: bool) -> Outcome:
     return Outcome("add, " * adds + follows, True, "")
 
 
@@ -346,7 +347,7 @@ def _is_hooked(t: Tensor) -> bool:
 
 
 @functools.lru_cache(maxsize=256)
-def _identity(channels: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+def identity(channels: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """The mean and the variance with which a norm without parameters, and with next to no eps, is the identity."""
     with torch.inference_mode(False), _torch.NoDispatch():
         zero = torch.zeros(channels, dtype=dtype, device=device)
@@ -355,7 +356,7 @@ def _identity(channels: int, dtype: torch.dtype, device: torch.device) -> tuple[
 
 def _activate(y: Tensor, z: Tensor, settings: Settings) -> None:
     """Activates y with tags, so that backward can recover it: with these statistics the norm is the identity."""
-    statistics = _identity(y.shape[1], reference.wide(y.dtype), y.device)
+    statistics = identity(y.shape[1], reference.wide(y.dtype), y.device)
     given = y, *statistics, None, None, None, 1e-30, WEIGHT, *settings.arithmetic()[2:], True
     if z is y:
         ops.run(ops.forward, [z], *given)

@@ -15,15 +15,19 @@ from inplace_abn.conversion import observed
 from inplace_abn.conversion.converted import Outcome
 from inplace_abn.conversion.formulas import Kind
 from inplace_abn.conversion.offered import stand
-from inplace_abn.conversion.recipes import OfCall
+from inplace_abn.conversion.recipes import OfCall, in_place_with
 from inplace_abn.guard.measuring import figures_of_rows
 from inplace_abn.settings import MAGNITUDE, Operands, Settings
 
 
 class OfRows(OfCall):
-    """The recipe of the output of a norm of rows. x and the output are along the last dimension."""
+    """The recipe of the output of a norm of rows. x is along the last dimension, and so is the output's `_base`."""
 
+    kind: Kind
     _narrow: Tensor | None = None
+    _rstd: Tensor | None = None
+    _base: Tensor | None = None
+    """The tensor that has the norm's node, if the output is a view of it."""
 
     def __init__(
         self,
@@ -33,18 +37,33 @@ class OfRows(OfCall):
         y: Tensor,
         node: native.Keep | None,
         kind: Kind,
-        rstd: Any,
+        rstd: Tensor | None,
+        base: Tensor | None,
     ) -> None:
         super().__init__(layer, x, operands, y, node)
-        self.kind, self._rstd = kind, rstd
+        self.kind, self._rstd, self._base = kind, rstd, base
+
+    @classmethod
+    def in_cpp(cls, layer: Any, kind: Kind | None = None) -> OfRows:
+        recipe: OfRows = super().in_cpp(layer)
+        assert kind is not None
+        recipe.kind = kind
+        return recipe
+
+    def _take(self, statistics: Any) -> None:
+        self._rstd = statistics[1]
 
     def keep(self, t: Tensor, reader: str) -> None:
-        if self._keep_node is not None and self.is_open(t):
-            y = moved_axis(t.detach(), self.kind.axis, -1)
+        settled = self._cpp_and_channels(t, ())
+        if settled is not None and settled[0].keep(t, None, 0, self._version, *settled[1].places(t.device)):
+            self.layer._record.outcome = in_place_with(reader, False)
+        elif self.is_open(t) and self._keep_node is not None:
+            base = t if self._base is None else self._base
+            y = base.detach()
             found = self._decided(y, reader)
             if found is not None:
                 keep, self._keep_node = self._keep_node, None
-                keep(y, y, self.x, self.operands, *found)
+                keep(base, y, self.x, self.operands, *found)
                 self._observe(t)
 
     def cast(self, t: Tensor, dtype: torch.dtype, reader: str) -> Tensor | None:
@@ -76,11 +95,12 @@ class OfRows(OfCall):
             layer._record.outcome = Outcome(reader, decision.trusted, "" if decision.trusted else layer.why_untrusted)
             if not decision.trusted:
                 return None
-            columns, values = decision.verbatim, None
+            columns, values, numbers = decision.verbatim, None, None
             rstd = reference.inverse_std_of_rows(x, kind.rows, kind.eps) if self._rstd is None else self._rstd
             if columns:
-                values = reference.standardised_rows(x, rstd, kind.rows, columns.indices(x.device)).to(kept.dtype)
-        return Values(scale, offset, rstd.flatten(), values), settings._replace(verbatim=columns)
+                numbers = columns.indices(x.device)
+                values = reference.standardised_rows(x, rstd, kind.rows, numbers).to(kept.dtype)
+        return Values(scale, offset, rstd.flatten(), values, numbers), settings._replace(verbatim=columns)
 
     def _observe(self, z: Tensor) -> None:
         result = observed.Result(self.layer, *IDENTITY, False, is_alone=True)

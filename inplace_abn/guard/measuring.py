@@ -145,7 +145,7 @@ def figures_of_rows(x: Tensor, y: Tensor, weight: Tensor | None, bias: Tensor | 
     for rows in places.split(max(1, piece // channels)):
         own = x[rows].double()
         is_unknown |= ~own.isfinite().all()
-        recovered = reference.recovered_rows(y[rows], weight, bias, None, y.dtype).double()
+        recovered = reference.recovered_rows(y[rows], weight, bias, None, None, y.dtype).double()
         rstd = reference.inverse_std_of_rows(own, settings.rows, settings.eps)
         xhat = reference.standardised_rows(own, rstd, settings.rows, slice(None))
         sums += _sums(xhat, recovered, rstd, gamma)

@@ -20,7 +20,7 @@ from inplace_abn import _torch
 
 _FOLDER = Path(__file__).parents[1]
 _MODULE = "inplace_abn._node"
-_UNSEEN = ("norm", "activate")
+_UNSEEN = ("activation_alone", "norm", "norm_rows", "activate")
 """Those that take calls over, and return None if the call needs Python."""
 
 Counts = tuple[int, int]
@@ -35,8 +35,12 @@ class Node(NamedTuple):
     that made ``x`` needs its result."""
     attached: Callable[..., Any]
     """`nodes.attached`. Returns None, and does nothing, if the call needs Python."""
+    activation_alone: Callable[..., Any]
+    """The call of `conversion.activations`. Returns None, and does nothing, if the call needs Python."""
     norm: Callable[..., Any]
     """A converted norm's call (``src/node/norm.h``). Returns None, and does nothing, if the call needs Python."""
+    norm_rows: Callable[..., Any]
+    """The same for a layer norm."""
     attach_norm: Callable[..., bool]
     """`native.attached`."""
     keep: Callable[..., bool]

@@ -27,7 +27,9 @@ PYBIND11_MODULE(_node, m) {
   const pybind11::call_guard<pybind11::gil_scoped_release> without_gil;
   m.def("inplace_abn", &inplace_abn::inplace_abn, without_gil);
   m.def("attached", &inplace_abn::attached, without_gil);
+  m.def("activation_alone", &inplace_abn::activation_alone, without_gil);
   m.def("norm", &inplace_abn::norm, without_gil);
+  m.def("norm_rows", &inplace_abn::norm_rows, without_gil);
   m.def("attach_norm", &inplace_abn::attach_norm, without_gil);
   m.def("keep", &inplace_abn::keep, without_gil);
   m.def("keep_as", &inplace_abn::keep_as, without_gil);

@@ -31,6 +31,18 @@ using Forward = void(const Tensor& x, const Tensor& mean, const Tensor& var, con
                      const OptTensor& bias, const OptTensor& residual, double eps, int64_t scale, int64_t activation,
                      double activation_param, bool invertible, const OptTensor& rows, const OptTensor& verbatim);
 
+using ForwardOut = void(const Tensor& x, const Tensor& mean, const Tensor& var, const OptTensor& weight,
+                        const OptTensor& bias, const OptTensor& residual, double eps, int64_t scale, int64_t activation,
+                        double activation_param, bool invertible, const OptTensor& rows, const OptTensor& verbatim,
+                        const Tensor& z);
+
+using LocalBackward = void(const Tensor& y_act, const Tensor& dy_act, const Tensor& var, const OptTensor& weight,
+                           const OptTensor& bias, const OptTensor& residual, double eps, int64_t scale,
+                           int64_t activation, double activation_param, bool training, int64_t shared,
+                           const OptTensor& rows, const OptTensor& verbatim, const OptTensor& dx,
+                           const OptTensor& dweight, const OptTensor& dbias, const OptTensor& dresidual,
+                           const OptTensor& xhat);
+
 inline void bump_version(const OptTensor& t) {
   if (t.has_value() && t->defined() && !t->is_inference()) t->unsafeGetTensorImpl()->bump_version();
 }
@@ -65,6 +77,24 @@ inline Tensor copy(const OptTensor& t) {
   Tensor result = uninitialised_like(*t);
   std::memcpy(result.data_ptr(), t->const_data_ptr(), t->nbytes());
   return result;
+}
+
+// The values of a vector for each sample, if samples have their own.
+inline OptTensor of_samples(const OptTensor& t, const Tensor& x, int64_t shared) {
+  if (shared == 0 || !t.has_value()) return t;
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  return t->repeat({x.size(0)});
+}
+
+// A dense tensor as one channel, in the order of its memory.
+inline Tensor as_channel(const Tensor& t) {
+  const int64_t count = t.numel();
+  return t.as_strided({1, 1, count}, {count, count, 1});
+}
+
+// The dtype of statistics and sums.
+inline at::ScalarType wide_type(const Tensor& t) {
+  return t.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
 
 inline OptTensor optional(const Tensor& t) {

@@ -3,3 +3,4 @@
 #include "node.cpp"
 #include "norm.cpp"
 #include "ops.cpp"
+#include "rows.cpp"

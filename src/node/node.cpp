@@ -36,13 +36,6 @@ using LocalForward = std::tuple<Tensor, Tensor>(const Tensor& x, const OptTensor
                                                 const OptTensor& momentum_tensor, double eps, int64_t scale,
                                                 int64_t activation, double activation_param, bool invertible,
                                                 int64_t shared, const OptTensor& rows, const OptTensor& verbatim);
-using LocalBackward = void(const Tensor& y_act, const Tensor& dy_act, const Tensor& var, const OptTensor& weight,
-                           const OptTensor& bias, const OptTensor& residual, double eps, int64_t scale,
-                           int64_t activation, double activation_param, bool training, int64_t shared,
-                           const OptTensor& rows, const OptTensor& verbatim, const OptTensor& dx,
-                           const OptTensor& dweight, const OptTensor& dbias, const OptTensor& dresidual,
-                           const OptTensor& xhat);
-
 // The counts at which backward is the only holder of a gradient that Python has seen, and of a saved output's storage.
 // Until they are known, neither is reused.
 bool is_calibrated = false;
@@ -78,13 +71,6 @@ struct Needed {
   bool x, weight, bias, residual;
 };
 
-// The values of a vector for each sample, if samples have their own.
-OptTensor of_samples(const OptTensor& t, const Tensor& x, const Settings& s) {
-  if (s.shared == 0 || !t.has_value()) return t;
-  const at::AutoDispatchBelowADInplaceOrView guard;
-  return t->repeat({x.size(0)});
-}
-
 // Writes z over x, and returns what backward needs. Running statistics are given for each sample.
 Values write(const Tensor& x, const OptTensor& weight, const OptTensor& bias, const OptTensor& residual,
              const Arguments& given, const Settings& s, bool invertible, int64_t saved) {
@@ -102,13 +88,27 @@ Values write(const Tensor& x, const OptTensor& weight, const OptTensor& bias, co
                   s.scale, s.activation, s.activation_param, invertible, rows, verbatim);
     return values(*given.running_var);
   }
-  const auto [mean, var] =
-      call<LocalForward>("inplace_abn::local_forward", "", x, of_samples(weight, x, s), of_samples(bias, x, s),
-                         residual, given.running_mean, given.running_var, given.momentum, given.momentum_tensor, s.eps,
-                         s.scale, s.activation, s.activation_param, invertible, s.shared, rows, verbatim);
+  const auto [mean, var] = call<LocalForward>("inplace_abn::local_forward", "", x, of_samples(weight, x, s.shared),
+                                              of_samples(bias, x, s.shared), residual, given.running_mean,
+                                              given.running_var, given.momentum, given.momentum_tensor, s.eps, s.scale,
+                                              s.activation, s.activation_param, invertible, s.shared, rows, verbatim);
   bump_version(given.running_mean);
   bump_version(given.running_var);
   return values(var);
+}
+
+// The gradient of an activation alone. All its tensors have z's strides, and are taken for one channel.
+Tensor gradient_of_activation(const Saved& saved, const Tensor& dz, bool own_dz, const Settings& s) {
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  const Tensor& z = saved.z;
+  const Tensor given = z.strides() == dz.strides() ? dz : uninitialised_like(z).copy_(dz);
+  const Tensor dx = own_dz ? given : uninitialised_like(z);
+  call<LocalBackward>("inplace_abn::local_backward", "", as_channel(z), as_channel(given), saved.values.var,
+                      std::nullopt, std::nullopt, std::nullopt, s.eps, s.scale, s.activation, s.activation_param, false,
+                      0, std::nullopt, std::nullopt, as_channel(dx), std::nullopt, std::nullopt, std::nullopt,
+                      std::nullopt);
+  bump_version(dx);
+  return dx;
 }
 
 // The residual's gradient is written over dz or z, and dx over the other one, as far as backward owns them. If it owns
@@ -139,9 +139,9 @@ variable_list gradients(const Saved& saved, const Tensor& dz, const Needed& need
   const OptTensor dresidual = activation_sized(need.residual), dx = activation_sized(need.x);
   const OptTensor dweight = per_channel(need.weight, weight), dbias = per_channel(need.bias, bias);
   const OptTensor xhat = own_z && own_dz && need.x ? OptTensor(z) : std::nullopt;
-  call<LocalBackward>("inplace_abn::local_backward", "", z, dz, var, of_samples(weight, z, s), of_samples(bias, z, s),
-                      residual, s.eps, s.scale, s.activation, s.activation_param, s.training, s.shared, rows, verbatim,
-                      dx, dweight, dbias, dresidual, xhat);
+  call<LocalBackward>("inplace_abn::local_backward", "", z, dz, var, of_samples(weight, z, s.shared),
+                      of_samples(bias, z, s.shared), residual, s.eps, s.scale, s.activation, s.activation_param,
+                      s.training, s.shared, rows, verbatim, dx, dweight, dbias, dresidual, xhat);
   for (const OptTensor& t : {dx, dresidual, xhat}) bump_version(t);
   return {dx.value_or(Tensor()), summed(dweight, weight), summed(dbias, bias), dresidual.value_or(Tensor())};
 }
@@ -153,12 +153,12 @@ variable_list differentiable(const Saved& saved, const Tensor& dz, const std::ve
   using Op = std::vector<Tensor>(
       const Tensor& z, const OptTensor& weight, const OptTensor& bias, const OptTensor& residual, const Tensor& var,
       const OptTensor& rows, const OptTensor& verbatim, const Tensor& dz, const c10::List<OptTensor>& edges, double eps,
-      int64_t scale, int64_t activation, double activation_param, bool training, int64_t shared);
+      int64_t scale, int64_t activation, double activation_param, bool training, int64_t shared, int64_t norm_of_rows);
   static const auto handle =
       c10::Dispatcher::singleton().findSchemaOrThrow("inplace_abn::differentiable", "").typed<Op>();
   const auto& [weight, bias, var, rows, verbatim] = saved.values;
   auto found = handle.call(saved.z, weight, bias, saved.residual, var, rows, verbatim, dz, c10::List<OptTensor>(edges),
-                           s.eps, s.scale, s.activation, s.activation_param, s.training, s.shared);
+                           s.eps, s.scale, s.activation, s.activation_param, s.training, s.shared, s.rows);
   if (!weight) found.at(1) = Tensor();
   if (!bias) found.at(2) = Tensor();
   if (!saved.residual) found.at(3) = Tensor();
@@ -214,6 +214,8 @@ variable_list gradients_of(const Tensor& dz, Saved saved, const std::vector<bool
     return differentiable(saved, dz, {placed(0), placed(1), placed(2)}, settings);
   }
   const bool reuse_dz = own_dz && saved.z.strides() == dz.strides();
+  if (settings.rows != 0) return gradients_of_rows(saved, dz, needed, settings, reuse_dz);
+  if (settings.shared == whole) return {gradient_of_activation(saved, dz, reuse_dz, settings), {}, {}, {}};
   const bool reuse_z = by_engine && owns_output(saved.z);
   // z itself is part of the graph, its memory as a gradient must not be.
   saved.z = saved.z.detach();
@@ -391,6 +393,24 @@ Tensor attached(const Tensor& x, const Tensor& z, const OptTensor& weight, const
   if (!torch::autograd::compute_requires_grad(x, weight, bias, residual)) return z;
   InPlaceABNFunction::attach(z, x, weight, bias, residual, {weight_value, bias_value, var, rows, verbatim},
                              {eps, scale, activation, activation_param, training, shared}, name);
+  return z;
+}
+
+Tensor activation_alone(const Tensor& x, const Tensor& mean, const Tensor& var, double eps, int64_t scale,
+                        int64_t activation, double activation_param, const std::string& name) {
+  if (!is_calibrated || c10::InferenceMode::is_enabled() || !at::GradMode::is_enabled() || !x.requires_grad() ||
+      x.dim() < 2 || x.numel() == 0 || !x.is_non_overlapping_and_dense() || !is_plain(x, {}, true)) {
+    return {};
+  }
+  Tensor z;
+  {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    z = uninitialised_like(x);
+    call<ForwardOut>("inplace_abn::forward", "out", as_channel(x), mean, var, std::nullopt, std::nullopt, std::nullopt,
+                     eps, scale, activation, activation_param, true, std::nullopt, std::nullopt, as_channel(z));
+  }
+  const Settings settings{eps, scale, activation, activation_param, false, whole};
+  InPlaceABNFunction::attach(z, x, std::nullopt, std::nullopt, std::nullopt, {{}, {}, var, {}, {}}, settings, name);
   return z;
 }
 

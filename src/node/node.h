@@ -30,6 +30,11 @@ Tensor attached(const Tensor& x, const Tensor& z, const OptTensor& weight, const
                 const Tensor& var, const OptTensor& rows, const OptTensor& verbatim, bool training, double eps,
                 int64_t scale, int64_t activation, double activation_param, int64_t shared, const std::string& name);
 
+// An activation without a norm: z, with a node that keeps it. With this mean, variance and eps a norm of one channel is
+// the identity. Returns an undefined tensor, and does nothing, if the call needs Python.
+Tensor activation_alone(const Tensor& x, const Tensor& mean, const Tensor& var, double eps, int64_t scale,
+                        int64_t activation, double activation_param, const std::string& name);
+
 // Whether `attached` does it, if nothing changes in between.
 bool may_attach(const Tensor& x, const Tensor& z, const OptTensor& weight, const OptTensor& bias,
                 const OptTensor& residual);

@@ -1,8 +1,13 @@
 #include "norm.h"
 
 #include <ATen/TensorOperators.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/ops/linalg_vector_norm.h>
+#include <ATen/ops/native_layer_norm.h>
+#include <ATen/ops/var.h>
 #include <c10/core/InferenceMode.h>
 
+#include <algorithm>
 #include <initializer_list>
 #include <mutex>
 #include <string>
@@ -24,10 +29,10 @@ using LocalForwardOut = std::tuple<Tensor, Tensor>(const Tensor& x, const OptTen
                                                    int64_t activation, double activation_param, bool invertible,
                                                    int64_t shared, const OptTensor& rows, const OptTensor& verbatim,
                                                    const Tensor& z);
-using ForwardOut = void(const Tensor& x, const Tensor& mean, const Tensor& var, const OptTensor& weight,
-                        const OptTensor& bias, const OptTensor& residual, double eps, int64_t scale, int64_t activation,
-                        double activation_param, bool invertible, const OptTensor& rows, const OptTensor& verbatim,
-                        const Tensor& z);
+using NormBackward = std::vector<Tensor>(const Tensor& g, const Tensor& x, const OptTensor& weight,
+                                         std::optional<at::ScalarType> bias_dtype, const OptTensor& mean,
+                                         const OptTensor& var, const std::vector<bool>& needed, double eps,
+                                         bool training, int64_t shared, int64_t norm_of_rows);
 using HasLost = bool(const Tensor& weight, double eps, const OptTensor& rows);
 
 constexpr int64_t identity = 0;
@@ -93,17 +98,35 @@ class NormFunction final : public Node {
 
   // Whether a weight on the CPU is nearly zero whose channel is not saved, so that Python has to decide.
   bool has_lost(const OptTensor& rows) const {
-    return weight.defined() && weight.is_cpu() &&
-           call<HasLost>("inplace_abn::has_lost", "", weight, settings.eps, rows);
+    const double least = settings.rows != 0 ? least_weight_of_rows : settings.eps;
+    return weight.defined() && weight.is_cpu() && call<HasLost>("inplace_abn::has_lost", "", weight, least, rows);
   }
 
-  // xhat of these channels.
+  // What backward needs of the statistics: the variance, or rstd of each row, which only torch's layer norm gives.
+  Tensor statistics() const {
+    if (settings.rows == 0 || var.defined()) return var;
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    const auto wide = wide_type(x);
+    const Tensor of_squares =
+        settings.rows == layer_norm
+            ? at::var(x.to(wide), at::IntArrayRef{-1}, 0, true)
+            : at::linalg_vector_norm(x, 2, at::IntArrayRef{-1}, true, wide).square_().div_(x.size(-1));
+    return of_squares.add(settings.eps).rsqrt_();
+  }
+
+  // xhat of these channels, or columns.
   OptTensor xhat_of(const OptTensor& channels) const {
     if (!channels.has_value()) return std::nullopt;
     const at::AutoDispatchBelowADInplaceOrView guard;
+    if (settings.rows != 0) {
+      Tensor values = x.index_select(-1, *channels).to(wide_type(x));
+      if (settings.rows == layer_norm) values.sub_(mean.defined() ? mean : x.mean(-1, true, values.scalar_type()));
+      return values.mul_(statistics()).to(x.scalar_type());
+    }
     std::vector<int64_t> shape(x.dim(), 1);
-    shape[1] = -1;
-    const auto chosen = [&](const Tensor& t) { return t.index_select(0, *channels).view(shape); };
+    shape[0] = -1;
+    shape[1] = channels->numel();
+    const auto chosen = [&](const Tensor& t) { return t.view({-1, x.size(1)}).index_select(1, *channels).view(shape); };
     Tensor result = of_channels(x, channels->numel());
     result.copy_((x.index_select(1, *channels) - chosen(mean)) * (chosen(var) + settings.eps).rsqrt());
     return result;
@@ -129,7 +152,7 @@ class NormFunction final : public Node {
     keeps_output_ = true;
     x_.reset_data();
     weight_.reset_data();
-    x = mean = var = Tensor();
+    x = weight = bias = mean = var = Tensor();
   }
 
   variable_list apply(variable_list&& incoming) override {
@@ -159,7 +182,7 @@ class NormFunction final : public Node {
     weight_.reset_data();
     y_.reset_data();
     residual_.reset_data();
-    x = Tensor();
+    x = weight = bias = mean = var = Tensor();
     values_ = {};
   }
 
@@ -177,6 +200,7 @@ class NormFunction final : public Node {
     args.collect(settings.eps);
     args.collect(settings.training);
     args.collect(settings.shared);
+    args.collect(settings.rows);
   }
 
   variable_list apply_with_saved(const variable_list& incoming, SwapSavedVariables& saved) override {
@@ -204,6 +228,7 @@ class NormFunction final : public Node {
     packed.pack(settings.eps);
     packed.pack(settings.training);
     packed.pack(settings.shared);
+    packed.pack(settings.rows);
     variable_list results = call_when_compiled(*this, saved, incoming, packed, &of_packed);
     each([&](auto& t) { saved.after(t); });
     return results;
@@ -226,22 +251,22 @@ class NormFunction final : public Node {
   }
   int64_t bias_dtype() const { return bias.defined() ? static_cast<int64_t>(bias.scalar_type()) : no_bias; }
   // x, weight, mean and var. Those that there are not are undefined.
-  variable_list tensors() const { return {x_.unpack(), weight_.unpack(), mean, var}; }
+  variable_list tensors() const {
+    // torch's norms of channels keep their input, too, and have an error of their own. A norm of rows by hand may not.
+    const Tensor found = settings.rows == 0 ? x_.unpack() : unpacked(x_, "input", layer, nullptr);
+    return {found, weight_.unpack(), mean, var};
+  }
 
   // By an op that autograd/native.py defines, which autograd sees.
   static variable_list gradients(const Tensor& g, const variable_list& tensors, const std::vector<bool>& needed,
                                  int64_t bias_dtype, const NodeSettings& s) {
-    using Op =
-        std::vector<Tensor>(const Tensor& g, const Tensor& x, const OptTensor& weight,
-                            std::optional<at::ScalarType> bias_dtype, const OptTensor& mean, const OptTensor& var,
-                            const std::vector<bool>& needed, double eps, bool training, int64_t shared);
     static const auto handle =
-        c10::Dispatcher::singleton().findSchemaOrThrow("inplace_abn::native_norm_backward", "").typed<Op>();
+        c10::Dispatcher::singleton().findSchemaOrThrow("inplace_abn::native_norm_backward", "").typed<NormBackward>();
     std::optional<at::ScalarType> dtype;
     if (bias_dtype != no_bias) dtype = static_cast<at::ScalarType>(bias_dtype);
     const std::vector<Tensor> found =
         handle.call(g, tensors.at(0), optional(tensors.at(1)), dtype, optional(tensors.at(2)), optional(tensors.at(3)),
-                    needed, s.eps, s.training, s.shared);
+                    needed, s.eps, s.training, s.shared, s.rows);
     variable_list results(inputs);
     size_t next = 0;
     for (size_t i = 0; i < inputs; ++i) {
@@ -270,6 +295,7 @@ class NormFunction final : public Node {
     NodeSettings s{packed.unpack<double>(), scale_is_weight, identity, 0.0, true, 0};
     s.training = packed.unpack<bool>();
     s.shared = packed.unpack<int64_t>();
+    s.rows = packed.unpack<int64_t>();
     if (!keeps_output) return gradients(incoming[0], tensors, needed, bias_dtype, s);
     const NodeValues values{optional(tensors.at(2)), optional(tensors.at(3)), tensors.at(4), optional(tensors.at(5)),
                             optional(tensors.at(6))};
@@ -292,15 +318,19 @@ class NormFunction final : public Node {
   bool keeps_output_ = false;
 };
 
-NodeSettings settings_of(double eps, bool training, int64_t shared) {
-  return {eps, scale_is_weight, identity, 0.0, training, shared};
+NodeSettings settings_of(double eps, bool training, int64_t shared, int64_t rows = 0) {
+  return {eps, scale_is_weight, identity, 0.0, training, shared, rows};
 }
 
 // Whether the op takes the call, and a graph is recorded.
 bool fits(const Tensor& x, const OptTensor& weight, const OptTensor& bias, const OptTensor& running_mean,
-          const OptTensor& running_var) {
-  if (x.dim() < 2 || x.numel() <= x.size(1) || !x.is_non_overlapping_and_dense()) return false;
-  if (!x.is_contiguous() && !x.is_contiguous(x.suggest_memory_format())) return false;
+          const OptTensor& running_var, int64_t shared) {
+  if (x.dim() < 2 || x.numel() == 0 || !x.is_non_overlapping_and_dense()) return false;
+  if (x.numel() <= (shared == 0 ? 1 : x.size(0)) * x.size(1) / std::max<int64_t>(shared, 1)) return false;
+  // torch's norms of samples return contiguous tensors, but for the group norm on the CPU. Autocast may widen x.
+  const bool is_laid_out = shared == 0 || (shared > 1 && x.is_cpu());
+  if (!x.is_contiguous() && !(is_laid_out && x.is_contiguous(x.suggest_memory_format()))) return false;
+  if (shared > 0 && at::autocast::is_autocast_enabled(x.device().type())) return false;
   for (const OptTensor* t : {&weight, &bias, &running_mean, &running_var}) {
     if (!t->has_value()) continue;
     const auto dtype = (*t)->scalar_type();
@@ -308,6 +338,19 @@ bool fits(const Tensor& x, const OptTensor& weight, const OptTensor& bias, const
     if (dtype != x.scalar_type() && (dtype != at::kFloat || x.scalar_type() == at::kDouble)) return false;
   }
   return running_mean.has_value() == running_var.has_value() && torch::autograd::compute_requires_grad(x, weight, bias);
+}
+
+// The same for torch's layer norm of rows of this size, without autocast.
+bool fits_rows(const Tensor& x, const OptTensor& weight, const OptTensor& bias, int64_t size) {
+  if (x.dim() < 2 || x.numel() == 0 || x.size(-1) != size) return false;
+  if (at::autocast::is_autocast_enabled(x.device().type())) return false;
+  for (const OptTensor* t : {&weight, &bias}) {
+    if (!t->has_value()) continue;
+    const auto dtype = (*t)->scalar_type();
+    if ((*t)->sizes() != at::IntArrayRef(size)) return false;
+    if (dtype != x.scalar_type() && (dtype != at::kFloat || x.scalar_type() == at::kDouble)) return false;
+  }
+  return torch::autograd::compute_requires_grad(x, weight, bias);
 }
 
 // Counts the batch. On the CPU an op takes longer than the addition.
@@ -323,11 +366,11 @@ void count(const OptTensor& batches) {
 }  // namespace
 
 Tensor norm(const Tensor& x, const OptTensor& weight, const OptTensor& bias, const OptTensor& running_mean,
-            const OptTensor& running_var, const OptTensor& batches, double momentum, double eps,
+            const OptTensor& running_var, const OptTensor& batches, double momentum, double eps, int64_t shared,
             const std::string& name) {
   // In inference mode no tensor that is made here has a version. What is no number may not be counted.
   if (c10::InferenceMode::is_enabled() || (batches.has_value() && batches->dim() > 0)) return {};
-  if (!fits(x, weight, bias, running_mean, running_var) ||
+  if (!fits(x, weight, bias, running_mean, running_var, shared) ||
       !is_plain(x, {&weight, &bias, &running_mean, &running_var, &batches}, true)) {
     return {};
   }
@@ -335,21 +378,36 @@ Tensor norm(const Tensor& x, const OptTensor& weight, const OptTensor& bias, con
   {
     const at::AutoDispatchBelowADInplaceOrView guard;
     y = uninitialised_like(x);
-    std::tie(mean, var) = call<LocalForwardOut>("inplace_abn::local_forward", "out", x, weight, bias, std::nullopt,
-                                                running_mean, running_var, momentum, std::nullopt, eps, scale_is_weight,
-                                                identity, 0.0, false, 0, std::nullopt, std::nullopt, y);
+    std::tie(mean, var) = call<LocalForwardOut>("inplace_abn::local_forward", "out", x, of_samples(weight, x, shared),
+                                                of_samples(bias, x, shared), std::nullopt, running_mean, running_var,
+                                                momentum, std::nullopt, eps, scale_is_weight, identity, 0.0, false,
+                                                shared, std::nullopt, std::nullopt, y);
     count(batches);
   }
   bump_version(batches);
-  NormFunction::attach(y, x, weight, bias, mean, var, settings_of(eps, true, 0), name);
+  NormFunction::attach(y, x, weight, bias, mean, var, settings_of(eps, true, shared), name);
+  return y;
+}
+
+Tensor norm_rows(const Tensor& x, const OptTensor& weight, const OptTensor& bias, int64_t size, double eps,
+                 const std::string& name) {
+  if (c10::InferenceMode::is_enabled() || !fits_rows(x, weight, bias, size) || !is_plain(x, {&weight, &bias}, true)) {
+    return {};
+  }
+  Tensor y, mean, rstd;
+  {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    std::tie(y, mean, rstd) = at::native_layer_norm(x, at::IntArrayRef(size), weight, bias, eps);
+  }
+  NormFunction::attach(y, x, weight, bias, mean, rstd, settings_of(eps, true, 0, layer_norm), name);
   return y;
 }
 
 bool attach_norm(const Tensor& y, const Tensor& x, const OptTensor& weight, const OptTensor& bias,
-                 const OptTensor& mean, const OptTensor& var, double eps, bool training, int64_t shared,
+                 const OptTensor& mean, const OptTensor& var, double eps, bool training, int64_t shared, int64_t rows,
                  const std::string& name) {
   if (!torch::autograd::compute_requires_grad(x, weight, bias)) return false;
-  NormFunction::attach(y, x, weight, bias, mean, var, settings_of(eps, training, shared), name);
+  NormFunction::attach(y, x, weight, bias, mean, var, settings_of(eps, training, shared, rows), name);
   return true;
 }
 
@@ -360,7 +418,8 @@ bool keep(const Tensor& t, const OptTensor& residual, int64_t operand, int64_t v
       !may_attach(node->x, t, optional(node->weight), optional(node->bias), residual) || node->has_lost(rows)) {
     return false;
   }
-  node->keep(t, residual, node->var, rows, node->xhat_of(channels));
+  const bool is_of_rows = node->settings.rows != 0;
+  node->keep(t, residual, node->statistics(), is_of_rows ? channels : rows, node->xhat_of(channels));
   return true;
 }
 
@@ -403,7 +462,7 @@ Tensor activate(const Tensor& t, const Tensor& mean, const Tensor& var, const Op
   const at::AutoDispatchBelowADInplaceOrView guard;
   const auto copied = [](const OptTensor& value) { return optional(copy(value)); };
   return attached(x, z, weight, bias, residual, copied(weight), copied(bias), var_of_norm, rows, verbatim, true,
-                  settings.eps, scale_is_weight, activation, activation_param, 0, name);
+                  settings.eps, scale_is_weight, activation, activation_param, settings.shared, name);
 }
 
 std::vector<Tensor> parts(const Tensor& t, int64_t operand) {

@@ -10,16 +10,20 @@ namespace inplace_abn {
 
 // A converted norm's call in training, by local statistics: y as torch computes it, with a node that keeps x, as
 // torch's does, until something keeps y anyway. Autograd does not notice the update of the running statistics, as in
-// torch. `batches`, the number of batches, is counted. Returns an undefined tensor, and does nothing, if the call needs
-// Python.
+// torch. `batches`, the number of batches, is counted. Norms of samples have no running statistics here. Returns an
+// undefined tensor, and does nothing, if the call needs Python.
 Tensor norm(const Tensor& x, const OptTensor& weight, const OptTensor& bias, const OptTensor& running_mean,
-            const OptTensor& running_var, const OptTensor& batches, double momentum, double eps,
+            const OptTensor& running_var, const OptTensor& batches, double momentum, double eps, int64_t shared,
             const std::string& name);
 
-// Gives y, which Python has computed, such a node. Its gradients do without the statistics of samples. Returns whether
-// it did.
+// A converted layer norm's call, the same way: y as torch computes it, over a last dimension of this size.
+Tensor norm_rows(const Tensor& x, const OptTensor& weight, const OptTensor& bias, int64_t size, double eps,
+                 const std::string& name);
+
+// Gives y, which Python has computed, such a node. Its gradients do without the statistics of samples. `rows` is
+// that of NodeSettings. Returns whether it did.
 bool attach_norm(const Tensor& y, const Tensor& x, const OptTensor& weight, const OptTensor& bias,
-                 const OptTensor& mean, const OptTensor& var, double eps, bool training, int64_t shared,
+                 const OptTensor& mean, const OptTensor& var, double eps, bool training, int64_t shared, int64_t rows,
                  const std::string& name);
 
 // Makes the norm's node keep t instead of x, because something keeps t anyway. t is the output of a norm, or a sum

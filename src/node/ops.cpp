@@ -21,9 +21,19 @@ void set_sole_holders_op(const std::vector<int64_t>& gradient, std::optional<int
 
 // Ops get strings as views.
 Tensor norm_op(const Tensor& x, const OptTensor& weight, const OptTensor& bias, const OptTensor& running_mean,
-               const OptTensor& running_var, const OptTensor& batches, double momentum, double eps,
+               const OptTensor& running_var, const OptTensor& batches, double momentum, double eps, int64_t shared,
                std::string_view name) {
-  return norm(x, weight, bias, running_mean, running_var, batches, momentum, eps, std::string(name));
+  return norm(x, weight, bias, running_mean, running_var, batches, momentum, eps, shared, std::string(name));
+}
+
+Tensor activation_alone_op(const Tensor& x, const Tensor& mean, const Tensor& var, double eps, int64_t scale,
+                           int64_t activation, double activation_param, std::string_view name) {
+  return activation_alone(x, mean, var, eps, scale, activation, activation_param, std::string(name));
+}
+
+Tensor norm_rows_op(const Tensor& x, const OptTensor& weight, const OptTensor& bias, int64_t size, double eps,
+                    std::string_view name) {
+  return norm_rows(x, weight, bias, size, eps, std::string(name));
 }
 
 std::tuple<std::vector<int64_t>, std::optional<int64_t>> last_counts_op() {
@@ -58,15 +68,21 @@ TORCH_LIBRARY(inplace_abn_node, m) {
                         scale, activation, activation_param, shared, std::string(name));
       });
   m.def(
+      "activation_alone(Tensor x, Tensor mean, Tensor var, float eps, int scale, int activation, float "
+      "activation_param, "
+      "str name) -> Tensor",
+      &activation_alone_op);
+  m.def(
       "norm(Tensor x, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
-      "Tensor(c!)? batches, float momentum, float eps, str name) -> Tensor",
+      "Tensor(c!)? batches, float momentum, float eps, int shared, str name) -> Tensor",
       &norm_op);
+  m.def("norm_rows(Tensor x, Tensor? weight, Tensor? bias, int size, float eps, str name) -> Tensor", &norm_rows_op);
   m.def(
       "attach_norm(Tensor(a!) y, Tensor x, Tensor? weight, Tensor? bias, Tensor? mean, Tensor? var, float eps, "
-      "bool training, int shared, str name) -> bool",
+      "bool training, int shared, int rows, str name) -> bool",
       [](const Tensor& y, const Tensor& x, const OptTensor& weight, const OptTensor& bias, const OptTensor& mean,
-         const OptTensor& var, double eps, bool training, int64_t shared, std::string_view name) {
-        return attach_norm(y, x, weight, bias, mean, var, eps, training, shared, std::string(name));
+         const OptTensor& var, double eps, bool training, int64_t shared, int64_t rows, std::string_view name) {
+        return attach_norm(y, x, weight, bias, mean, var, eps, training, shared, rows, std::string(name));
       });
   m.def("keep(Tensor(a!) t, Tensor? residual, int operand, int version, Tensor? rows, Tensor? channels) -> bool",
         &keep);
@@ -84,12 +100,14 @@ TORCH_LIBRARY(inplace_abn_node, m) {
 }
 
 // Modes and transforms do not see these, which look for modes themselves, and then refuse.
-#define INPLACE_ABN_UNSEEN(key)                  \
-  TORCH_LIBRARY_IMPL(inplace_abn_node, key, m) { \
-    m.impl("norm", &norm_op);                    \
-    m.impl("activate", &activate);               \
-    m.impl("keep", &keep);                       \
-    m.impl("parts", &parts);                     \
+#define INPLACE_ABN_UNSEEN(key)                       \
+  TORCH_LIBRARY_IMPL(inplace_abn_node, key, m) {      \
+    m.impl("activation_alone", &activation_alone_op); \
+    m.impl("norm", &norm_op);                         \
+    m.impl("norm_rows", &norm_rows_op);               \
+    m.impl("activate", &activate);                    \
+    m.impl("keep", &keep);                            \
+    m.impl("parts", &parts);                          \
   }
 
 INPLACE_ABN_UNSEEN(Python)

@@ -191,6 +191,7 @@ def small_tree(source_tree, tmp_path):
         "node/bindings.cpp",
         "node/ops.cpp",
         "node/norm.cpp",
+        "node/rows.cpp",
         "node/library.cpp",
     ):
         (tmp_path / "src" / name).parent.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,150 @@
+"""Between two watched steps the node in C++ makes the calls of all norms and activations, and does what Python does."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from inplace_abn import convert, guard
+from inplace_abn.autograd import nodes
+from inplace_abn.conversion.activations import ActivationAlone
+from inplace_abn.conversion.layer_norms import ConvertedLayerNorm
+from inplace_abn.conversion.norms import InPlaceNorm
+from inplace_abn.conversion.observed import NOBODY
+from inplace_abn.guard.figures import THRESHOLDS
+
+pytestmark = pytest.mark.skipif(nodes.cpp is None, reason="there is no node in C++")
+LAYERS = {
+    "batch norm": (lambda: nn.BatchNorm2d(8), nn.SiLU),
+    "instance norm": (lambda: nn.InstanceNorm2d(8, affine=True), lambda: nn.LeakyReLU(inplace=True)),
+    "instance norm without weight": (lambda: nn.InstanceNorm2d(8), nn.ReLU),
+    "group norm": (lambda: nn.GroupNorm(2, 8), nn.SiLU),
+    "group norm that is read": (lambda: nn.GroupNorm(2, 8), nn.Identity),
+    "layer norm": (lambda: nn.LayerNorm(6), nn.Identity),
+    "layer norm without bias": (lambda: nn.LayerNorm(6, bias=False), nn.Identity),
+    "layer norm without weight": (lambda: nn.LayerNorm(6, elementwise_affine=False), nn.Identity),
+    "RMS norm": (lambda: nn.RMSNorm(6), nn.Identity),
+    "activation": (nn.Identity, nn.GELU),
+    "activation, channels last": (nn.Identity, nn.SiLU),
+}
+STEPS = 12
+"""So many that some are not watched."""
+
+
+class Net(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        torch.manual_seed(0)
+        norm, activation = LAYERS[layer]
+        self.first, self.norm, self.act = nn.Conv2d(3, 8, 1, bias=False), norm(), activation()
+        self.second, self.last = nn.Conv2d(8, 8, 1), nn.Conv2d(8, 2, 1)
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x):
+        z = self.act(self.norm(self.first(x)))
+        return self.last(self.second(z) if z.shape[1] == 8 and not self.is_of_rows() else self.linear(z))
+
+    def is_of_rows(self):
+        return isinstance(self.norm, (nn.LayerNorm, nn.RMSNorm))
+
+
+def batch(layer, dtype):
+    memory_format = torch.channels_last if layer.endswith("last") else torch.contiguous_format
+    return torch.randn(2, 3, 4, 6).to(dtype, memory_format=memory_format)
+
+
+def gradients(model, x):
+    model.zero_grad()
+    x = x.clone(memory_format=torch.preserve_format).requires_grad_()
+    y = model(x)
+    (y.square().sum() + y.sum()).backward()
+    return [x.grad, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def steps(model, layer, dtype, count=STEPS):
+    for _ in range(count):
+        gradients(model, batch(layer, dtype))
+        guard.generations.advance()
+
+
+def errors(found, expected):
+    """The error of each gradient, relative to a thousandth of all at least: some are zero but for roundings."""
+    least = 1e-3 * torch.stack([t.norm() for t in expected]).norm()
+    return [float((a.double() - b).norm() / b.norm().clamp_min(least)) for a, b in zip(found, expected, strict=True)]
+
+
+def refuse(*_, **__):
+    raise AssertionError("Python makes the call")
+
+
+@pytest.mark.parametrize("layer", [name for name in LAYERS if name != "RMS norm"])
+def test_python_makes_no_call_between_two_watched_steps(layer, monkeypatch):
+    model = convert(Net(layer))
+    steps(model, layer, torch.float32)
+    monkeypatch.setattr(InPlaceNorm, "_offered", refuse)
+    monkeypatch.setattr(ConvertedLayerNorm, "_offered", refuse)
+    monkeypatch.setattr(ActivationAlone, "_remember_watch", refuse)
+    gradients(model, batch(layer, torch.float32))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("lost", [(), (3,), (1, 4)], ids=["", "one channel lost", "two channels lost"])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_gradients_are_right_in_steps_that_nobody_watches(layer, lost, dtype):
+    native = Net(layer).to(dtype)
+    if getattr(native.norm, "weight", None) is not None:
+        with torch.no_grad():
+            native.norm.weight[list(lost)] = 0
+    converted, exact = convert(copy.deepcopy(native)), copy.deepcopy(native).double()
+    steps(converted, layer, dtype)
+    worst = 0.0
+    for _ in range(3):
+        assert all(m.observer() is NOBODY for _, m in guard.layers_of(converted) if m._record.cpp_call is not None)
+        x = batch(layer, dtype)
+        expected = gradients(exact, x.double())
+        natives, ours = (errors(gradients(m, x), expected) for m in (native, converted))
+        worst = max([worst, *(b - 3 * a for a, b in zip(natives, ours, strict=True))])
+        guard.generations.advance()
+    assert worst < max(THRESHOLDS[dtype])
+
+
+@pytest.mark.parametrize("layer", ["batch norm", "instance norm", "group norm that is read"])
+def test_an_input_of_other_dimensions_is_refused_as_by_torch(layer):
+    native = Net(layer)
+    converted = convert(copy.deepcopy(native))
+    steps(converted, layer, torch.float32)
+    x = torch.randn(4, 8, 6, requires_grad=True)
+    if layer.startswith("group"):
+        assert converted.norm(x).shape == x.shape
+        return
+    message = []
+    for model in (native, converted):
+        try:
+            message.append(model.norm(x).shape)
+        except ValueError as error:
+            message.append(str(error))
+    assert message[0] == message[1]
+
+
+def test_an_input_that_is_written_to_is_an_error_that_names_the_layer_norm():
+    model = convert(Net("layer norm"))
+    steps(model, "layer norm", torch.float32)
+    x = model.first(batch("layer norm", torch.float32))
+    y = torch.sin(model.norm(x).tanh())
+    x.mul_(2)
+    with pytest.raises(RuntimeError, match="modified in place"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("layer", ["layer norm", "RMS norm", "group norm", "activation"])
+def test_gradients_of_gradients_are_right_in_steps_that_nobody_watches(layer):
+    native = Net(layer).double()
+    converted = convert(copy.deepcopy(native))
+    steps(converted, layer, torch.float64)
+    x, found = batch(layer, torch.float64), []
+    for model in (native, converted):
+        leaf = x.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(model(leaf).square().sum(), leaf, create_graph=True)
+        found.append(torch.autograd.grad(gradient.square().sum(), [leaf, *model.first.parameters()]))
+    assert max(errors(*reversed(found))) < 1e-9
