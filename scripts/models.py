@@ -114,7 +114,8 @@ def unet(attention: bool) -> Entry:
     kind = "Attn" if attention else ""
     blocks = {f"{way.lower()}_block_types": (f"{kind}{way}Block2D",) * 3 for way in ("Down", "Up")}
     make = lambda package: Denoising(package.UNet2DModel(block_out_channels=(64, 128, 128), **blocks))  # noqa: E731
-    return Entry("diffusers", "diffusers", make)
+    # Attention over 64 x 64 pixels takes minutes in float64.
+    return Entry("diffusers", "diffusers", make, (3, 32, 32) if attention else (3, 64, 64))
 
 
 def diffusers(name: str) -> Entry:

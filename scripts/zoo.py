@@ -38,8 +38,8 @@ from inplace_abn.conversion.table import readable
 from inplace_abn.trial import trainable
 
 COLUMNS = (
-    *("model", "gradients", "in place", "held", "converted, initialised", "converted, trained"),
-    *("peak", "peak, initialised", "peak, trained", "step"),
+    *("model", "gradients", "in place", "held", "converted, initialised", "converted, trained", "held in bf16"),
+    *("converted in bf16", "peak", "peak, initialised", "peak, trained", "step"),
 )
 
 README = generated.ROOT / "README.md"
@@ -135,8 +135,15 @@ class Memory(NamedTuple):
 
     held: int
     """What is held for backward in a step after those in which norms are measured."""
-    peak: int
-    """The most at any moment of any step, the first one among them."""
+    first: int
+    """The most at any moment of the first steps, in which norms are measured."""
+    later: int
+    """The most at any moment of a later step."""
+
+    @property
+    def peak(self) -> int:
+        """The most at any moment of any step."""
+        return max(self.first, self.later)
 
 
 def memory(training: course.Training, steps: int = MEASURED_STEPS) -> Memory:
@@ -145,7 +152,7 @@ def memory(training: course.Training, steps: int = MEASURED_STEPS) -> Memory:
     with no_garbage_collection():
         peaks = [peak_of_step(training) for _ in range(steps)]
     later = course.memory(training)
-    return Memory(later["held"], max(*peaks, later["peak"]))
+    return Memory(later["held"], max(peaks), later["peak"])
 
 
 def peak_of_step(training: course.Training) -> int:
@@ -201,14 +208,17 @@ def row(
     equal = verdict(verify(trained, convert(copy.deepcopy(trained)), x[:2])) if verified else "-"
     found, norms = found_in(initialised, trained, x, steps)
     converted = (found.initialised, found.trained)
+    narrow, _ = found_in(initialised, trained, x, 0, torch.bfloat16)
     return (
         f"{name}, {shape_in_words(x.shape)}",
         equal,
         f"{differing(str(len(each.in_place)) for each in norms)} of {len(norms[1].layers)}",
         readable(found.native.held),
         *(f"{each.held / found.native.held:.3f}" for each in converted),
+        readable(narrow.native.held),
+        f"{narrow.trained.held / narrow.native.held:.3f}",
         readable(found.native.peak),
-        *(f"{each.peak / found.native.peak:.3f}" for each in converted),
+        *(f"{each.first / found.native.peak:.3f} / {each.later / found.native.peak:.3f}" for each in converted),
         "-" if found.time is None else f"{found.time:.2f}",
     )
 
@@ -269,7 +279,8 @@ def compared(
             each.call = contender.compile(each.net)
             for _ in range(course.WARM_UP):
                 each.step()
-            found[name] = Memory(**course.memory(each))
+            compiled = course.memory(each)
+            found[name] = Memory(compiled["held"], compiled["peak"], compiled["peak"])
     shares = time_shares(trainings, steps) if steps else {}
     # That of the first one is 1.
     shares.pop(next(iter(contenders)), None)
@@ -339,9 +350,11 @@ def main() -> None:
         for name in chosen:
             lines.append(generated.table_line(table.cells(name)))
             print(lines[-1], flush=True)
+            # What is there after hours stays there if the run ends early. The line then says so.
+            if is_written:
+                left = len(chosen) + 1 - len(lines)
+                generated.write(table.page, table.name, lines, made_by + f" {left} rows are missing." * bool(left))
         print(f"\n{made_by}\n")
-        if is_written:
-            generated.write(table.page, table.name, lines, made_by)
 
 
 if __name__ == "__main__":
