@@ -44,7 +44,10 @@ def commit() -> str:
     """The short hash of the commit, with a plus if files other than pages have changed since."""
 
     def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+        try:
+            return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+        except FileNotFoundError:
+            return ""
 
     # Tables of one run after another go into pages, which changes no figure.
     return (git("rev-parse", "--short", "HEAD") or "unknown") + "+" * bool(git("status", "--porcelain", "--", ":!*.md"))

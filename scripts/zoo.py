@@ -160,7 +160,7 @@ def peak_of_step(training: course.Training) -> int:
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     training.optimizer.zero_grad()
     activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(profile_memory=True, activities=activities) as profile:
+    with torch.profiler.profile(profile_memory=True, acc_events=True, activities=activities) as profile:
         training.loss().backward()
     training.optimizer.step()
     events = profile.profiler.kineto_results.events()

@@ -94,7 +94,9 @@ def _step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], cuda:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         start = torch.cuda.memory_allocated()
-    with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(
+        profile_memory=True, acc_events=True, activities=[torch.profiler.ProfilerActivity.CPU]
+    ) as profile:
         total = loss(model, args, kwargs)
         held = torch.cuda.memory_allocated() - start if cuda else 0
         with torch.profiler.record_function(_BACKWARD):

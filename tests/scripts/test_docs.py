@@ -33,7 +33,7 @@ MEMORY_TOLERANCE = 0.03
 """Another release of torch may hold a little more or less besides activations."""
 OPTIONAL = ("transformers", "timm")
 TABLES = [
-    *(("README.md", "models"), ("docs/zoo.md", "models")),
+    *(("README.md", "models"), ("docs/zoo.md", "models"), ("docs/scale.md", "scale")),
     *(("docs/comparison.md", name) for name in ("blocks", "checkpointing", "compiling")),
 ]
 """Tables that scripts write, and the names of their markers."""

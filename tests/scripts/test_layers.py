@@ -7,6 +7,8 @@ import pytest
 
 DOCS = Path(plot_rooms.__file__).parents[1] / "docs"
 
+pytestmark = pytest.mark.skipif(not DOCS.is_dir(), reason="needs the documentation")
+
 
 def test_no_module_or_folder_imports_one_that_imports_it():
     graph = plot_rooms.rooms()
