@@ -180,13 +180,18 @@ def _is_plain(function: Any, kind: type, seen: set[Any]) -> bool:
     )
 
 
+def autocast_of(x: Tensor) -> torch.dtype | None:
+    """The dtype to which autocast casts what is on x's device; None where it is off."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
 def key_of(module: Any, x: Tensor) -> tuple[Any, ...]:
     """What a module's way of computing may depend on, as far as its code may be tried."""
-    device, given, names = x.device.type, vars(module), names_of(type(module))
-    state = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+    given, names = vars(module), names_of(type(module))
     of_parameters = (None if t is None else (t.dtype, t.shape, t.requires_grad) for t in parameters(module))
     attributes = (given.get(name) for name in attributes_of(module))
-    return x.dtype, x.dim(), x.shape[1], x.shape[-1], state, names, *of_parameters, *attributes
+    return x.dtype, x.dim(), x.shape[1], x.shape[-1], autocast_of(x), names, *of_parameters, *attributes
 
 
 def attributes_of(module: Any) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from inplace_abn import _torch, guard, reference
 from inplace_abn.autograd import native, nodes
 from inplace_abn.compiling import norms, rows, trust
 from inplace_abn.conversion.converted import Converted, Outcome, may_have_node, unsuitable
-from inplace_abn.conversion.formulas import Kind, attributes_of, key_of, kind_of, length
+from inplace_abn.conversion.formulas import Kind, attributes_of, autocast_of, key_of, kind_of, length
 from inplace_abn.conversion.offered import kept_by, offer
 from inplace_abn.conversion.recipes import UNREAD
 from inplace_abn.conversion.recipes_of_rows import OfRows, moved_axis, settings_of_rows
@@ -82,9 +82,9 @@ class ConvertedLayerNorm(Converted):
         node = self._cpp_node(x)
         if node is None:
             return None
-        dtype, dim, size, attributes, kind = self._record.cpp_call  # type: ignore[misc]
+        like, size, attributes, kind = self._record.cpp_call  # type: ignore[misc]
         given = vars(self)
-        if x.dtype is not dtype or x.dim() != dim or any(given.get(name) is not value for name, value in attributes):
+        if like != (x.dtype, x.dim(), autocast_of(x)) or any(given.get(name) is not v for name, v in attributes):
             return None
         y = node.norm_rows(x, *parameters(self), size, kind.eps, given["_guard_name"])
         if y is not None:
@@ -127,7 +127,7 @@ class ConvertedLayerNorm(Converted):
         if kind.is_torch:
             given = vars(self)
             attributes = tuple((name, given.get(name)) for name in attributes_of(self))
-            self._record.cpp_call = x.dtype, x.dim(), x.shape[-1], attributes, kind
+            self._record.cpp_call = (x.dtype, x.dim(), autocast_of(x)), x.shape[-1], attributes, kind
         return y
 
     def _compiled(self, x: Tensor) -> Tensor | None:

@@ -30,8 +30,6 @@ class Recipe:
 
     layer: Any
     """The layer that made the tensor."""
-    summand: Tensor | None = None
-    """The same values for sums, which keep nothing, with a node that keeps a copy in 16 bits."""
     is_left: bool = False
     """Whether a result was made beside the tensor, whose gradient does not pass the tensor's place in the graph."""
     bypasses: bool = True
@@ -198,12 +196,8 @@ def _read(
         result = recipes[id(call.input)].activated(call.input, call, native)
     elif isinstance(call, Adding) and torch.is_grad_enabled():
         found = _sum_with_recipe(call, recipes)
-        if not call.in_place and (found is None or not found[0].bypasses):
-            summands = {key: recipe.summand for key, recipe in recipes.items() if recipe.summand is not None}
-            args = tuple(summands.get(id(t), t) for t in args)
-            result = native() if summands else None
         if found is not None:
-            result = native() if result is None else result
+            result = native()
             offer(result, found[0].of_sum(result, found[1], call))
     elif func in PRODUCTS and len(args) == 2 and not kwargs:
         for t, factor in (args, args[::-1]):

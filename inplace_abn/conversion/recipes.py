@@ -95,12 +95,14 @@ class OfCall(Recipe):
     def _take(self, statistics: Any) -> None:
         """Takes the statistics of the call."""
 
-    def _cpp_and_channels(self, t: Tensor, what: tuple[Any, ...]) -> tuple[Any, Channels] | None:
+    def _cpp_and_channels(
+        self, t: Tensor, what: tuple[Any, ...], dtype: torch.dtype | None = None
+    ) -> tuple[Any, Channels] | None:
         """The node in C++, if it may make what follows, and the channels whose xhat is saved; None otherwise."""
         residual, summed = self.residual, self._summed
         if self._is_loaded or self.is_left or type(residual) is Offered or (summed is not None and summed.is_asked):
             return None
-        mode, cpp = guard.current_mode(self.layer, t.dtype, what), nodes.cpp
+        mode, cpp = guard.current_mode(self.layer, dtype or t.dtype, what), nodes.cpp
         if mode is None or cpp is None or not mode.decisions[-1].trusted:
             return None
         return (cpp, mode.decisions[-1].verbatim) if state_of(residual) == self._state_of_residual else None
@@ -251,7 +253,7 @@ class OfNorm(OfCall):
         adds = self.residual is not None
         settled = self._cpp_and_channels(t, (*IDENTITY, adds))
         given = self.residual, self._operand, self._version
-        if settled is not None and settled[0].keep(t, *given, *settled[1].places(t.device)):
+        if settled is not None and settled[0].keep(t, *given, *settled[1].places(t.device), None):
             self.layer._record.outcome = in_place_with(reader, adds)
         elif not self.is_left and self.is_open(t) and self._keep_node is not None:
             channels = self._decided(IDENTITY, "add, " * adds + reader)

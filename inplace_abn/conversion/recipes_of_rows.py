@@ -9,12 +9,11 @@ from torch import Tensor
 
 from inplace_abn import _torch, guard, reference
 from inplace_abn.activations import IDENTITY
-from inplace_abn.autograd import native, nodes
+from inplace_abn.autograd import native
 from inplace_abn.autograd.backward import Values, by_value
 from inplace_abn.conversion import observed
 from inplace_abn.conversion.converted import Outcome
 from inplace_abn.conversion.formulas import Kind
-from inplace_abn.conversion.offered import stand
 from inplace_abn.conversion.recipes import OfCall, in_place_with
 from inplace_abn.guard.measuring import figures_of_rows
 from inplace_abn.settings import MAGNITUDE, Operands, Settings
@@ -54,32 +53,32 @@ class OfRows(OfCall):
         self._rstd = statistics[1]
 
     def keep(self, t: Tensor, reader: str) -> None:
-        settled = self._cpp_and_channels(t, ())
-        if settled is not None and settled[0].keep(t, None, 0, self._version, *settled[1].places(t.device)):
-            self.layer._record.outcome = in_place_with(reader, False)
-        elif self.is_open(t) and self._keep_node is not None:
-            base = t if self._base is None else self._base
-            y = base.detach()
-            found = self._decided(y, reader)
-            if found is not None:
-                keep, self._keep_node = self._keep_node, None
-                keep(base, y, self.x, self.operands, *found)
-                self._observe(t)
+        self._keep(t, t, reader)
 
     def cast(self, t: Tensor, dtype: torch.dtype, reader: str) -> Tensor | None:
-        if not self.is_open(t):
+        if t._version != self._version or (self._is_loaded and self._keep_node is None and self._narrow is None):
             return None
-        if self._narrow is None or self._narrow.dtype != dtype:
-            axis, narrow = self.kind.axis, t.detach().to(dtype)
-            found = self._decided(moved_axis(narrow, axis, -1), reader)
-            if found is None:
-                return None
-            y, self.is_left = moved_axis(t.detach(), axis, -1), True
-            result = nodes.Result(y, moved_axis(narrow, axis, -1))
-            self.summand = moved_axis(nodes.attached(self.x, result, self.operands, *found), -1, axis)
-            self._narrow = stand(self.summand, (narrow,))
-            self._observe(self.summand)
-        return self._narrow
+        if self._narrow is None:
+            narrow = t.to(dtype)
+            self._narrow = narrow if self._keep(t, narrow, reader) else None
+        return self._narrow if self._narrow is not None and self._narrow.dtype == dtype else None
+
+    def _keep(self, t: Tensor, kept: Tensor, reader: str) -> bool:
+        """Makes the node keep the output t, or this copy of it, which a reader keeps anyway. False if it does not."""
+        settled, narrow = self._cpp_and_channels(t, (), kept.dtype), None if kept is t else kept
+        if settled is not None and settled[0].keep(t, None, 0, self._version, *settled[1].places(t.device), narrow):
+            self.layer._record.outcome = in_place_with(reader, False)
+            return True
+        if not self.is_open(t) or self._keep_node is None:
+            return False
+        base = t if self._base is None else self._base
+        y = base.detach() if kept is t else moved_axis(kept.detach(), self.kind.axis, -1)
+        found = self._decided(y, reader)
+        if found is not None:
+            keep, self._keep_node = self._keep_node, None
+            keep(base, y, self.x, self.operands, *found)
+            self._observe(t)
+        return found is not None
 
     def _decided(self, kept: Tensor, reader: str) -> tuple[Values, Settings] | None:
         """What a node needs that keeps the output in this dtype; None if the guard does not trust the layer."""

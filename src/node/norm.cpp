@@ -115,13 +115,13 @@ class NormFunction final : public Node {
   }
 
   // xhat of these channels, or columns.
-  OptTensor xhat_of(const OptTensor& channels) const {
+  OptTensor xhat_of(const OptTensor& channels, at::ScalarType dtype) const {
     if (!channels.has_value()) return std::nullopt;
     const at::AutoDispatchBelowADInplaceOrView guard;
     if (settings.rows != 0) {
       Tensor values = x.index_select(-1, *channels).to(wide_type(x));
       if (settings.rows == layer_norm) values.sub_(mean.defined() ? mean : x.mean(-1, true, values.scalar_type()));
-      return values.mul_(statistics()).to(x.scalar_type());
+      return values.mul_(statistics()).to(dtype);
     }
     std::vector<int64_t> shape(x.dim(), 1);
     shape[0] = -1;
@@ -330,7 +330,8 @@ bool fits(const Tensor& x, const OptTensor& weight, const OptTensor& bias, const
   // torch's norms of samples return contiguous tensors, but for the group norm on the CPU. Autocast may widen x.
   const bool is_laid_out = shared == 0 || (shared > 1 && x.is_cpu());
   if (!x.is_contiguous() && !(is_laid_out && x.is_contiguous(x.suggest_memory_format()))) return false;
-  if (shared > 0 && at::autocast::is_autocast_enabled(x.device().type())) return false;
+  const bool is_wide = x.scalar_type() == at::kFloat;
+  if (shared > 0 && !is_wide && !x.is_cpu() && at::autocast::is_autocast_enabled(x.device().type())) return false;
   for (const OptTensor* t : {&weight, &bias, &running_mean, &running_var}) {
     if (!t->has_value()) continue;
     const auto dtype = (*t)->scalar_type();
@@ -340,10 +341,12 @@ bool fits(const Tensor& x, const OptTensor& weight, const OptTensor& bias, const
   return running_mean.has_value() == running_var.has_value() && torch::autograd::compute_requires_grad(x, weight, bias);
 }
 
-// The same for torch's layer norm of rows of this size, without autocast.
+// The same for torch's layer norm of rows of this size, where autocast casts nothing.
 bool fits_rows(const Tensor& x, const OptTensor& weight, const OptTensor& bias, int64_t size) {
   if (x.dim() < 2 || x.numel() == 0 || x.size(-1) != size) return false;
-  if (at::autocast::is_autocast_enabled(x.device().type())) return false;
+  // It makes all float32 where it has a rule for layer norms, as on CUDA and not on the CPU.
+  const bool is_wide = x.scalar_type() == at::kFloat;
+  if (!is_wide && !x.is_cpu() && at::autocast::is_autocast_enabled(x.device().type())) return false;
   for (const OptTensor* t : {&weight, &bias}) {
     if (!t->has_value()) continue;
     const auto dtype = (*t)->scalar_type();
@@ -412,14 +415,16 @@ bool attach_norm(const Tensor& y, const Tensor& x, const OptTensor& weight, cons
 }
 
 bool keep(const Tensor& t, const OptTensor& residual, int64_t operand, int64_t version, const OptTensor& rows,
-          const OptTensor& channels) {
+          const OptTensor& channels, const OptTensor& narrow) {
   auto* const node = NormFunction::of(t, operand);
   if (node == nullptr || t._version() != version || !node->is_unchanged() ||
       !may_attach(node->x, t, optional(node->weight), optional(node->bias), residual) || node->has_lost(rows)) {
     return false;
   }
   const bool is_of_rows = node->settings.rows != 0;
-  node->keep(t, residual, node->statistics(), is_of_rows ? channels : rows, node->xhat_of(channels));
+  const Tensor& kept = narrow.has_value() ? *narrow : t;
+  node->keep(kept, residual, node->statistics(), is_of_rows ? channels : rows,
+             node->xhat_of(channels, kept.scalar_type()));
   return true;
 }
 
@@ -439,7 +444,8 @@ Tensor activate(const Tensor& t, const Tensor& mean, const Tensor& var, const Op
   }
   // What follows may free the node.
   const Tensor x = node->x, var_of_norm = node->var;
-  const OptTensor weight = optional(node->weight), bias = optional(node->bias), verbatim = node->xhat_of(channels);
+  const OptTensor weight = optional(node->weight), bias = optional(node->bias),
+                  verbatim = node->xhat_of(channels, t.scalar_type());
   const NodeSettings settings = node->settings;
   const std::string name = node->layer;
   Tensor z = t;

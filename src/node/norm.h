@@ -28,10 +28,10 @@ bool attach_norm(const Tensor& y, const Tensor& x, const OptTensor& weight, cons
 
 // Makes the norm's node keep t instead of x, because something keeps t anyway. t is the output of a norm, or a sum
 // whose operand of this number is one and the other one is `residual`, and is unchanged if its version is this one.
-// xhat of `channels` is saved, and `rows` are the places of all channels among them. Returns false, and does nothing,
-// if the call needs Python.
+// xhat of `channels` is saved, and `rows` are the places of all channels among them. `narrow` is a copy of t in 16 bits
+// that is kept instead. Returns false, and does nothing, if the call needs Python.
 bool keep(const Tensor& t, const OptTensor& residual, int64_t operand, int64_t version, const OptTensor& rows,
-          const OptTensor& channels);
+          const OptTensor& channels, const OptTensor& narrow);
 
 // The same for a call that Python has decided about. `saved` is t, or an alias of it. `var`, `rows` and `verbatim` are
 // those of `attached`.

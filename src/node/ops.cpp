@@ -84,8 +84,10 @@ TORCH_LIBRARY(inplace_abn_node, m) {
          const OptTensor& var, double eps, bool training, int64_t shared, int64_t rows, std::string_view name) {
         return attach_norm(y, x, weight, bias, mean, var, eps, training, shared, rows, std::string(name));
       });
-  m.def("keep(Tensor(a!) t, Tensor? residual, int operand, int version, Tensor? rows, Tensor? channels) -> bool",
-        &keep);
+  m.def(
+      "keep(Tensor(a!) t, Tensor? residual, int operand, int version, Tensor? rows, Tensor? channels, Tensor? narrow) "
+      "-> bool",
+      &keep);
   m.def(
       "keep_as(Tensor(a!) t, Tensor saved, Tensor? residual, int operand, Tensor var, Tensor? rows, Tensor? verbatim) "
       "-> ()",

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from cases import relative_error
 from torch import nn
 
 from inplace_abn import convert, guard
@@ -12,6 +13,7 @@ from inplace_abn.conversion.activations import ActivationAlone
 from inplace_abn.conversion.layer_norms import ConvertedLayerNorm
 from inplace_abn.conversion.norms import InPlaceNorm
 from inplace_abn.conversion.observed import NOBODY
+from inplace_abn.conversion.recipes_of_rows import OfRows
 from inplace_abn.guard.figures import THRESHOLDS
 
 pytestmark = pytest.mark.skipif(nodes.cpp is None, reason="there is no node in C++")
@@ -28,8 +30,8 @@ LAYERS = {
     "activation": (nn.Identity, nn.GELU),
     "activation, channels last": (nn.Identity, nn.SiLU),
 }
-STEPS = 12
-"""So many that some are not watched."""
+STEPS = 14
+"""Layers are measured in the first, second, fourth, eighth and twelfth of these, and judged in the one after."""
 
 
 class Net(nn.Module):
@@ -150,3 +152,37 @@ def test_gradients_of_gradients_are_right_in_steps_that_nobody_watches(layer):
         (gradient,) = torch.autograd.grad(model(leaf).square().sum(), leaf, create_graph=True)
         found.append(torch.autograd.grad(gradient.square().sum(), [leaf, *model.first.parameters()]))
     assert max(errors(*reversed(found))) < 1e-9
+
+
+class Rows(nn.Module):
+    """A norm of rows in float32, and a linear layer, which gets a copy in 16 bits from autocast."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.norm, self.linear = norm(), nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.linear(self.norm(x * 1.0))
+
+
+@pytest.mark.parametrize("layer", ["layer norm", "layer norm without bias", "RMS norm"])
+def test_under_autocast_a_norm_of_rows_keeps_the_copy_in_16_bits_in_steps_that_nobody_watches(layer, monkeypatch):
+    torch.manual_seed(0)
+    native = Rows(LAYERS[layer][0])
+    with torch.no_grad():
+        native.norm.weight[2] = 0
+    converted = convert(copy.deepcopy(native))
+    with torch.autocast("cpu", torch.bfloat16):
+        steps(converted, layer, torch.float32)
+        monkeypatch.setattr(OfRows, "_decided", refuse)
+        if layer != "RMS norm":
+            monkeypatch.setattr(ConvertedLayerNorm, "_offered", refuse)
+        x = batch(layer, torch.float32)
+        found = [gradients(model, x) for model in (converted, native)]
+        # Gradients of other readers pass the same place in the graph.
+        y = converted.norm(x.requires_grad_() * 1.0)
+        z = converted.linear(y)
+        (of_output,) = torch.autograd.grad(z.sum() + y.sum(), [y])
+    assert y.dtype == torch.float32
+    assert max(errors(*found)) < 2.0**-6
+    assert relative_error(of_output, 1 + converted.linear.weight.sum(0).expand_as(y)) < 2.0**-6
