@@ -19,6 +19,7 @@ VIEWING: frozenset[Any] = PERMUTING | frozenset(
     [
         *(Tensor.view, Tensor.reshape, Tensor.flatten, Tensor.transpose, Tensor.unsqueeze, Tensor.squeeze),
         *(torch.reshape, torch.flatten, torch.transpose, torch.unsqueeze, torch.squeeze, Tensor.contiguous),
+        *(Tensor.__getitem__, Tensor.select, torch.select),
     ]
 )
 """Functions that mostly return a view, or what they are given."""

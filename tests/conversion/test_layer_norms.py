@@ -112,6 +112,20 @@ def test_it_holds_less_than_torchs_by_one_tensor(name):
     assert native - measure(converted, x).held > 0.95 * x.nbytes
 
 
+@pytest.mark.parametrize("chosen", [lambda y: y[:, 0], lambda y: y.select(1, 0)])
+def test_a_linear_layer_that_gets_one_token_keeps_the_whole_output(chosen):
+    """So do the heads of vision transformers. torch keeps the norm's input beside it."""
+    torch.manual_seed(0)
+    model = Block(nn.LayerNorm(SIZE), lambda m, x: m.last(chosen(m.norm(x))))
+    x = inputs(model.norm).repeat_interleave(64, 0)
+    check_training(model, inputs(model.norm))
+    native = measure(model, x).held
+    converted = convert(model)
+    for _ in range(3):
+        stepped(converted, x)
+    assert native - measure(converted, x).held > 0.95 * x.nbytes
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", NORMS)
 def test_its_output_is_torchs_bit_for_bit_and_its_gradients_are_as_exact(name, dtype):
