@@ -13,6 +13,7 @@ from benchmark.timing import no_garbage_collection, quartiles
 
 SHAPE = (2, 8, 4, 4)
 SETUP = """
+import copy
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -42,8 +43,18 @@ kept = InPlaceABN({channels}, overwrite_input=False).to(on)
 native = nn.Sequential(*layer()).to(on)
 native_sum = Sum().to(on)
 native_four = nn.Sequential(*layer(), *layer(), *layer(), *layer()).to(on)
-converted, converted_sum, converted_four = (convert(copy) for copy in torch.nn.ModuleList(
+converted, converted_sum, converted_four = (convert(net) for net in torch.nn.ModuleList(
     [nn.Sequential(*layer()), Sum(), nn.Sequential(*layer(), *layer(), *layer(), *layer())]).to(on))
+
+def read(*layers):
+    return nn.Sequential(*layers, nn.Linear({width}, {width}, bias=False)).to(on)
+
+native_group = nn.Sequential(nn.GroupNorm(2, {channels}), nn.SiLU()).to(on)
+native_rows, native_gelu = read(nn.LayerNorm({width})), read(nn.GELU())
+converted_group, converted_rows, converted_gelu = (
+    convert(copy.deepcopy(net)) for net in (native_group, native_rows, native_gelu)
+)
+each = (in_place, kept, converted, converted_sum, converted_four, converted_group, converted_rows, converted_gelu)
 
 def run(module, *args):
     module(leaf.clone(), *args).backward(dz)
@@ -58,17 +69,17 @@ def without_node(module):
 # The guard measures often in the first hundred steps. What follows a norm is expected from the step after the one in
 # which it was seen.
 for _ in range(40):
-    for module in (in_place, kept, converted, converted_sum, converted_four):
+    for module in each:
         run(module)
 """
 UNMEASURED = """
 from inplace_abn import set_guard
 
-for module in (in_place, kept, converted, converted_sum, converted_four):
+for module in each:
     set_guard(module, interval=1 << 20)
 # The distances between measurements double: the next one comes after 512 calls.
 for _ in range(300):
-    for module in (in_place, kept, converted, converted_sum, converted_four):
+    for module in each:
         run(module)
 """
 STATEMENTS = {
@@ -83,10 +94,17 @@ STATEMENTS = {
     "eager, sum": "run(native_sum)",
     "converted, four layers": "run(converted_four)",
     "eager, four layers": "run(native_four)",
+    "converted, group norm": "run(converted_group)",
+    "eager, group norm": "run(native_group)",
+    "converted, layer norm": "run(converted_rows)",
+    "eager, layer norm": "run(native_rows)",
+    "converted, GELU": "run(converted_gelu)",
+    "eager, GELU": "run(native_gelu)",
     "neither": "run(neither)",
 }
 """The statements to time. Each copies the leaf, because a leaf may not be overwritten. "neither" has the copy alone.
-"Python" uses the node in Python, as where there is no C++ node for the torch."""
+"Python" uses the node in Python, as where there is no C++ node for the torch. A linear layer follows a layer norm and GELU,
+because something has to keep their results."""
 
 UNCOUNTED = {"beside its input", "beside its input, residual"}
 """Their instructions are not counted, because each takes a minute or two."""
@@ -97,7 +115,7 @@ def call_overhead(device: str, threads: int, rounds: int, callgrind: bool) -> di
 
     The statements take turns. One call in a hundred is measured by the guard.
     """
-    setup = SETUP.format(shape=SHAPE, channels=SHAPE[1], device=device)
+    setup = SETUP.format(shape=SHAPE, channels=SHAPE[1], width=SHAPE[-1], device=device)
     timers = {name: Timer(stmt, setup, num_threads=threads) for name, stmt in STATEMENTS.items()}
     with no_garbage_collection():
         # The first round warms up.
