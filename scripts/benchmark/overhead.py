@@ -103,8 +103,8 @@ STATEMENTS = {
     "neither": "run(neither)",
 }
 """The statements to time. Each copies the leaf, because a leaf may not be overwritten. "neither" has the copy alone.
-"Python" uses the node in Python, as where there is no C++ node for the torch. A linear layer follows a layer norm and GELU,
-because something has to keep their results."""
+"Python" uses the node in Python, as where there is no C++ node for the torch. A linear layer follows a layer norm and
+GELU, because something has to keep their results."""
 
 UNCOUNTED = {"beside its input", "beside its input, residual"}
 """Their instructions are not counted, because each takes a minute or two."""
