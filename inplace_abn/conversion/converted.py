@@ -93,8 +93,9 @@ class Converted(guard.Guarded):
         if type(x) is not Tensor or torch.compiler.is_dynamo_compiling() or self.is_parametrized():
             return None
         state = self._guard
-        is_given_up = state is not None and state.given_up is not None
-        return None if is_given_up or DISABLED or not ops.run_on(x.device) else nodes.cpp
+        if DISABLED or (state is not None and state.given_up is not None):
+            return None
+        return nodes.cpp if x.is_cpu or (ops.with_cuda and x.is_cuda) else None
 
     def _remember_watch(self) -> None:
         """Remembers whether this call is watched. A recomputation does what its forward pass did."""

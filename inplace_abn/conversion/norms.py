@@ -55,11 +55,14 @@ class InPlaceNorm(Converted):
         if node is None:
             return None
         held: Any = module
-        like = held._record.cpp_call
-        if like[:3] != (x.dtype, x.dim(), x.shape[1]) or not held.training:
+        dtype, dim, eps, momentum = held._record.cpp_call
+        if x.dtype is not dtype or x.dim() != dim or not held.training:
             return None
-        eps, momentum = like[3:]
-        if held.eps is not eps or held.momentum is not momentum:
+        if (
+            held.eps is not eps
+            or held.momentum is not momentum
+            or (self.per_instance and x.shape[1] != held.num_features)
+        ):
             return None
         mean, var = running_statistics(held)
         statistics: tuple[Tensor | None, ...] = (None, None, None)
@@ -127,7 +130,7 @@ class InPlaceNorm(Converted):
             operands.take_means(of_call)
         recipe = OfNorm(self, x, of_graph, y, node, statistics, settings)
         if self._is_simple(settings):
-            record.cpp_call = x.dtype, x.dim(), x.shape[1], module.eps, module.momentum
+            record.cpp_call = x.dtype, x.dim(), module.eps, module.momentum
         if of_cast.dtype != x.dtype:
             recipe.narrow = self._laid_out(of_cast).detach()
         # torch's instance norm returns a view, whose hooks a write leaves behind.
