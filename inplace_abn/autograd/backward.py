@@ -136,9 +136,8 @@ def _of_samples(
 
 
 def _folded(t: Tensor, settings: Settings) -> Tensor:
-    """The channels of all samples as channels of one sample, if samples have their own statistics.
-
-    The whole tensor as one channel, if it is one."""
+    """The channels of all samples as channels of one sample, if samples have their own statistics. A tensor that is one
+    channel is folded to that."""
     if settings.shared == WHOLE:
         return t.reshape(1, 1, -1)
     return t.reshape(1, t.shape[0] * t.shape[1], *t.shape[2:]) if settings.per_instance else t

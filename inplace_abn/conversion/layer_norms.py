@@ -88,7 +88,7 @@ class ConvertedLayerNorm(Converted):
             return None
         y = node.norm_rows(x, *parameters(self), size, kind.eps, given["_guard_name"])
         if y is not None:
-            offer(y, OfRows.in_cpp(self, kind))
+            offer(y, OfRows.in_cpp(self, kind=kind))
         return y
 
     def _offered(self, x: Tensor) -> Tensor | None:
@@ -123,7 +123,7 @@ class ConvertedLayerNorm(Converted):
         if nodes.cpp is None or y is not base or hooks is not None or watched:
             offer(y, OfRows(self, moved, operands, y, node, kind, rstd, None if y is base else base))
             return y
-        offer(y, OfRows.in_cpp(self, kind))
+        offer(y, OfRows.in_cpp(self, kind=kind))
         if kind.is_torch:
             given = vars(self)
             attributes = tuple((name, given.get(name)) for name in attributes_of(self))

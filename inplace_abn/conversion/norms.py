@@ -73,10 +73,9 @@ class InPlaceNorm(Converted):
         call = *parameters(held), *statistics, momentum or 0.0, eps, held.shared if self.per_instance else 0
         y = node.norm(x, *call, self.__dict__["_guard_name"])
         if y is not None:
-            recipe, base = OfNorm.in_cpp(self), y
-            if self.returns_view:
-                recipe.base, y = base, base.view_as(base)
-            offer(y, recipe)
+            base = y if self.returns_view else None
+            y = y if base is None else base.view_as(base)
+            offer(y, OfNorm.in_cpp(self, base=base))
         return y
 
     def _watched(self, y: Tensor) -> Tensor:

@@ -70,10 +70,10 @@ class OfCall(Recipe):
         self._version = y._version
 
     @classmethod
-    def in_cpp(cls, layer: Any) -> Any:
-        """The recipe of an output that the node in C++ has made."""
+    def in_cpp(cls, layer: Any, **given: Any) -> Any:
+        """The recipe of an output that the node in C++ has made, and attributes that it does not know."""
         recipe = cls.__new__(cls)
-        recipe.layer, recipe._is_loaded, recipe._version = layer, False, 0
+        recipe.__dict__.update(given, layer=layer, _is_loaded=False, _version=0)
         return recipe
 
     def _load(self, t: Tensor) -> bool:

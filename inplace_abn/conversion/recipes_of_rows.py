@@ -42,13 +42,6 @@ class OfRows(OfCall):
         super().__init__(layer, x, operands, y, node)
         self.kind, self._rstd, self._base = kind, rstd, base
 
-    @classmethod
-    def in_cpp(cls, layer: Any, kind: Kind | None = None) -> OfRows:
-        recipe: OfRows = super().in_cpp(layer)
-        assert kind is not None
-        recipe.kind = kind
-        return recipe
-
     def _take(self, statistics: Any) -> None:
         self._rstd = statistics[1]
 

@@ -137,7 +137,7 @@ def test_an_input_that_is_written_to_is_an_error_that_names_the_layer_norm():
     x = model.first(batch("layer norm", torch.float32))
     y = torch.sin(model.norm(x).tanh())
     x.mul_(2)
-    with pytest.raises(RuntimeError, match="modified in place"):
+    with pytest.raises(RuntimeError, match="the input of norm has been modified in place"):
         y.sum().backward()
 
 

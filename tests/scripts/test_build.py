@@ -246,6 +246,7 @@ def test_a_wheel_with_nodes_for_releases_of_torch_is_for_every_python(small_tree
 
 
 NODE_OF_WHEEL = """
+import copy
 import torch
 from torch.utils import cpp_extension
 from inplace_abn.autograd import nodes
@@ -278,6 +279,33 @@ for step in range(9):
     net(leaf * 2.0).square().sum().backward()
     inplace_abn.guard.generations.advance()
 assert net[0]._record.cpp_call is not None
+
+class Rows(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.rms, self.group = torch.nn.LayerNorm(5), torch.nn.RMSNorm(5), torch.nn.GroupNorm(3, 3)
+        self.each = torch.nn.ModuleList(torch.nn.Linear(5, 5) for _ in range(4))
+
+    def forward(self, x):
+        first, second, third, last = self.each
+        return last(torch.nn.functional.gelu(third(self.group(second(self.rms(first(self.layer(x))))))))
+
+for autocast in (False, True):
+    torch.manual_seed(0)
+    native = Rows()
+    with torch.no_grad():
+        native.layer.weight[1] = 0
+    nets = native, inplace_abn.convert(copy.deepcopy(native))
+    x = torch.randn(4, 3, 5, requires_grad=True)
+    for step in range(15):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            a, b = (torch.autograd.grad(net(x).float().square().sum(), [x, *net.parameters()]) for net in nets)
+        inplace_abn.guard.generations.advance()
+        for mine, torchs in zip(b, a, strict=True):
+            assert (mine - torchs).norm() <= (0.1 if autocast else 1e-4) * torch.stack([t.norm() for t in a]).norm()
+    assert nets[1].layer._record.cpp_call is not None
+    assert all(layer.in_place for layer in inplace_abn.report(nets[1]).layers if layer.is_norm)
+
 with Seeing():
     net(leaf * 2.0).square().sum().backward()
 assert seen and set(seen) <= {"aten", "inplace_abn"}, set(seen)
