@@ -350,7 +350,8 @@ bool fits_rows(const Tensor& x, const OptTensor& weight, const OptTensor& bias, 
   for (const OptTensor* t : {&weight, &bias}) {
     if (!t->has_value()) continue;
     const auto dtype = (*t)->scalar_type();
-    if ((*t)->sizes() != at::IntArrayRef(size)) return false;
+    // What is computed for each call may be anything in the next one, and is not measured then.
+    if ((*t)->sizes() != at::IntArrayRef(size) || !(*t)->is_leaf()) return false;
     if (dtype != x.scalar_type() && (dtype != at::kFloat || x.scalar_type() == at::kDouble)) return false;
   }
   return torch::autograd::compute_requires_grad(x, weight, bias);

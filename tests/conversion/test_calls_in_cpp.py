@@ -141,6 +141,18 @@ def test_an_input_that_is_written_to_is_an_error_that_names_the_layer_norm():
         y.sum().backward()
 
 
+def test_a_weight_that_is_computed_later_makes_a_layer_norm_torchs():
+    model = convert(Net("layer norm"))
+    steps(model, "layer norm", torch.float32)
+    assert model.norm.outcome().in_place
+    leaf = model.norm.weight.detach().requires_grad_()
+    del model.norm.weight
+    model.norm.weight = leaf * 2
+    model(batch("layer norm", torch.float32)).sum().backward()
+    assert not model.norm.outcome().in_place
+    assert leaf.grad is not None
+
+
 @pytest.mark.parametrize("layer", ["layer norm", "RMS norm", "group norm", "activation"])
 def test_gradients_of_gradients_are_right_in_steps_that_nobody_watches(layer):
     native = Net(layer).double()
