@@ -133,7 +133,7 @@ def calls(run: Ops, x: Tensor, dz: Tensor, residual: Tensor) -> list[Call]:
         ),
         Call(
             "backward of rows",
-            lambda: run["rows_backward"](*rows, rstd, weight, bias, True, False, dx=rows[1]),
+            lambda: run["rows_backward"](*rows, rstd, weight, bias, 1e-5, True, False, dx=rows[1]),
             (Pass("row_gradient_kernel", 3),),
         ),
         Call(

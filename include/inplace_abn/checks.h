@@ -167,6 +167,16 @@ inline void check_affine(const char* op, const Tensor& x, const OptTensor& weigh
   check_activation(op, activation, activation_param);
 }
 
+// A parameter's gradient is written where there is such a parameter.
+inline void check_parameter_gradients(const char* op, const OptTensor& dweight, const OptTensor& dbias,
+                                      const OptTensor& weight, const OptTensor& bias, const Tensor& x,
+                                      int64_t shared = 0) {
+  INPLACE_ABN_CHECK(!dweight.has_value() || weight.has_value(), op, ": dweight was asked for without a weight");
+  INPLACE_ABN_CHECK(!dbias.has_value() || bias.has_value(), op, ": dbias was asked for without a bias");
+  check_channels(op, "dweight", dweight, x, shared);
+  check_channels(op, "dbias", dbias, x, shared);
+}
+
 // The parameters are read while x, and in training the running statistics, are written.
 inline void check_parameters_apart(const char* op, const Tensor& x, const OptTensor& weight, const OptTensor& bias,
                                    const OptTensor& running_mean, const OptTensor& running_var) {

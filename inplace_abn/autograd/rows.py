@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from inplace_abn.activations import find
 from inplace_abn.autograd.backward import Edges, Gradients, Needed, Saved, placed
 from inplace_abn.kernels import ops
 from inplace_abn.reference import LAYER, LEAST_WEIGHT, normalised_rows, recovered_rows, wide
-from inplace_abn.settings import AT_LEAST_EPS, Settings
+from inplace_abn.settings import Settings
 
 
 def _recovered(saved: Saved, dtype: torch.dtype) -> Tensor:
@@ -27,17 +26,11 @@ def gradients(need: Needed, saved: Saved, dy: Tensor, own_z: bool, own_dz: bool,
     y, dy = y.flatten(0, -2).contiguous(), dy.flatten(0, -2).contiguous()
     dweight = torch.empty_like(saved.weight) if need.weight and saved.weight is not None else None
     dbias = torch.empty_like(bias) if need.bias and bias is not None else None
-    sums = [t for t in (dweight, dbias) if t is not None]
-    if sums:
-        one = rows.new_ones(y.shape[1])
-        affine = (one, None) if is_xhat or weight is None else (weight, bias)
-        given = y, dy, one, *affine, None, LEAST_WEIGHT, AT_LEAST_EPS, find("identity").code, 0.0, False
-        ops.run(ops.local_backward, sums, *given, dweight=dweight, dbias=dbias)
-    dx = None
-    if need.x:
-        dx = dy if own_dz else torch.empty_like(dy)
-        ops.run(ops.rows_backward, [dx], y, dy, rows, weight, bias, settings.rows == LAYER, is_xhat, dx=dx)
-        dx = dx.view(shape)
+    dx = (dy if own_dz else torch.empty_like(dy)) if need.x else None
+    written = [t for t in (dx, dweight, dbias) if t is not None]
+    given = y, dy, rows, weight, bias, LEAST_WEIGHT, settings.rows == LAYER, is_xhat
+    ops.run(ops.rows_backward, written, *given, dx=dx, dweight=dweight, dbias=dbias)
+    dx = None if dx is None else dx.view(shape)
     return dx, dweight, dbias, None
 
 

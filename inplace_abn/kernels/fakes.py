@@ -84,6 +84,7 @@ RESULTS: dict[str, Callable[[Tensor, int], Tensor]] = {
 _PAIRS = (("running_mean", "running_var"), ("mean_dy", "mean_xhat_dy"), ("rows", "verbatim"))
 _NEEDS = (
     ("dweight", "weight", "dweight was asked for without a weight"),
+    ("dbias", "bias", "dbias was asked for without a bias"),
     ("xhat", "dx", "memory for xhat was given, but no dx was asked for"),
 )
 

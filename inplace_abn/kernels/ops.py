@@ -14,9 +14,9 @@
 ``local_backward``  ``backward_reduce`` and ``backward`` in one; writes each of dx, dweight, dbias and the residual's
                     gradient (which is dy) for which the caller gives a buffer; with the optional buffer ``xhat``,
                     which may be y_act itself, a costly activation is inverted once instead of twice
-``rows_backward``   writes dx of a norm that normalises each row of a contiguous matrix, from the norm's output y, or
-                    from xhat: dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) with g = dy * weight, without mean(g)
-                    unless ``centred``; ``dx`` may be y or dy
+``rows_backward``   writes the gradients of a norm that normalises each row of a contiguous matrix, from its output y
+                    or from xhat: dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) with g = dy * weight, without
+                    mean(g) unless ``centred``; ``dx`` may be y or dy. For dweight, weights are at least eps
 ``inverse``         y with act(y) = z, in the dtype of statistics
 ``has_lost``        whether a weight on the CPU is within eps of zero whose channel has no row
 ==================  ==========================================================================================

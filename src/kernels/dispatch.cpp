@@ -422,9 +422,7 @@ void local_backward(const Tensor& y_act, const Tensor& dy_act, const Tensor& var
     check_output(op, is_same(*xhat, y_act) ? "y_act" : "xhat", *xhat, y_act, {&y_act, &dy_act});
     check_overlap(op, "xhat", *xhat, dresidual.has_value() ? *dresidual : *dx, false);
   }
-  INPLACE_ABN_CHECK(!dweight.has_value() || weight.has_value(), op, ": dweight was asked for without a weight");
-  check_channels(op, "dweight", dweight, y_act, shared);
-  check_channels(op, "dbias", dbias, y_act, shared);
+  check_parameter_gradients(op, dweight, dbias, weight, bias, y_act, shared);
 
   const Scope state(y_act);
   // The groups matter for dx only. xhat is stored, over z or what dx is written to, if these are free, and dy, where
@@ -483,12 +481,13 @@ void local_backward(const Tensor& y_act, const Tensor& dy_act, const Tensor& var
 }
 
 void rows_backward(const Tensor& y, const Tensor& dy, const Tensor& rstd, const OptTensor& weight,
-                   const OptTensor& bias, bool centred, bool is_xhat, const Tensor& dx) {
+                   const OptTensor& bias, double eps, bool centred, bool is_xhat, const OptTensor& dx,
+                   const OptTensor& dweight, const OptTensor& dbias) {
   constexpr auto op = "inplace_abn::rows_backward";
   check_activations(op, "y", y);
   check_like(op, "dy", dy, y);
-  check_output(op, is_same(dx, dy) ? "dy" : "dx", dx, y, {&y, &dy});
-  for (const auto& [name, t] : {std::pair{"y", &y}, std::pair{"dy", &dy}, std::pair{"dx", &dx}}) {
+  if (dx.has_value()) check_output(op, is_same(*dx, dy) ? "dy" : "dx", *dx, y, {&y, &dy});
+  for (const auto& [name, t] : {std::pair{"y", &y}, std::pair{"dy", &dy}, std::pair{"dx", dx ? &*dx : &y}}) {
     const bool is_matrix = t->dim() == 2 && t->stride(1) == 1 && t->stride(0) == t->size(1);
     INPLACE_ABN_CHECK(is_matrix || t->numel() == 0, op, ": expected ", name, " to be a contiguous matrix, got strides ",
                       text(t->strides()));
@@ -500,12 +499,31 @@ void rows_backward(const Tensor& y, const Tensor& dy, const Tensor& rstd, const 
                     stats_type(y.scalar_type()), ", got ", rstd.scalar_type());
   check_channels(op, "weight", weight, y);
   check_channels(op, "bias", bias, y);
-  if (y.numel() == 0) return;
+  check_eps(op, eps);
+  check_parameter_gradients(op, dweight, dbias, weight, bias, y);
 
   const Scope state(y);
   Operands operands(y);
   const Tensor dense_rstd = torch::stable::contiguous(rstd);
   dispatch_types(y.scalar_type(), [&]<typename scalar_t>() {
+    // The sums come first, because dx may be written over y or dy. They are those of a batch norm without statistics,
+    // whose variance matters for dx only: any vector will do.
+    if (dweight.has_value() || dbias.has_value()) {
+      const auto none = ChannelVector<scalar_t>{nullptr, false};
+      const auto gamma = operands.channels<scalar_t>(weight), beta = operands.channels<scalar_t>(bias);
+      const LocalBackwardArgs<scalar_t> sums{operands.extent(),
+                                             operands.input<scalar_t>(y),
+                                             operands.input<scalar_t>(dy),
+                                             View<scalar_t>{},
+                                             gamma ? gamma : beta,
+                                             {is_xhat ? none : gamma, is_xhat ? none : beta, eps, Scale::at_least_eps},
+                                             {Activation::identity, 0},
+                                             false,
+                                             operands.written_channels<scalar_t>(dweight),
+                                             operands.written_channels<scalar_t>(dbias)};
+      CALL_BACKEND(y, local_backward, sums);
+    }
+    if (!dx.has_value() || y.numel() == 0) return;
     const RowsBackwardArgs<scalar_t> args{y.size(0),
                                           y.size(1),
                                           static_cast<const scalar_t*>(y.const_data_ptr()),
@@ -515,9 +533,10 @@ void rows_backward(const Tensor& y, const Tensor& dy, const Tensor& rstd, const 
                                           operands.channels<scalar_t>(bias),
                                           centred,
                                           is_xhat,
-                                          static_cast<scalar_t*>(dx.mutable_data_ptr())};
+                                          static_cast<scalar_t*>(dx->mutable_data_ptr())};
     CALL_BACKEND(y, rows_backward, args);
   });
+  operands.finish();
 }
 
 // Whether a weight is within eps of zero whose channel has no row, so that xhat is neither saved nor recoverable.

@@ -51,8 +51,8 @@ STABLE_TORCH_LIBRARY(inplace_abn, m) {
       "Tensor? rows=None, Tensor? verbatim=None, *, Tensor(a!)? dx=None, Tensor(b!)? dweight=None, "
       "Tensor(c!)? dbias=None, Tensor(d!)? dresidual=None, Tensor(e!)? xhat=None) -> ()");
   m.def(
-      "rows_backward(Tensor y, Tensor dy, Tensor rstd, Tensor? weight, Tensor? bias, bool centred, bool is_xhat, "
-      "*, Tensor(a!) dx) -> ()");
+      "rows_backward(Tensor y, Tensor dy, Tensor rstd, Tensor? weight, Tensor? bias, float eps, bool centred, "
+      "bool is_xhat, *, Tensor(a!)? dx=None, Tensor(b!)? dweight=None, Tensor(c!)? dbias=None) -> ()");
   m.def("has_lost(Tensor weight, float eps, Tensor? rows=None) -> bool");
   m.def("inverse(Tensor z, int activation, float activation_param) -> Tensor y");
 }

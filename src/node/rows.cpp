@@ -1,7 +1,5 @@
 // The gradients of norms of rows, from their output. They are those of inplace_abn/autograd/rows.py.
 
-#include <ATen/ops/ones.h>
-
 #include <tuple>
 #include <vector>
 
@@ -12,7 +10,8 @@ namespace inplace_abn {
 namespace {
 
 using RowsBackward = void(const Tensor& y, const Tensor& dy, const Tensor& rstd, const OptTensor& weight,
-                          const OptTensor& bias, bool centred, bool is_xhat, const Tensor& dx);
+                          const OptTensor& bias, double eps, bool centred, bool is_xhat, const OptTensor& dx,
+                          const OptTensor& dweight, const OptTensor& dbias);
 
 // xhat from y, but for some columns, of which it was saved. By an op that autograd/rows.py defines.
 Tensor recovered(const NodeSaved& saved, at::ScalarType dtype) {
@@ -38,25 +37,13 @@ variable_list gradients_of_rows(const NodeSaved& saved, const Tensor& dy, const 
     return need && t.has_value() ? OptTensor(uninitialised_like(*t)) : std::nullopt;
   };
   const OptTensor dweight = sum_like(needed.at(1), saved.values.weight), dbias = sum_like(needed.at(2), bias);
-  if (dweight.has_value() || dbias.has_value()) {
-    // As the sums of a batch norm without statistics.
-    const Tensor one = at::ones({y.size(1)}, y.options().dtype(wide));
-    const bool is_scaled = !is_xhat && weight.has_value();
-    constexpr int64_t at_least_eps = 1, identity = 0;
-    call<LocalBackward>("inplace_abn::local_backward", "", y, g, one, is_scaled ? weight : OptTensor(one),
-                        is_scaled ? bias : std::nullopt, std::nullopt, least_weight_of_rows, at_least_eps, identity,
-                        0.0, false, 0, std::nullopt, std::nullopt, std::nullopt, dweight, dbias, std::nullopt,
-                        std::nullopt);
-  }
-  Tensor dx;
-  if (needed.at(0)) {
-    dx = own_dy ? g : uninitialised_like(g);
-    call<RowsBackward>("inplace_abn::rows_backward", "", y, g, saved.values.var.reshape(-1).to(wide), weight, bias,
-                       settings.rows == layer_norm, is_xhat, dx);
-    bump_version(dx);
-    dx = dx.view(dy.sizes());
-  }
-  return {dx, dweight.value_or(Tensor()), dbias.value_or(Tensor()), Tensor()};
+  OptTensor dx;
+  if (needed.at(0)) dx = own_dy ? g : uninitialised_like(g);
+  call<RowsBackward>("inplace_abn::rows_backward", "", y, g, saved.values.var.reshape(-1).to(wide), weight, bias,
+                     least_weight_of_rows, settings.rows == layer_norm, is_xhat, dx, dweight, dbias);
+  bump_version(dx);
+  return {dx.has_value() ? dx->view(dy.sizes()) : Tensor(), dweight.value_or(Tensor()), dbias.value_or(Tensor()),
+          Tensor()};
 }
 
 }  // namespace inplace_abn

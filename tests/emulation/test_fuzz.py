@@ -236,8 +236,9 @@ def run_of_rows(case, run_ops, tensors, reuse):
     rstd = (torch.arange(rows) % 5 + 0.5).to(wide)
     dx = case.choose.choice([y, dy]) if reuse else torch.full_like(y, torch.nan)
     options = case.training, case.choose.random() < 0.3
-    run_ops["rows_backward"](y, dy, rstd, weight, bias, *options, dx=dx)
-    return {"z": dx.flatten()}
+    outputs = {} if weight is None else {"dweight": weight.clone(), "dbias": weight.clone()}
+    run_ops["rows_backward"](y, dy, rstd, weight, bias, 0.1, *options, dx=dx, **outputs)
+    return {"z": dx.flatten(), **outputs}
 
 
 def inputs(case):

@@ -1,4 +1,4 @@
-"""The op for dx of norms of rows, against torch's layer norm and RMS norm in float64."""
+"""The op for the gradients of norms of rows, against torch's layer norm and RMS norm in float64."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ SHAPES = [(7, 3), (5, 96), (4, 300), (33, 130), (1, 1025), (2, 1), (9, 640), (3,
 
 
 def call(shape, dtype, device, affine, centred):
-    """What the op is given, dx of torch in float64, and xhat."""
+    """What the op is given, dx of torch in float64, and xhat in float64."""
     torch.manual_seed(0)
     x = (torch.randn(shape, device=device, dtype=torch.float64) * 1.7 + 0.4).requires_grad_()
     weight, bias = (torch.rand(shape[1], device=device).double() + k for k in (0.5, -0.5)) if affine else (None, None)
@@ -27,7 +27,7 @@ def call(shape, dtype, device, affine, centred):
     (dx,) = torch.autograd.grad(y, x, dy)
     wide = stats_dtype(dtype)
     given = [y.detach().to(dtype), dy.to(dtype), rstd.detach().flatten().to(wide)]
-    return [*given, *(None if t is None else t.to(wide) for t in (weight, bias))], dx, xhat.to(dtype)
+    return [*given, *(None if t is None else t.to(wide) for t in (weight, bias))], dx, xhat
 
 
 @pytest.mark.parametrize("centred", [True, False])
@@ -37,15 +37,46 @@ def call(shape, dtype, device, affine, centred):
 def test_dx_is_torchs_from_the_output_and_from_xhat(shape, dtype, affine, centred, device):
     (y, dy, rstd, weight, bias), expected, xhat = call(shape, dtype, device, affine, centred)
     scale = 1 + float(expected.norm())
-    for t, is_xhat in ((y, False), (xhat, True)):
+    for t, is_xhat in ((y, False), (xhat.to(dtype), True)):
         dx = torch.empty_like(dy)
-        ops.rows_backward(t, dy, rstd, weight, bias, centred, is_xhat, dx=dx)
+        ops.rows_backward(t, dy, rstd, weight, bias, EPS, centred, is_xhat, dx=dx)
         assert (dx.double() - expected).norm() <= 10 * TOLERANCE[dtype] * scale
         for written in (t.clone(), dy.clone()):
             # dx may take the memory of an input.
             given = [written, dy] if written is not dy and torch.equal(written, t) else [t, written]
-            ops.rows_backward(*given, rstd, weight, bias, centred, is_xhat, dx=written)
+            ops.rows_backward(*given, rstd, weight, bias, EPS, centred, is_xhat, dx=written)
             assert torch.equal(written, dx)
+
+
+@pytest.mark.parametrize("overwritten", [None, "y", "dy"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, (0, 4)], ids=str)
+def test_the_parameters_gradients_are_the_sums_and_come_before_dx(shape, dtype, overwritten, device):
+    (y, dy, rstd, weight, bias), _, xhat = call(shape, dtype, device, True, True)
+    expected = {"dweight": (dy.double() * xhat).sum(0), "dbias": dy.double().sum(0)}
+    for t, is_xhat in ((y, False), (xhat.to(dtype), True)):
+        given = {"y": t.clone(), "dy": dy.clone()}
+        outputs = {name: torch.full_like(weight, torch.nan) for name in expected}
+        dx = torch.empty_like(dy) if overwritten is None else given[overwritten]
+        ops.rows_backward(*given.values(), rstd, weight, bias, EPS, True, is_xhat, dx=dx, **outputs)
+        alone = torch.empty_like(dy)
+        ops.rows_backward(t, dy, rstd, weight, bias, EPS, True, is_xhat, dx=alone)
+        assert torch.equal(dx, alone)
+        for name, found in outputs.items():
+            scale = 1 + float((dy.double() * (y.double().abs() + 1)).square().sum(0).sum().sqrt())
+            assert (found.double() - expected[name]).norm() <= 10 * TOLERANCE[dtype] * scale
+            by_itself = torch.full_like(weight, torch.nan)
+            ops.rows_backward(t, dy, rstd, weight, bias, EPS, True, is_xhat, **{name: by_itself})
+            assert torch.equal(by_itself, found)
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_no_gradient_is_written_of_a_parameter_that_is_not_there(name, device):
+    y, one, missing = torch.randn(4, 6, device=device), torch.ones(6, device=device), torch.zeros(6, device=device)
+    affine = {"weight": one, "bias": one} | {name: None}
+    with pytest.raises(ValueError, match=f"d{name} was asked for without a {name}"):
+        ops.rows_backward(y, y, one[:4], *affine.values(), EPS, True, False, **{f"d{name}": missing})
+    assert not missing.any()
 
 
 def test_where_the_weight_is_zero_xhat_does_not_matter(device):
@@ -55,7 +86,7 @@ def test_where_the_weight_is_zero_xhat_does_not_matter(device):
     for value in (1.0, -1e30):
         y[:, 3] = value
         dx = torch.empty_like(dy)
-        ops.rows_backward(y, dy, rstd, weight, bias, True, False, dx=dx)
+        ops.rows_backward(y, dy, rstd, weight, bias, EPS, True, False, dx=dx)
         found.append(dx)
     assert torch.equal(*found)
     assert found[0].isfinite().all()
@@ -63,7 +94,7 @@ def test_where_the_weight_is_zero_xhat_does_not_matter(device):
 
 def test_nothing_is_done_for_no_rows(device):
     empty, weight = torch.empty(0, 4, device=device), torch.ones(4, device=device)
-    ops.rows_backward(empty, empty, torch.empty(0, device=device), weight, None, True, False, dx=empty)
+    ops.rows_backward(empty, empty, torch.empty(0, device=device), weight, None, EPS, True, False, dx=empty)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +115,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(changes, error,
     dx = given.pop("dx", torch.zeros(4, 6))
     before = dx.clone()
     with pytest.raises(error, match=message):
-        ops.rows_backward(*given.values(), None, True, False, dx=dx)
+        ops.rows_backward(*given.values(), None, EPS, True, False, dx=dx)
     assert torch.equal(dx, before)
 
 
@@ -95,7 +126,7 @@ def test_results_do_not_depend_on_the_number_of_threads(dtype):
     for count in (1, 2, 5):
         torch.set_num_threads(count)
         dx = torch.empty_like(given[1])
-        ops.rows_backward(*given, True, False, dx=dx)
+        ops.rows_backward(*given, EPS, True, False, dx=dx)
         found.append(dx)
     torch.set_num_threads(threads)
     assert torch.equal(found[0], found[1])

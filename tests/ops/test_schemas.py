@@ -59,10 +59,11 @@ def op_samples(dtype, device):
                 torch.ones_like(var[:3]),
                 weight,
                 bias,
+                EPS,
                 True,
                 False,
             ),
-            {"dx": torch.empty_like(x[..., 0, 0].contiguous())},
+            {"dx": torch.empty_like(x[..., 0, 0].contiguous()), "dweight": weight.clone(), "dbias": bias.clone()},
         ),
         **per_instance_samples(x, dz, weight, tail),
     }
