@@ -236,7 +236,8 @@ def run_of_rows(case, run_ops, tensors, reuse):
     rstd = (torch.arange(rows) % 5 + 0.5).to(wide)
     dx = case.choose.choice([y, dy]) if reuse else torch.full_like(y, torch.nan)
     options = case.training, case.choose.random() < 0.3
-    outputs = {} if weight is None else {"dweight": weight.clone(), "dbias": weight.clone()}
+    parameters_of = {"dweight": weight, "dbias": bias}
+    outputs = {name: torch.full_like(t, torch.nan) for name, t in parameters_of.items() if t is not None}
     run_ops["rows_backward"](y, dy, rstd, weight, bias, 0.1, *options, dx=dx, **outputs)
     return {"z": dx.flatten(), **outputs}
 
