@@ -21,14 +21,10 @@ from inplace_abn.activations import find
 from inplace_abn.conversion import called, classes, hooks
 from inplace_abn.conversion.converted import Converted, why_nowhere
 from inplace_abn.guard import strip
-from inplace_abn.modules.abn import InPlaceABN
+from inplace_abn.modules.abn import InPlaceABN, InPlaceActivatedNorm
 from inplace_abn.modules.group_norm import InPlaceGroupNorm
-from inplace_abn.modules.instance_norm import InPlaceInstanceNorm
 
 _logger = logging.getLogger("inplace_abn")
-
-Built = InPlaceABN | InPlaceInstanceNorm | InPlaceGroupNorm
-"""Classes of modules that were built in place, not converted."""
 
 
 class NormActivation(nn.Sequential):
@@ -136,14 +132,14 @@ def revert(
     for name, module in model.named_modules():
         if isinstance(module, Converted):
             originals[module] = _original_class(name, module)
-        elif isinstance(module, Built):
+        elif isinstance(module, InPlaceActivatedNorm):
             _check_scale(name, module)
     for norm, original in originals.items():
         norm.release()
         norm.__class__ = original
     hooks.unhook(model)
     called.release(model)
-    built = [module for module in model.modules() if isinstance(module, Built)]
+    built = [module for module in model.modules() if isinstance(module, InPlaceActivatedNorm)]
     replaced: dict[nn.Module, nn.Module] = {module: _standard(module, batch_norm, instance_norm) for module in built}
     for module in list(model.modules()):
         for name, child in module._modules.items():
@@ -172,7 +168,7 @@ def _original_class(name: str, module: Any) -> type[nn.Module]:
     )
 
 
-def _check_scale(name: str, module: Built) -> None:
+def _check_scale(name: str, module: InPlaceActivatedNorm) -> None:
     """Raises ValueError for a parametrized module, and for a weight that a hook computes and that is not the scale."""
     if parametrize.is_parametrized(module):
         raise ValueError(
@@ -189,7 +185,7 @@ def _check_scale(name: str, module: Built) -> None:
         )
 
 
-def _standard(module: Built, batch_norm: type[nn.Module], instance_norm: type[nn.Module]) -> nn.Module:
+def _standard(module: InPlaceActivatedNorm, batch_norm: type[nn.Module], instance_norm: type[nn.Module]) -> nn.Module:
     activation = find(module.activation).module
     if "weight" in module._parameters and module.weight is not None:
         with torch.no_grad():

@@ -16,11 +16,12 @@ from inplace_abn import guard
 from inplace_abn.conversion import classes, table
 from inplace_abn.conversion.activations import OF_NORM
 from inplace_abn.conversion.called import CalledActivation
-from inplace_abn.conversion.convert import Built, convert
+from inplace_abn.conversion.convert import convert
 from inplace_abn.conversion.converted import Converted, Outcome
 from inplace_abn.conversion.layer_norms import ConvertedLayerNorm
 from inplace_abn.conversion.norms import InPlaceNorm
 from inplace_abn.conversion.table import readable
+from inplace_abn.modules.abn import InPlaceActivatedNorm
 from inplace_abn.trial import loss, randomness_restored, trainable
 
 
@@ -179,7 +180,7 @@ def report(model: nn.Module) -> Report:
     layers: list[Layer] = []
     unsupported: Counter[str] = Counter()
     reasons: dict[str, str] = {}
-    built = sum(isinstance(module, Built) for module in model.modules())
+    built = sum(isinstance(module, InPlaceActivatedNorm) for module in model.modules())
     for name, module in model.named_modules():
         found = module.__dict__.get(guard.CARRIED, module)
         if isinstance(found, Converted):

@@ -1,4 +1,4 @@
-"""Loads the kernels, which register the ops, and registers the fakes, which check calls that are only traced.
+"""Loads the kernels, which register the ops, and registers the fakes, for calls that are only traced.
 
 ==================  ==========================================================================================
 ``check``           raises the errors of the forward ops; for calls with a collective, before the collective

@@ -13,6 +13,7 @@ from inplace_abn import _torch, distributed, functions, guard
 from inplace_abn.activations import check_activation, find
 from inplace_abn.autograd import checks, plain
 from inplace_abn.compiling import trust
+from inplace_abn.guard import measuring
 from inplace_abn.settings import (
     Channels,
     Operands,
@@ -45,6 +46,10 @@ class ActivatedNorm(nn.Module):
     """The common part of norms with an activation: parameters, running statistics, settings and state dicts."""
 
     _version = 2
+    signed_weight: bool = True
+    """Whether the scale is the weight itself."""
+    per_instance: bool = False
+    """Whether each sample has its own statistics."""
     weight: nn.Parameter | None
     bias: nn.Parameter | None
     running_mean: Tensor | None
@@ -110,6 +115,54 @@ class ActivatedNorm(nn.Module):
             state_dict[key] = known  # type: ignore[index]
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
+    def _call(
+        self,
+        function: Callable[..., Tensor],
+        x: Tensor,
+        residual: Tensor | None,
+        *options: Any,
+        group: ProcessGroup | None = None,
+        verbatim: Channels = Channels(),  # noqa: B008
+    ) -> Tensor:
+        """Calls ``function`` with x, this module's tensors and settings, and the options.
+
+        A batch that raises is not counted. Checkpoints end a recomputation by an exception, after the statistics were
+        updated, so such a batch counts.
+        """
+        weight, bias = parameters(self)
+        running_mean, running_var = running_statistics(self)
+        counts = self.training and running_mean is not None and not self.per_instance
+        batches = counted_batches(self) if counts else None
+        momentum: float | Tensor = 0.0 if self.momentum is None else self.momentum
+        if self.momentum is None and batches is not None:
+            momentum = (batches + 1).double().reciprocal()
+        if batches is not None and not torch.compiler.is_compiling() and _torch.transforms_active():
+            # Writing to a counter that the transform has captured raises. This must happen before the running
+            # statistics are updated.
+            if function is not _out_of_place:
+                checks.check_transforms((x, weight, bias, residual))
+            batches.add_(0)
+        operands = Operands(weight, bias, residual, running_mean, running_var, momentum)
+        training = measuring.uses_own_statistics(self)
+        shared = self._shared_by(x) if self.per_instance and training else 0
+        what = (self.activation, self.activation_param, self.eps, int(self.signed_weight), training, group)
+        settings = Settings(*what, shared, guard.name(self), verbatim)
+        try:
+            z = function(x, operands, settings, *options)
+        except BaseException as error:
+            if batches is not None and _torch.in_backward():
+                batches.add_(1)
+            if not torch.compiler.is_compiling():
+                checks.name_layer(error, settings.name)
+            raise
+        if batches is not None:
+            batches.add_(1)
+        return z
+
+    def _shared_by(self, x: Tensor) -> int:
+        """How many neighbouring channels of a sample share statistics."""
+        return 1
+
     @_torch.read_while_tracing
     def _may_be_compiled_in_place(self, dtype: torch.dtype) -> bool:
         return trust.trusts(self, dtype)
@@ -150,50 +203,6 @@ class ABN(ActivatedNorm):
     State dicts are interchangeable with those of torch's BatchNorm.
     """
 
-    signed_weight: bool = True
-    """Whether the scale is the weight itself."""
-
-    def _call(
-        self,
-        function: Callable[..., Tensor],
-        x: Tensor,
-        residual: Tensor | None,
-        *options: Any,
-        group: ProcessGroup | None = None,
-        verbatim: Channels = Channels(),  # noqa: B008
-    ) -> Tensor:
-        """Calls ``function`` with x, this module's tensors and settings, and the options.
-
-        A batch that raises is not counted. Checkpoints end a recomputation by an exception, after the statistics were
-        updated, so such a batch counts.
-        """
-        (weight, bias), training = parameters(self), self.training
-        running_mean, running_var = running_statistics(self)
-        batches = counted_batches(self) if training and running_mean is not None else None
-        momentum: float | Tensor = 0.0 if self.momentum is None else self.momentum
-        if self.momentum is None and batches is not None:
-            momentum = (batches + 1).double().reciprocal()
-        if batches is not None and not torch.compiler.is_compiling() and _torch.transforms_active():
-            # Writing to a counter that the transform has captured raises. This must happen before the running
-            # statistics are updated.
-            if function is not _out_of_place:
-                checks.check_transforms((x, weight, bias, residual))
-            batches.add_(0)
-        operands = Operands(weight, bias, residual, running_mean, running_var, momentum)
-        what = (self.activation, self.activation_param, self.eps, int(self.signed_weight))
-        settings = Settings(*what, training or running_mean is None, group, 0, guard.name(self), verbatim)
-        try:
-            z = function(x, operands, settings, *options)
-        except BaseException as error:
-            if batches is not None and _torch.in_backward():
-                batches.add_(1)
-            if not torch.compiler.is_compiling():
-                checks.name_layer(error, settings.name)
-            raise
-        if batches is not None:
-            batches.add_(1)
-        return z
-
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """``act(norm(x) + residual)`` in a new tensor of x's shape and dtype. ValueError if the channels do not fit."""
         if isinstance(x, fx.Proxy):
@@ -206,7 +215,23 @@ def _out_of_place(x: Tensor, operands: Operands, settings: Settings) -> Tensor:
     return plain.abn(x, operands, settings)
 
 
-class InPlaceABN(guard.Guarded, ABN):
+class InPlaceActivatedNorm(guard.Guarded, ActivatedNorm):
+    """The common part of norms with an activation that write their result over their input."""
+
+    overwrite_input: bool = True
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """``act(norm(x) + residual)``, written over x of shape (batch, channel, \\*) if ``overwrite_input``."""
+        if isinstance(x, fx.Proxy):
+            return as_leaf(self, x, residual)  # type: ignore[no-any-return]
+        trusted, verbatim = guard.decide(self, x, residual)
+        if not trusted:
+            return self._call(functions.kept, x, residual, self.overwrite_input)
+        options = self.overwrite_input, False, guard.slots(self)
+        return self._call(functions.run, x, residual, *options, verbatim=verbatim)
+
+
+class InPlaceABN(InPlaceActivatedNorm, ABN):
     """`ABN` that writes its result over its input and keeps nothing else for backward (arXiv 1712.02616).
 
     The scale is ``|weight| + eps``. With ``signed_weight`` it is the weight itself, as in a standard BatchNorm, but
@@ -224,8 +249,6 @@ class InPlaceABN(guard.Guarded, ABN):
 
     The other arguments are those of `ABN`.
     """
-
-    overwrite_input: bool = True
 
     @property
     def least_weight(self) -> float:
@@ -253,16 +276,6 @@ class InPlaceABN(guard.Guarded, ABN):
         self.guard_interval = guard_interval
         of_abn = (num_features, eps, momentum, affine, track_running_stats, activation, activation_param)
         super().__init__(*of_abn, device=device, dtype=dtype)
-
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """``act(norm(x) + residual)``, written over x of shape (batch, channel, \\*) if ``overwrite_input``."""
-        if isinstance(x, fx.Proxy):
-            return as_leaf(self, x, residual)  # type: ignore[no-any-return]
-        trusted, verbatim = guard.decide(self, x, residual)
-        if not trusted:
-            return self._call(functions.kept, x, residual, self.overwrite_input)
-        options = self.overwrite_input, False, guard.slots(self)
-        return self._call(functions.run, x, residual, *options, verbatim=verbatim)
 
 
 class InPlaceABNSync(InPlaceABN):

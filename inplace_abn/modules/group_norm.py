@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from inplace_abn import functions, guard
-from inplace_abn.modules.abn import ActivatedNorm, as_leaf
-from inplace_abn.modules.instance_norm import of_module
+from inplace_abn.modules.abn import InPlaceActivatedNorm
 from inplace_abn.settings import AT_LEAST_EPS, Operands, Settings
 
 
@@ -56,7 +55,7 @@ def _shared(x: Tensor, num_groups: int) -> int:
     return x.shape[1] // num_groups
 
 
-class InPlaceGroupNorm(guard.Guarded, ActivatedNorm):
+class InPlaceGroupNorm(InPlaceActivatedNorm):
     """Group normalisation and activation that write the result over the input and keep nothing else for backward.
 
     Input, output and the optional residual have shape (batch, channel, \\*), contiguous or channels-last. The residual
@@ -78,7 +77,6 @@ class InPlaceGroupNorm(guard.Guarded, ActivatedNorm):
     The errors of a call are those of `inplace_group_norm`.
     """
 
-    signed_weight = True
     per_instance = True
 
     def __init__(
@@ -113,15 +111,8 @@ class InPlaceGroupNorm(guard.Guarded, ActivatedNorm):
     def shared(self) -> int:
         return self.num_channels // self.num_groups
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """``act(norm(x) + residual)``, written over x of shape (batch, channel, \\*) if ``overwrite_input``."""
-        if isinstance(x, fx.Proxy):
-            return as_leaf(self, x, residual)  # type: ignore[no-any-return]
-        shared = _shared(x, self.num_groups)
-        operands = Operands(self.weight, self.bias, residual)
-        what = self.activation, self.activation_param, self.eps, AT_LEAST_EPS, True, None
-        settings = Settings(*what, shared, guard.name(self))
-        return of_module(self, x, operands, settings)
+    def _shared_by(self, x: Tensor) -> int:
+        return _shared(x, self.num_groups)
 
     def extra_repr(self) -> str:
         return f"{self.num_groups}, {self.num_channels}, eps={self.eps}, affine={self.affine}, {self._end_of_repr()}"

@@ -6,14 +6,12 @@ The ops treat a batch as one sample with batch * channel channels. Vectors are r
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from inplace_abn import functions, guard
-from inplace_abn.guard import measuring
-from inplace_abn.modules.abn import ActivatedNorm, as_leaf
+from inplace_abn.modules.abn import InPlaceActivatedNorm
 from inplace_abn.settings import AT_LEAST_EPS, Operands, Settings
 
 
@@ -60,16 +58,7 @@ def inplace_instance_norm(
     return functions.run(x, operands, settings, overwrite_input)
 
 
-def of_module(module: Any, x: Tensor, operands: Operands, settings: Settings) -> Tensor:
-    """The call of an `InPlaceInstanceNorm` or an `InPlaceGroupNorm`."""
-    trusted, verbatim = guard.decide(module, x, operands.residual)
-    if trusted:
-        settings = settings._replace(verbatim=verbatim)
-        return functions.run(x, operands, settings, module.overwrite_input, slots=guard.slots(module))
-    return functions.kept(x, operands, settings, module.overwrite_input)
-
-
-class InPlaceInstanceNorm(guard.Guarded, ActivatedNorm):
+class InPlaceInstanceNorm(InPlaceActivatedNorm):
     """Instance normalisation and activation that write the result over the input and keep nothing else for backward.
 
     Input, output and the optional residual have shape (batch, channel, space, \\*), with any number of spatial
@@ -96,7 +85,6 @@ class InPlaceInstanceNorm(guard.Guarded, ActivatedNorm):
     channels is accepted. If it is not ``num_features``, a warning is given, as by torch.
     """
 
-    signed_weight = True
     per_instance = True
 
     def __init__(
@@ -122,17 +110,11 @@ class InPlaceInstanceNorm(guard.Guarded, ActivatedNorm):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """``act(norm(x) + residual)``, written over x of shape (batch, channel, space, \\*) if ``overwrite_input``."""
-        if isinstance(x, fx.Proxy):
-            return as_leaf(self, x, residual)  # type: ignore[no-any-return]
-        weight, bias, running_mean, running_var = self.weight, self.bias, self.running_mean, self.running_var
-        if x.dim() > 1 and x.shape[1] != self.num_features and weight is bias is running_mean is None:
+        absent = self.weight is self.bias is self.running_mean is None
+        if isinstance(x, Tensor) and x.dim() > 1 and x.shape[1] != self.num_features and absent:
             warnings.warn(
                 f"inplace_abn: expected x of {self.num_features} channels, got {tuple(x.shape)}; without parameters "
                 "and running statistics it makes no difference",
                 stacklevel=2,
             )
-        training = measuring.uses_own_statistics(self)
-        momentum = 0.0 if self.momentum is None else self.momentum
-        operands = Operands(weight, bias, residual, running_mean, running_var, momentum)
-        what = (self.activation, self.activation_param, self.eps, AT_LEAST_EPS, training, None)
-        return of_module(self, x, operands, Settings(*what, int(training), guard.name(self)))
+        return super().forward(x, residual)

@@ -4,9 +4,8 @@ import pytest
 import torch
 from cases import relative_error
 from forward_results import EPS, code, forward_result
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from inplace_abn.kernels import fakes, ops
+from inplace_abn.kernels import ops
 
 
 def test_every_write_is_noticed_by_autograd(device):
@@ -142,50 +141,3 @@ def test_ops_leave_no_trace_in_the_graph(device):
         ops.forward(base[..., ::step], *statistics, None, None, None, EPS, False, code("silu"), 0.0, False)
         assert base.grad_fn is node
         assert torch.is_grad_enabled()
-
-
-def test_fakes_know_every_argument_and_every_result_and_no_others():
-    schemas = [getattr(ops, name)._schema for name in ops.NAMES]
-    assert {schema.arguments[0].name for schema in schemas} == fakes.FIRST.keys()
-    assert {argument.name for schema in schemas for argument in schema.arguments[1:]} == fakes.OTHERS.keys()
-    assert {result.name for schema in schemas for result in schema.returns} == fakes.RESULTS.keys()
-
-
-WRONG_WHEN_TRACED = {
-    "integer x": ("statistics", TypeError, "x of dtype", lambda a: [a[0].long()]),
-    "x without channels": ("statistics", ValueError, "x of shape", lambda a: [a[0][0, 0, 0]]),
-    "gathered of even width": ("combine", ValueError, "gathered of shape", lambda a: [a[0][:, 1:], *a[1:]]),
-    "running_var alone": ("combine", ValueError, "both or neither", lambda a: [a[0], None, *a[2:]]),
-    "momentum of float32": ("combine", TypeError, "momentum of dtype", lambda a: [*a[:4], torch.ones(())]),
-    "var of another length": ("forward", ValueError, "var of shape", lambda a: [*a[:2], a[2][1:], *a[3:]]),
-    "residual of another shape": (
-        "local_forward",
-        ValueError,
-        "residual of shape",
-        lambda a: [*a[:3], a[3][1:], *a[4:]],
-    ),
-    "float64 weight": ("local_forward", TypeError, "weight of dtype", lambda a: [a[0], a[1].double(), *a[2:]]),
-    "dy of another dtype": ("backward_reduce", TypeError, "dy_act of dtype", lambda a: [a[0], a[1].half(), *a[2:]]),
-    "mean_dy alone": ("backward", ValueError, "both or neither", lambda a: [*a[:-1], None]),
-    "weight elsewhere": ("backward", ValueError, "weight on", lambda a: [*a[:3], a[3].to("meta"), *a[4:]]),
-    "momentum elsewhere": (
-        "combine",
-        ValueError,
-        "momentum on",
-        lambda a: [*a[:4], torch.ones((), device="meta").double()],
-    ),
-    "dweight without weight": ("local_backward", ValueError, "without a weight", lambda a: [*a[:3], None, *a[4:]]),
-}
-
-
-@pytest.mark.parametrize("case", WRONG_WHEN_TRACED)
-def test_a_wrong_call_fails_while_it_is_traced(case):
-    name, error, message, change = WRONG_WHEN_TRACED[case]
-    args, kwargs = op_samples(torch.float32, "cpu")[name]
-    op = getattr(ops, name)
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        args = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args]
-        kwargs = {key: mode.from_tensor(value) for key, value in kwargs.items()}
-        op(*args, **kwargs)
-        with pytest.raises(error, match=message):
-            op(*change(args), **kwargs)
