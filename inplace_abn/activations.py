@@ -260,18 +260,6 @@ def activation_backward(y: Tensor, dz: Tensor, activation: str, param: float) ->
     return dy if entry.dead is None else torch.where(entry.dead(y), 0.0, dy)
 
 
-def native(activation: str, param: float, inplace: bool = False) -> nn.Module:
-    """torch's module. With ``inplace`` it is in place where that saves memory.
-
-    Other activations would keep a copy of what they overwrite.
-    """
-    entry = find(activation)
-    module = nn.Identity() if entry.module is None else entry.module(param)
-    if "inplace" in module.__dict__:
-        module.__dict__["inplace"] = inplace and not entry.special
-    return module
-
-
 def relu_slope(dtype: torch.dtype) -> float:
     """The factor of relu's negative values, for backward. It is the same as in ``activation.h``."""
     return {torch.float64: 2.0**-300, torch.float16: 2.0**-15}.get(dtype, 2.0**-48)

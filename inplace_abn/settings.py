@@ -73,14 +73,13 @@ class Operands(NamedTuple):
 class Channels:
     """Some of the channels of a layer, in ascending order, and tensors that say which, made once for each device."""
 
-    __slots__ = ("_indices", "_rows", "numbers", "size")
+    __slots__ = ("_places", "numbers", "size")
 
     def __init__(self, numbers: Iterable[int] = (), size: int = 0) -> None:
         self.numbers: tuple[int, ...] = tuple(numbers)
         self.size: int = size
         """The number of channels that the layer has."""
-        self._indices: dict[torch.device, Tensor] = {}
-        self._rows: dict[torch.device, Tensor] = {}
+        self._places: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -94,31 +93,23 @@ class Channels:
     def __reduce__(self) -> tuple[Any, ...]:
         return Channels, (self.numbers, self.size)
 
-    def indices(self, device: torch.device) -> Tensor:
-        """Their numbers; int64 of shape (len(self),)."""
-        found = self._indices.get(device)
+    def places(self, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+        """Where each channel of the layer is among them, or -1, int64 of shape (size,); and their numbers, int64 of
+        shape (len(self),). None if there are none."""
+        if not self.numbers:
+            return None, None
+        found = self._places.get(device)
         if found is None:
-            found = self._indices[device] = _moved(self._on_host(), device)
+            # torch.tensor would copy the numbers one by one.
+            indices = torch.frombuffer(array("q", self.numbers), dtype=torch.int64)
+            rows = torch.full((self.size,), -1, dtype=torch.int64, device="cpu")
+            rows[indices] = torch.arange(len(self.numbers), device="cpu")
+            found = self._places[device] = _moved(rows, device), _moved(indices, device)
         return found
-
-    def _on_host(self) -> Tensor:
-        # torch.tensor would copy the numbers one by one. A buffer must not be empty.
-        return torch.frombuffer(array("q", (*self.numbers, 0)), dtype=torch.int64)[:-1]
 
     def rows(self, device: torch.device) -> Tensor | None:
-        """Where each channel of the layer is among them, or -1; int64 of shape (size,). None if there are none."""
-        if not self.numbers:
-            return None
-        found = self._rows.get(device)
-        if found is None:
-            rows = torch.full((self.size,), -1, dtype=torch.int64, device="cpu")
-            rows[self._on_host()] = torch.arange(len(self.numbers), device="cpu")
-            found = self._rows[device] = _moved(rows, device)
-        return found
-
-    def places(self, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-        """Their `rows` and `indices`; None if there are none."""
-        return (self.rows(device), self.indices(device)) if self.numbers else (None, None)
+        """The first of `places`."""
+        return self.places(device)[0]
 
 
 def _moved(t: Tensor, device: torch.device) -> Tensor:
@@ -130,9 +121,9 @@ class ChannelSlots(NamedTuple):
     """Channels for compiled code. They may change without a new program, as far as there is room."""
 
     rows: Tensor
-    """`Channels.rows`."""
+    """The first of `Channels.places`."""
     channels: Tensor
-    """`Channels.indices`, and any numbers where there is room left."""
+    """The second, and any numbers where there is room left."""
 
 
 WHOLE = -1

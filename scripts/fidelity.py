@@ -150,7 +150,7 @@ def measured(layer: Layer) -> Pair:
     residual = None if layer.residual is None else recovery.sample(layer.residual)
     operands = Operands(*layer.parameters, residual)
     errors = recovery.measured(recovery.sample(layer.x), mean, var, operands, layer.settings())
-    return Pair(errors.x.item(), errors.weight.max().item())
+    return Pair(errors.dx.sum(dim=1).max().sqrt().item(), errors.weight.max().item())
 
 
 def inputs(dtype: torch.dtype, tails: str = "normal", device: str = "cpu") -> Tensor:

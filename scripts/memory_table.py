@@ -12,12 +12,12 @@ import copy
 
 import generated
 import torch
+from benchmark.contenders import native
 from torch import Tensor, nn
 from trained import as_trained
 from zoo import COMPARISON, memory, training
 
 from inplace_abn import convert
-from inplace_abn.activations import TYPICAL, native
 
 CHANNELS = 64
 UNITS, FIRST = 11, 3
@@ -30,7 +30,7 @@ class Unit(nn.Module):
         super().__init__()
         self.conv = nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1, bias=False)
         self.norm = nn.BatchNorm2d(CHANNELS)
-        self.activation = native(activation, dict(TYPICAL)[activation], True)
+        self.activation = native(activation, True)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.activation(self.norm(self.conv(x)))

@@ -117,8 +117,9 @@ def _has_saved(module: Any) -> bool:
         room = len(there) if there is not None and fits else max(_LEAST_ROOM, 1 << (len(channels) - 1).bit_length())
         # A backward pass to come may need the tensors that are there.
         indices = torch.zeros(min(channels.size, room), dtype=torch.int64, device=device)
-        indices[: len(channels)] = channels.indices(device)
-        rows = channels.rows(device)
+        rows, numbers = channels.places(device)
+        if numbers is not None:
+            indices[: len(channels)] = numbers
         module.__dict__["_saved_channels"], module.__dict__["_saved_numbers"] = indices, channels.numbers
         module.__dict__["_saved_rows"] = torch.full((channels.size,), -1, device=device) if rows is None else rows
     return True

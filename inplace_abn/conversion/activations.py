@@ -21,11 +21,10 @@ from inplace_abn.autograd import nodes
 from inplace_abn.autograd.backward import Values
 from inplace_abn.compiling import joint, search
 from inplace_abn.conversion import observed
-from inplace_abn.conversion.converted import Converted, Outcome, has_standard_strides, may_have_node, unsuitable
+from inplace_abn.conversion.converted import Converted, Outcome, has_standard_strides, is_usual, unsuitable
 from inplace_abn.conversion.offered import Offered, plain
 from inplace_abn.conversion.recipes import OfNorm, identity
 from inplace_abn.conversion.results import offer_result
-from inplace_abn.guard.figures import THRESHOLDS
 from inplace_abn.kernels import ops
 from inplace_abn.modules.abn import as_leaf
 from inplace_abn.reference import as_channel, wide
@@ -159,12 +158,7 @@ _NOT_APPLIED = "it writes to its input, or a parameter of it is not supported"
 
 def _is_suitable(x: Tensor, activation: tuple[str, float]) -> bool:
     """Whether the ops take the tensor, there is a graph, and tags are small."""
-    if not gains(*activation, x.dtype) or not may_have_node(x) or not x.requires_grad or x.layout is not torch.strided:
-        return False
-    if not ops.run_on(x.device):
-        return False
-    is_usual = x.dtype in THRESHOLDS and x.dim() > 1 and x.numel() > 0 and not x.is_inference() and not x.is_neg()
-    return is_usual and has_standard_strides(x)
+    return is_usual(x) and x.requires_grad and gains(*activation, x.dtype) and has_standard_strides(x)
 
 
 def _as_torch(module: Any, op: str) -> tuple[str, float] | None:

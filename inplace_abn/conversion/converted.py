@@ -13,6 +13,7 @@ from torch import Tensor
 from inplace_abn import _torch, guard
 from inplace_abn.autograd import nodes
 from inplace_abn.conversion import observed, watch
+from inplace_abn.guard.figures import THRESHOLDS
 from inplace_abn.kernels import ops
 from inplace_abn.settings import DISABLED
 
@@ -174,6 +175,13 @@ def may_have_node(x: Tensor) -> bool:
     if type(x) is not Tensor or x.is_nested:
         return False
     return not (_torch.is_watched() or _torch.in_forward_mode() or DISABLED)
+
+
+def is_usual(x: Tensor) -> bool:
+    """Whether a node may be made for a result of this tensor, and the ops take it."""
+    if not may_have_node(x) or x.layout is not torch.strided or x.dtype not in THRESHOLDS or not ops.run_on(x.device):
+        return False
+    return x.dim() > 1 and x.numel() > 0 and not x.is_inference() and not x.is_neg()
 
 
 def why_nowhere(device: torch.device) -> str:

@@ -17,13 +17,11 @@ from torch import Tensor, fx, nn
 from inplace_abn import _torch, guard, reference
 from inplace_abn.autograd import native, nodes
 from inplace_abn.compiling import norms, rows, trust
-from inplace_abn.conversion.converted import Converted, Outcome, may_have_node, unsuitable
+from inplace_abn.conversion.converted import Converted, Outcome, is_usual, unsuitable
 from inplace_abn.conversion.formulas import Kind, attributes_of, autocast_of, key_of, kind_of, length
 from inplace_abn.conversion.offered import kept_by, offer
 from inplace_abn.conversion.recipes import UNREAD
 from inplace_abn.conversion.recipes_of_rows import OfRows, moved_axis, settings_of_rows
-from inplace_abn.guard.figures import THRESHOLDS
-from inplace_abn.kernels import ops
 from inplace_abn.modules.abn import as_leaf
 from inplace_abn.settings import DISABLED, ChannelSlots, Operands, names_of, parameters
 
@@ -197,9 +195,7 @@ class ConvertedLayerNorm(Converted):
     def _is_suitable(self, x: Tensor) -> bool:
         """Whether a graph of plain tensors is recorded, and nobody watches the ops."""
         dtype, device, requires_grad = x.dtype, x.device, x.requires_grad
-        if not may_have_node(x) or dtype not in THRESHOLDS or x.layout is not torch.strided or x.is_inference():
-            return False
-        if self.is_parametrized() or x.dim() < 2 or x.numel() == 0 or x.is_neg() or not ops.run_on(device):
+        if not is_usual(x) or self.is_parametrized():
             return False
         for t in parameters(self):
             if t is None:

@@ -298,10 +298,10 @@ class OfNorm(OfCall):
         """What backward needs besides z and the residual."""
         x, (mean, var), settings = self.x.detach(), self.statistics, self.settings
         weight, bias = by_value(self.operands.weight, self.operands.bias)
-        rows, verbatim = channels.rows(x.device), None
-        if rows is not None:
+        (rows, numbers), verbatim = channels.places(x.device), None
+        if numbers is not None:
             with torch.no_grad(), _torch.unwatched():
-                xhat = reference.standardised_channels(x, mean, var, settings.eps, channels.indices(x.device))
+                xhat = reference.standardised_channels(x, mean, var, settings.eps, numbers)
                 verbatim = reference.empty_channels(x, len(channels)).to(dtype).copy_(xhat)
         return Values(weight, bias, var, verbatim, rows)
 

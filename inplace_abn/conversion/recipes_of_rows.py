@@ -87,10 +87,10 @@ class OfRows(OfCall):
             layer._record.outcome = Outcome(reader, decision.trusted, "" if decision.trusted else layer.why_untrusted)
             if not decision.trusted:
                 return None
-            columns, values, numbers = decision.verbatim, None, None
+            columns, values = decision.verbatim, None
+            _, numbers = columns.places(x.device)
             rstd = reference.inverse_std_of_rows(x, kind.rows, kind.eps) if self._rstd is None else self._rstd
-            if columns:
-                numbers = columns.indices(x.device)
+            if numbers is not None:
                 values = reference.standardised_rows(x, rstd, kind.rows, numbers).to(kept.dtype)
         return Values(scale, offset, rstd.flatten(), values, numbers), settings._replace(verbatim=columns)
 

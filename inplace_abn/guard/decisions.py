@@ -111,8 +111,8 @@ def _entered(module: Any, dtype: torch.dtype, follows: Follows, at: int, measure
     return mode
 
 
-def record(module: Any, figures: Tensor, planned: Plan) -> bool:
-    """Keeps measured figures for the next generation, and returns whether the module is trusted.
+def record(module: Any, figures: Tensor, planned: Plan) -> None:
+    """Keeps measured figures for the next generation.
 
     The host waits for the first measurement of a layer, which decides at once. A batch with infinities or NaN tells
     nothing, so the next measurement is the first again.
@@ -128,7 +128,6 @@ def record(module: Any, figures: Tensor, planned: Plan) -> bool:
         elif not mode.decisions[-1].trusted:
             # Other calls of the generation are judged together with this one.
             mode.figures.append((figures, None))
-    return mode.decisions[-1].trusted
 
 
 def decide(module: Any, x: Tensor, residual: Tensor | None) -> tuple[bool, Channels]:

@@ -51,11 +51,6 @@ class Errors(NamedTuple):
     """The squared error of each channel's dx, divided by the squared size of dx in the whole layer; of shape
     (combination, channel). Each dz that is considered is combined with each share that channels have in dx."""
 
-    @property
-    def x(self) -> Tensor:
-        """The error of dx over the layer; of shape ()."""
-        return self.dx.sum(dim=1).max().sqrt()
-
 
 def sampled_images(t: Tensor) -> slice:
     """The images of a batch that `sample` looks at where each has its own statistics: not all if they have too many

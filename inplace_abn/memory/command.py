@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -111,7 +110,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1")
     parser.add_argument("--png", metavar="FILE", help="write the timeline as a picture")
-    parser.add_argument("--no-progress", action="store_true", help="no progress bar")
     args = parser.parse_args(arguments)
     try:
         if args.png:
@@ -123,24 +121,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (ValueError, RuntimeError, ImportError, OSError) as error:
         parser.error(str(error))
     example = [torch.randn(shape, device=device) for shape in args.input]
-    progress = not args.no_progress and sys.stderr.isatty()
     shapes = ", ".join("x".join(map(str, shape)) for shape in args.input)
     try:
-        report = memory_report(model, *example, converted=args.convert, progress=progress)
+        report = memory_report(model, *example, converted=args.convert)
     except Exception as error:
         own = error if str(error).startswith("inplace_abn") else _own_error(model, example)
         if own is None:
             raise
         parser.error(f"{args.model} cannot train on {shapes}: {type(own).__name__}: {own}")
     if report.norms is not None and report.norms.layers:
-        _show(str(report.norms))
-        print()
+        print(f"{report.norms}\n")
     print(report)
     if args.png:
         save_plot(report, args.png, f"{_call(args.model, args.kwargs)}, {shapes}")
         print(f"\nThe timeline is in {args.png}")
-    if report.norms is not None:
-        print("", "The same in code:", "", *code(args, model), sep="\n")
 
 
 def _own_error(model: nn.Module, example: Sequence[Tensor]) -> Exception | None:
@@ -150,30 +144,3 @@ def _own_error(model: nn.Module, example: Sequence[Tensor]) -> Exception | None:
     except Exception as error:
         return error
     return None
-
-
-def code(args: argparse.Namespace, model: nn.Module) -> list[str]:
-    """Two lines of Python that make the model and convert it as the command did."""
-    module, made = args.model.split(":")[0], args.model.replace(":", ".")
-    if _named(args.model) is not model:
-        made = _call(made, args.kwargs)
-    moved = "" if args.device == "cpu" else f".to({args.device!r})"
-    return [
-        f"import {', '.join(dict.fromkeys((module, 'inplace_abn')))}",
-        f"model = inplace_abn.convert({made}{moved})",
-    ]
-
-
-def _show(text: str) -> None:
-    """Prints a report, with colours if rich is installed and the output is a terminal."""
-    try:
-        from rich.console import Console
-        from rich.text import Text
-    except ImportError:
-        print(text)
-        return
-    styled = Text(text)
-    # What a norm did is coloured in its own column only, where a gap follows it.
-    styled.highlight_regex(r"as torch(?=  )", "red")
-    styled.highlight_regex(r"in place(?=  )", "green")
-    Console(soft_wrap=True).print(styled, highlight=False)

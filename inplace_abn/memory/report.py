@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,16 +48,13 @@ def _less(after: int, before: int) -> str:
     return f"({(before - after) / before:.0%}) {readable(before - after)}" if before else "-"
 
 
-def memory_report(
-    model: nn.Module, /, *args: Any, converted: bool = True, progress: bool = False, **kwargs: Any
-) -> MemoryReport:
+def memory_report(model: nn.Module, /, *args: Any, converted: bool = True, **kwargs: Any) -> MemoryReport:
     """Measures a training step of a copy of ``model`` and, unless ``converted`` is False, of a converted copy of it.
 
     Args:
         model: stays as it is. If it is converted already, the native step is that of a reverted copy.
         args, kwargs: arguments of the forward pass.
         converted: measure a converted copy too.
-        progress: show a bar, which needs tqdm.
 
     Returns:
         Both measurements, and what each norm of the converted copy did. Print it to see a table.
@@ -66,34 +62,15 @@ def memory_report(
     Raises:
         ValueError: no output requires grad.
         RuntimeError: the model cannot be copied.
-        ImportError: ``progress`` is True, but tqdm is not installed.
     """
-    with _bar() if progress else nullcontext() as bar, randomness_restored(model):
-
-        def tick() -> None:
-            # A converted model may make more calls than the total. The bar does not show these.
-            if bar is not None and (bar.total is None or bar.n < bar.total):
-                bar.update()
-
+    with randomness_restored(model):
         # The model may write to what it is given.
         native = trainable(model)
         if any(isinstance(layer, Converted) for _, layer in guard.layers_of(native)):
             native = revert(native)
-        before = measure(native, *copy.deepcopy(args), tick=tick, **copy.deepcopy(kwargs))
+        before = measure(native, *copy.deepcopy(args), **copy.deepcopy(kwargs))
         if not converted:
             return MemoryReport(before)
-        if bar is not None:
-            bar.total = 2 * bar.n
-            bar.refresh()
         other = convert(trainable(model))
-        after = measure(other, *copy.deepcopy(args), tick=tick, **copy.deepcopy(kwargs))
+        after = measure(other, *copy.deepcopy(args), **copy.deepcopy(kwargs))
         return MemoryReport(before, after, report(other))
-
-
-def _bar() -> Any:
-    """A bar of the calls of submodules. The total is known after the first measurement."""
-    try:
-        from tqdm import tqdm  # type: ignore[import-untyped]
-    except ImportError as error:
-        raise ImportError("inplace_abn.memory: a progress bar needs tqdm: pip install 'inplace-abn[demo]'") from error
-    return tqdm(unit="call", desc="training steps", leave=False)

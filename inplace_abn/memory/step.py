@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,7 +40,7 @@ class Usage:
     first_peak: int = 0
 
 
-def measure(model: nn.Module, /, *args: Any, tick: Callable[[], None] | None = None, **kwargs: Any) -> Usage:
+def measure(model: nn.Module, /, *args: Any, **kwargs: Any) -> Usage:
     """Measures the memory of one training step of ``model``.
 
     The loss is the sum of the outputs. The step runs twice: figures are those of the second one, but for the two of the
@@ -49,7 +49,6 @@ def measure(model: nn.Module, /, *args: Any, tick: Callable[[], None] | None = N
     Args:
         model: on the device of its inputs. It is in training mode during the step.
         args, kwargs: arguments of the forward pass.
-        tick: called after each call of a submodule without children, for a progress bar.
 
     Returns:
         Bytes held after the forward pass, the peak of the step, and the timeline.
@@ -57,18 +56,10 @@ def measure(model: nn.Module, /, *args: Any, tick: Callable[[], None] | None = N
     Raises:
         ValueError: no output requires grad.
     """
-
-    def ticked(*_: Any) -> None:
-        assert tick is not None
-        tick()
-
     cuda = any(t.device.type == "cuda" for t in (*model.parameters(), *tensors_in((args, kwargs))))
     training = [(module, module.training) for module in model.modules()]
     model.train()
-    with ExitStack() as hooks, _quiet():
-        for module in model.modules():
-            if tick is not None and next(module.children(), None) is None:
-                hooks.enter_context(module.register_forward_hook(ticked))
+    with _quiet():
         try:
             first = None
             if any(layer._guard is not None and layer._guard.modes for _, layer in guard.layers_of(model)):

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmark.cases import Case
 from benchmark.timing import Clock, Iteration, finish, floor_iteration, module_iteration, reason
 from inplace_abn import InPlaceABN
-from inplace_abn.activations import TYPICAL, native
+from inplace_abn.activations import TYPICAL, find
 
 OURS, EAGER, NO_CUDNN, COMPILE = "in-place", "eager", "eager-no-cudnn", "compile"
 CHECKPOINT, PEER, FLOOR = "checkpoint", "peer", "floor"
@@ -36,12 +36,22 @@ SUBSTITUTES = {"leaky_relu": "leaky_relu", "relu": "leaky_relu", "elu": "elu", "
 ACTIVATIONS = dict(TYPICAL)
 
 
+def native(activation: str, inplace: bool) -> nn.Module:
+    """torch's module. With ``inplace`` it is in place where that saves memory: others would keep a copy of what they
+    overwrite."""
+    entry = find(activation)
+    module = nn.Identity() if entry.module is None else entry.module(ACTIVATIONS[activation])
+    if "inplace" in module.__dict__:
+        module.__dict__["inplace"] = inplace and not entry.special
+    return module
+
+
 class NativeNorm(nn.BatchNorm2d):
     """Torch's BatchNorm2d and activation. With ``inplace`` the activation is in place if that saves memory."""
 
     def __init__(self, channels: int, activation: str, inplace: bool) -> None:
         super().__init__(channels)
-        self.activate = native(activation, ACTIVATIONS[activation], inplace)
+        self.activate = native(activation, inplace)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.activate(super().forward(x))

@@ -90,7 +90,7 @@ def convert(model: nn.Module, x: Tensor, checkpoint: Mapping[str, Any]) -> bool:
 def measure(x: Tensor) -> list[float]:
     model = memory.load_model("torchvision.models:resnet18", {"num_classes": 2})
     both: memory.MemoryReport = memory.memory_report(model, torch.zeros(memory.parse_shape("1x3x8x8")), converted=False)
-    one: memory.Usage = memory.measure(model, x, tick=None)
+    one: memory.Usage = memory.measure(model, x)
     memory.check_plot("a.png")
     memory.save_plot(both, "a.png", title="a")
     memory.draw_timeline(None, both)
