@@ -1,5 +1,7 @@
 """Activations in compiled code are those of the kernels: z, its tag, and the y that comes back."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -43,6 +45,14 @@ def test_z_is_that_of_the_kernels(activation, param, dtype):
     least = (2.0**-24 if dtype == torch.float16 else torch.finfo(dtype).tiny) * is_relu(activation, param)
     assert ((actual - expected).abs() <= 4 * torch.finfo(dtype).eps * (expected.abs() + spread) + least).all()
     assert torch.equal(actual.signbit(), expected.signbit())
+
+
+def test_gelus_polynomials_are_those_of_the_kernels():
+    header = (Path(__file__).parents[2] / "include" / "inplace_abn" / "fits.h").read_text()
+    tail = header[header.index("struct NormalTail") :]
+    for name, coefficients in zip("pq", inverses.NORMAL_TAIL, strict=True):
+        written = tail[tail.index(f"{name}[] = {{") :].split("{")[1].split("}")[0]
+        assert [float(c) for c in written.split(",")] == [*coefficients[::-1]]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
