@@ -61,7 +61,7 @@ class InPlaceNorm(Converted):
         if (
             held.eps is not eps
             or held.momentum is not momentum
-            or (self.per_instance and x.shape[1] != held.num_features)
+            or (self.per_instance and (x.shape[1] != held.num_features or not self.has_batch(x)))
         ):
             return None
         mean, var = running_statistics(held)
@@ -255,8 +255,9 @@ class InPlaceGroupNorms(InPlaceNorm):
         return self.num_channels // self.num_groups
 
     def has_batch(self, x: Tensor) -> bool:
-        # timm's norm may do without autocast.
-        return not getattr(self, "_fast_norm", False)
+        # timm's norm may do without autocast. torch has an error for other numbers of groups.
+        is_divided = self.num_groups > 0 and self.num_channels % self.num_groups == 0
+        return is_divided and not getattr(self, "_fast_norm", False)
 
     def _check_input_dim(self, x: Tensor) -> None:
         """GroupNorm takes any number of dimensions."""

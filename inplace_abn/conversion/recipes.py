@@ -243,11 +243,15 @@ class OfNorm(OfCall):
         if self._summed is not None:
             self._summed.is_left = True
         z = self._kept(z, activation, channels, writable)
+        if call.in_place:
+            z = t
+            # A hook on a view whose place in the graph nobody has read since a write ends the process in torch.
+            assert z.grad_fn is not None
         if not call.in_place and self.narrow is not None and self.residual is None:
             offer(z, OfWidened(self, activation, z))
         elif not self.layer._record.was_watched:
             offer_result(self.layer, z, activation, writable)
-        return t if call.in_place else z
+        return z
 
     def keep(self, t: Tensor, reader: str) -> None:
         adds = self.residual is not None

@@ -87,9 +87,9 @@ class OfResult(Recipe):
 
 def offer_result(layer: Any, z: Tensor, activation: tuple[str, float], is_writable: bool) -> None:
     """Offers a result that nobody watches."""
-    # Hooks may hold the memory as well.
-    is_writable = is_writable and _torch.top_saved_tensors_hooks(True) is None
-    if not _torch.is_view(z) and (is_writable or tags.sign_of(*activation)):
+    # Hooks may hold the memory as well, and so does what z is a view of.
+    is_writable = is_writable and _torch.top_saved_tensors_hooks(True) is None and not _torch.is_view(z)
+    if is_writable or tags.sign_of(*activation):
         offer(z, OfResult(layer, z, activation, is_writable))
 
 

@@ -150,8 +150,9 @@ class NormFunction final : public Node {
     const at::AutoDispatchBelowADInplaceOrView guard;
     values_ = {optional(copy(optional(weight))), optional(copy(optional(bias))), var_of_call, rows, verbatim};
     keeps_output_ = true;
-    x_.reset_data();
-    weight_.reset_data();
+    // Unlike one that was reset, a new one can be unpacked, which compiled autograd does.
+    x_ = SavedVariable();
+    weight_ = SavedVariable();
     x = weight = bias = mean = var = Tensor();
   }
 

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch._dynamo.compiled_autograd
 from cases import relative_error
 from torch import nn
 
@@ -113,6 +114,19 @@ def test_gradients_are_right_in_steps_that_nobody_watches(layer, lost, dtype):
     assert worst < max(THRESHOLDS[dtype])
 
 
+@pytest.mark.parametrize("layer", LAYERS)
+def test_backward_may_be_compiled(layer):
+    """A norm that keeps its output said that backward runs a second time."""
+    model = convert(Net(layer))
+    steps(model, layer, torch.float32)
+    x = batch(layer, torch.float32)
+    expected = gradients(model, x)
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):
+        found = gradients(model, x)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("layer", ["batch norm", "instance norm", "group norm that is read"])
 def test_an_input_of_other_dimensions_is_refused_as_by_torch(layer):
     native = Net(layer)
@@ -128,6 +142,21 @@ def test_an_input_of_other_dimensions_is_refused_as_by_torch(layer):
             message.append(model.norm(x).shape)
         except ValueError as error:
             message.append(str(error))
+    assert message[0] == message[1]
+
+
+@pytest.mark.parametrize("groups", [3, 16, 0])
+def test_groups_that_do_not_divide_the_channels_are_torchs_error(groups):
+    """The norm made groups of other sizes, or one of each channel of the batch."""
+    native = Net("group norm")
+    converted = convert(copy.deepcopy(native))
+    steps(converted, "group norm", torch.float32)
+    message = []
+    for model in (native, converted):
+        model.norm.num_groups = groups
+        with pytest.raises((RuntimeError, ZeroDivisionError)) as raised:
+            model(batch("group norm", torch.float32))
+        message.append(str(raised.value))
     assert message[0] == message[1]
 
 

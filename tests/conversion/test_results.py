@@ -91,6 +91,34 @@ def test_a_late_reader_of_tags_reads_zeros(reader, activation, kind):
     assert found[0] == pytest.approx(found[1], rel=1e-6)
 
 
+def in_place_on_a_view(run):
+    torch.manual_seed(0)
+    model = spread(OneNorm(run, nn.ReLU(inplace=True), nn.InstanceNorm2d(4, affine=True))).double()
+    return model, convert(copy.deepcopy(model))
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_late_reader_of_an_instance_norms_memory_reads_zeros(reader):
+    """torch's instance norm returns a view, and what was activated in its memory was not offered."""
+    found = [], []
+    for model, values in zip(in_place_on_a_view(reading([])), found, strict=True):
+        trained(model, reading(values, READERS[reader]))
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+
+
+def test_a_hook_on_what_was_activated_in_an_instance_norms_memory_is_called():
+    """It ended the process."""
+
+    def run(m, x):
+        h = m.act(m.bn(m.conv(x)))
+        h.register_hook(lambda g: g * 2)
+        return m.last(h)
+
+    states = [trained(model, run) for model in in_place_on_a_view(reading([]))]
+    for key, value in states[0].items():
+        torch.testing.assert_close(states[1][key], value, rtol=1e-6, atol=1e-7)
+
+
 def test_a_late_reader_of_a_module_in_place_reads_zeros():
     """The layer is in place before and after, so it was the reader that got zeros."""
     found = []
