@@ -221,7 +221,7 @@ def recovered_rows(
 # digits of u. So dz is taken apart into its mean over the rows and the rest d. The mean is multiplied by the mean of u,
 # which the forward pass has computed. In 16 bits sum(d) is not zero.
 #
-#     dgamma_i = sum_j (d^T h - sum(d) mean(h)^T)_ij W_ij + (sum(d_i) + N mean(dz_i)) mean(u_i)
+#     dgamma_i = sum_j (d^T h)_ij W_ij - sum(d_i) (W mean(h))_i + (sum(d_i) + N mean(dz_i)) mean(u_i)
 
 
 def mean_of_rows(t: Tensor) -> Tensor:
@@ -231,12 +231,15 @@ def mean_of_rows(t: Tensor) -> Tensor:
 
 def gradients_of_scaled(
     dz: Tensor, h: Tensor, weight: Tensor, mean_of_u: Tensor, mean: Callable[[Tensor], Tensor] = mean_of_rows
-) -> tuple[Tensor, Tensor]:
-    """G and dgamma, in the dtype of sums. ``mean`` computes `mean_of_rows`."""
+) -> tuple[Tensor, ...]:
+    """dgamma; and a matrix and two vectors of which `torch.addr` makes G. All are in the dtype of sums.
+
+    ``mean`` computes `mean_of_rows`.
+    """
     (count, width), of_dz = dz.shape, mean(dz)
     rest = (dz - of_dz).to(h.dtype)
     # The sums of h come from the same product. Eight columns keep rows aligned.
     both = (torch.cat([rest, h.new_ones(count, 8)], dim=1).t() @ h).to(wide(h.dtype))
     product, of_h, sum_of_rest = both[:width], both[width] / count, count * mean(rest)
-    dgamma = ((product - torch.outer(sum_of_rest, of_h)) * weight).sum(dim=1)
-    return product + torch.outer(count * of_dz, of_h), dgamma + (sum_of_rest + count * of_dz) * mean_of_u
+    dgamma = (product * weight).sum(dim=1) - sum_of_rest * (weight.to(of_h.dtype) @ of_h)
+    return dgamma + (sum_of_rest + count * of_dz) * mean_of_u, product, count * of_dz, of_h

@@ -133,9 +133,9 @@ class ScaleFunction(torch.autograd.Function):
             t: Any = placed(values, ctx.edge)
             dgamma = _rows(dz * t.permute(back)).sum(dim=0)
         elif need[1]:
-            product, dgamma = gradients_of_scaled(_rows(dz), _rows(h), weight, mean_of_u, _quick_mean)
+            dgamma, product, *vectors = gradients_of_scaled(_rows(dz), _rows(h), weight, mean_of_u, _quick_mean)
             if du is not None and ctx.exchange is not None:
-                ctx.exchange.give(du, product * gamma.unsqueeze(1).to(product.dtype))
+                ctx.exchange.give(du, product.addr_(*vectors).mul_(gamma.unsqueeze(1)))
         return None if du is None else du.permute(forth), None if dgamma is None else dgamma.to(gamma.dtype), None, None
 
 

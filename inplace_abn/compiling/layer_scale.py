@@ -167,7 +167,8 @@ def _write(graph: fx.Graph, scaled: _Scaled) -> None:
     dtype, shape = dweight.meta["val"].dtype, sums.meta["val"].shape
 
     def found(dz: Tensor, h: Tensor, weight: Tensor, mean: Tensor, gamma: Tensor) -> tuple[Tensor, ...]:
-        product, dgamma = gradients_of_scaled(_back(dz, steps), h, weight, mean)
+        dgamma, *of_product = gradients_of_scaled(_back(dz, steps), h, weight, mean)
+        product = torch.addr(*of_product)
         return dgamma.to(sums.meta["val"].dtype).view(shape), (product * gamma.reshape(-1, 1)).to(dtype)
 
     with graph.inserting_before(linear.next):
