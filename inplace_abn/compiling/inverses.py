@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -119,7 +120,7 @@ def _mass_below(y: Tensor) -> Tensor:
     return torch.where(y < 0, tail, 1 - tail)
 
 
-NORMAL_TAIL = (
+NORMAL_TAIL: tuple[tuple[Any, ...], ...] = (
     (-6.447454575e-09, 0.003365038376, 0.03532799512, 0.1670219378, 0.4154312874, 0.5),
     (0.008433957828, 0.08857840752, 0.4267284878, 1.133594852, 1.628747221, 1.0),
 )
