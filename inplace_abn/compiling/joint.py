@@ -23,7 +23,7 @@ from inplace_abn import _torch, reference
 from inplace_abn._torch import is_backward
 from inplace_abn.compiling import inverses, layer_scale, norms, rows
 from inplace_abn.compiling.inlining import inline, inlined
-from inplace_abn.compiling.search import ALONE, Fusion, Search, inputs_of_activations, is_alike, is_cast
+from inplace_abn.compiling.search import ALONE, VIEWS, Fusion, Search, inputs_of_activations, is_alike, is_cast
 
 _aten = torch.ops.aten
 _COPIES = frozenset([_aten.clone.default, _aten.copy.default, _aten.detach.default, _aten.alias.default])
@@ -90,20 +90,41 @@ def _keep_parameters(graph: fx.Graph) -> None:
     """Makes the forward pass hold weights and inputs of convolutions themselves for backward, if they are the graph's
     inputs.
 
-    Where inductor prefers another layout, it would hold a copy of each from the forward pass on. An op that needs the
-    original strides prevents the copy, so such an op is added.
+    Where inductor prefers another layout, it would hold a copy of each from the forward pass on.
     """
     for node in list(graph.nodes):
         if node.target is _aten.convolution.default and not is_backward(node):
             for source in node.args[:2]:
-                value = source.meta["val"]
-                constant = all(isinstance(n, int) for n in (*value.shape, *value.stride()))
-                if source.op == "placeholder" and value.dim() == 4 and constant:
+                if source.op == "placeholder" and source.meta["val"].dim() == 4 and _is_constant(source):
                     with graph.inserting_before(node):
-                        arguments = (source, list(value.shape), list(value.stride()))
-                        seen = graph.call_function(_aten.as_strided.default, arguments)
-                        seen.meta = dict(node.meta) | {"val": value}
+                        seen = _in_its_strides(graph, source)
                     node.replace_input_with(source, seen)
+
+
+def _is_constant(node: fx.Node) -> bool:
+    """Whether the shape and the strides of the node's value are numbers."""
+    value = node.meta["val"]
+    return all(isinstance(n, int) for n in (*value.shape, *value.stride()))
+
+
+def _in_its_strides(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """The node's value, by an op that keeps compilers from giving it other strides."""
+    value = node.meta["val"]
+    seen = graph.call_function(_aten.as_strided.default, (node, list(value.shape), list(value.stride())))
+    seen.meta = dict(node.meta)
+    return seen
+
+
+def _is_of_rows(node: fx.Node) -> bool:
+    """Whether the node is the output of a linear layer, of four dimensions.
+
+    Near convolutions inductor would transpose what is kept of it.
+    """
+    if node.meta["val"].dim() != 4:
+        return False
+    while node.target in VIEWS:
+        node = node.all_input_nodes[0]
+    return node.target in (_aten.addmm.default, _aten.mm.default)
 
 
 def _write_fused(
@@ -140,7 +161,8 @@ def _write_fused(
     operands = weight, bias, residual
     with graph.inserting_before(result):
         (z,) = inlined(graph, forward, (x, mean, var, *operands), result)
-    written[result] = z
+        read = _in_its_strides(graph, z) if norm is None and _is_of_rows(total) and _is_constant(z) else z
+    written[result] = read
     again = [user for user in total.users if is_backward(user)] if total is not result else []
     first = min([*again, *gradients])
     with graph.inserting_before(first):
@@ -151,7 +173,7 @@ def _write_fused(
         user.replace_input_with(total, rounded)
     if is_cast(result) and result.args[0] is not total:
         _widen_in_backward(graph, result, z)
-    result.replace_all_uses_with(z)
+    result.replace_all_uses_with(read)
     for node in gradients:
         inline(node, backward, (node.args[0], y, mean, var, total_count, rows, verbatim, *operands))
 
