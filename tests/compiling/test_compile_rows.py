@@ -3,6 +3,7 @@ are the native ones, and no more is held than in eager mode, or than compiled na
 
 import copy
 import logging
+import math
 
 import pytest
 import torch
@@ -364,3 +365,35 @@ def test_a_part_that_is_compiled_works_in_eager_mode_with_the_rest(name, part, d
     for _ in range(5):
         assert_same(step(module, module, x), step(native, native, x))
         optimizer.step()
+
+
+def test_what_an_activation_after_a_linear_layer_keeps_is_not_transposed():
+    """Near convolutions inductor gave it the strides of channels-last images."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem, self.conv = nn.Conv2d(3, 32, 4, 4), nn.Conv2d(32, 32, 7, padding=3, groups=32)
+            self.norm, self.fc1, self.fc2 = nn.LayerNorm(32), nn.Linear(32, 128), nn.Linear(128, 32)
+            self.last = nn.Conv2d(32, 64, 2, 2)
+
+        def forward(self, x):
+            x = self.stem(x)
+            h = self.fc2(F.gelu(self.fc1(self.norm(self.conv(x).permute(0, 2, 3, 1)))))
+            return self.last(x + h.permute(0, 3, 1, 2))
+
+    torch.manual_seed(0)
+    model, x, kept = convert(Net()), torch.randn(2, 3, 32, 48), []
+    for _ in range(2):
+        model(x).sum().backward()
+    compiled = torch.compile(model)
+
+    def pack(t):
+        kept.append((tuple(t.shape), t.stride()))
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        compiled(x).sum().backward()
+    hidden = [(shape, strides) for shape, strides in kept if math.prod(shape) == 2 * 8 * 12 * 128]
+    assert hidden
+    assert all(strides[-2:] == (128, 1) for _, strides in hidden), hidden
