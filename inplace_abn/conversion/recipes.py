@@ -246,7 +246,7 @@ class OfNorm(OfCall):
         if call.in_place:
             z = t
             # A hook on a view whose place in the graph nobody has read since a write ends the process in torch.
-            assert z.grad_fn is not None
+            _ = z.grad_fn
         if not call.in_place and self.narrow is not None and self.residual is None:
             offer(z, OfWidened(self, activation, z))
         elif not self.layer._record.was_watched:
