@@ -73,7 +73,6 @@ MUTATIONS: dict[str, tuple[str, str, str]] = {
         "row + u * p.height <= p.rows.count ?",
     ),
     "columns past the last channel are walked": ("rows.cuh", "inside && row +", "row +"),
-    "columns past the last channel are stored": ("rows.cuh", "if (y == 0 && inside)", "if (y == 0)"),
     "channels past the last one are looked up": (
         "rows.cuh",
         "i < p.width * width && column_start + i < p.rows.length;",
@@ -249,13 +248,25 @@ MUTATIONS: dict[str, tuple[str, str, str]] = {
     # Norms of rows
     "a column past the row's last is summed or written": (
         "rows_backward.cu",
-        "c < args.columns; c += row_threads",
-        "c <= args.columns; c += row_threads",
+        "v = lane + kept * team; v < vectors;",
+        "v = lane + kept * team; v <= vectors;",
     ),
-    "each row is the first": ("rows_backward.cu", "row = first_block + blockIdx.x;", "row = first_block;"),
+    "a vector past the row's last is kept": ("rows_backward.cu", "if (lane + k * team < vectors) load", "load"),
+    "a vector past the row's last is summed": ("rows_backward.cu", "if (lane + k * team >= vectors) continue;", ""),
+    "teams past the last row have one": (
+        "rows_backward.cu",
+        "row < args.rows ? args.columns / width : 0",
+        "args.columns / width",
+    ),
+    "each row is the first": ("rows_backward.cu", "(first_block + blockIdx.x) * (row_threads / team)", "first_block"),
+    "warps of a row do not wait for each other": (
+        "rows_backward.cu",
+        "of_warps[threadIdx.x / 32] = sums;\n    __syncthreads();",
+        "of_warps[threadIdx.x / 32] = sums;",
+    ),
     "dx of RMS norms is centred": ("rows_backward.cu", "args.centred ? sums.dy / count : 0", "sums.dy / count"),
     "the sums of a row are not means": ("rows_backward.cu", " = sums.dy_centred / count", " = sums.dy_centred"),
-    "a row is not scaled": ("rows_backward.cu", "args.rstd[row] * (g", "(g"),
+    "a row is not scaled": ("rows_backward.cu", "rstd * (of.g", "(of.g"),
     # What is computed
     "sums are not moved to the channel's pivot": (
         "reduction.cuh",
@@ -284,7 +295,7 @@ MUTATIONS: dict[str, tuple[str, str, str]] = {
     "launches share their memory": ("walk.cuh", "if (memory) next += partition.shares() * extent.channels;", ""),
     "repeats overwrite each other": (
         "rows.cuh",
-        "part * p.rows.repeats() + p.rows.repeat(e + v)",
+        "part * p.rows.repeats() + p.rows.repeat(element)",
         "part * p.rows.repeats()",
     ),
     "the first of two launches finishes channels": ("walk.cuh", "if (shares > 1) memory", "if (shares > 2) memory"),

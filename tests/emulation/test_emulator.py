@@ -9,6 +9,7 @@ import pytest
 from cases import needs_kernels
 
 from emulation import build, emulated
+from emulation.mutations import MUTATIONS
 from emulation.translate import translate
 
 pytestmark = [pytest.mark.emulated, *needs_kernels]
@@ -121,6 +122,12 @@ def test_the_sources_are_translated_without_moving_a_line():
 def test_what_the_translation_does_not_know_is_an_error():
     with pytest.raises(ValueError, match="PTX with outputs"):
         translate('asm volatile("mov.u32 %0, %1;" : "=r"(a) : "r"(b));')
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_each_mutation_changes_the_kernels(name):
+    file, old, _ = MUTATIONS[name]
+    assert old in (build.CUDA / file).read_text()
 
 
 @pytest.mark.slow
