@@ -6,14 +6,12 @@ keep the input as well.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from inplace_abn.conversion.recognition import by_name
 
 
 class _Keeper(NamedTuple):
@@ -66,34 +64,38 @@ _KEEPERS: list[tuple[_Keeper, tuple[Any, ...]]] = [
 KEEPING: dict[Any, _Keeper] = {function: keeper for keeper, functions in _KEEPERS for function in functions}
 
 
-def kept(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+def kept(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The arguments that autograd keeps for the backward pass of this call."""
     keeper = KEEPING.get(function)
     if keeper is None or not torch.is_grad_enabled():
-        return
+        return []
     # Arguments beyond those with a name do not matter.
-    count = len(keeper.names)
-    values = by_name(keeper.names, args[:count], {k: v for k, v in kwargs.items() if k in (*keeper.names, "self")})
-    if values is None or values.get("inplace"):
-        return
-    operands = [values.get(name) for name in keeper.kept]
-    for i, t in enumerate(operands):
-        other = operands[1 - i] if keeper.factors else None
+    values = dict(zip(keeper.names, args, strict=False))
+    for name, value in kwargs.items():
+        values[keeper.names[0] if name == "self" else name] = value
+    if values.get("inplace"):
+        return []
+    found: list[Tensor] = []
+    for i, name in enumerate(keeper.kept):
+        t, other = values.get(name), values.get(keeper.kept[i - 1])
         needed = not keeper.factors or (isinstance(other, Tensor) and other.requires_grad)
         if isinstance(t, Tensor) and needed and not _is_cast(t, keeper):
-            yield t
+            found.append(t)
+    return found
 
 
-def is_cast_for(function: Any, t: Tensor) -> bool:
-    """Whether autocast gives the function copies of 16 bits on the tensor's device."""
+def dtype_for(function: Any, t: Tensor) -> torch.dtype:
+    """The dtype in which the function gets the tensor: that of 16 bits if autocast gives it a copy."""
     keeper = KEEPING.get(function)
-    return keeper is not None and keeper.narrow and torch.is_autocast_enabled(t.device.type)
+    if keeper is None or not keeper.narrow or not torch.is_autocast_enabled(t.device.type):
+        return t.dtype
+    return torch.get_autocast_dtype(t.device.type)
 
 
 def _is_cast(t: Tensor, keeper: _Keeper) -> bool:
     """Whether autocast gives the function a copy in another dtype, which is kept instead."""
     device = t.device.type
-    if t.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+    if not torch.is_autocast_enabled(device) or t.dtype == torch.float64:
         return False
     if keeper.narrow:
         return t.dtype != torch.get_autocast_dtype(device)
