@@ -6,8 +6,8 @@
 #include "moments.h"
 #include "residual.h"
 #include "rows.h"
+#include "saving.h"
 #include "vectors.h"
-#include "verbatim.h"
 #include "walk.h"
 
 namespace inplace_abn::cpu {
