@@ -33,7 +33,8 @@ def native(
 ) -> Tensor:
     """y as torch computes it from x. Running statistics are not updated."""
     if settings.rows:
-        return normalised_rows(x, weight, bias, settings.rows, settings.eps).to(x.dtype)
+        # The output of a norm by hand may be wider than its input.
+        return normalised_rows(x.to(reference.wide(x.dtype)), weight, bias, settings.rows, settings.eps)
     if settings.group is not None:
         y: Tensor = KeptABNFunction.apply(x, weight, bias, None, mean, var, settings)
         return y

@@ -103,6 +103,10 @@ class ConvertedLayerNorm(Converted):
             registered = f" ({names.kind}, {names.weight} + {names.offset:g}, {names.eps})" * bool(names.kind)
             self._record.outcome = Outcome(why=_UNKNOWN + registered)
             return None
+        if not (kind.is_torch or x.requires_grad):
+            # torch's layer norm keeps such an input, which nobody may write to. Norms by hand need not.
+            self._record.outcome = unsuitable(x.device)
+            return None
         nodes.calibrate()
         weight, bias = parameters(self)
         operands = Operands(weight if weight is None or not kind.offset else weight + kind.offset, bias)

@@ -1,0 +1,78 @@
+"""Norms that a class computes by hand. They do not keep their input for backward, as torch's layer norm does."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from inplace_abn import convert, guard
+
+SIZE = 16
+
+
+class NormByHand(nn.Module):
+    """A norm that does not keep its input: it keeps what it subtracts the mean from."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(SIZE)), nn.Parameter(torch.zeros(SIZE))
+        self.eps = 1e-6
+
+    def forward(self, x):
+        centred = x - x.mean(1, keepdim=True)
+        xhat = centred * torch.rsqrt(centred.pow(2).mean(1, keepdim=True) + self.eps)
+        return self.weight[:, None, None] * xhat + self.bias[:, None, None]
+
+
+class OfWrittenInput(nn.Module):
+    """A norm whose input is written to."""
+
+    def __init__(self, stem, norm):
+        super().__init__()
+        self.stem, self.norm = stem, norm
+
+    def forward(self, x):
+        x = self.stem(x)
+        y = self.norm(x)
+        return y + F.leaky_relu_(x, 0.1)
+
+
+def test_a_write_to_the_input_of_a_norm_by_hand_is_an_error_that_names_it_and_the_next_step_works():
+    model = convert(OfWrittenInput(nn.Conv2d(3, SIZE, 3), NormByHand()))
+    with pytest.raises(RuntimeError, match="the input of norm has been modified in place"):
+        model(torch.randn(2, 3, 8, 8)).sum().backward()
+    model(torch.randn(2, 3, 8, 8)).sum().backward()
+
+
+@pytest.mark.parametrize("norm", [NormByHand(), nn.RMSNorm(8)], ids=["by hand", "rms norm"])
+def test_a_write_to_an_input_that_needs_no_gradient_is_no_error(norm):
+    """torch keeps products of the input only."""
+    native = OfWrittenInput(nn.Conv2d(3, SIZE, 1).requires_grad_(False), norm)
+    converted = convert(copy.deepcopy(native))
+    for _ in range(4):
+        x = torch.randn(2, 3, 8, 8)
+        for model in (native, converted):
+            model.zero_grad()
+            model(x).square().sum().backward()
+        torch.testing.assert_close(converted.norm.weight.grad, native.norm.weight.grad)
+        guard.generations.advance()
+
+
+def test_where_nothing_keeps_an_output_wider_than_the_input_gradients_are_as_exact():
+    """Gradients of the output were rounded to the dtype of the input."""
+    native = nn.Sequential(nn.Conv2d(3, SIZE, 1), NormByHand())
+    converted, x, dy = convert(copy.deepcopy(native)), torch.randn(32, 3, 8, 8), torch.randn(32, SIZE, 8, 8)
+    for _ in range(3):
+        for model in (native, converted):
+            model.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                y = model(x)
+            assert y.dtype is torch.float32
+            y.backward(dy)
+        terms = dy.abs().sum((0, 2, 3))
+        assert ((converted[1].bias.grad - native[1].bias.grad).abs() <= 1e-6 * terms).all()
+        # In torch the values less their mean are rounded to bfloat16.
+        assert ((converted[1].weight.grad - native[1].weight.grad).abs() <= 5e-4 * terms).all()
+        guard.generations.advance()
