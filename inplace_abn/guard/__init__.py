@@ -11,9 +11,9 @@ A checkpoint's recomputation belongs to the generation of its forward pass, what
 measured if the forward pass was not, because under reentrant checkpoints only the recomputation needs gradients.
 
 Channels are given up, not layers: xhat of a channel above the threshold is saved beside z, until the channel is below
-a quarter of it. Channels whose weight is within eps of zero are lost whatever was measured, so calls on the CPU look at
-the weights. A layer in which most channels are ill is not trusted. It runs `autograd.plain.kept`: it keeps x, as torch
-does. A signed weight is then the scale itself, even within eps of zero.
+a quarter of it. Channels whose weight is within eps of zero, or tiny beside the bias, are lost whatever was measured,
+so calls on the CPU look at the weights. A layer in which most channels are ill is not trusted. It runs
+`autograd.plain.kept`: it keeps x, as torch does. A signed weight is then the scale itself, even within eps of zero.
 
 Optimizers change weights by little. Whatever else writes to them may change them by much, so the layer is then measured
 at its next call, as a new one is. What writes more than a few times in an interval counts as an optimizer.

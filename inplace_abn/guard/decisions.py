@@ -11,7 +11,18 @@ from torch import Tensor, nn
 
 from inplace_abn import _torch
 from inplace_abn.guard import generations, measuring
-from inplace_abn.guard.figures import MOST, THRESHOLDS, Choice, Table, Threshold, chosen, described, is_in_reach, worst
+from inplace_abn.guard.figures import (
+    MOST,
+    SHARES,
+    THRESHOLDS,
+    Choice,
+    Table,
+    Threshold,
+    chosen,
+    described,
+    is_in_reach,
+    worst,
+)
 from inplace_abn.guard.layers import forget, mode_of, modes_of, name, notice_writes, renew, renew_if_written
 from inplace_abn.guard.modes import CALLS, Decision, Follows, Mode, State
 from inplace_abn.kernels import ops
@@ -196,9 +207,11 @@ def lost(module: Any, saved: Channels, dtype: torch.dtype | None) -> Choice | No
     if _torch.transforms_active() or _torch.tracing_state() is not None:
         return None
     with torch.no_grad(), _torch.unwatched():
-        if not ops.run(ops.has_lost, [], weight, module.least_weight, saved.rows(weight.device)):
+        least, share = module.least_weight, 0.0 if dtype is None else SHARES[dtype]
+        if not ops.run(ops.has_lost, [], weight, bias, least, share, saved.rows(weight.device)):
             return None
-        near = ~(weight.abs() >= module.least_weight)
+        size = weight.abs()
+        near = ~(size >= least) if bias is None else ~(size >= least) | (size < share * bias.abs())
         channels = Channels(sorted({*saved.numbers, *near.nonzero().flatten().tolist()}), weight.numel())
         can_be_saved = dtype is None or bias is None or is_in_reach(bias[near].abs(), dtype)
     return Choice(len(channels) <= MOST * channels.size and can_be_saved, channels)

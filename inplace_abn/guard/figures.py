@@ -36,6 +36,9 @@ dweight has more room for two reasons. Its figure is that of the worst dz, and t
 of the number of values that are summed. Among many channels there is also always one whose gamma is small.
 """
 HYSTERESIS = 4.0
+SHARES = {dtype: torch.finfo(dtype).eps / 2 / t.weight / HYSTERESIS for dtype, t in THRESHOLDS.items()}
+"""The shares of the bias below which a weight loses xhat, whatever was measured: the error of dweight is then some four
+times as large as is trusted."""
 _LARGEST_WEIGHT = 2.0**40
 MOST, MOST_AGAIN = 3 / 4, 1 / 2
 """The largest share of channels that are saved. A layer with more is torch's, until there are no more than the second

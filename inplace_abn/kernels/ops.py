@@ -18,7 +18,7 @@
                     or from xhat: dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) with g = dy * weight, without
                     mean(g) unless ``centred``; ``dx`` may be y or dy. For dweight, weights are at least eps
 ``inverse``         y with act(y) = z, in the dtype of statistics
-``has_lost``        whether a weight on the CPU is within eps of zero whose channel has no row
+``has_lost``        whether a weight on the CPU is nearly zero whose channel has no row
 ==================  ==========================================================================================
 
 ``scale`` says what xhat is multiplied by (`settings.Settings.scale`). Of channels that have a row in ``rows``, int64 of

@@ -72,28 +72,36 @@ void rows_backward(const Tensor& y, const Tensor& dy, const Tensor& rstd, const 
   operands.finish();
 }
 
-// Whether a weight is within eps of zero whose channel has no row, so that xhat is neither saved nor recoverable.
-// Nobody waits for a device: its weights are not looked at.
-bool has_lost(const Tensor& weight, double eps, const OptTensor& rows) {
+// Whether a weight is nearly zero whose channel has no row, so that xhat is neither saved nor recoverable: it is less
+// than `least`, or than this share of the bias. Nobody waits for a device: its weights are not looked at.
+bool has_lost(const Tensor& weight, const OptTensor& bias, double least, double share, const OptTensor& rows) {
   if (has_launches(weight)) return false;
   constexpr auto op = "inplace_abn::has_lost";
   INPLACE_ABN_CHECK(weight.dim() == 1, op, ": expected weight of shape (channel,), got ", text(weight.sizes()));
+  INPLACE_ABN_CHECK(!bias.has_value() || (bias->dim() == 1 && bias->size(0) == weight.size(0) && bias->is_cpu()), op,
+                    ": expected bias of shape (", weight.size(0), ",) on the CPU");
   INPLACE_ABN_CHECK(!rows.has_value() || (rows->dim() == 1 && rows->scalar_type() == ScalarType::Long &&
                                           rows->size(0) == weight.size(0) && rows->is_cpu()),
                     op, ": expected rows of shape (", weight.size(0), ",) and dtype int64 on the CPU");
-  const Tensor dense = torch::stable::contiguous(weight);
+  const Tensor dense = torch::stable::contiguous(weight),
+               dense_bias = bias.has_value() ? torch::stable::contiguous(*bias) : dense;
   const OptTensor dense_rows = rows.has_value() ? OptTensor(torch::stable::contiguous(*rows)) : std::nullopt;
   const auto* row = dense_rows.has_value() ? static_cast<const int64_t*>(dense_rows->const_data_ptr()) : nullptr;
+  const double of_bias = bias.has_value() ? share : 0;
   bool found = false;
-  dispatch_types(weight.scalar_type(), [&]<typename scalar_t>() {
-    using opmath_t = opmath_type<scalar_t>;
-    const auto* data = static_cast<const scalar_t*>(dense.const_data_ptr());
-    const auto floor = static_cast<opmath_t>(eps);
-    for (int64_t c = 0; c < weight.size(0); ++c) {
-      // A NaN is as good as a zero.
-      const bool is_far = std::abs(static_cast<opmath_t>(data[c])) >= floor;
-      found = found || (!is_far && (row == nullptr || row[c] < 0));
-    }
+  dispatch_types(weight.scalar_type(), [&]<typename weight_t>() {
+    dispatch_types(dense_bias.scalar_type(), [&]<typename bias_t>() {
+      using opmath_t = opmath_type<weight_t>;
+      const auto* data = static_cast<const weight_t*>(dense.const_data_ptr());
+      const auto* beta = static_cast<const bias_t*>(dense_bias.const_data_ptr());
+      const auto floor = static_cast<opmath_t>(least), part = static_cast<opmath_t>(of_bias);
+      for (int64_t c = 0; c < weight.size(0); ++c) {
+        const opmath_t size = std::abs(static_cast<opmath_t>(data[c]));
+        // A NaN is as good as a zero. One in the bias says nothing of the weight.
+        const bool is_far = size >= floor && !(size < part * std::abs(static_cast<opmath_t>(beta[c])));
+        found |= !is_far && (row == nullptr || row[c] < 0);
+      }
+    });
   });
   return found;
 }

@@ -20,7 +20,7 @@ using NormBackward = std::vector<Tensor>(const Tensor& g, const Tensor& x, const
                                          std::optional<at::ScalarType> bias_dtype, const OptTensor& mean,
                                          const OptTensor& var, const std::vector<bool>& needed, double eps,
                                          bool training, int64_t shared, int64_t norm_of_rows);
-using HasLost = bool(const Tensor& weight, double eps, const OptTensor& rows);
+using HasLost = bool(const Tensor& weight, const OptTensor& bias, double least, double share, const OptTensor& rows);
 
 constexpr int64_t identity = 0;
 // The scale of a converted norm (kernels.h).
@@ -82,9 +82,10 @@ class NormFunction final : public Node {
   bool keeps_output() const { return keeps_output_; }
 
   // Whether a weight on the CPU is nearly zero whose channel is not saved, so that Python has to decide.
-  bool has_lost(const OptTensor& rows) const {
+  bool has_lost(double share, const OptTensor& rows) const {
     const double least = settings.rows != 0 ? least_weight_of_rows : settings.eps;
-    return weight.defined() && weight.is_cpu() && call<HasLost>("inplace_abn::has_lost", "", weight, least, rows);
+    return weight.defined() && weight.is_cpu() &&
+           call<HasLost>("inplace_abn::has_lost", "", weight, optional(bias), least, share, rows);
   }
 
   // What backward needs of the statistics: the variance, or rstd of each row, which only torch's layer norm gives.

@@ -85,16 +85,16 @@ TORCH_LIBRARY(inplace_abn_node, m) {
         return attach_norm(y, x, weight, bias, mean, var, eps, training, shared, rows, std::string(name));
       });
   m.def(
-      "keep(Tensor(a!) t, Tensor? residual, int operand, int version, Tensor? rows, Tensor? channels, Tensor? narrow) "
-      "-> bool",
+      "keep(Tensor(a!) t, Tensor? residual, int operand, int version, float share, Tensor? rows, Tensor? channels, "
+      "Tensor? narrow) -> bool",
       &keep);
   m.def(
       "keep_as(Tensor(a!) t, Tensor saved, Tensor? residual, int operand, Tensor var, Tensor? rows, Tensor? verbatim) "
       "-> ()",
       &keep_as);
   m.def(
-      "activate(Tensor(a!) t, Tensor mean, Tensor var, Tensor? residual, int operand, int version, int activation, "
-      "float activation_param, bool in_place, Tensor? rows, Tensor? channels) -> Tensor",
+      "activate(Tensor(a!) t, Tensor mean, Tensor var, Tensor? residual, int operand, int version, float share, "
+      "int activation, float activation_param, bool in_place, Tensor? rows, Tensor? channels) -> Tensor",
       &activate);
   m.def("parts(Tensor t, int operand) -> Tensor[]", &parts);
   m.def("set_sole_holders(int[] gradient, int? output) -> ()", &set_sole_holders_op);

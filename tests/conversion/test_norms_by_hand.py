@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from layer_norms import RMSNormOfLlama
 from torch import nn
 
 from inplace_abn import convert, guard
@@ -57,6 +58,26 @@ def test_a_write_to_an_input_that_needs_no_gradient_is_no_error(norm):
             model.zero_grad()
             model(x).square().sum().backward()
         torch.testing.assert_close(converted.norm.weight.grad, native.norm.weight.grad)
+        guard.generations.advance()
+
+
+@pytest.mark.parametrize("kind", [nn.RMSNorm, RMSNormOfLlama])
+@pytest.mark.parametrize("size", [0.01, 1.0, 300.0])
+def test_in_float16_an_rms_norm_whose_output_nothing_keeps_has_the_gradients_that_torchs_has(kind, size):
+    """Squares of the input overflowed and underflowed."""
+    native = nn.Sequential(kind(SIZE), nn.Tanh()).half()
+    converted = convert(copy.deepcopy(native))
+    for _ in range(3):
+        x, dy, gradients = size * torch.randn(64, SIZE), torch.randn(64, SIZE), []
+        for model in (copy.deepcopy(native).double(), native, converted):
+            dtype = model[0].weight.dtype
+            t = x.half().to(dtype).requires_grad_()
+            model.zero_grad()
+            model(t).backward(dy.half().to(dtype))
+            gradients.append([t.grad.double(), model[0].weight.grad.double()])
+        for exact, of_torch, found in zip(*gradients, strict=True):
+            # The class of Llama rounds in between.
+            assert (found - exact).norm() <= 1.1 * (of_torch - exact).norm() + 1e-3 * exact.norm()
         guard.generations.advance()
 
 

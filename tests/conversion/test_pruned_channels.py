@@ -146,6 +146,35 @@ def test_a_weight_of_rows_that_an_optimizer_moves_near_zero_is_right_in_the_same
     assert converted[1].shares_saved()[torch.float32] == len(PRUNED) / CHANNELS
 
 
+@pytest.mark.parametrize("small", [1e-3, -1e-3, 1e-4])
+@pytest.mark.parametrize("norm", ["batch", "instance", "group"])
+def test_a_weight_that_an_optimizer_moves_near_zero_is_right_in_the_same_step_in_bfloat16(norm, small):
+    """A weight that was larger than eps, but tiny beside the bias, had a gradient that was any number."""
+    torch.manual_seed(0)
+    model = Net(norm, "relu", False)
+    nn.init.ones_(model.norm.bias)
+    converted = inplace_abn.convert(copy.deepcopy(model))
+    nets = [(net, torch.optim.SGD(net.parameters(), lr=1.0)) for net in (model, converted)]
+    for step in range(8):
+        x, gradients = torch.randn(16, 3, 8, 8), []
+        for net, optimizer in nets:
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                z = net(x)
+            (z.float().square().mean() + z.float().mean()).backward()
+            gradients.append(net.norm.weight.grad.clone())
+            for p in net.parameters():
+                p.grad.zero_()
+            # Step 4 is measured; the optimizer moves the weights before step 6.
+            if step == 5:
+                net.norm.weight.grad[PRUNED] = net.norm.weight.detach()[PRUNED] - small
+            optimizer.step()
+        expected, found = gradients
+        torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02 * expected.abs().max().item())
+    assert converted.norm.outcome().in_place
+    assert converted.norm.shares_saved()[torch.bfloat16] == len(PRUNED) / CHANNELS
+
+
 def test_a_proximal_optimizer_may_set_weights_to_zero():
     """Optimizers were taken to move weights by little only."""
     torch.manual_seed(0)
