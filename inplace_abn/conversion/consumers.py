@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-class _Keeper(NamedTuple):
+class Keeper(NamedTuple):
     """How a function names its first arguments, and which of them it keeps."""
 
     names: tuple[str, ...]
@@ -27,27 +27,36 @@ class _Keeper(NamedTuple):
     wide: str = ""
     """The kind of devices on which autocast makes it compute in float32."""
 
+    def dtype_for(self, t: Tensor) -> torch.dtype:
+        """The dtype of what the function gets instead of the tensor, if autocast gives it a copy."""
+        device = t.device.type
+        if not (self.narrow or self.wide) or not torch.is_autocast_enabled(device) or t.dtype == torch.float64:
+            return t.dtype
+        if self.narrow:
+            return torch.get_autocast_dtype(device)
+        return torch.float32 if self.wide == device else t.dtype
 
-_UNARY = _Keeper(("input",), ("input",))
-_PRODUCT = _Keeper(("input", "other"), ("input", "other"), factors=True)
-_MM = _Keeper(("input", "mat2"), ("input", "mat2"), factors=True, narrow=True)
 
-_KEEPERS: list[tuple[_Keeper, tuple[Any, ...]]] = [
+_UNARY = Keeper(("input",), ("input",))
+_PRODUCT = Keeper(("input", "other"), ("input", "other"), factors=True)
+_MM = Keeper(("input", "mat2"), ("input", "mat2"), factors=True, narrow=True)
+
+_KEEPERS: list[tuple[Keeper, tuple[Any, ...]]] = [
     # The gradient of the weight is a product with the input. A convolution keeps both, whatever needs a gradient.
     (
-        _Keeper(("input", "weight"), ("input",), narrow=True),
+        Keeper(("input", "weight"), ("input",), narrow=True),
         (F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d),
     ),
-    (_Keeper(("input", "weight"), ("input", "weight"), factors=True, narrow=True), (F.linear,)),
+    (Keeper(("input", "weight"), ("input", "weight"), factors=True, narrow=True), (F.linear,)),
     (_PRODUCT._replace(narrow=True), (torch.matmul, Tensor.matmul, Tensor.__matmul__)),
     (_MM, (torch.mm, Tensor.mm, torch.bmm, Tensor.bmm)),
     (_PRODUCT, (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.multiply, Tensor.multiply)),
     # The slope depends on the input.
-    (_Keeper(("input", "weight"), ("input",), narrow=True), (F.prelu, Tensor.prelu)),
-    (_Keeper(("input", "min_val", "max_val", "inplace"), ("input",)), (F.hardtanh,)),
-    (_Keeper(("input", "inplace"), ("input",)), (F.relu6, F.hardsigmoid, F.selu)),
-    (_Keeper(("input", "alpha", "inplace"), ("input",)), (F.celu,)),
-    (_Keeper(("input", "threshold", "value", "inplace"), ("input",)), (F.threshold,)),
+    (Keeper(("input", "weight"), ("input",), narrow=True), (F.prelu, Tensor.prelu)),
+    (Keeper(("input", "min_val", "max_val", "inplace"), ("input",)), (F.hardtanh,)),
+    (Keeper(("input", "inplace"), ("input",)), (F.relu6, F.hardsigmoid, F.selu)),
+    (Keeper(("input", "alpha", "inplace"), ("input",)), (F.celu,)),
+    (Keeper(("input", "threshold", "value", "inplace"), ("input",)), (F.threshold,)),
     (_UNARY, (F.logsigmoid, F.softsign, F.hardshrink, F.softshrink, F.glu)),
     (_UNARY._replace(wide="cuda"), (F.softplus,)),
     (_UNARY, (torch.abs, Tensor.abs, torch.square, Tensor.square, torch.sin, Tensor.sin, torch.cos, Tensor.cos)),
@@ -61,13 +70,12 @@ _KEEPERS: list[tuple[_Keeper, tuple[Any, ...]]] = [
     (_UNARY, (F.batch_norm, F.instance_norm)),
 ]
 
-KEEPING: dict[Any, _Keeper] = {function: keeper for keeper, functions in _KEEPERS for function in functions}
+KEEPING: dict[Any, Keeper] = {function: keeper for keeper, functions in _KEEPERS for function in functions}
 
 
-def kept(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+def kept(keeper: Keeper, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The arguments that autograd keeps for the backward pass of this call."""
-    keeper = KEEPING.get(function)
-    if keeper is None or not torch.is_grad_enabled():
+    if not torch.is_grad_enabled():
         return []
     # Arguments beyond those with a name do not matter.
     values = dict(zip(keeper.names, args, strict=False))
@@ -79,24 +87,6 @@ def kept(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> lis
     for i, name in enumerate(keeper.kept):
         t, other = values.get(name), values.get(keeper.kept[i - 1])
         needed = not keeper.factors or (isinstance(other, Tensor) and other.requires_grad)
-        if isinstance(t, Tensor) and needed and not _is_cast(t, keeper):
+        if isinstance(t, Tensor) and needed and keeper.dtype_for(t) == t.dtype:
             found.append(t)
     return found
-
-
-def dtype_for(function: Any, t: Tensor) -> torch.dtype:
-    """The dtype in which the function gets the tensor: that of 16 bits if autocast gives it a copy."""
-    keeper = KEEPING.get(function)
-    if keeper is None or not keeper.narrow or not torch.is_autocast_enabled(t.device.type):
-        return t.dtype
-    return torch.get_autocast_dtype(t.device.type)
-
-
-def _is_cast(t: Tensor, keeper: _Keeper) -> bool:
-    """Whether autocast gives the function a copy in another dtype, which is kept instead."""
-    device = t.device.type
-    if not torch.is_autocast_enabled(device) or t.dtype == torch.float64:
-        return False
-    if keeper.narrow:
-        return t.dtype != torch.get_autocast_dtype(device)
-    return keeper.wide == device and t.dtype != torch.float32

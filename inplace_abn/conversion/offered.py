@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from inplace_abn import _torch
 from inplace_abn.conversion import observed, watch
-from inplace_abn.conversion.consumers import KEEPING, dtype_for, kept
+from inplace_abn.conversion.consumers import KEEPING, Keeper, kept
 from inplace_abn.conversion.recognition import IN_GRAPH, KNOWN, METADATA, NO_GRADIENT, SHOWING, Activating, Adding
 from inplace_abn.conversion.scaled import PRODUCTS, VIEWING
 from inplace_abn.trial import LEAVES, tensors_in
@@ -206,17 +206,21 @@ def _read(
     if result is not None:
         return result
     reader = getattr(func, "__name__", "what follows")
-    keeps = {id(t): t for t in kept(func, args, kwargs) if id(t) in recipes}
-    for key, t in keeps.items():
-        recipes[key].keep(t, reader)
-    narrow = {id(t): _cast(func, t, recipes[id(t)], reader) for t in args if id(t) in recipes}
-    result = func(*(narrow.get(id(t), t) for t in args), **kwargs)
+    keeper, keeps, given = KEEPING.get(func), dict[int, Tensor](), args
+    if keeper is not None:
+        keeps = {id(t): t for t in kept(keeper, args, kwargs) if id(t) in recipes}
+        for key, t in keeps.items():
+            recipes[key].keep(t, reader)
+        if keeper.narrow:
+            given = tuple(_cast(keeper, t, recipes[id(t)], reader) if id(t) in recipes else t for t in args)
+    result = func(*given, **kwargs)
     if func in VIEWING and not kwargs and id(args[0]) in recipes:
         of_view = recipes[id(args[0])].of_view(args[0], func, args[1:])
         if of_view is not None:
             offer(result, of_view)
+    replaced = {id(t) for t, other in zip(args, given, strict=True) if other is not t}
     for t in offered:
-        if narrow.get(id(t), t) is t:
+        if id(t) not in replaced:
             if id(t) not in keeps and not isinstance(call, Activating):
                 recipes[id(t)].not_kept(reader)
             _spend(t, recipes)
@@ -249,9 +253,9 @@ def _spend(t: Tensor, recipes: dict[int, Recipe]) -> None:
         made_plain(t)
 
 
-def _cast(func: Any, t: Tensor, recipe: Recipe, reader: str) -> Tensor:
+def _cast(keeper: Keeper, t: Tensor, recipe: Recipe, reader: str) -> Tensor:
     """What the function gets: a copy in 16 bits if autocast makes one."""
-    dtype = dtype_for(func, t)
+    dtype = keeper.dtype_for(t)
     narrow = None if t.dtype == dtype else recipe.cast(t, dtype, reader)
     return t if narrow is None else narrow
 
