@@ -22,7 +22,7 @@ from inplace_abn.conversion.offered import Offered, Recipe, kept_by, made_plain,
 from inplace_abn.conversion.recognition import Activating, Adding
 from inplace_abn.conversion.results import offer_result
 from inplace_abn.guard import measuring
-from inplace_abn.guard.figures import SHARES
+from inplace_abn.guard.figures import share_of
 from inplace_abn.kernels import ops
 from inplace_abn.settings import DISABLED, WEIGHT, Channels, Operands, Settings
 
@@ -189,7 +189,7 @@ class OfNorm(OfCall):
         if settled is None or (call.in_place and (_is_hooked(t) or self.layer.returns_view)):
             return None
         cpp, saved = settled
-        given = self.residual, self._operand, self._version, SHARES[t.dtype]
+        given = self.residual, self._operand, self._version, share_of(t.dtype)
         what_follows = find(call.activation).code, call.param, call.in_place
         statistics = identity(t.shape[1], reference.wide(t.dtype), t.device)
         z: Tensor | None = cpp.activate(t, *statistics, *given, *what_follows, *saved.places(t.device))
@@ -258,7 +258,7 @@ class OfNorm(OfCall):
     def keep(self, t: Tensor, reader: str) -> None:
         adds = self.residual is not None
         settled = self._cpp_and_channels(t, (*IDENTITY, adds))
-        given = self.residual, self._operand, self._version, SHARES.get(t.dtype, 0.0)
+        given = self.residual, self._operand, self._version, share_of(t.dtype)
         if settled is not None and settled[0].keep(t, *given, *settled[1].places(t.device), None):
             self.layer._record.outcome = in_place_with(reader, adds)
         elif not self.is_left and self.is_open(t) and self._keep_node is not None:

@@ -13,7 +13,6 @@ from inplace_abn import _torch
 from inplace_abn.guard import generations, measuring
 from inplace_abn.guard.figures import (
     MOST,
-    SHARES,
     THRESHOLDS,
     Choice,
     Table,
@@ -21,6 +20,7 @@ from inplace_abn.guard.figures import (
     chosen,
     described,
     is_in_reach,
+    share_of,
     worst,
 )
 from inplace_abn.guard.layers import forget, mode_of, modes_of, name, notice_writes, renew, renew_if_written
@@ -207,7 +207,7 @@ def lost(module: Any, saved: Channels, dtype: torch.dtype | None) -> Choice | No
     if _torch.transforms_active() or _torch.tracing_state() is not None:
         return None
     with torch.no_grad(), _torch.unwatched():
-        least, share = module.least_weight, 0.0 if dtype is None else SHARES[dtype]
+        least, share = module.least_weight, share_of(dtype)
         if not ops.run(ops.has_lost, [], weight, bias, least, share, saved.rows(weight.device)):
             return None
         size = weight.abs()

@@ -36,9 +36,6 @@ dweight has more room for two reasons. Its figure is that of the worst dz, and t
 of the number of values that are summed. Among many channels there is also always one whose gamma is small.
 """
 HYSTERESIS = 4.0
-SHARES = {dtype: torch.finfo(dtype).eps / 2 / t.weight / HYSTERESIS for dtype, t in THRESHOLDS.items()}
-"""The shares of the bias below which a weight loses xhat, whatever was measured: the error of dweight is then some four
-times as large as is trusted."""
 _LARGEST_WEIGHT = 2.0**40
 MOST, MOST_AGAIN = 3 / 4, 1 / 2
 """The largest share of channels that are saved. A layer with more is torch's, until there are no more than the second
@@ -47,6 +44,15 @@ _LEAST = 4.0
 """The smallest magnitude of a weight, in units of eps, by which xhat is recovered."""
 _REACH = {torch.float16: 8.0}
 """The largest |gamma| + |beta| of a channel that is saved. In float16 tags are a share of y instead of zeros."""
+
+
+_SHARES = {dtype: torch.finfo(dtype).eps / 2 / t.weight / HYSTERESIS for dtype, t in THRESHOLDS.items()}
+
+
+def share_of(dtype: torch.dtype | None) -> float:
+    """The share of the bias below which a weight loses xhat, whatever was measured: the error of dweight is then some
+    four times as large as is trusted. Zero for a dtype that is not known, or that no layer is in place in."""
+    return 0.0 if dtype is None else _SHARES.get(dtype, 0.0)
 
 
 class Table(NamedTuple):

@@ -376,8 +376,9 @@ def test_what_is_not_trusted_can_be_warned_of_or_raised(logged):
 
 def test_tensors_that_are_errors_are_told_by_the_op_not_by_the_guard():
     module = layer()
-    with pytest.raises(TypeError, match="dtype"):
-        module(torch.ones(2, 8, 3, 3, dtype=torch.int32))
+    for each in (module, layer(guard_interval=0)):
+        with pytest.raises(TypeError, match="dtype"):
+            each(torch.ones(2, 8, 3, 3, dtype=torch.int32))
     with pytest.raises(ValueError, match="Expected more than 1 value"):
         module(torch.randn(1, 8, 1, 1, requires_grad=True) * 1)
     with pytest.raises(ValueError, match="expected"):
