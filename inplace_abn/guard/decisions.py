@@ -196,14 +196,21 @@ def _with_lost(module: Any, planned: Plan) -> Plan:
     return planned._replace(decision=mode.decisions[-1])
 
 
+def _is_readable(t: Any) -> bool:
+    """Whether the values of a parameter may be looked at, without a wait for a device."""
+    return type(t) in (nn.Parameter, Tensor) and t.is_cpu and t.dim() == 1 and t.dtype in THRESHOLDS
+
+
 def lost(module: Any, saved: Channels, dtype: torch.dtype | None) -> Choice | None:
     """What to do if a weight on the CPU is nearly zero and its channel is not saved; None if none is.
 
     Whatever has written to the weight, its channel would be lost in this very call.
     """
     weight, bias = module.scale_and_offset()
-    if type(weight) not in (nn.Parameter, Tensor) or not weight.is_cpu:
+    if not _is_readable(weight):
         return None
+    # What else is wrong with the bias is told by the op.
+    bias = bias if _is_readable(bias) and bias.shape == weight.shape else None
     if _torch.transforms_active() or _torch.tracing_state() is not None:
         return None
     with torch.no_grad(), _torch.unwatched():

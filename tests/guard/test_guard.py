@@ -381,6 +381,15 @@ def test_tensors_that_are_errors_are_told_by_the_op_not_by_the_guard():
             each(torch.ones(2, 8, 3, 3, dtype=torch.int32))
     with pytest.raises(ValueError, match="Expected more than 1 value"):
         module(torch.randn(1, 8, 1, 1, requires_grad=True) * 1)
+    for bias, error in (
+        (torch.zeros(8, dtype=torch.int64), "expected bias of dtype"),
+        (torch.zeros(8, device="meta"), "expected bias on cpu"),
+        (torch.zeros(9), r"expected bias of shape \(8,\)"),
+    ):
+        other = layer()
+        other.bias = torch.nn.Parameter(bias, requires_grad=False)
+        with pytest.raises((TypeError, ValueError), match=error):
+            other(torch.randn(2, 8, 3, 3, requires_grad=True) * 1)
     with pytest.raises(ValueError, match="expected"):
         module(torch.randn(2, 7, 3, 3, requires_grad=True) * 1)
 
