@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from inplace_abn import _torch
 from inplace_abn.guard import generations, measuring
@@ -198,7 +198,9 @@ def _with_lost(module: Any, planned: Plan) -> Plan:
 
 def _is_readable(t: Any) -> bool:
     """Whether the values of a parameter may be looked at, without a wait for a device."""
-    return type(t) in (nn.Parameter, Tensor) and t.is_cpu and t.dim() == 1 and t.dtype in THRESHOLDS
+    # Subclasses without a dispatch of their own have memory of their own.
+    is_plain = isinstance(t, Tensor) and type(t).__torch_dispatch__ is Tensor.__torch_dispatch__
+    return is_plain and t.is_cpu and t.dim() == 1 and t.dtype in THRESHOLDS
 
 
 def lost(module: Any, saved: Channels, dtype: torch.dtype | None) -> Choice | None:

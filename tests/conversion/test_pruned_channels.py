@@ -175,6 +175,18 @@ def test_a_weight_that_an_optimizer_moves_near_zero_is_right_in_the_same_step_in
     assert converted.norm.shares_saved()[torch.bfloat16] == len(PRUNED) / CHANNELS
 
 
+class OwnParameter(nn.Parameter):
+    """A parameter as some optimizers and wrappers make it."""
+
+
+@pytest.mark.parametrize("norm", ["batch", "group"])
+def test_a_weight_of_an_own_class_of_parameters_is_looked_at_too(norm):
+    torch.manual_seed(0)
+    model = Net(norm, "relu", False).double()
+    model.norm.weight = OwnParameter(model.norm.weight.detach())
+    assert_equal_steps(model, lambda norm, step: set_data(norm) if step == 5 else None)
+
+
 def test_a_proximal_optimizer_may_set_weights_to_zero():
     """Optimizers were taken to move weights by little only."""
     torch.manual_seed(0)
