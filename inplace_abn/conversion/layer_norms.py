@@ -36,7 +36,7 @@ class ConvertedLayerNorm(Converted):
     """
 
     per_instance = True
-    signed_weight = False
+    signed_weight = True
     track_running_stats = False
 
     @property

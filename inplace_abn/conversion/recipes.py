@@ -22,7 +22,7 @@ from inplace_abn.conversion.offered import Offered, Recipe, kept_by, made_plain,
 from inplace_abn.conversion.recognition import Activating, Adding
 from inplace_abn.conversion.results import offer_result
 from inplace_abn.guard import measuring
-from inplace_abn.guard.figures import share_of
+from inplace_abn.guard.modes import Decision
 from inplace_abn.kernels import ops
 from inplace_abn.settings import DISABLED, WEIGHT, Channels, Operands, Settings
 
@@ -96,17 +96,22 @@ class OfCall(Recipe):
     def _take(self, statistics: Any) -> None:
         """Takes the statistics of the call."""
 
-    def _cpp_and_channels(
+    def _cpp_and_decision(
         self, t: Tensor, what: tuple[Any, ...], dtype: torch.dtype | None = None
-    ) -> tuple[Any, Channels] | None:
-        """The node in C++, if it may make what follows, and the channels whose xhat is saved; None otherwise."""
+    ) -> tuple[Any, Decision] | None:
+        """The node in C++, if it may make what follows, and what was decided; None otherwise."""
         residual, summed = self.residual, self._summed
         if self._is_loaded or self.is_left or type(residual) is Offered or (summed is not None and summed.is_asked):
             return None
         mode, cpp = guard.current_mode(self.layer, dtype or t.dtype, what), nodes.cpp
         if mode is None or cpp is None or not mode.decisions[-1].trusted:
             return None
-        return (cpp, mode.decisions[-1].verbatim) if state_of(residual) == self._state_of_residual else None
+        return (cpp, mode.decisions[-1]) if state_of(residual) == self._state_of_residual else None
+
+    def _keep_in_cpp(self, cpp: Any, decision: Decision, t: Tensor, narrow: Tensor | None = None) -> bool:
+        """Makes the node in C++ keep t, or this copy of it. False if the call needs Python."""
+        given = self.residual, self._operand, self._version, decision.floors
+        return bool(cpp.keep(t, *given, *decision.verbatim.places(t.device), narrow))
 
     def lacks(self, t: Tensor) -> bool:
         return self.is_left and t._version == self._version
@@ -185,14 +190,14 @@ class OfNorm(OfCall):
 
     def _activated_in_cpp(self, t: Tensor, call: Activating) -> Tensor | None:
         what = call.activation, call.param, self.residual is not None
-        settled = self._cpp_and_channels(t, what)
+        settled = self._cpp_and_decision(t, what)
         if settled is None or (call.in_place and (_is_hooked(t) or self.layer.returns_view)):
             return None
-        cpp, saved = settled
-        given = self.residual, self._operand, self._version, share_of(t.dtype)
+        cpp, decision = settled
+        given = self.residual, self._operand, self._version, decision.floors
         what_follows = find(call.activation).code, call.param, call.in_place
         statistics = identity(t.shape[1], reference.wide(t.dtype), t.device)
-        z: Tensor | None = cpp.activate(t, *statistics, *given, *what_follows, *saved.places(t.device))
+        z: Tensor | None = cpp.activate(t, *statistics, *given, *what_follows, *decision.verbatim.places(t.device))
         if z is None:
             return None
         if call.in_place:
@@ -257,9 +262,8 @@ class OfNorm(OfCall):
 
     def keep(self, t: Tensor, reader: str) -> None:
         adds = self.residual is not None
-        settled = self._cpp_and_channels(t, (*IDENTITY, adds))
-        given = self.residual, self._operand, self._version, share_of(t.dtype)
-        if settled is not None and settled[0].keep(t, *given, *settled[1].places(t.device), None):
+        settled = self._cpp_and_decision(t, (*IDENTITY, adds))
+        if settled is not None and self._keep_in_cpp(*settled, t):
             self.layer._record.outcome = in_place_with(reader, adds)
         elif not self.is_left and self.is_open(t) and self._keep_node is not None:
             channels = self._decided(IDENTITY, "add, " * adds + reader)

@@ -15,7 +15,6 @@ from inplace_abn.conversion import observed
 from inplace_abn.conversion.converted import Outcome
 from inplace_abn.conversion.formulas import Kind
 from inplace_abn.conversion.recipes import OfCall, in_place_with
-from inplace_abn.guard.figures import share_of
 from inplace_abn.guard.measuring import figures_of_rows
 from inplace_abn.settings import MAGNITUDE, Operands, Settings
 
@@ -59,9 +58,8 @@ class OfRows(OfCall):
 
     def _keep(self, t: Tensor, kept: Tensor, reader: str) -> bool:
         """Makes the node keep the output t, or this copy of it, which a reader keeps anyway. False if it does not."""
-        settled, narrow = self._cpp_and_channels(t, (), kept.dtype), None if kept is t else kept
-        given = None, 0, self._version, share_of(kept.dtype)
-        if settled is not None and settled[0].keep(t, *given, *settled[1].places(t.device), narrow):
+        settled = self._cpp_and_decision(t, (), kept.dtype)
+        if settled is not None and self._keep_in_cpp(*settled, t, None if kept is t else kept):
             self.layer._record.outcome = in_place_with(reader, False)
             return True
         if not self.is_open(t) or self._keep_node is None:

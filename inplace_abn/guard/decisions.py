@@ -19,8 +19,8 @@ from inplace_abn.guard.figures import (
     Threshold,
     chosen,
     described,
+    floors,
     is_in_reach,
-    share_of,
     worst,
 )
 from inplace_abn.guard.layers import forget, mode_of, modes_of, name, notice_writes, renew, renew_if_written
@@ -181,7 +181,7 @@ def _with_lost(module: Any, planned: Plan) -> Plan:
     decision, mode = planned.decision, planned.mode
     if not decision.trusted:
         return planned
-    found = lost(module, decision.verbatim, None if mode is None else mode.dtype)
+    found = lost(module, decision, None if mode is None else mode.dtype)
     if found is None:
         return planned
     trusted, channels = found
@@ -203,7 +203,7 @@ def _is_readable(t: Any) -> bool:
     return is_plain and t.is_cpu and t.dim() == 1 and t.dtype in THRESHOLDS
 
 
-def lost(module: Any, saved: Channels, dtype: torch.dtype | None) -> Choice | None:
+def lost(module: Any, decision: Decision, dtype: torch.dtype | None) -> Choice | None:
     """What to do if a weight on the CPU is nearly zero and its channel is not saved; None if none is.
 
     Whatever has written to the weight, its channel would be lost in this very call.
@@ -216,11 +216,14 @@ def lost(module: Any, saved: Channels, dtype: torch.dtype | None) -> Choice | No
     if _torch.transforms_active() or _torch.tracing_state() is not None:
         return None
     with torch.no_grad(), _torch.unwatched():
-        least, share = module.least_weight, share_of(dtype)
-        if not ops.run(ops.has_lost, [], weight, bias, least, share, saved.rows(weight.device)):
+        saved, least, added = decision.verbatim, module.least_weight, 0.0 if module.signed_weight else module.eps
+        if not ops.run(ops.has_lost, [], weight, bias, least, added, decision.floors, saved.rows(weight.device)):
             return None
-        size = weight.abs()
-        near = ~(size >= least) if bias is None else ~(size >= least) | (size < share * bias.abs())
+        size = weight.abs() + added
+        near = ~(size >= least)
+        if decision.floors is not None:
+            floor, share = decision.floors
+            near |= size < (floor if bias is None else floor.maximum(share * bias.abs()))
         channels = Channels(sorted({*saved.numbers, *near.nonzero().flatten().tolist()}), weight.numel())
         can_be_saved = dtype is None or bias is None or is_in_reach(bias[near].abs(), dtype)
     return Choice(len(channels) <= MOST * channels.size and can_be_saved, channels)
@@ -249,8 +252,8 @@ def _judge(module: Any, mode: Mode, found: list[Table]) -> None:
         with torch.no_grad(), _torch.NoDispatch():
             now, channels = chosen(table, last.verbatim, before, threshold, mode.dtype)
             error = described(table, len(channels), threshold)
-        if now and channels != last.verbatim:
-            mode.change(verbatim=channels)
+            if now:
+                mode.change(verbatim=channels, floors=floors(table, threshold, module.shared > 1))
     # A mode that was renewed is trusted, although other things were said of it.
     was_trusted = not mode.why
     if not now and error:

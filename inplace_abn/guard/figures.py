@@ -46,15 +46,6 @@ _REACH = {torch.float16: 8.0}
 """The largest |gamma| + |beta| of a channel that is saved. In float16 tags are a share of y instead of zeros."""
 
 
-_SHARES = {dtype: torch.finfo(dtype).eps / 2 / t.weight / HYSTERESIS for dtype, t in THRESHOLDS.items()}
-
-
-def share_of(dtype: torch.dtype | None) -> float:
-    """The share of the bias below which a weight loses xhat, whatever was measured: the error of dweight is then some
-    four times as large as is trusted. Zero for a dtype that is not known, or that no layer is in place in."""
-    return 0.0 if dtype is None else _SHARES.get(dtype, 0.0)
-
-
 class Table(NamedTuple):
     """The figures of each channel, on the host; float64."""
 
@@ -64,8 +55,10 @@ class Table(NamedTuple):
     """`recovery.Errors.dx`; of shape (combination, channel)."""
     least: Tensor
     """The magnitude of a signed weight, in units of eps; infinite if there is none."""
+    size: Tensor
+    """The magnitude of gamma; 1 if there is no weight."""
     reach: Tensor
-    """The magnitude of the weight plus that of the bias."""
+    """That, and the magnitude of the bias."""
 
     @property
     def unknown(self) -> bool:
@@ -77,13 +70,11 @@ class Table(NamedTuple):
 def packed(errors: Errors, weight: Tensor | None, bias: Tensor | None, settings: Settings) -> Tensor:
     """The figures of each channel in one tensor; float64 of shape (row, channel).
 
-    The rows are ``weight`` and all of ``dx`` of `Errors`, and ``least`` and ``reach`` of `Table`. Errors of dweight are
-    0 where there is no weight.
+    The rows are ``weight`` and all of ``dx`` of `Errors`, and ``least``, ``size`` and ``reach`` of `Table`. Errors of
+    dweight are 0 where there is no weight.
     """
     of_weight, least = errors.weight, torch.full_like(errors.weight, math.inf)
-    reach = torch.ones_like(of_weight) if weight is None else weight.detach().abs().double()
-    if bias is not None:
-        reach = reach + bias.detach().abs()
+    gamma = torch.ones_like(of_weight)
     if weight is None:
         of_weight = torch.zeros_like(of_weight)
     else:
@@ -93,21 +84,23 @@ def packed(errors: Errors, weight: Tensor | None, bias: Tensor | None, settings:
         if settings.scale != MAGNITUDE:
             # The division is in the weight's dtype, in which the kernels and the guard compare.
             least = (size / settings.eps).double()
-    return torch.stack([of_weight, *errors.dx, least, reach])
+        gamma = size.double() + settings.eps * (settings.scale == MAGNITUDE)
+    reach = gamma if bias is None else gamma + bias.detach().abs()
+    return torch.stack([of_weight, *errors.dx, least, gamma, reach])
 
 
 def unpacked(packed: Tensor) -> Table:
     """The figures on the host. Waits for the device."""
-    weight, *dx, least, reach = packed.cpu()
-    return Table(weight, torch.stack(dx), least, reach)
+    weight, *dx, least, size, reach = packed.cpu()
+    return Table(weight, torch.stack(dx), least, size, reach)
 
 
 def worst(found: Sequence[Table]) -> Table | None:
     """The worst figures of each channel in several calls; None without a call."""
     if len(found) < 2:
         return next(iter(found), None)
-    weight, dx, least, reach = (torch.stack(each) for each in zip(*found, strict=True))
-    return Table(weight.amax(0), dx.amax(0), least.amin(0), reach.amax(0))
+    weight, dx, least, size, reach = (torch.stack(each) for each in zip(*found, strict=True))
+    return Table(weight.amax(0), dx.amax(0), least.amin(0), size.amax(0), reach.amax(0))
 
 
 def fetched(packed: Tensor) -> tuple[Tensor, torch.Event | None]:
@@ -160,6 +153,25 @@ def chosen(table: Table, before: Channels, trusted: bool, threshold: Threshold, 
     numbers = ill.nonzero().flatten().tolist()
     is_trusted = len(numbers) <= (MOST if trusted else MOST_AGAIN) * size and is_in_reach(table.reach[ill], dtype)
     return Choice(is_trusted, Channels(numbers, size))
+
+
+def floors(table: Table, threshold: Threshold, shares_statistics: bool) -> Tensor:
+    """How small the weights of channels that are not saved may become before they are measured again; float64 of shape
+    (2, channel), on the host: the magnitude, and the share of the bias, if that grows.
+
+    Errors are then at most `HYSTERESIS` times as large as is trusted. They grow at most as the square of what a weight
+    shrinks by: xhat has the error of z, divided by the weight, and near a minimum that of z grows, too.
+
+    Args:
+        shares_statistics: whether an error of one channel is an error of dx in others.
+    """
+    growth = table.weight / (HYSTERESIS * threshold.weight)
+    if shares_statistics:
+        # Each of the channels may add the same.
+        room = (HYSTERESIS**2 - 1) * threshold.x**2 / table.weight.numel()
+        growth = growth.maximum((table.dx / (table.dx + room)).amax(0).sqrt())
+    floor = table.size * growth.sqrt()
+    return torch.stack([floor, floor / table.reach])
 
 
 def is_in_reach(reach: Tensor, dtype: torch.dtype) -> bool:

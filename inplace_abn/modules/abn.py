@@ -250,10 +250,6 @@ class InPlaceABN(InPlaceActivatedNorm, ABN):
     The other arguments are those of `ABN`.
     """
 
-    @property
-    def least_weight(self) -> float:
-        return self.eps if self.signed_weight else 0.0
-
     def __init__(
         self,
         num_features: int,

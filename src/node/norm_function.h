@@ -20,7 +20,8 @@ using NormBackward = std::vector<Tensor>(const Tensor& g, const Tensor& x, const
                                          std::optional<at::ScalarType> bias_dtype, const OptTensor& mean,
                                          const OptTensor& var, const std::vector<bool>& needed, double eps,
                                          bool training, int64_t shared, int64_t norm_of_rows);
-using HasLost = bool(const Tensor& weight, const OptTensor& bias, double least, double share, const OptTensor& rows);
+using HasLost = bool(const Tensor& weight, const OptTensor& bias, double least, double added, const OptTensor& floors,
+                     const OptTensor& rows);
 
 constexpr int64_t identity = 0;
 // The scale of a converted norm (kernels.h).
@@ -62,13 +63,15 @@ class NormFunction final : public Node {
     node->seen_ = node->seen();
   }
 
-  // The node of t, or of the operand of this number if t is a sum; null if it is another node.
+  // The node of t, or of the operand of this number if t is a sum; null if it is another node. The output of torch's
+  // instance norm is a view.
   static NormFunction* of(const Tensor& t, int64_t operand) {
-    auto* const own = t.grad_fn().get();
-    if (own == nullptr) return nullptr;
-    if (auto* const found = dynamic_cast<NormFunction*>(own)) return found;
-    if (static_cast<size_t>(operand) >= own->num_outputs()) return nullptr;
-    return dynamic_cast<NormFunction*>(own->next_edge(operand).function.get());
+    auto* own = t.grad_fn().get();
+    for (const int64_t edge : {operand, int64_t{0}}) {
+      if (own == nullptr || dynamic_cast<NormFunction*>(own) != nullptr) break;
+      own = static_cast<size_t>(edge) < own->num_outputs() ? own->next_edge(edge).function.get() : nullptr;
+    }
+    return dynamic_cast<NormFunction*>(own);
   }
 
   std::string name() const override { return keeps_output_ ? "InPlaceABNFunction" : "NormFunction"; }
@@ -82,10 +85,10 @@ class NormFunction final : public Node {
   bool keeps_output() const { return keeps_output_; }
 
   // Whether a weight on the CPU is nearly zero whose channel is not saved, so that Python has to decide.
-  bool has_lost(double share, const OptTensor& rows) const {
+  bool has_lost(const OptTensor& floors, const OptTensor& rows) const {
     const double least = settings.rows != 0 ? least_weight_of_rows : settings.eps;
     return weight.defined() && weight.is_cpu() &&
-           call<HasLost>("inplace_abn::has_lost", "", weight, optional(bias), least, share, rows);
+           call<HasLost>("inplace_abn::has_lost", "", weight, optional(bias), least, 0.0, floors, rows);
   }
 
   // What backward needs of the statistics: the variance, or rstd of each row, which only torch's layer norm gives.

@@ -146,33 +146,81 @@ def test_a_weight_of_rows_that_an_optimizer_moves_near_zero_is_right_in_the_same
     assert converted[1].shares_saved()[torch.float32] == len(PRUNED) / CHANNELS
 
 
-@pytest.mark.parametrize("small", [1e-3, -1e-3, 1e-4])
-@pytest.mark.parametrize("norm", ["batch", "instance", "group"])
-def test_a_weight_that_an_optimizer_moves_near_zero_is_right_in_the_same_step_in_bfloat16(norm, small):
-    """A weight that was larger than eps, but tiny beside the bias, had a gradient that was any number."""
-    torch.manual_seed(0)
-    model = Net(norm, "relu", False)
-    nn.init.ones_(model.norm.bias)
+def assert_right_in_the_same_step(model, small, bias, activation_dtype, tolerance):
+    """Weights, and biases if one is given, that an optimizer sets between two measurements."""
     converted = inplace_abn.convert(copy.deepcopy(model))
     nets = [(net, torch.optim.SGD(net.parameters(), lr=1.0)) for net in (model, converted)]
     for step in range(8):
         x, gradients = torch.randn(16, 3, 8, 8), []
         for net, optimizer in nets:
             optimizer.zero_grad()
-            with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast("cpu", activation_dtype, enabled=activation_dtype != torch.float32):
                 z = net(x)
             (z.float().square().mean() + z.float().mean()).backward()
-            gradients.append(net.norm.weight.grad.clone())
+            gradients.append([net.norm.weight.grad.clone(), net.first.weight.grad.clone()])
             for p in net.parameters():
                 p.grad.zero_()
             # Step 4 is measured; the optimizer moves the weights before step 6.
             if step == 5:
-                net.norm.weight.grad[PRUNED] = net.norm.weight.detach()[PRUNED] - small
+                norm = net.norm
+                norm.weight.grad[PRUNED] = norm.weight.detach()[PRUNED] - small
+                if bias is not None:
+                    norm.bias.grad[PRUNED] = norm.bias.detach()[PRUNED] - bias
             optimizer.step()
-        expected, found = gradients
-        torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02 * expected.abs().max().item())
+        for found, expected in zip(*reversed(gradients), strict=True):
+            torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance * expected.abs().max().item())
     assert converted.norm.outcome().in_place
-    assert converted.norm.shares_saved()[torch.bfloat16] == len(PRUNED) / CHANNELS
+    assert converted.norm.shares_saved()[activation_dtype] == len(PRUNED) / CHANNELS
+
+
+@pytest.mark.parametrize("small", [1e-3, -1e-3, 1e-4])
+@pytest.mark.parametrize("adds", [False, True], ids=["bias", "residual"])
+@pytest.mark.parametrize("norm", ["batch", "instance", "group"])
+def test_a_weight_that_an_optimizer_moves_near_zero_is_right_in_the_same_step_in_bfloat16(norm, adds, small):
+    """A weight that was larger than eps, but small beside bias or residual, had a gradient that was any number."""
+    torch.manual_seed(0)
+    model = Net(norm, "relu", adds)
+    nn.init.ones_(model.norm.bias)
+    assert_right_in_the_same_step(model, small, None, torch.bfloat16, 0.02)
+
+
+@pytest.mark.parametrize("norm", ["batch", "group"])
+def test_a_small_weight_beside_a_minimum_of_the_activation_is_right_in_the_same_step(norm):
+    """dweight was off by 20 % in float32."""
+    torch.manual_seed(0)
+    assert_right_in_the_same_step(Net(norm, "silu", False), 1e-3, -1.278, torch.float32, 1e-3)
+
+
+def test_a_small_weight_beside_a_bias_that_an_optimizer_makes_large_is_right_in_the_same_step():
+    torch.manual_seed(0)
+    model = Net("batch", "relu", False)
+    nn.init.constant_(model.norm.weight, 0.05)
+    assert_right_in_the_same_step(model, 0.05, 4.0, torch.bfloat16, 0.02)
+
+
+@pytest.mark.parametrize("signed", [False, True])
+def test_a_module_in_place_whose_weight_becomes_small_beside_its_residual_is_right_in_the_same_step(signed):
+    torch.manual_seed(0)
+    layer = inplace_abn.InPlaceABN(CHANNELS, signed_weight=signed, overwrite_input=False)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    for step in range(7):
+        x, residual = (torch.randn(16, CHANNELS, 8, 8).bfloat16() for _ in range(2))
+        optimizer.zero_grad()
+        found = layer(x, residual)
+        weight, bias = (p.detach().clone().requires_grad_() for p in (layer.weight, layer.bias))
+        scale = weight if signed else weight.abs() + layer.eps
+        y = F.batch_norm(x.float(), None, None, scale, bias, True, 0.0, layer.eps) + residual.float()
+        expected = F.leaky_relu(y, 0.01)
+        direction = torch.randn(y.shape) + (x.float() - x.float().mean((0, 2, 3), True))
+        (expected * direction).sum().backward()
+        (found * direction.bfloat16()).sum().backward()
+        off = (layer.weight.grad - weight.grad)[PRUNED].abs().max() / weight.grad[PRUNED].abs().max()
+        assert off < 0.01, step
+        layer.zero_grad()
+        if step == 5:
+            layer.weight.grad = torch.zeros(CHANNELS)
+            layer.weight.grad[PRUNED] = layer.weight.detach()[PRUNED] - 1e-3
+        optimizer.step()
 
 
 class OwnParameter(nn.Parameter):

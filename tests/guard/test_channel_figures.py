@@ -119,7 +119,7 @@ def test_the_figures_on_the_host_are_those_of_the_device():
     settings = Settings("relu", 0.0, EPS, AT_LEAST_EPS, True, None)
     bias = torch.tensor([0.0, -3.0, 0.0, 2.0, 1.0])
     packed = figures.packed(errors, weight, bias, settings)
-    assert packed.shape == (7, 5)
+    assert packed.shape == (8, 5)
     found = figures.unpacked(packed)
     assert found.weight.isinf().tolist() == [False, False, True, False, False]
     assert torch.equal(found.weight[:2], errors.weight[:2])
@@ -131,7 +131,10 @@ def test_the_figures_on_the_host_are_those_of_the_device():
     assert without.reach.tolist() == [1.0] * 5
     assert not without.weight.any()
     assert without.least.isinf().all()
-    assert figures.packed(errors, weight, bias, settings._replace(scale=MAGNITUDE))[-2].isinf().all()
+    assert torch.equal(found.size, weight.abs().double())
+    by_magnitude = figures.unpacked(figures.packed(errors, weight, bias, settings._replace(scale=MAGNITUDE)))
+    assert by_magnitude.least.isinf().all()
+    assert torch.equal(by_magnitude.size, weight.abs().double() + EPS)
     assert not found.unknown
     for row in range(len(packed)):
         broken = packed.clone()
@@ -184,9 +187,9 @@ def test_channels_of_rows(norm, monkeypatch):
     y = reference.normalised_rows(x.double(), weight.double(), bias.double(), norm, EPS).bfloat16()
     x = x.bfloat16()
     packed = measuring.figures_of_rows(x, y, weight, bias, settings)
-    assert packed.shape == (7, 24)
+    assert packed.shape == (8, 24)
     assert packed[0].isinf().nonzero().flatten().tolist() == [3]
-    assert (packed[1:-2, [3, 5]] > 100 * packed[1:-2, 6:].amax(dim=1, keepdim=True)).all()
+    assert (packed[1:-3, [3, 5]] > 100 * packed[1:-3, 6:].amax(dim=1, keepdim=True)).all()
     monkeypatch.setattr(measuring, "PIECE", 100)
     torch.testing.assert_close(measuring.figures_of_rows(x, y, weight, bias, settings), packed, rtol=1e-9, atol=0)
 

@@ -139,11 +139,11 @@ def test_zero_weights_scale_by_zero_in_the_first_step_only_where_they_are_the_we
 
 
 def test_the_mode_changes_exactly_one_generation_after_the_measurement_that_asks_for_it():
-    set_guard(module := layer(), interval=5)
+    set_guard(module := layer("elu"), interval=5)
     to_multiple(5)
     assert step(module)
     end_beginning(module)
-    optimize(2e-5, module)
+    optimize(10.0, module)
     for _ in range(4):
         assert step(module)
         advance()
@@ -174,12 +174,12 @@ def test_a_layer_is_measured_often_at_the_beginning_where_its_weights_change_mos
 
 
 def test_a_layer_that_sees_only_odd_generations_is_measured_all_the_same():
-    set_guard(module := layer(), interval=4)
+    set_guard(module := layer("elu"), interval=4)
     to_multiple(4)
     advance()
     assert step(module)
     end_beginning(module)
-    optimize(2e-5, module)
+    optimize(10.0, module)
     seen = []
     for times in (1, 2, 2, 2):
         advance(times)
@@ -190,7 +190,7 @@ def test_a_layer_that_sees_only_odd_generations_is_measured_all_the_same():
 def table(**changes):
     """Figures of four channels, which have an error of dx of 1 together."""
     zeros = torch.zeros(4, dtype=torch.float64)
-    found = figures.Table(zeros, (zeros + 0.25).view(1, 4), zeros + 100.0, zeros + 1.0)
+    found = figures.Table(zeros, (zeros + 0.25).view(1, 4), zeros + 100.0, zeros + 1.0, zeros + 1.0)
     return found._replace(**{name: torch.tensor(value, dtype=torch.float64) for name, value in changes.items()})
 
 
@@ -245,6 +245,22 @@ def test_a_layer_is_given_up_in_float16_if_values_of_an_ill_channel_are_large():
         found = table(weight=[2.0 * is_ill, 0.0, 0.0, 0.0], reach=[reach, 1.0, 1.0, 1.0])
         assert choose(found, 4.0, 1.0, dtype=torch.float16)[0] == (reach < 8.0 or not is_ill)
         assert choose(found, 4.0, 1.0, dtype=torch.bfloat16) == (True, (0,) if is_ill else ())
+
+
+def test_a_weight_may_shrink_until_its_error_is_four_times_what_is_trusted_if_that_grows_as_the_square():
+    threshold = figures.Threshold(1.0, 0.5)
+    found = table(weight=[0.5, 0.02, 0.0, 0.02], size=[1.0, 2.0, 1.0, 1e-3], reach=[1.0, 10.0, 1.0, 2e-3])
+    floor, share = figures.floors(found, threshold, False)
+    assert floor.tolist() == pytest.approx([0.5, 0.2, 0.0, 1e-4])
+    assert share.tolist() == pytest.approx([0.5, 0.02, 0.0, 0.05])
+    # What the channels may add to the squared error of the layer, which is 1, makes it 16.
+    uneven = found._replace(dx=torch.tensor([[0.25, 0.75, 0.0, 0.0], [0.1, 0.0, 0.0, 0.0]]).double())
+    floor = figures.floors(uneven, threshold, True)[0]
+    grown = [(1 / growth) ** 4 for growth in (floor / found.size)[:2].tolist()]
+    assert grown[0] == pytest.approx(16.0)
+    assert 0.75 * grown[1] == pytest.approx(0.75 + 15 / 4)
+    assert floor[2] == 0.0
+    assert floor[3] == pytest.approx(1e-4)
 
 
 def test_a_batch_with_infinities_says_nothing():

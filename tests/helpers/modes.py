@@ -74,9 +74,9 @@ def distrust(module, *dtypes):
         mode.change(trusted=False)
 
 
-def optimize(value, *modules, name="weight"):
-    """Gives weights a value in the step of an optimizer, or other parameters."""
-    weights = [getattr(module, name) for module in modules]
+def optimize(value, *modules):
+    """Gives weights a value in the step of an optimizer."""
+    weights = [module.weight for module in modules]
     for weight in weights:
         weight.grad = weight.detach() - value
     torch.optim.SGD(weights, lr=1.0).step()

@@ -159,19 +159,35 @@ def test_a_call_says_which_argument_about_saved_channels_is_wrong(device):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_weight_within_eps_of_zero_is_seen_unless_its_channel_is_saved(dtype):
     weight = torch.tensor([1.0, -2.0, 3e-6, 1.0], dtype=dtype)
-    assert not ops.has_lost(weight[:2], None, EPS, 0.0)
-    assert ops.has_lost(weight, None, EPS, 0.0)
-    assert not ops.has_lost(weight, None, EPS, 0.0, Channels([2], 4).rows(weight.device))
-    assert ops.has_lost(weight, None, EPS, 0.0, Channels([1, 3], 4).rows(weight.device))
-    assert ops.has_lost(torch.full((3,), torch.nan, dtype=dtype), None, EPS, 0.0)
+    assert not ops.has_lost(weight[:2], None, EPS)
+    assert ops.has_lost(weight, None, EPS)
+    assert not ops.has_lost(weight, None, EPS, rows=Channels([2], 4).rows(weight.device))
+    assert ops.has_lost(weight, None, EPS, rows=Channels([1, 3], 4).rows(weight.device))
+    assert ops.has_lost(torch.full((3,), torch.nan, dtype=dtype), None, EPS)
 
 
 @pytest.mark.parametrize("of_bias", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_weight_that_is_tiny_beside_the_bias_is_seen(dtype, of_bias):
     weight, bias = torch.tensor([1.0, -0.25, 4.0], dtype=dtype), torch.tensor([-3.0, 2.0, torch.nan], dtype=of_bias)
-    assert not ops.has_lost(weight, bias, EPS, 0.125)
-    assert ops.has_lost(weight, bias, EPS, 0.25)
-    assert not ops.has_lost(weight, bias, EPS, 0.25, Channels([1], 3).rows(weight.device))
+    floors = torch.tensor([[0.25, 0.125, 4.0], [0.25, 0.125, 0.125]], dtype=torch.float64)
+    assert not ops.has_lost(weight, bias, EPS, 0.0, floors)
+    floors[1, 1] = 0.25
+    assert ops.has_lost(weight, bias, EPS, 0.0, floors)
+    assert not ops.has_lost(weight, None, EPS, 0.0, floors)
+    assert not ops.has_lost(weight, bias, EPS, 0.5, floors)
+    assert not ops.has_lost(weight, bias, EPS, 0.0, floors, Channels([1], 3).rows(weight.device))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_weight_below_its_channels_floor_is_seen_unless_its_channel_is_saved(dtype):
+    weight = torch.tensor([1.0, -0.25, 4.0], dtype=dtype)
+    floors = torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.0, 0.0]], dtype=torch.float64)
+    assert ops.has_lost(weight, None, EPS, 0.0, floors)
+    assert not ops.has_lost(weight, None, EPS, 0.25, floors)
+    assert not ops.has_lost(weight, None, EPS, 0.0, floors, Channels([1], 3).rows(weight.device))
+    for wrong in (floors[:1], floors.float(), floors[:, :2], floors.mT.contiguous().mT):
+        with pytest.raises(ValueError, match="expected floors"):
+            ops.has_lost(weight, None, EPS, 0.0, wrong)
     with pytest.raises(ValueError, match=r"expected bias of shape \(3,\)"):
-        ops.has_lost(weight, bias[:2], EPS, 0.25)
+        ops.has_lost(weight, weight[:2], EPS)
