@@ -66,7 +66,8 @@ def normalised(
 
 
 def _standardised(x: Tensor, mean: Tensor | None, rstd: Tensor) -> Tensor:
-    x = x.to(rstd.dtype)
+    # torch's layer norm rounds its statistics to 16 bits where its parameters have them, and on the CPU if compiled.
+    x = x.to(wide(x.dtype))
     return (x if mean is None else x - mean) * rstd
 
 
