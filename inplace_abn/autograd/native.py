@@ -124,15 +124,14 @@ _hold: Callable[..., Any] = super(torch.autograd.Function, _HoldingFunction).app
 class Node:
     """What the node keeps."""
 
-    __slots__ = ("_bias_dtype", "_edges", "_held", "_keeps_output", "_residual", "_statistics", "settings")
+    __slots__ = ("_bias_dtype", "_edges", "_held", "_keeps_output", "_residual", "settings")
 
     def __init__(self, x: Tensor, operands: Operands, statistics: tuple[Any, Any], settings: Settings) -> None:
         weight, bias, _ = operands.of_graph()
         self.settings: Settings = settings
         self._bias_dtype: torch.dtype | None = None if bias is None else bias.dtype
         # Of samples they are not needed again.
-        self._statistics: tuple[Any, Any] = (None, None) if settings.per_instance else statistics
-        self._held: _Held | None = _Held(x, weight)
+        self._held: _Held | None = _Held(x, weight, *((None, None) if settings.per_instance else statistics))
         self._keeps_output: bool = False
         self._edges: Edges = Edges(None)
         self._residual: Versions | None = None
@@ -158,7 +157,6 @@ class Node:
         given = residual if residual is None or not residual.requires_grad else residual.detach()
         found = values.saved(t.detach() if saved is t else saved, given)
         self.settings, self._held, self._keeps_output = settings, _Held(*found), True
-        self._statistics = None, None
         # Saved-tensor hooks keep autograd from looking at versions.
         if residual is not None and _torch.top_saved_tensors_hooks(True) is not None:
             self._residual = Versions(residual)
@@ -178,9 +176,9 @@ class Node:
                 raise RuntimeError(modified("output" if self._keeps_output else "input", self.settings.name)) from error
             raise
         if not self._keeps_output:
-            x, weight = tensors
+            x, weight, *statistics = tensors
             assert x is not None
-            return _gradients(dy, x, weight, self._bias_dtype, (*self._statistics, self.settings), needed)
+            return _gradients(dy, x, weight, self._bias_dtype, (*statistics, self.settings), needed)  # type: ignore[arg-type]
         refuse_batched(dy, self.settings.name)
         saved, need = Saved(*tensors), Needed(*needed[:3], False)  # type: ignore[arg-type, call-arg]
         if self._residual is not None and self._residual.is_modified_in(saved.residual):
@@ -250,7 +248,8 @@ def attached(
     weight, bias, _ = operands.of_graph()
     if not any(t is not None and t.requires_grad for t in (x, weight, bias)):
         return None
-    if cpp is not None and settings.group is None:
+    # The node in C++ keeps some tensors where saved-tensor hooks do not see them.
+    if cpp is not None and settings.group is None and _torch.top_saved_tensors_hooks(True) is None:
         options = settings.eps, settings.training, settings.shared, NORMS_OF_ROWS.index(settings.rows), settings.name
         with _torch.NoTorchFunction():
             # Of samples they are not needed again.

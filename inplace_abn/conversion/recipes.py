@@ -110,7 +110,7 @@ class OfCall(Recipe):
 
     def _keep_in_cpp(self, cpp: Any, decision: Decision, t: Tensor, narrow: Tensor | None = None) -> bool:
         """Makes the node in C++ keep t, or this copy of it. False if the call needs Python."""
-        given = self.residual, self._operand, self._version, decision.floors
+        given = self.residual, self._operand, self._version, decision.bounds
         return bool(cpp.keep(t, *given, *decision.verbatim.places(t.device), narrow))
 
     def lacks(self, t: Tensor) -> bool:
@@ -194,7 +194,7 @@ class OfNorm(OfCall):
         if settled is None or (call.in_place and (_is_hooked(t) or self.layer.returns_view)):
             return None
         cpp, decision = settled
-        given = self.residual, self._operand, self._version, decision.floors
+        given = self.residual, self._operand, self._version, decision.bounds
         what_follows = find(call.activation).code, call.param, call.in_place
         statistics = identity(t.shape[1], reference.wide(t.dtype), t.device)
         z: Tensor | None = cpp.activate(t, *statistics, *given, *what_follows, *decision.verbatim.places(t.device))

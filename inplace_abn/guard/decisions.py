@@ -12,15 +12,12 @@ from torch import Tensor
 from inplace_abn import _torch
 from inplace_abn.guard import generations, measuring
 from inplace_abn.guard.figures import (
-    MOST,
     THRESHOLDS,
-    Choice,
     Table,
     Threshold,
+    bounds,
     chosen,
     described,
-    floors,
-    is_in_reach,
     worst,
 )
 from inplace_abn.guard.layers import forget, mode_of, modes_of, name, notice_writes, renew, renew_if_written
@@ -80,7 +77,18 @@ def plan(
         follows: what follows, if the module does not know it.
         dtype: that of what is kept; by default that of x.
     """
-    dtype = x.dtype if dtype is None else dtype
+    planned = _plan(module, x, residual, follows, x.dtype if dtype is None else dtype)
+    mode = planned.mode
+    if not planned.trusted or not _has_left(module, planned.decision):
+        return planned
+    if mode is None or not measuring.is_measurable(module, x, residual):
+        return Plan(Decision(trusted=False))
+    mode.renew()
+    return Plan(mode.decisions[-1], mode, True, True)
+
+
+def _plan(module: Any, x: Tensor, residual: Tensor | None, follows: Follows, dtype: torch.dtype) -> Plan:
+    """The same, if the weights are those that were measured."""
     mode = current_mode(module, dtype, follows)
     if mode is not None:
         return Plan(mode.decisions[-1], mode)
@@ -107,10 +115,14 @@ def plan(
     if not measuring.is_measurable(module, x, residual):
         return Plan(decision, mode)
     first = mode.measured_at < 0
-    tensors = (x, *module.scale_and_offset(), residual)
-    recovers = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     is_repeated = mode.measured_at == at and _torch.in_backward()
-    return Plan(decision, mode, recovers and not is_repeated, first)
+    return Plan(decision, mode, _recovers(module, x, residual) and not is_repeated, first)
+
+
+def _recovers(module: Any, x: Tensor, residual: Tensor | None) -> bool:
+    """Whether the call has a backward."""
+    tensors = (x, *module.scale_and_offset(), residual)
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def _entered(module: Any, dtype: torch.dtype, follows: Follows, at: int, measures: bool) -> Mode:
@@ -164,8 +176,8 @@ def decided(module: Any, planned: Plan, measure: Callable[[], Tensor]) -> Decisi
     if planned.measures:
         assert planned.mode is not None
         record(module, measure(), planned)
-        planned = planned._replace(decision=planned.mode.decisions[-1])
-    return _with_lost(module, planned).decision
+        return planned.mode.decisions[-1]
+    return planned.decision
 
 
 def stays_untrusted(module: Any, dtype: torch.dtype) -> bool:
@@ -176,26 +188,6 @@ def stays_untrusted(module: Any, dtype: torch.dtype) -> bool:
     )
 
 
-def _with_lost(module: Any, planned: Plan) -> Plan:
-    """What a layer does in a call, if its weights of this very call are planned at (`lost`)."""
-    decision, mode = planned.decision, planned.mode
-    if not decision.trusted:
-        return planned
-    found = lost(module, decision, None if mode is None else mode.dtype)
-    if found is None:
-        return planned
-    trusted, channels = found
-    changes: dict[str, Any] = {"trusted": trusted, "verbatim": channels if trusted else _NONE}
-    if mode is None:
-        return planned._replace(decision=decision._replace(**changes))
-    mode.change(**changes)
-    if not trusted:
-        mode.why = f"the weights of {len(channels)} of {channels.size} channels are nearly zero"
-        renew(module)
-        _say_untrusted(module, f"{mode.why}; it saves its input for backward, as torch does")
-    return planned._replace(decision=mode.decisions[-1])
-
-
 def _is_readable(t: Any) -> bool:
     """Whether the values of a parameter may be looked at, without a wait for a device."""
     # Subclasses without a dispatch of their own have memory of their own.
@@ -203,30 +195,20 @@ def _is_readable(t: Any) -> bool:
     return is_plain and t.is_cpu and t.dim() == 1 and t.dtype in THRESHOLDS
 
 
-def lost(module: Any, decision: Decision, dtype: torch.dtype | None) -> Choice | None:
-    """What to do if a weight on the CPU is nearly zero and its channel is not saved; None if none is.
+def _has_left(module: Any, decision: Decision) -> bool:
+    """Whether a weight on the CPU is nearly zero whose channel is not saved, or has left what the decision is for.
 
-    Whatever has written to the weight, its channel would be lost in this very call.
+    Whatever has written to the weight, xhat of its channel could be lost in this very call.
     """
     weight, bias = module.scale_and_offset()
-    if not _is_readable(weight):
-        return None
+    if not _is_readable(weight) or _torch.transforms_active() or _torch.tracing_state() is not None:
+        return False
     # What else is wrong with the bias is told by the op.
     bias = bias if _is_readable(bias) and bias.shape == weight.shape else None
-    if _torch.transforms_active() or _torch.tracing_state() is not None:
-        return None
+    added = 0.0 if module.signed_weight else module.eps
     with torch.no_grad(), _torch.unwatched():
-        saved, least, added = decision.verbatim, module.least_weight, 0.0 if module.signed_weight else module.eps
-        if not ops.run(ops.has_lost, [], weight, bias, least, added, decision.floors, saved.rows(weight.device)):
-            return None
-        size = weight.abs() + added
-        near = ~(size >= least)
-        if decision.floors is not None:
-            floor, share = decision.floors
-            near |= size < (floor if bias is None else floor.maximum(share * bias.abs()))
-        channels = Channels(sorted({*saved.numbers, *near.nonzero().flatten().tolist()}), weight.numel())
-        can_be_saved = dtype is None or bias is None or is_in_reach(bias[near].abs(), dtype)
-    return Choice(len(channels) <= MOST * channels.size and can_be_saved, channels)
+        rows = decision.verbatim.rows(weight.device)
+        return bool(ops.run(ops.has_left, [], weight, bias, module.least_weight, added, decision.bounds, rows))
 
 
 def _say_untrusted(module: Any, text: str) -> None:
@@ -253,7 +235,7 @@ def _judge(module: Any, mode: Mode, found: list[Table]) -> None:
             now, channels = chosen(table, last.verbatim, before, threshold, mode.dtype)
             error = described(table, len(channels), threshold)
             if now:
-                mode.change(verbatim=channels, floors=floors(table, threshold, module.shared > 1))
+                mode.change(verbatim=channels, bounds=bounds(table, threshold, mode.dtype))
     # A mode that was renewed is trusted, although other things were said of it.
     was_trusted = not mode.why
     if not now and error:

@@ -44,6 +44,8 @@ _LEAST = 4.0
 """The smallest magnitude of a weight, in units of eps, by which xhat is recovered."""
 _REACH = {torch.float16: 8.0}
 """The largest |gamma| + |beta| of a channel that is saved. In float16 tags are a share of y instead of zeros."""
+_FACTORS = 1.5, 8.0
+"""By how much a weight may shrink before it is measured again, at least and at most."""
 
 
 class Table(NamedTuple):
@@ -57,8 +59,8 @@ class Table(NamedTuple):
     """The magnitude of a signed weight, in units of eps; infinite if there is none."""
     size: Tensor
     """The magnitude of gamma; 1 if there is no weight."""
-    reach: Tensor
-    """That, and the magnitude of the bias."""
+    bias: Tensor
+    """0 if there is none."""
 
     @property
     def unknown(self) -> bool:
@@ -70,7 +72,7 @@ class Table(NamedTuple):
 def packed(errors: Errors, weight: Tensor | None, bias: Tensor | None, settings: Settings) -> Tensor:
     """The figures of each channel in one tensor; float64 of shape (row, channel).
 
-    The rows are ``weight`` and all of ``dx`` of `Errors`, and ``least``, ``size`` and ``reach`` of `Table`. Errors of
+    The rows are ``weight`` and all of ``dx`` of `Errors`, and ``least``, ``size`` and ``bias`` of `Table`. Errors of
     dweight are 0 where there is no weight.
     """
     of_weight, least = errors.weight, torch.full_like(errors.weight, math.inf)
@@ -85,22 +87,22 @@ def packed(errors: Errors, weight: Tensor | None, bias: Tensor | None, settings:
             # The division is in the weight's dtype, in which the kernels and the guard compare.
             least = (size / settings.eps).double()
         gamma = size.double() + settings.eps * (settings.scale == MAGNITUDE)
-    reach = gamma if bias is None else gamma + bias.detach().abs()
-    return torch.stack([of_weight, *errors.dx, least, gamma, reach])
+    beta = torch.zeros_like(gamma) if bias is None else bias.detach().double()
+    return torch.stack([of_weight, *errors.dx, least, gamma, beta])
 
 
 def unpacked(packed: Tensor) -> Table:
     """The figures on the host. Waits for the device."""
-    weight, *dx, least, size, reach = packed.cpu()
-    return Table(weight, torch.stack(dx), least, size, reach)
+    weight, *dx, least, size, bias = packed.cpu()
+    return Table(weight, torch.stack(dx), least, size, bias)
 
 
 def worst(found: Sequence[Table]) -> Table | None:
     """The worst figures of each channel in several calls; None without a call."""
     if len(found) < 2:
         return next(iter(found), None)
-    weight, dx, least, size, reach = (torch.stack(each) for each in zip(*found, strict=True))
-    return Table(weight.amax(0), dx.amax(0), least.amin(0), size.amax(0), reach.amax(0))
+    weight, dx, least = (torch.stack(each) for each in list(zip(*found, strict=True))[:3])
+    return found[-1]._replace(weight=weight.amax(0), dx=dx.amax(0), least=least.amin(0))
 
 
 def fetched(packed: Tensor) -> tuple[Tensor, torch.Event | None]:
@@ -151,31 +153,32 @@ def chosen(table: Table, before: Channels, trusted: bool, threshold: Threshold, 
     if _error(table, ill) > largest:
         ill[_causes(table, ill, largest / HYSTERESIS)] = True
     numbers = ill.nonzero().flatten().tolist()
-    is_trusted = len(numbers) <= (MOST if trusted else MOST_AGAIN) * size and is_in_reach(table.reach[ill], dtype)
+    is_in_reach = dtype not in _REACH or not (_reach(table)[ill] > _REACH[dtype]).any().item()
+    is_trusted = len(numbers) <= (MOST if trusted else MOST_AGAIN) * size and is_in_reach
     return Choice(is_trusted, Channels(numbers, size))
 
 
-def floors(table: Table, threshold: Threshold, shares_statistics: bool) -> Tensor:
-    """How small the weights of channels that are not saved may become before they are measured again; float64 of shape
-    (2, channel), on the host: the magnitude, and the share of the bias, if that grows.
+def bounds(table: Table, threshold: Threshold, dtype: torch.dtype) -> Tensor:
+    """The weights and biases for which a measurement holds; float64 of shape (4, channel), on the host: the least and
+    the largest magnitude of gamma, and the least and the largest bias.
 
-    Errors are then at most `HYSTERESIS` times as large as is trusted. They grow at most as the square of what a weight
-    shrinks by: xhat has the error of z, divided by the weight, and near a minimum that of z grows, too.
-
-    Args:
-        shares_statistics: whether an error of one channel is an error of dx in others.
+    Beyond them an error could be `HYSTERESIS` times as large as is trusted. As a weight shrinks errors grow as its
+    square at most: xhat has the error of z, divided by the weight, and near a minimum that of z grows, too. As values
+    move into a tail of the activation errors grow exponentially. One that is not there now is taken for a rounding.
     """
-    growth = table.weight / (HYSTERESIS * threshold.weight)
-    if shares_statistics:
-        # Each of the channels may add the same.
-        room = (HYSTERESIS**2 - 1) * threshold.x**2 / table.weight.numel()
-        growth = growth.maximum((table.dx / (table.dx + room)).amax(0).sqrt())
-    floor = table.size * growth.sqrt()
-    return torch.stack([floor, floor / table.reach])
+    error = table.weight.maximum(torch.finfo(dtype).eps / 2 * _reach(table) / table.size)
+    growth = HYSTERESIS * threshold.weight / error
+    # Each of the channels may add the same to the squared error of dx.
+    room = (HYSTERESIS**2 - 1) * threshold.x**2 / table.weight.numel()
+    growth = growth.minimum(((table.dx + room) / table.dx).amin(0).sqrt())
+    factor = growth.sqrt().clamp(*_FACTORS)
+    shift = (factor * table.size).minimum(factor.log())
+    return torch.stack([table.size / factor, table.size + shift / 3, table.bias - shift, table.bias + shift])
 
 
-def is_in_reach(reach: Tensor, dtype: torch.dtype) -> bool:
-    return dtype not in _REACH or not (reach > _REACH[dtype]).any().item()
+def _reach(table: Table) -> Tensor:
+    """The largest magnitude of y where |xhat| is 1."""
+    return table.size + table.bias.abs()
 
 
 def _error(table: Table, ill: Tensor) -> float:

@@ -37,8 +37,8 @@ class Decision(NamedTuple):
     """Whether calls are measured. The first measurement of a layer changes the decision."""
     verbatim: Channels = Channels()
     """The channels whose xhat is saved for backward, because z does not determine it."""
-    floors: Tensor | None = None
-    """`figures.floors`; None before a measurement."""
+    bounds: Tensor | None = None
+    """`figures.bounds`; None before a measurement."""
 
 
 @dataclass(slots=True, eq=False)
@@ -72,7 +72,7 @@ class Mode:
         last = self.decisions[-1]
         decision = last._replace(**changes)
         self.decided_at = -1
-        if decision.floors is last.floors and decision[:-1] == last[:-1]:
+        if decision.bounds is last.bounds and decision[:-1] == last[:-1]:
             return
         if last.since == self.generation:
             self.decisions.pop()

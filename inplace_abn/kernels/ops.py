@@ -18,7 +18,7 @@
                     or from xhat: dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) with g = dy * weight, without
                     mean(g) unless ``centred``; ``dx`` may be y or dy. For dweight, weights are at least eps
 ``inverse``         y with act(y) = z, in the dtype of statistics
-``has_lost``        whether a weight on the CPU is nearly zero whose channel has no row
+``has_left``        whether a weight on the CPU, or its bias, is beyond its bounds, and its channel has no row
 ==================  ==========================================================================================
 
 ``scale`` says what xhat is multiplied by (`settings.Settings.scale`). Of channels that have a row in ``rows``, int64 of
@@ -180,4 +180,4 @@ for _op in map(globals().__getitem__, NAMES):
     if not _has_cuda_kernels:
         _refuse(_library, _op)
 
-has_lost: Callable[..., Any] = torch.ops.inplace_abn.has_lost.default
+has_left: Callable[..., Any] = torch.ops.inplace_abn.has_left.default

@@ -72,44 +72,45 @@ void rows_backward(const Tensor& y, const Tensor& dy, const Tensor& rstd, const 
   operands.finish();
 }
 
-// Whether a weight is nearly zero whose channel has no row, so that xhat is neither saved nor recoverable: |weight| +
-// `added` is less than `least`, or than the channel's floor, or than the bias times the floor's share. Nobody waits for
-// a device: its weights are not looked at.
-bool has_lost(const Tensor& weight, const OptTensor& bias, double least, double added, const OptTensor& floors,
+// Whether xhat of a channel without a row could be lost, which is neither saved then nor recoverable: |weight| +
+// `added` is less than `least`, or that or the bias is not within the channel's bounds. Nobody waits for a device: its
+// weights are not looked at.
+bool has_left(const Tensor& weight, const OptTensor& bias, double least, double added, const OptTensor& bounds,
               const OptTensor& rows) {
   if (has_launches(weight)) return false;
-  constexpr auto op = "inplace_abn::has_lost";
+  constexpr auto op = "inplace_abn::has_left";
   INPLACE_ABN_CHECK(weight.dim() == 1, op, ": expected weight of shape (channel,), got ", text(weight.sizes()));
   INPLACE_ABN_CHECK(!bias.has_value() || (bias->dim() == 1 && bias->size(0) == weight.size(0) && bias->is_cpu()), op,
                     ": expected bias of shape (", weight.size(0), ",) on the CPU");
   INPLACE_ABN_CHECK(!rows.has_value() || (rows->dim() == 1 && rows->scalar_type() == ScalarType::Long &&
                                           rows->size(0) == weight.size(0) && rows->is_cpu()),
                     op, ": expected rows of shape (", weight.size(0), ",) and dtype int64 on the CPU");
-  INPLACE_ABN_CHECK(!floors.has_value() ||
-                        (floors->dim() == 2 && floors->scalar_type() == ScalarType::Double && floors->size(0) == 2 &&
-                         floors->size(1) == weight.size(0) && floors->is_cpu() && floors->is_contiguous()),
-                    op, ": expected floors of shape (2, ", weight.size(0),
+  INPLACE_ABN_CHECK(!bounds.has_value() ||
+                        (bounds->dim() == 2 && bounds->scalar_type() == ScalarType::Double && bounds->size(0) == 4 &&
+                         bounds->size(1) == weight.size(0) && bounds->is_cpu() && bounds->is_contiguous()),
+                    op, ": expected bounds of shape (4, ", weight.size(0),
                     "), contiguous, of dtype float64 on the CPU");
   const Tensor dense = torch::stable::contiguous(weight),
                dense_bias = bias.has_value() ? torch::stable::contiguous(*bias) : dense;
   const OptTensor dense_rows = rows.has_value() ? OptTensor(torch::stable::contiguous(*rows)) : std::nullopt;
   const auto* row = dense_rows.has_value() ? static_cast<const int64_t*>(dense_rows->const_data_ptr()) : nullptr;
-  const auto* floor = floors.has_value() ? static_cast<const double*>(floors->const_data_ptr()) : nullptr;
+  const auto* bound = bounds.has_value() ? static_cast<const double*>(bounds->const_data_ptr()) : nullptr;
+  const int64_t channels = weight.size(0);
+  const auto is_within = [&](double value, int64_t axis, int64_t c) {
+    return bound == nullptr || (value >= bound[axis * channels + c] && value <= bound[(axis + 1) * channels + c]);
+  };
   bool found = false;
   dispatch_types(weight.scalar_type(), [&]<typename weight_t>() {
     dispatch_types(dense_bias.scalar_type(), [&]<typename bias_t>() {
       using opmath_t = opmath_type<weight_t>;
       const auto* data = static_cast<const weight_t*>(dense.const_data_ptr());
       const auto* beta = static_cast<const bias_t*>(dense_bias.const_data_ptr());
-      for (int64_t c = 0, channels = weight.size(0); c < channels; ++c) {
-        const opmath_t size = std::abs(static_cast<opmath_t>(data[c])) + static_cast<opmath_t>(added);
-        // A NaN is as good as a zero. One in the bias says nothing of the weight.
-        bool is_far = size >= static_cast<opmath_t>(least);
-        if (floor != nullptr) {
-          const double share = bias.has_value() ? floor[channels + c] * std::abs(static_cast<double>(beta[c])) : 0;
-          is_far &= !(size < floor[c] || size < share);
-        }
-        found |= !is_far && (row == nullptr || row[c] < 0);
+      for (int64_t c = 0; c < channels; ++c) {
+        const opmath_t size = std::abs(static_cast<opmath_t>(data[c]));
+        // A NaN is not within bounds.
+        const bool is_large = size + static_cast<opmath_t>(added) >= static_cast<opmath_t>(least);
+        const bool is_known = is_within(size + added, 0, c) && (!bias.has_value() || is_within(beta[c], 2, c));
+        found |= !(is_large && is_known) && (row == nullptr || row[c] < 0);
       }
     });
   });
@@ -137,7 +138,7 @@ Tensor inverse(const Tensor& z, int64_t activation, double activation_param) {
 
 void register_ops(torch::stable::detail::StableLibrary& m) {
   m.impl("rows_backward", TORCH_BOX(&rows_backward));
-  m.impl("has_lost", TORCH_BOX(&has_lost));
+  m.impl("has_left", TORCH_BOX(&has_left));
   m.impl("inverse", TORCH_BOX(&inverse));
 }
 

@@ -54,7 +54,7 @@ STABLE_TORCH_LIBRARY(inplace_abn, m) {
       "rows_backward(Tensor y, Tensor dy, Tensor rstd, Tensor? weight, Tensor? bias, float eps, bool centred, "
       "bool is_xhat, *, Tensor(a!)? dx=None, Tensor(b!)? dweight=None, Tensor(c!)? dbias=None) -> ()");
   m.def(
-      "has_lost(Tensor weight, Tensor? bias, float least, float added=0, Tensor? floors=None, "
+      "has_left(Tensor weight, Tensor? bias, float least, float added=0, Tensor? bounds=None, "
       "Tensor? rows=None) -> bool");
   m.def("inverse(Tensor z, int activation, float activation_param) -> Tensor y");
 }

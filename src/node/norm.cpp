@@ -127,11 +127,11 @@ bool attach_norm(const Tensor& y, const Tensor& x, const OptTensor& weight, cons
   return true;
 }
 
-bool keep(const Tensor& t, const OptTensor& residual, int64_t operand, int64_t version, const OptTensor& floors,
+bool keep(const Tensor& t, const OptTensor& residual, int64_t operand, int64_t version, const OptTensor& bounds,
           const OptTensor& rows, const OptTensor& channels, const OptTensor& narrow) {
   auto* const node = NormFunction::of(t, operand);
   if (node == nullptr || t._version() != version || !node->is_unchanged() ||
-      !may_attach(node->x, t, optional(node->weight), optional(node->bias), residual) || node->has_lost(floors, rows)) {
+      !may_attach(node->x, t, optional(node->weight), optional(node->bias), residual) || node->has_left(bounds, rows)) {
     return false;
   }
   const bool is_of_rows = node->settings.rows != 0;
@@ -148,11 +148,11 @@ void keep_as(const Tensor& t, const Tensor& saved, const OptTensor& residual, in
 }
 
 Tensor activate(const Tensor& t, const Tensor& mean, const Tensor& var, const OptTensor& residual, int64_t operand,
-                int64_t version, const OptTensor& floors, int64_t activation, double activation_param, bool in_place,
+                int64_t version, const OptTensor& bounds, int64_t activation, double activation_param, bool in_place,
                 const OptTensor& rows, const OptTensor& channels) {
   const auto* const node = NormFunction::of(t, operand);
   if (node == nullptr || t._version() != version || !node->is_unchanged() ||
-      !may_attach(node->x, t, optional(node->weight), optional(node->bias), residual) || node->has_lost(floors, rows)) {
+      !may_attach(node->x, t, optional(node->weight), optional(node->bias), residual) || node->has_left(bounds, rows)) {
     return {};
   }
   // What follows may free the node.

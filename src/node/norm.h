@@ -29,9 +29,9 @@ bool attach_norm(const Tensor& y, const Tensor& x, const OptTensor& weight, cons
 // Makes the norm's node keep t instead of x, because something keeps t anyway. t is the output of a norm, or a sum
 // whose operand of this number is one and the other one is `residual`, and is unchanged if its version is this one.
 // xhat of `channels` is saved, and `rows` are the places of all channels among them. `narrow` is a copy of t in 16 bits
-// that is kept instead. Returns false, and does nothing, if the call needs Python, as with a weight below its floor
-// (the op has_lost).
-bool keep(const Tensor& t, const OptTensor& residual, int64_t operand, int64_t version, const OptTensor& floors,
+// that is kept instead. Returns false, and does nothing, if the call needs Python, as with a weight that has left its
+// bounds (the op has_left).
+bool keep(const Tensor& t, const OptTensor& residual, int64_t operand, int64_t version, const OptTensor& bounds,
           const OptTensor& rows, const OptTensor& channels, const OptTensor& narrow);
 
 // The same for a call that Python has decided about. `saved` is t, or an alias of it. `var`, `rows` and `verbatim` are
@@ -43,7 +43,7 @@ void keep_as(const Tensor& t, const Tensor& saved, const OptTensor& residual, in
 // its own, and t has none any more if it is activated in place. Returns an undefined tensor, and does nothing, if the
 // call needs Python.
 Tensor activate(const Tensor& t, const Tensor& mean, const Tensor& var, const OptTensor& residual, int64_t operand,
-                int64_t version, const OptTensor& floors, int64_t activation, double activation_param, bool in_place,
+                int64_t version, const OptTensor& bounds, int64_t activation, double activation_param, bool in_place,
                 const OptTensor& rows, const OptTensor& channels);
 
 // What the norm was called with that made t, as above: x, weight, bias, mean and var. Empty if these have changed.

@@ -20,7 +20,7 @@ using NormBackward = std::vector<Tensor>(const Tensor& g, const Tensor& x, const
                                          std::optional<at::ScalarType> bias_dtype, const OptTensor& mean,
                                          const OptTensor& var, const std::vector<bool>& needed, double eps,
                                          bool training, int64_t shared, int64_t norm_of_rows);
-using HasLost = bool(const Tensor& weight, const OptTensor& bias, double least, double added, const OptTensor& floors,
+using HasLeft = bool(const Tensor& weight, const OptTensor& bias, double least, double added, const OptTensor& bounds,
                      const OptTensor& rows);
 
 constexpr int64_t identity = 0;
@@ -42,6 +42,7 @@ struct Seen {
   bool operator==(const Seen&) const = default;
 };
 
+// There are none under saved-tensor hooks, which do not see all that is kept.
 class NormFunction final : public Node {
  public:
   static void attach(const Tensor& y, const Tensor& x, const OptTensor& weight, const OptTensor& bias,
@@ -52,8 +53,7 @@ class NormFunction final : public Node {
     place_output(node, y);
     node->x_ = {x, false};
     node->weight_ = {weight, false};
-    // Hooks may have moved what is saved elsewhere.
-    if (!at::SavedTensorDefaultHooks::get_hooks().has_value()) node->x = x;
+    node->x = x;
     node->weight = weight.value_or(Tensor());
     node->bias = bias.value_or(Tensor());
     node->mean = mean.value_or(Tensor());
@@ -84,11 +84,11 @@ class NormFunction final : public Node {
 
   bool keeps_output() const { return keeps_output_; }
 
-  // Whether a weight on the CPU is nearly zero whose channel is not saved, so that Python has to decide.
-  bool has_lost(const OptTensor& floors, const OptTensor& rows) const {
+  // Whether a weight on the CPU whose channel is not saved has left its bounds, so that Python has to decide.
+  bool has_left(const OptTensor& bounds, const OptTensor& rows) const {
     const double least = settings.rows != 0 ? least_weight_of_rows : settings.eps;
     return weight.defined() && weight.is_cpu() &&
-           call<HasLost>("inplace_abn::has_lost", "", weight, optional(bias), least, 0.0, floors, rows);
+           call<HasLeft>("inplace_abn::has_left", "", weight, optional(bias), least, 0.0, bounds, rows);
   }
 
   // What backward needs of the statistics: the variance, or rstd of each row, which only torch's layer norm gives.
@@ -128,14 +128,8 @@ class NormFunction final : public Node {
     const auto& producer = t.grad_fn();
     const bool is_own = producer.get() == this;
     y_ = {is_own || !producer ? t : t.detach(), is_own};
-    if (residual.has_value()) {
-      // An alias stays the tensor that it is: whoever made it may give it memory of its own.
-      residual_ = {residual->requires_grad() ? residual->detach() : *residual, false};
-      // Saved-tensor hooks keep autograd from looking at versions.
-      if (at::SavedTensorDefaultHooks::get_hooks().has_value()) {
-        hooked_ = {torch::autograd::impl::version_counter(*residual), residual->_version()};
-      }
-    }
+    // An alias stays the tensor that it is: whoever made it may give it memory of its own.
+    if (residual.has_value()) residual_ = {residual->requires_grad() ? residual->detach() : *residual, false};
     const at::AutoDispatchBelowADInplaceOrView guard;
     values_ = {optional(copy(optional(weight))), optional(copy(optional(bias))), var_of_call, rows, verbatim};
     keeps_output_ = true;
@@ -160,7 +154,6 @@ class NormFunction final : public Node {
     const bool own_dy = by_engine && owns_gradient(incoming[0]);
     NodeSaved saved{unpacked(y_, "output", layer, getptr()), optional(unpacked(residual_, "residual", layer, getptr())),
                     values_};
-    if (hooked_.is_modified() && saved.residual->_version() > hooked_.first) raise_modified("residual", layer);
     if (at::GradMode::is_enabled()) lock.unlock();
     return of_norm(
         gradients_of(incoming[0], std::move(saved), with_residual(needed), settings, by_engine, own_dy, this));
@@ -293,16 +286,7 @@ class NormFunction final : public Node {
     return of_norm(gradients_of(incoming[0], found, with_residual(needed), s, false, false, nullptr));
   }
 
-  // Tells whether a tensor was written to since, without holding its memory.
-  struct Versions {
-    c10::VariableVersion counter;
-    int64_t first = 0;
-
-    bool is_modified() const { return counter.enabled() && counter.current_version() != first; }
-  };
-
   SavedVariable x_, weight_, y_, residual_;
-  Versions hooked_;
   NodeValues values_;
   std::tuple<Seen, Seen, Seen> seen_;
   bool keeps_output_ = false;

@@ -85,7 +85,7 @@ TORCH_LIBRARY(inplace_abn_node, m) {
         return attach_norm(y, x, weight, bias, mean, var, eps, training, shared, rows, std::string(name));
       });
   m.def(
-      "keep(Tensor(a!) t, Tensor? residual, int operand, int version, Tensor? floors, Tensor? rows, Tensor? channels, "
+      "keep(Tensor(a!) t, Tensor? residual, int operand, int version, Tensor? bounds, Tensor? rows, Tensor? channels, "
       "Tensor? narrow) -> bool",
       &keep);
   m.def(
@@ -93,7 +93,7 @@ TORCH_LIBRARY(inplace_abn_node, m) {
       "-> ()",
       &keep_as);
   m.def(
-      "activate(Tensor(a!) t, Tensor mean, Tensor var, Tensor? residual, int operand, int version, Tensor? floors, "
+      "activate(Tensor(a!) t, Tensor mean, Tensor var, Tensor? residual, int operand, int version, Tensor? bounds, "
       "int activation, float activation_param, bool in_place, Tensor? rows, Tensor? channels) -> Tensor",
       &activate);
   m.def("parts(Tensor t, int operand) -> Tensor[]", &parts);

@@ -126,9 +126,10 @@ def test_the_figures_on_the_host_are_those_of_the_device():
     assert torch.equal(found.dx, errors.dx)
     assert torch.equal(found.least, (weight.abs() / EPS).double())
     assert errors.dx.sum(dim=1).max().sqrt() == max(sum(row) for row in found.dx.tolist()) ** 0.5
-    assert torch.equal(found.reach, weight.abs().double() + bias.abs().double())
+    assert torch.equal(found.bias, bias.double())
     without = figures.unpacked(figures.packed(errors, None, None, settings))
-    assert without.reach.tolist() == [1.0] * 5
+    assert without.size.tolist() == [1.0] * 5
+    assert not without.bias.any()
     assert not without.weight.any()
     assert without.least.isinf().all()
     assert torch.equal(found.size, weight.abs().double())

@@ -159,35 +159,36 @@ def test_a_call_says_which_argument_about_saved_channels_is_wrong(device):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_weight_within_eps_of_zero_is_seen_unless_its_channel_is_saved(dtype):
     weight = torch.tensor([1.0, -2.0, 3e-6, 1.0], dtype=dtype)
-    assert not ops.has_lost(weight[:2], None, EPS)
-    assert ops.has_lost(weight, None, EPS)
-    assert not ops.has_lost(weight, None, EPS, rows=Channels([2], 4).rows(weight.device))
-    assert ops.has_lost(weight, None, EPS, rows=Channels([1, 3], 4).rows(weight.device))
-    assert ops.has_lost(torch.full((3,), torch.nan, dtype=dtype), None, EPS)
+    assert not ops.has_left(weight[:2], None, EPS)
+    assert ops.has_left(weight, None, EPS)
+    assert not ops.has_left(weight, None, EPS, rows=Channels([2], 4).rows(weight.device))
+    assert ops.has_left(weight, None, EPS, rows=Channels([1, 3], 4).rows(weight.device))
+    assert ops.has_left(torch.full((3,), torch.nan, dtype=dtype), None, EPS)
 
 
 @pytest.mark.parametrize("of_bias", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_weight_that_is_tiny_beside_the_bias_is_seen(dtype, of_bias):
-    weight, bias = torch.tensor([1.0, -0.25, 4.0], dtype=dtype), torch.tensor([-3.0, 2.0, torch.nan], dtype=of_bias)
-    floors = torch.tensor([[0.25, 0.125, 4.0], [0.25, 0.125, 0.125]], dtype=torch.float64)
-    assert not ops.has_lost(weight, bias, EPS, 0.0, floors)
-    floors[1, 1] = 0.25
-    assert ops.has_lost(weight, bias, EPS, 0.0, floors)
-    assert not ops.has_lost(weight, None, EPS, 0.0, floors)
-    assert not ops.has_lost(weight, bias, EPS, 0.5, floors)
-    assert not ops.has_lost(weight, bias, EPS, 0.0, floors, Channels([1], 3).rows(weight.device))
+def test_a_weight_or_a_bias_beyond_its_bounds_is_seen_unless_its_channel_is_saved(dtype, of_bias):
+    weight, bias = torch.tensor([1.0, -0.25, 4.0], dtype=dtype), torch.tensor([-3.0, 2.0, 0.0], dtype=of_bias)
+    bounds = torch.tensor([[0.5, 0.25, 2.0], [1.0, 0.5, 8.0], [-3.0, 1.0, -1.0], [0.0, 3.0, 0.0]]).double()
+    assert not ops.has_left(weight, bias, EPS, 0.0, bounds)
+    assert ops.has_left(weight, bias, EPS, 0.25, bounds)
+    rows = Channels([0], 3).rows(weight.device)
+    assert not ops.has_left(weight, bias, EPS, 0.25, bounds, rows)
+    for row, value in ((0, 1.5), (1, 0.5), (2, -2.0), (3, -4.0)):
+        beyond = bounds.clone()
+        beyond[row, 0] = value
+        assert ops.has_left(weight, bias, EPS, 0.0, beyond)
+        assert ops.has_left(weight, None, EPS, 0.0, beyond) == (row < 2)
+        assert not ops.has_left(weight, bias, EPS, 0.0, beyond, rows)
+    assert ops.has_left(weight, torch.full((3,), torch.nan, dtype=of_bias), EPS, 0.0, bounds)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_weight_below_its_channels_floor_is_seen_unless_its_channel_is_saved(dtype):
-    weight = torch.tensor([1.0, -0.25, 4.0], dtype=dtype)
-    floors = torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.0, 0.0]], dtype=torch.float64)
-    assert ops.has_lost(weight, None, EPS, 0.0, floors)
-    assert not ops.has_lost(weight, None, EPS, 0.25, floors)
-    assert not ops.has_lost(weight, None, EPS, 0.0, floors, Channels([1], 3).rows(weight.device))
-    for wrong in (floors[:1], floors.float(), floors[:, :2], floors.mT.contiguous().mT):
-        with pytest.raises(ValueError, match="expected floors"):
-            ops.has_lost(weight, None, EPS, 0.0, wrong)
+def test_bounds_and_biases_of_another_shape_are_refused(dtype):
+    weight, bounds = torch.ones(3, dtype=dtype), torch.zeros(4, 3).double()
+    for wrong in (bounds[:2], bounds.float(), bounds[:, :2], bounds.mT.contiguous().mT):
+        with pytest.raises(ValueError, match="expected bounds"):
+            ops.has_left(weight, None, EPS, 0.0, wrong)
     with pytest.raises(ValueError, match=r"expected bias of shape \(3,\)"):
-        ops.has_lost(weight, weight[:2], EPS)
+        ops.has_left(weight, weight[:2], EPS)
