@@ -187,8 +187,8 @@ def set_guard(
 
     Args:
         model: any module. Messages use the names of its modules.
-        interval: optimizer steps between two measurements. With 0 nothing is measured, and every layer is in place.
-            None leaves the interval as it is (100 by default).
+        interval: optimizer steps between two measurements. With 0 only layers with a weight within eps of zero are
+            measured, and all others are in place. None leaves the interval as it is (100 by default).
         threshold: the relative error of dx, and of a channel's dweight, above which channels are saved, and a layer is
             not trusted if they are most. They are well again below a quarter of it. None for the default of the
             activations' dtype, `THRESHOLDS`: for dx 0.023 in bfloat16, 2**-6 in float16, 2**-14 in float32, 2**-30 in
