@@ -11,12 +11,12 @@ A checkpoint's recomputation belongs to the generation of its forward pass, what
 measured if the forward pass was not, because under reentrant checkpoints only the recomputation needs gradients.
 
 Channels are given up, not layers: xhat of a channel above the threshold is saved beside z, until the channel is below
-a quarter of it. Channels whose weight is within eps of zero, or tiny beside the bias, are lost whatever was measured,
-so calls on the CPU look at the weights. A layer in which most channels are ill is not trusted. It runs
-`autograd.plain.kept`: it keeps x, as torch does. A signed weight is then the scale itself, even within eps of zero.
+a quarter of it. A layer in which most channels are ill is not trusted. It runs `autograd.plain.kept`: it keeps x, as
+torch does. A signed weight is then the scale itself, even within eps of zero.
 
-Optimizers change weights by little. Whatever else writes to them may change them by much, so the layer is then measured
-at its next call, as a new one is. What writes more than a few times in an interval counts as an optimizer.
+A measurement holds for weights and biases within bounds (`figures.bounds`). Calls on the CPU look at them, and a layer
+that has left them is measured in that call, as a new one is. So is, on every device, one whose weights somebody else than
+an optimizer has written to. What writes more than a few times in an interval counts as an optimizer.
 
 Calls that are compiled, captured, traced or transformed by torch.func keep the mode that the layer had, because a
 measurement would make the host wait.
