@@ -15,8 +15,8 @@ a quarter of it. A layer in which most channels are ill is not trusted. It runs 
 torch does. A signed weight is then the scale itself, even within eps of zero.
 
 A measurement holds for weights and biases within bounds (`figures.bounds`). Calls on the CPU look at them, and a layer
-that has left them is measured in that call, as a new one is. So is, on every device, one whose weights somebody else than
-an optimizer has written to. What writes more than a few times in an interval counts as an optimizer.
+that has left them is measured in that call, as a new one is. So is, on every device, one whose weights somebody else
+than an optimizer has written to. What writes more than a few times in an interval counts as an optimizer.
 
 Calls that are compiled, captured, traced or transformed by torch.func keep the mode that the layer had, because a
 measurement would make the host wait.
