@@ -108,7 +108,10 @@ def gradients(need: Needed, saved: Saved, dz: Tensor, own_z: bool, own_dz: bool,
 
 
 def _of_activation(z: Tensor, dz: Tensor, var: Tensor, own_dz: bool, settings: Settings) -> Tensor:
-    """The gradient of an activation alone. All tensors have z's strides."""
+    """The gradient of an activation alone. All tensors have z's strides, and no gaps, as what hooks return may have."""
+    if not z.is_contiguous():
+        dense = torch.empty_like(z)
+        z = z if dense.stride() == z.stride() else dense.copy_(z)
     dz = dz if dz.stride() == z.stride() else torch.empty_like(z).copy_(dz)
     dx = dz if own_dz else torch.empty_like(z)
     given = reference.as_channel(z), reference.as_channel(dz), var, None, None, None, *settings.arithmetic(), False

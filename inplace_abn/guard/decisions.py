@@ -235,7 +235,8 @@ def _judge(module: Any, mode: Mode, found: list[Table]) -> None:
             now, channels = chosen(table, last.verbatim, before, threshold, mode.dtype)
             error = described(table, len(channels), threshold)
             if now:
-                mode.change(verbatim=channels, bounds=bounds(table, threshold, mode.dtype))
+                follows = mode.follows[0] if mode.follows else getattr(module, "activation", "identity")
+                mode.change(verbatim=channels, bounds=bounds(table, threshold, mode.dtype, follows))
     # A mode that was renewed is trusted, although other things were said of it.
     was_trusted = not mode.why
     if not now and error:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from inplace_abn.activations import find
 from inplace_abn.guard.recovery import Errors
 from inplace_abn.settings import MAGNITUDE, Channels, Settings
 
@@ -44,8 +45,12 @@ _LEAST = 4.0
 """The smallest magnitude of a weight, in units of eps, by which xhat is recovered."""
 _REACH = {torch.float16: 8.0}
 """The largest |gamma| + |beta| of a channel that is saved. In float16 tags are a share of y instead of zeros."""
-_FACTORS = 1.5, 8.0
-"""By how much a weight may shrink before it is measured again, at least and at most."""
+_LEAST_GROWTH = 2.25
+"""How much an error may grow at least before it is measured again."""
+_MOST_NEAR = 8.0
+"""By how much a weight may shrink at most next to a minimum."""
+_STRAIGHT = frozenset({"identity", "relu", "leaky_relu"})
+"""The activations that are lines. In float16 small y have fewer digits, so that even theirs are not."""
 
 
 class Table(NamedTuple):
@@ -158,22 +163,31 @@ def chosen(table: Table, before: Channels, trusted: bool, threshold: Threshold, 
     return Choice(is_trusted, Channels(numbers, size))
 
 
-def bounds(table: Table, threshold: Threshold, dtype: torch.dtype) -> Tensor:
+def bounds(table: Table, threshold: Threshold, dtype: torch.dtype, activation: str) -> Tensor:
     """The weights and biases for which a measurement holds; float64 of shape (4, channel), on the host: the least and
     the largest magnitude of gamma, and the least and the largest bias.
 
-    Beyond them an error could be `HYSTERESIS` times as large as is trusted. As a weight shrinks errors grow as its
-    square at most: xhat has the error of z, divided by the weight, and near a minimum that of z grows, too. As values
-    move into a tail of the activation errors grow exponentially. One that is not there now is taken for a rounding.
+    Beyond them an error could be `HYSTERESIS` times as large as is trusted. One that is not there now is taken for a
+    rounding of y. xhat has the error of y, divided by the weight; that of y grows with the bias, with one over the
+    distance from a minimum, and exponentially in a tail.
     """
-    error = table.weight.maximum(torch.finfo(dtype).eps / 2 * _reach(table) / table.size)
+    size, bias, reach = table.size, table.bias, _reach(table)
+    error = table.weight.maximum(torch.finfo(dtype).eps / 2 * reach / size)
     growth = HYSTERESIS * threshold.weight / error
     # Each of the channels may add the same to the squared error of dx.
-    room = (HYSTERESIS**2 - 1) * threshold.x**2 / table.weight.numel()
-    growth = growth.minimum(((table.dx + room) / table.dx).amin(0).sqrt())
-    factor = growth.sqrt().clamp(*_FACTORS)
-    shift = (factor * table.size).minimum(factor.log())
-    return torch.stack([table.size / factor, table.size + shift / 3, table.bias - shift, table.bias + shift])
+    room = (HYSTERESIS**2 - 1) * threshold.x**2 / size.numel()
+    growth = growth.minimum(((table.dx + room) / table.dx).amin(0).sqrt()).clamp_min(_LEAST_GROWTH)
+    if activation in _STRAIGHT and dtype != torch.float16:
+        factor = growth.sqrt()
+        largest = (factor * size).maximum(HYSTERESIS * reach)
+        return torch.stack([size / factor, torch.full_like(size, math.inf), -largest, largest])
+    special = torch.tensor(find(activation).special or (math.inf,), dtype=bias.dtype, device=bias.device)
+    distance = (bias.unsqueeze(-1) - special).abs().amin(-1)
+    # Next to a minimum the error of y grows as the weight shrinks, too.
+    near = growth.sqrt().clamp_max(_MOST_NEAR)
+    factor = torch.where(distance > 3 * size, near.maximum(growth / 2), near)
+    shift = (2 * size).maximum(distance / 2).minimum(growth.log() / 2)
+    return torch.stack([size / factor, size + growth.log() / 10, bias - shift, bias + shift])
 
 
 def _reach(table: Table) -> Tensor:

@@ -112,7 +112,7 @@ class Mode:
     def renew(self) -> None:
         """Forgets what was measured, in the middle of a generation."""
         self.measured_at, self.figures = -1, []
-        self.change(trusted=True, measures=True)
+        self.change(trusted=True, measures=True, verbatim=Channels(), bounds=None)
 
     def _wait(self) -> None:
         for _, event in self.figures:

@@ -198,3 +198,19 @@ def test_converted_norms_name_hooks_that_lose_bits(following, device):
     assert all(map(torch.equal, run(model, x, *LOSSLESS["deep copy"]), expected))
     with pytest.raises(RuntimeError, match=r"to_a_smaller_dtype and .*back gave back other values"):
         run(model, x, to_a_smaller_dtype, back)
+
+
+@pytest.mark.parametrize("activation", [nn.SiLU, nn.GELU])
+@pytest.mark.parametrize("norm", [nn.Identity, lambda: nn.RMSNorm(8)], ids=["", "RMS norm"])
+def test_hooks_may_give_back_the_same_values_with_gaps_in_memory(norm, activation):
+    """An activation without a norm read what lies between them."""
+    torch.manual_seed(0)
+    native = nn.Sequential(nn.Linear(8, 8), norm(), activation(), nn.Linear(8, 8)).double()
+    converted, x, found = convert(copy.deepcopy(native)), torch.randn(6, 8).double(), []
+    for net, unpack in ((native, same), (converted, lambda t: torch.stack([t, t], -1)[..., 0])):
+        leaf = x.clone().requires_grad_()
+        with saved_tensors_hooks(same, unpack):
+            z = net(leaf)
+        z.square().sum().backward()
+        found.append([leaf.grad, *(p.grad for p in net.parameters())])
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-11)

@@ -188,3 +188,33 @@ def test_a_batch_that_is_evaluated_after_weights_have_moved_does_not_keep_a_laye
     layer.train()
     assert step()
     assert layer.shares_saved()[torch.float32] == len(SOME) / CHANNELS
+
+
+@pytest.mark.parametrize("count", [CHANNELS - 4, CHANNELS + 4])
+@pytest.mark.parametrize("small", [1.0, 0.0], ids=["", "channels are saved"])
+@pytest.mark.parametrize("norm", ["batch", "instance"])
+def test_channels_may_be_cut_out_or_added(norm, small, count):
+    """Bounds and saved channels of the old number of channels were an error in every further call."""
+    torch.manual_seed(0)
+    model = Net(norm, "relu").double()
+    with torch.no_grad():
+        model.norm.weight[SOME] = small
+    converted = inplace_abn.convert(copy.deepcopy(model))
+    for step in range(6):
+        if step == 3:
+            for net in (model, converted):
+                torch.manual_seed(1)
+                net.first = nn.Conv2d(3, count, 1, bias=False).double()
+                net.last = nn.Conv2d(count, 2, 1).double()
+                net.norm.num_features = count
+                net.norm.weight = nn.Parameter(torch.rand(count).double())
+                net.norm.bias = nn.Parameter(torch.rand(count).double())
+                if norm == "batch":
+                    net.norm.running_mean, net.norm.running_var = (
+                        torch.zeros(count).double(),
+                        torch.ones(count).double(),
+                    )
+        x = torch.randn(4, 3, 8, 8).double()
+        found, expected = (gradients(net, x, torch.float64) for net in (converted, model))
+        torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9)
+        inplace_abn.guard.generations.advance()

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from inplace_abn import ABN, InPlaceABN, guard, set_guard
+from inplace_abn.activations import find
 from inplace_abn.guard import figures, measuring
 from inplace_abn.settings import Channels
 
@@ -253,33 +254,46 @@ def test_a_layer_is_given_up_in_float16_if_values_of_an_ill_channel_are_large():
         assert choose(found, 4.0, 1.0, dtype=torch.bfloat16) == (True, (0,) if is_ill else ())
 
 
-def test_weights_may_shrink_until_errors_are_four_times_what_is_trusted_if_these_grow_as_the_square():
+def test_weights_may_shrink_until_errors_are_four_times_what_is_trusted():
     threshold = figures.Threshold(1.0, 0.5)
     found = table(
         weight=[0.5, 0.125, 0.0, 0.02], dx=[[0.0] * 4], size=[1.0, 2.0, 1.0, 1e-3], bias=[0.0, -8.0, 0.0, 1.0]
     )
-    least, most, lowest, highest = figures.bounds(found, threshold, torch.float32)
-    # Half, a quarter, and as little as is ever trusted.
-    assert least.tolist() == pytest.approx([0.5, 0.5, 1 / 8, 1.25e-4])
-    shifts = [math.log(2.0), math.log(4.0), math.log(8.0), 8e-3]
-    assert (most - found.size).tolist() == pytest.approx([shift / 3 for shift in shifts])
-    assert (highest - found.bias).tolist() == pytest.approx(shifts)
-    assert (found.bias - lowest).tolist() == pytest.approx(shifts)
+    # Of a line the error is a share of y, so what is left for weight and bias together is for each of them.
+    least, most, lowest, highest = figures.bounds(found, threshold, torch.float32, "relu")
+    assert least.tolist() == pytest.approx([0.5, 0.5, 2.0**-12.5, 1e-4])
+    assert most.isinf().all()
+    assert highest.tolist() == pytest.approx([4.0, 40.0, 2.0**12.5, 4 * 1.001])
+    assert torch.equal(lowest, -highest)
     # A channel without an error has that of a rounding of y: 2**-8 of a sum that is 64 times the weight.
     silent = found._replace(size=found.size * 0 + 0.125, bias=found.bias * 0 - 7.875)
-    assert figures.bounds(silent, threshold, torch.bfloat16)[0, 2] == pytest.approx(0.125 / math.sqrt(2 * 2.0**8 / 64))
+    expected = 0.125 / math.sqrt(2 * 2.0**8 / 64)
+    assert figures.bounds(silent, threshold, torch.bfloat16, "relu")[0, 2] == pytest.approx(expected)
     # What the channels may add to the squared error of the layer, which is 1, makes it 16.
-    uneven = found._replace(
-        weight=found.weight * 0, dx=torch.tensor([[0.25, 0.75, 0.0, 0.0], [0.1, 0.0, 0.0, 0.0]]).double()
-    )
-    factors = (found.size / figures.bounds(uneven, threshold, torch.float64)[0]).tolist()
-    assert factors[0] == pytest.approx(16.0 ** (1 / 4))
+    of_dx = torch.tensor([[0.25, 0.75, 0.0, 0.0], [0.1, 0.0, 0.0, 0.0]])
+    uneven = found._replace(weight=found.weight * 0, dx=of_dx.double())
+    factors = (found.size / figures.bounds(uneven, threshold, torch.float64, "relu")[0]).tolist()
+    assert factors[:2] == pytest.approx([16.0 ** (1 / 4), (1 + 5) ** (1 / 4)])
     # Less would be measured too often.
-    assert 0.75 * 1.5**4 < 0.75 + 15 / 4
-    assert factors[1] == pytest.approx((1 + 5) ** (1 / 4))
-    assert factors[2] == 8.0
     dominant = found._replace(weight=found.weight * 0 + 2.0)
-    assert figures.bounds(dominant, threshold, torch.float32)[0, 0] == pytest.approx(1 / 1.5)
+    assert figures.bounds(dominant, threshold, torch.float32, "relu")[0, 0] == pytest.approx(1 / 1.5)
+
+
+def test_values_may_move_half_way_to_a_minimum_and_not_far_into_a_tail():
+    threshold, minimum = figures.Threshold(1.0, 0.5), find("silu").special[0]
+    there = {"weight": [2.0**-6] * 4, "dx": [[0.0] * 4], "size": [0.01, 0.01, 0.5, 0.5]}
+    found = table(**there, bias=[minimum, minimum + 1.0, minimum + 1.0, 50.0])
+    least, most, lowest, highest = figures.bounds(found, threshold, torch.float32, "silu")
+    # The error may become 128 times as large.
+    tail = math.log(128.0)
+    assert (found.size / least).tolist() == pytest.approx([8.0, 64.0, 8.0, 64.0])
+    assert (most - found.size).tolist() == pytest.approx([tail / 10] * 4)
+    assert (highest - found.bias).tolist() == pytest.approx([0.02, 0.5, 1.0, tail / 2])
+    assert (found.bias - lowest).tolist() == pytest.approx([0.02, 0.5, 1.0, tail / 2])
+    of_elu = figures.bounds(found, threshold, torch.float32, "elu")
+    assert (of_elu[3] - found.bias).tolist() == pytest.approx([tail / 2] * 4)
+    # Small numbers have fewer digits in float16, so there no activation is a line.
+    assert figures.bounds(found, threshold, torch.float16, "relu")[1].isfinite().all()
 
 
 def test_a_batch_with_infinities_says_nothing():
