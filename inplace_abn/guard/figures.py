@@ -177,17 +177,18 @@ def bounds(table: Table, threshold: Threshold, dtype: torch.dtype, activation: s
     # Each of the channels may add the same to the squared error of dx.
     room = (HYSTERESIS**2 - 1) * threshold.x**2 / size.numel()
     growth = growth.minimum(((table.dx + room) / table.dx).amin(0).sqrt()).clamp_min(_LEAST_GROWTH)
+    # What is left is for the weight and the bias together.
+    factor = growth.sqrt()
+    largest = (factor * size).maximum(HYSTERESIS * reach)
     if activation in _STRAIGHT and dtype != torch.float16:
-        factor = growth.sqrt()
-        largest = (factor * size).maximum(HYSTERESIS * reach)
         return torch.stack([size / factor, torch.full_like(size, math.inf), -largest, largest])
     special = torch.tensor(find(activation).special or (math.inf,), dtype=bias.dtype, device=bias.device)
     distance = (bias.unsqueeze(-1) - special).abs().amin(-1)
     # Next to a minimum the error of y grows as the weight shrinks, too.
-    near = growth.sqrt().clamp_max(_MOST_NEAR)
-    factor = torch.where(distance > 3 * size, near.maximum(growth / 2), near)
+    factor = torch.where(distance > 3 * size, factor, factor.clamp_max(_MOST_NEAR))
     shift = (2 * size).maximum(distance / 2).minimum(growth.log() / 2)
-    return torch.stack([size / factor, size + growth.log() / 10, bias - shift, bias + shift])
+    lowest, highest = (bias - shift).maximum(-largest), (bias + shift).minimum(largest)
+    return torch.stack([size / factor, size + growth.log() / 10, lowest, highest])
 
 
 def _reach(table: Table) -> Tensor:
