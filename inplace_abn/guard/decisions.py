@@ -83,7 +83,7 @@ def plan(
         return planned
     if mode is None or not measuring.is_measurable(module, x, residual):
         return Plan(Decision(trusted=False))
-    mode.renew()
+    mode.renew(module.scale_and_offset()[0])
     return Plan(mode.decisions[-1], mode, True, True)
 
 
@@ -205,6 +205,8 @@ def _has_left(module: Any, decision: Decision) -> bool:
         return False
     # What else is wrong with the bias is told by the op.
     bias = bias if _is_readable(bias) and bias.shape == weight.shape else None
+    if decision.bounds is not None and decision.bounds.shape[1] != weight.numel():
+        return True
     added = 0.0 if module.signed_weight else module.eps
     with torch.no_grad(), _torch.unwatched():
         rows = decision.verbatim.rows(weight.device)

@@ -129,7 +129,7 @@ def renew_if_written(module: Any) -> bool:
         if not mode.decisions[-1].trusted:
             # Nobody has watched what reads its output in place.
             generations.mark_changed(module)
-        mode.renew()
+        mode.renew(module.scale_and_offset()[0])
     return True
 
 

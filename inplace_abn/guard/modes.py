@@ -109,10 +109,13 @@ class Mode:
         found, self.figures = self.figures, []
         return [unpacked(figures) for figures, _ in found]
 
-    def renew(self) -> None:
-        """Forgets what was measured, in the middle of a generation."""
+    def renew(self, weight: Tensor | None) -> None:
+        """Forgets what was measured, in the middle of a generation. A weight of another length has other channels."""
         self.measured_at, self.figures = -1, []
-        self.change(trusted=True, measures=True, verbatim=Channels(), bounds=None)
+        saved = self.decisions[-1].verbatim
+        if weight is not None and weight.numel() != saved.size:
+            saved = Channels()
+        self.change(trusted=True, measures=True, verbatim=saved, bounds=None)
 
     def _wait(self) -> None:
         for _, event in self.figures:
