@@ -208,16 +208,11 @@ struct WithMinimum {
     const opmath_t exact = value(y);
     return with_tag(static_cast<scalar_t>(exact), tag(exact, y));
   }
+  // That of the flat part, too, which z does not tell.
   INPLACE_ABN_INLINE opmath_t slope(opmath_t y) const {
     const auto parts = Curve::template gate<false>(y);
     const opmath_t gate = parts.numerator / parts.denominator;
-    const opmath_t curved = gate + y * Curve::template steepness<false>(gate, y);
-    if constexpr (Curve::has_flat) {
-      constexpr opmath_t flat_below = Curve::template flat_below<scalar_t>();
-      return y < flat_below ? opmath_t(0) : curved;
-    } else {
-      return curved;
-    }
+    return gate + y * Curve::template steepness<false>(gate, y);
   }
 
   INPLACE_ABN_INLINE void inverse(scalar_t stored, opmath_t dz, opmath_t& y, opmath_t& dy) const {

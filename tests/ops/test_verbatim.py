@@ -95,6 +95,29 @@ def test_gradients_do_not_depend_on_weights_of_channels_whose_xhat_is_saved(
     assert of_saved < tolerance, "dweight of the saved channels"
 
 
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu", "mish"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_saved_channels_in_a_tail_have_the_slope_that_their_values_do_not_tell(dtype, activation, device):
+    torch.manual_seed(1)
+    depth = -5.0 if dtype == torch.float16 else -12.5
+    x, dz = (torch.randn(8, 3, 6, 6, dtype=torch.float64).to(device, dtype) for _ in range(2))
+    # As loss scales do.
+    dz *= 1024
+    vectors = [torch.full((3,), value, dtype=torch.promote_types(dtype, torch.float32)) for value in (0.02, depth)]
+    weight, bias = (t.to(device) for t in vectors)
+    _, (_, dweight, dbias), _ = oracle(x, dz, weight, bias, None, (activation, 0.0), 0, True)
+    channels, kept = Channels([0, 1, 2], 3), torch.empty_like(x)
+    rows, arithmetic = channels.rows(x.device), (EPS, WEIGHT, find(activation).code, 0.0)
+    _, var = ops.local_forward(x, weight, bias, None, None, None, 0.0, None, *arithmetic, True, 0, rows, kept)
+    found = torch.empty_like(weight), torch.empty_like(bias)
+    given = x, dz, var, weight, bias, None, *arithmetic, True, 0, rows, kept
+    ops.local_backward(*given, dx=torch.empty_like(x), dweight=found[0], dbias=found[1], dresidual=None)
+    # exp(-y * y / 2) multiplies the rounding of y by its square.
+    tolerance = min(4 * depth**2 * torch.finfo(dtype).eps, 0.02)
+    for ours, exact in zip(found, (dweight, dbias), strict=True):
+        assert relative_error(ours, exact) < tolerance
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 @pytest.mark.parametrize("activation", [("relu", 0.0), ("silu", 0.0)], ids=lambda a: a[0])
