@@ -19,7 +19,7 @@ from inplace_abn.activations import IDENTITY
 from inplace_abn.autograd import backward, ownership, rows
 from inplace_abn.autograd.backward import Edges, Needed, Saved, Values, edge_of_value, input_edge
 from inplace_abn.autograd.kept import KeptABNFunction
-from inplace_abn.autograd.versions import Versions, modified, refuse_batched
+from inplace_abn.autograd.versions import Hooked, modified, refuse_batched
 from inplace_abn.kernels import node as kernels
 from inplace_abn.reference import NORMS_OF_ROWS, normalised_rows
 from inplace_abn.settings import WEIGHT, Operands, Settings
@@ -124,7 +124,7 @@ _hold: Callable[..., Any] = super(torch.autograd.Function, _HoldingFunction).app
 class Node:
     """What the node keeps."""
 
-    __slots__ = ("_bias_dtype", "_edges", "_held", "_keeps_output", "_residual", "settings")
+    __slots__ = ("_bias_dtype", "_edges", "_held", "_hooked", "_keeps_output", "settings")
 
     def __init__(self, x: Tensor, operands: Operands, statistics: tuple[Any, Any], settings: Settings) -> None:
         weight, bias, _ = operands.of_graph()
@@ -134,7 +134,7 @@ class Node:
         self._held: _Held | None = _Held(x, weight, *((None, None) if settings.per_instance else statistics))
         self._keeps_output: bool = False
         self._edges: Edges = Edges(None)
-        self._residual: Versions | None = None
+        self._hooked: Hooked | None = None
 
     def keep(
         self,
@@ -157,9 +157,8 @@ class Node:
         given = residual if residual is None or not residual.requires_grad else residual.detach()
         found = values.saved(t.detach() if saved is t else saved, given)
         self.settings, self._held, self._keeps_output = settings, _Held(*found), True
-        # Saved-tensor hooks keep autograd from looking at versions.
-        if residual is not None and _torch.top_saved_tensors_hooks(True) is not None:
-            self._residual = Versions(residual)
+        hooks = _torch.top_saved_tensors_hooks(True)
+        self._hooked = None if hooks is None else Hooked(found, hooks)
 
     def gradients(self, dy: Tensor, needed: Sequence[bool], own_dy: bool) -> Sequence[Tensor | None]:
         held = self._held
@@ -181,8 +180,8 @@ class Node:
             return _gradients(dy, x, weight, self._bias_dtype, (*statistics, self.settings), needed)  # type: ignore[arg-type]
         refuse_batched(dy, self.settings.name)
         saved, need = Saved(*tensors), Needed(*needed[:3], False)  # type: ignore[arg-type, call-arg]
-        if self._residual is not None and self._residual.is_modified_in(saved.residual):
-            raise RuntimeError(modified("residual", self.settings.name))
+        if self._hooked is not None:
+            self._hooked.check(saved, self.settings.name)
         maths = rows if self.settings.rows else backward
         if torch.is_grad_enabled():
             return (*maths.differentiable(saved, dy, self._edges, self.settings),)[:3]

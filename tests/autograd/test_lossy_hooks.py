@@ -31,7 +31,7 @@ def without_tiny_numbers(t):
 
 
 def one_bit_off(t):
-    bits = t.clone().view({8: torch.int64, 4: torch.int32, 2: torch.int16}[t.element_size()])
+    bits = t.clone(memory_format=torch.contiguous_format).view({8: torch.int64, 4: torch.int32, 2: torch.int16}[t.element_size()])
     bits.view(-1)[bits.numel() // 2] ^= 1
     return bits.view(t.dtype)
 
@@ -104,6 +104,18 @@ def test_hooks_that_lose_bits_are_an_error_that_names_them(loss, name, dtype, de
         RuntimeError, match=f"inplace_abn: the saved-tensor hooks .*{named.__qualname__}.* other values"
     ):
         z.sum().backward()
+
+
+@pytest.mark.parametrize("reader", [nn.Conv2d(4, 2, 1), nn.Linear(5, 3)], ids=lambda reader: type(reader).__name__)
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d(4), nn.InstanceNorm2d(4), nn.LayerNorm(5)], ids=str)
+@pytest.mark.parametrize("loss", ["smaller dtype", "one bit"])
+def test_hooks_that_lose_bits_of_a_norm_without_an_activation_are_an_error(loss, norm, reader, device):
+    model = convert(nn.Sequential(nn.Conv2d(3, 4, 1), copy.deepcopy(norm), copy.deepcopy(reader)).to(device))
+    x = torch.randn(2, 3, 5, 5, device=device)
+    for _ in range(2):
+        run(model, x, same, same)
+    with pytest.raises(RuntimeError, match=r"inplace_abn: the saved-tensor hooks .* other values than 1 gave"):
+        run(model, x, *LOSSY[loss])
 
 
 @pytest.mark.parametrize("name", ["relu", "silu", "identity"])
