@@ -31,7 +31,8 @@ def without_tiny_numbers(t):
 
 
 def one_bit_off(t):
-    bits = t.clone(memory_format=torch.contiguous_format).view({8: torch.int64, 4: torch.int32, 2: torch.int16}[t.element_size()])
+    integer = {8: torch.int64, 4: torch.int32, 2: torch.int16}[t.element_size()]
+    bits = t.clone(memory_format=torch.contiguous_format).view(integer)
     bits.view(-1)[bits.numel() // 2] ^= 1
     return bits.view(t.dtype)
 
