@@ -3,10 +3,12 @@
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
 #include <torch/headeronly/core/Dispatch_v2.h>
 
 #include <optional>
 
+#include "inplace_abn/checks.h"
 #include "inplace_abn/kernels.h"
 #include "inplace_abn/tensors.h"
 
@@ -47,6 +49,39 @@ class Scope {
 template <typename scalar_t>
 opmath_type<scalar_t>* statistic_ptr(const Tensor& t) {
   return static_cast<opmath_type<scalar_t>*>(t.mutable_data_ptr());
+}
+
+// Whether kernels run as launches, which take long to start and have all threads of the device.
+inline bool has_launches(const Tensor& t) {
+#ifdef INPLACE_ABN_EMULATES_A_DEVICE
+  static_cast<void>(t);
+  return true;
+#else
+  return t.is_cuda();
+#endif
+}
+
+// Calls `run` with the arguments of each instance. On the CPU, many instances are divided among the threads; of few,
+// each uses all threads.
+template <typename F>
+void for_each_instance(const Tensor& x, int64_t instances, const F& run) {
+  constexpr int64_t many = 16;
+  const auto run_some = [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) run(i);
+  };
+  if (instances < many || has_launches(x)) {
+    run_some(0, instances);
+  } else {
+    torch::stable::parallel_for(0, instances, 1, run_some);
+  }
+}
+
+#define CALL_BACKEND_PER_INSTANCE(tensor, kernel, args) \
+  for_each_instance(tensor, (args).extent.instances,    \
+                    [&](int64_t i) { CALL_BACKEND(tensor, kernel, of_instance(args, i)); })
+
+inline Tensor empty_statistic(const Tensor& x, int64_t shared = 0) {
+  return empty_strided({vector_size(x, shared)}, {1}, stats_type(x.scalar_type()), x);
 }
 
 // Makes these functions the ops of all devices.

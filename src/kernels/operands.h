@@ -8,21 +8,12 @@
 #include <utility>
 #include <vector>
 
+#include "backends.h"
 #include "inplace_abn/kernels.h"
 #include "inplace_abn/layout.h"
 #include "inplace_abn/tensors.h"
 
 namespace inplace_abn {
-
-// Whether kernels run as launches, which take long to start and have all threads of the device.
-inline bool has_launches(const Tensor& t) {
-#ifdef INPLACE_ABN_EMULATES_A_DEVICE
-  static_cast<void>(t);
-  return true;
-#else
-  return t.is_cuda();
-#endif
-}
 
 // The tensors of one call. Activations are seen in one memory order; those that kernels cannot walk in it get a dense
 // stand-in. `finish` copies the stand-ins of outputs back.

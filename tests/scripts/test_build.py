@@ -187,6 +187,7 @@ def small_tree(source_tree, tmp_path):
     shutil.copytree(PACKAGE, tmp_path / "inplace_abn", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     for name in (
         "kernels/dispatch.cpp",
+        "kernels/dispatch_backward.cpp",
         "kernels/dispatch_rows.cpp",
         "node/node.cpp",
         "node/bindings.cpp",
