@@ -19,7 +19,7 @@ from inplace_abn.activations import IDENTITY
 from inplace_abn.autograd import backward, ownership, rows
 from inplace_abn.autograd.backward import Edges, Needed, Saved, Values, edge_of_value, input_edge
 from inplace_abn.autograd.kept import KeptABNFunction
-from inplace_abn.autograd.versions import Hooked, modified, refuse_batched
+from inplace_abn.autograd.versions import Hooked, Versions, modified, refuse_batched
 from inplace_abn.kernels import node as kernels
 from inplace_abn.reference import NORMS_OF_ROWS, normalised_rows
 from inplace_abn.settings import WEIGHT, Operands, Settings
@@ -124,7 +124,7 @@ _hold: Callable[..., Any] = super(torch.autograd.Function, _HoldingFunction).app
 class Node:
     """What the node keeps."""
 
-    __slots__ = ("_bias_dtype", "_edges", "_held", "_hooked", "_keeps_output", "settings")
+    __slots__ = ("_bias_dtype", "_edges", "_held", "_hooked", "_input", "_keeps_output", "settings")
 
     def __init__(self, x: Tensor, operands: Operands, statistics: tuple[Any, Any], settings: Settings) -> None:
         weight, bias, _ = operands.of_graph()
@@ -135,6 +135,9 @@ class Node:
         self._keeps_output: bool = False
         self._edges: Edges = Edges(None)
         self._hooked: Hooked | None = None
+        hooks = _torch.top_saved_tensors_hooks(True)
+        # Under hooks autograd does not look at versions.
+        self._input: Versions | None = None if hooks is None or not settings.rows else Versions(x)
 
     def keep(
         self,
@@ -177,6 +180,8 @@ class Node:
         if not self._keeps_output:
             x, weight, *statistics = tensors
             assert x is not None
+            if self._input is not None and self._input.is_modified_in(x):
+                raise RuntimeError(modified("input", self.settings.name))
             return _gradients(dy, x, weight, self._bias_dtype, (*statistics, self.settings), needed)  # type: ignore[arg-type]
         refuse_batched(dy, self.settings.name)
         saved, need = Saved(*tensors), Needed(*needed[:3], False)  # type: ignore[arg-type, call-arg]

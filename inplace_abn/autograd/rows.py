@@ -18,19 +18,23 @@ def _recovered(saved: Saved, dtype: torch.dtype) -> Tensor:
 
 def gradients(need: Needed, saved: Saved, dy: Tensor, own_z: bool, own_dz: bool, settings: Settings) -> Gradients:
     """The gradients that are needed. dx is written over dy if backward owns it."""
-    weight, bias, rows, shape = saved.weight, saved.bias, saved.var.to(wide(dy.dtype)), dy.shape
-    if weight is not None and weight.dtype not in (dy.dtype, wide(dy.dtype)):
-        weight = weight.to(wide(dy.dtype))
+    rows, shape, dtypes = saved.var.to(wide(dy.dtype)), dy.shape, (dy.dtype, wide(dy.dtype))
+    # The output of a norm by hand may be wider than its parameters.
+    parameters = saved.weight, saved.bias
+    weight, bias = (t if t is None or t.dtype in dtypes else t.to(dtypes[1]) for t in parameters)
     is_xhat = saved.verbatim is not None
     y = _recovered(saved, dy.dtype) if is_xhat else saved.z.to(dy.dtype)
     y, dy = y.flatten(0, -2).contiguous(), dy.flatten(0, -2).contiguous()
-    dweight = torch.empty_like(saved.weight) if need.weight and saved.weight is not None else None
+    dweight = torch.empty_like(weight) if need.weight and weight is not None else None
     dbias = torch.empty_like(bias) if need.bias and bias is not None else None
     dx = (dy if own_dz else torch.empty_like(dy)) if need.x else None
     written = [t for t in (dx, dweight, dbias) if t is not None]
     given = y, dy, rows, weight, bias, LEAST_WEIGHT, settings.rows == LAYER, is_xhat
     ops.run(ops.rows_backward, written, *given, dx=dx, dweight=dweight, dbias=dbias)
     dx = None if dx is None else dx.view(shape)
+    dweight, dbias = (
+        None if d is None or t is None else d.to(t.dtype) for d, t in zip((dweight, dbias), parameters, strict=True)
+    )
     return dx, dweight, dbias, None
 
 

@@ -237,9 +237,11 @@ def _kinds(module: Any, original: Any, x: Tensor, axis: int, eps: float, dtype: 
     """What the module may compute along an axis of an x of this dtype. It is tried on a copy with other weights."""
     size, device, names = length(module), x.device, names_of(original)
     line = torch.arange(size, device=device, dtype=torch.float64)
+    # Weights of both signs, and none next to zero.
+    values = (torch.cos(3 * line) + 2) * torch.cos(5 * line).sign(), torch.cos(3 * line + 1) + 0.5
     weight, bias = (
-        None if t is None else nn.Parameter((torch.cos(3 * line + i) + 2 - i).to(torch.promote_types(t.dtype, dtype)))
-        for i, t in enumerate(parameters(module))
+        None if t is None else nn.Parameter(value.to(torch.promote_types(t.dtype, dtype)))
+        for t, value in zip(parameters(module), values, strict=True)
     )
     other = object.__new__(type(module))
     other.__dict__.update({name: value for name, value in vars(module).items() if name not in names[:2]})

@@ -62,6 +62,8 @@ class Table(NamedTuple):
     """`recovery.Errors.dx`; of shape (combination, channel)."""
     least: Tensor
     """The magnitude of a signed weight, in units of eps; infinite if there is none."""
+    silent: Tensor
+    """`recovery.Errors.silent`, as 0 or 1."""
     size: Tensor
     """The magnitude of gamma; 1 if there is no weight."""
     bias: Tensor
@@ -69,16 +71,16 @@ class Table(NamedTuple):
 
     @property
     def unknown(self) -> bool:
-        """Whether the batch had infinities or NaN."""
+        """Whether the batch says nothing: it had infinities or NaN, or all channels are silent."""
         # Not bool(), which is seen as a wait for a device.
-        return any(t.isnan().any().tolist() for t in self)
+        return any(t.any().tolist() for t in (self.silent.all(), *(t.isnan() for t in self)))
 
 
 def packed(errors: Errors, weight: Tensor | None, bias: Tensor | None, settings: Settings) -> Tensor:
     """The figures of each channel in one tensor; float64 of shape (row, channel).
 
-    The rows are ``weight`` and all of ``dx`` of `Errors`, and ``least``, ``size`` and ``bias`` of `Table`. Errors of
-    dweight are 0 where there is no weight.
+    The rows are ``weight`` and all of ``dx`` of `Errors`, and ``least``, ``silent``, ``size`` and ``bias`` of `Table`.
+    Errors of dweight are 0 where there is no weight.
     """
     of_weight, least = errors.weight, torch.full_like(errors.weight, math.inf)
     gamma = torch.ones_like(of_weight)
@@ -93,21 +95,21 @@ def packed(errors: Errors, weight: Tensor | None, bias: Tensor | None, settings:
             least = (size / settings.eps).double()
         gamma = size.double() + settings.eps * (settings.scale == MAGNITUDE)
     beta = torch.zeros_like(gamma) if bias is None else bias.detach().double()
-    return torch.stack([of_weight, *errors.dx, least, gamma, beta])
+    return torch.stack([of_weight, *errors.dx, least, errors.silent.double(), gamma, beta])
 
 
 def unpacked(packed: Tensor) -> Table:
     """The figures on the host. Waits for the device."""
-    weight, *dx, least, size, bias = packed.cpu()
-    return Table(weight, torch.stack(dx), least, size, bias)
+    weight, *dx, least, silent, size, bias = packed.cpu()
+    return Table(weight, torch.stack(dx), least, silent, size, bias)
 
 
 def worst(found: Sequence[Table]) -> Table | None:
     """The worst figures of each channel in several calls; None without a call."""
     if len(found) < 2:
         return next(iter(found), None)
-    weight, dx, least = (torch.stack(each) for each in list(zip(*found, strict=True))[:3])
-    return found[-1]._replace(weight=weight.amax(0), dx=dx.amax(0), least=least.amin(0))
+    weight, dx, least, silent = (torch.stack(each) for each in list(zip(*found, strict=True))[:4])
+    return found[-1]._replace(weight=weight.amax(0), dx=dx.amax(0), least=least.amin(0), silent=silent.amin(0))
 
 
 def fetched(packed: Tensor) -> tuple[Tensor, torch.Event | None]:
@@ -142,7 +144,8 @@ class Choice(NamedTuple):
 def chosen(table: Table, before: Channels, trusted: bool, threshold: Threshold, dtype: torch.dtype) -> Choice:
     """What a layer saves with inputs of this dtype, by the largest figures of a generation.
 
-    A channel is ill if its figures are above the threshold, and well again below a quarter of it.
+    A channel is ill if its figures are above the threshold, and well again below a quarter of it. A silent one stays
+    what it is, and may have the error of a rounding of y.
 
     Args:
         before, trusted: what was saved until now, and whether the layer was in place.
@@ -152,6 +155,7 @@ def chosen(table: Table, before: Channels, trusted: bool, threshold: Threshold, 
     was[list(before.numbers)] = True
     room = torch.where(was, HYSTERESIS, 1.0)
     ill = (room * table.weight > threshold.weight) | (table.least < _LEAST * room)
+    ill |= (table.silent > 0) & (was | (_rounding(table, dtype) > threshold.weight) | (not trusted))
     if HYSTERESIS * _error(table, ill) > threshold.x:
         ill |= was
     largest = threshold.x if trusted else threshold.x / HYSTERESIS
@@ -172,7 +176,7 @@ def bounds(table: Table, threshold: Threshold, dtype: torch.dtype, activation: s
     distance from a minimum, and exponentially in a tail.
     """
     size, bias, reach = table.size, table.bias, _reach(table)
-    error = table.weight.maximum(torch.finfo(dtype).eps / 2 * reach / size)
+    error = table.weight.maximum(_rounding(table, dtype))
     growth = HYSTERESIS * threshold.weight / error
     # Each of the channels may add the same to the squared error of dx.
     room = (HYSTERESIS**2 - 1) * threshold.x**2 / size.numel()
@@ -189,6 +193,11 @@ def bounds(table: Table, threshold: Threshold, dtype: torch.dtype, activation: s
     shift = (2 * size).maximum(distance / 2).minimum(growth.log() / 2)
     lowest, highest = (bias - shift).maximum(-largest), (bias + shift).minimum(largest)
     return torch.stack([size / factor, size + growth.log() / 10, lowest, highest])
+
+
+def _rounding(table: Table, dtype: torch.dtype) -> Tensor:
+    """The error of xhat if y is rounded to this dtype where |xhat| is 1."""
+    return torch.finfo(dtype).eps / 2 * _reach(table) / table.size
 
 
 def _reach(table: Table) -> Tensor:

@@ -106,9 +106,10 @@ class Observation(NamedTuple):
                 samples = self.mean.numel() // self.channels
                 weight, bias = (reference.repeated(t, samples) for t in (weight, bias))
             errors = recovery.measured(self.x, self.mean, self.var, Operands(weight, bias, added), settings)
-            of_weight, of_dx = (t.unflatten(-1, (-1, self.channels)) for t in errors)
+            of_weight, of_dx, silent = (t.unflatten(-1, (-1, self.channels)) for t in errors)
             # The worst sample of each channel counts. Errors of dx are shares of what all samples have.
-            return packed(Errors(of_weight.amax(0), of_dx.sum(1)), self.weight, self.bias, settings)
+            errors = Errors(of_weight.amax(0), of_dx.sum(1), silent.all(0))
+            return packed(errors, self.weight, self.bias, settings)
 
 
 def observe(module: Any, x: Tensor) -> Observation:
@@ -157,7 +158,8 @@ def figures_of_rows(x: Tensor, y: Tensor, weight: Tensor | None, bias: Tensor | 
     of_weight = of_weight.sqrt().nan_to_num(math.inf, math.inf)
     # A weight next to zero says nothing of xhat, whatever xhat is in these rows.
     is_lost = gamma.abs() < max(torch.finfo(y.dtype).tiny, reference.LEAST_WEIGHT)
-    return packed(Errors(of_weight.masked_fill(is_lost, math.inf), of_dx), weight, bias, settings)
+    silent = recovery.is_silent(size[0] / max(1, len(places)), of_weight)
+    return packed(Errors(of_weight.masked_fill(is_lost, math.inf), of_dx, silent), weight, bias, settings)
 
 
 def _sums(xhat: Tensor, recovered: Tensor, rstd: Tensor, gamma: Tensor) -> Tensor:

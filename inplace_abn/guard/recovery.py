@@ -32,6 +32,7 @@ SAMPLE = 1 << 17
 """The number of values that `sample` takes of a larger batch at most, unless it has more channels."""
 _CHANNELS = 1 << 12
 """The largest number of channels that several images have together of which `sample` takes values."""
+_SILENT = 2.0**-20
 PIECE = 1 << 15
 """The number of values that are looked at together on a CPU, for each of which there are up to 12 float64.
 
@@ -50,6 +51,19 @@ class Errors(NamedTuple):
     dx: Tensor
     """The squared error of each channel's dx, divided by the squared size of dx in the whole layer; of shape
     (combination, channel). Each dz that is considered is combined with each share that channels have in dx."""
+    silent: Tensor
+    """Whether the values say nothing of how a channel is recovered with others (`is_silent`); of shape (channel,)."""
+
+
+def is_silent(size: Tensor, weight: Tensor) -> Tensor:
+    """Whether nothing was to be recovered, and it was: all values of a channel are one, or nothing passes backward
+    through any of them.
+
+    Args:
+        size: the mean square of what is recovered, which is xhat, or the product of xhat and the slope.
+        weight: as in `Errors`.
+    """
+    return (size < _SILENT) & (weight < _SILENT)
 
 
 def sampled_images(t: Tensor) -> slice:
@@ -109,7 +123,7 @@ def measured(x: Tensor, mean: Tensor, var: Tensor, operands: Operands, settings:
             given = Operands(part(weight, rows), part(bias, rows), part(residual, slice(None), rows, columns))
             statistics = mean[rows], var[rows]
             means[:, rows].add_(_sums(x[:, rows, columns], exact[:, rows], statistics, given, settings))
-    return _errors(means.div_(size), inv_std, gamma, beta, x.dtype, settings)
+    return _errors(means.div_(size), inv_std, gamma, beta, x.dtype, residual is not None, settings)
 
 
 _SUMS = 6, 1, 1, 2, 1, 3, 1, 5
@@ -175,7 +189,13 @@ def _recovered(z: Tensor, operands: Operands, settings: Settings) -> tuple[Tenso
 
 
 def _errors(
-    means: Tensor, inv_std: Tensor, gamma: Tensor, beta: Tensor, dtype: torch.dtype, settings: Settings
+    means: Tensor,
+    inv_std: Tensor,
+    gamma: Tensor,
+    beta: Tensor,
+    dtype: torch.dtype,
+    has_residual: bool,
+    settings: Settings,
 ) -> Errors:
     """The errors, from the means of what `_sums` sums."""
     squares, xhat, slope, *_ = means.split(_SUMS)
@@ -187,7 +207,9 @@ def _errors(
     # A product of matrices would not be deterministic on every device.
     layer = (sizes.unsqueeze(-2) * shares).sum(dim=-1, keepdim=True)
     of_dx = _ratio(_of_dx(means, gamma, beta, dtype, settings).unsqueeze(-2) * shares, layer).flatten(0, -2)
-    return Errors(_ratio(squares[3], (slope + least)[0]).sqrt(), of_dx)
+    of_weight = _ratio(squares[3], (slope + least)[0]).sqrt()
+    # What is dead by its weight and bias stays dead, whatever the batch is. What a residual makes dead does not.
+    return Errors(of_weight, of_dx, is_silent(squares[4] if has_residual else xhat[0], of_weight))
 
 
 def _of_dx(means: Tensor, gamma: Tensor, beta: Tensor, dtype: torch.dtype, settings: Settings) -> Tensor:

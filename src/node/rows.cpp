@@ -27,23 +27,28 @@ variable_list gradients_of_rows(const NodeSaved& saved, const Tensor& dy, const 
                                 const NodeSettings& settings, bool own_dy) {
   const at::AutoDispatchBelowADInplaceOrView guard;
   const auto wide = wide_type(dy), dtype = dy.scalar_type();
-  const auto& bias = saved.values.bias;
-  OptTensor weight = saved.values.weight;
-  if (weight.has_value() && weight->scalar_type() != dtype) weight = weight->to(wide);
+  // The output of a norm by hand may be wider than its parameters.
+  const auto fitting = [&](const OptTensor& t) {
+    return t.has_value() && t->scalar_type() != dtype ? OptTensor(t->to(wide)) : t;
+  };
+  const OptTensor weight = fitting(saved.values.weight), bias = fitting(saved.values.bias);
   const bool is_xhat = saved.values.verbatim.has_value();
   const auto as_matrix = [](const Tensor& t) { return t.reshape({-1, t.size(-1)}).contiguous(); };
   const Tensor y = as_matrix(is_xhat ? recovered(saved, dtype) : saved.z.to(dtype)), g = as_matrix(dy);
   const auto sum_like = [](bool need, const OptTensor& t) {
     return need && t.has_value() ? OptTensor(uninitialised_like(*t)) : std::nullopt;
   };
-  const OptTensor dweight = sum_like(needed.at(1), saved.values.weight), dbias = sum_like(needed.at(2), bias);
+  const auto like = [](const OptTensor& sum, const OptTensor& t) {
+    return sum.has_value() ? sum->to(t->scalar_type()) : Tensor();
+  };
+  const OptTensor dweight = sum_like(needed.at(1), weight), dbias = sum_like(needed.at(2), bias);
   OptTensor dx;
   if (needed.at(0)) dx = own_dy ? g : uninitialised_like(g);
   call<RowsBackward>("inplace_abn::rows_backward", "", y, g, saved.values.var.reshape(-1).to(wide), weight, bias,
                      least_weight_of_rows, settings.rows == layer_norm, is_xhat, dx, dweight, dbias);
   bump_version(dx);
-  return {dx.has_value() ? dx->view(dy.sizes()) : Tensor(), dweight.value_or(Tensor()), dbias.value_or(Tensor()),
-          Tensor()};
+  return {dx.has_value() ? dx->view(dy.sizes()) : Tensor(), like(dweight, saved.values.weight),
+          like(dbias, saved.values.bias), Tensor()};
 }
 
 }  // namespace inplace_abn

@@ -114,12 +114,12 @@ def test_samples_that_have_too_many_channels_together_are_not_all_looked_at():
 
 def test_the_figures_on_the_host_are_those_of_the_device():
     of_weight, *of_dx = torch.rand(5, 5).double()
-    errors = recovery.Errors(of_weight, torch.stack(of_dx))
+    errors = recovery.Errors(of_weight, torch.stack(of_dx), torch.arange(5) == 1)
     weight = torch.tensor([1.0, -1e-4, 2.0**41, 0.5, 1.0])
     settings = Settings("relu", 0.0, EPS, AT_LEAST_EPS, True, None)
     bias = torch.tensor([0.0, -3.0, 0.0, 2.0, 1.0])
     packed = figures.packed(errors, weight, bias, settings)
-    assert packed.shape == (8, 5)
+    assert packed.shape == (9, 5)
     found = figures.unpacked(packed)
     assert found.weight.isinf().tolist() == [False, False, True, False, False]
     assert torch.equal(found.weight[:2], errors.weight[:2])
@@ -127,6 +127,7 @@ def test_the_figures_on_the_host_are_those_of_the_device():
     assert torch.equal(found.least, (weight.abs() / EPS).double())
     assert errors.dx.sum(dim=1).max().sqrt() == max(sum(row) for row in found.dx.tolist()) ** 0.5
     assert torch.equal(found.bias, bias.double())
+    assert found.silent.tolist() == [0, 1, 0, 0, 0]
     without = figures.unpacked(figures.packed(errors, None, None, settings))
     assert without.size.tolist() == [1.0] * 5
     assert not without.bias.any()
@@ -141,6 +142,34 @@ def test_the_figures_on_the_host_are_those_of_the_device():
         broken = packed.clone()
         broken[row, 3] = torch.nan
         assert figures.unpacked(broken).unknown
+
+
+@pytest.mark.parametrize("x", [torch.zeros(4, 8, 6, 6), torch.full((4, 8, 6, 6), 0.3)], ids=["zeros", "one value"])
+def test_a_batch_of_one_value_is_silent_if_its_roundings_are_nothing(x):
+    module = layer(beta=1.0)
+    assert figures.unpacked(measuring.measure(module, x.bfloat16(), None)).unknown
+    with torch.no_grad():
+        module.bias[2:5] = 0.3
+    found = figures.unpacked(measuring.measure(module, x.bfloat16(), None))
+    assert found.silent.tolist() == [1, 1, 0, 0, 0, 1, 1, 1]
+    assert (found.weight[2:5] > 1e-4).all()
+
+
+def test_what_a_residual_makes_dead_is_silent_and_what_the_bias_makes_dead_is_not():
+    module, x = layer(beta=-100.0), torch.randn(4, 8, 6, 6)
+    assert not figures.unpacked(measuring.measure(module, x, None)).silent.any()
+    module, residual = layer(), torch.zeros_like(x)
+    residual[:, 3] = -100.0
+    found = figures.unpacked(measuring.measure(module, x, residual))
+    assert found.silent.tolist() == [0, 0, 0, 1, 0, 0, 0, 0]
+
+
+def test_rows_of_one_value_are_silent():
+    weight, bias, settings = torch.ones(8), torch.ones(8), Settings("identity", 0.0, EPS, MAGNITUDE, True, None)
+    for x, is_silent in ((torch.full((4, 8), 0.5), True), (torch.randn(4, 8), False)):
+        y = F.layer_norm(x, (8,), weight, bias, EPS)
+        figures_of_rows = measuring.figures_of_rows(x, y, weight, bias, settings._replace(rows="layer"))
+        assert figures.unpacked(figures_of_rows).unknown == is_silent
 
 
 PEAKS = {
@@ -188,9 +217,9 @@ def test_channels_of_rows(norm, monkeypatch):
     y = reference.normalised_rows(x.double(), weight.double(), bias.double(), norm, EPS).bfloat16()
     x = x.bfloat16()
     packed = measuring.figures_of_rows(x, y, weight, bias, settings)
-    assert packed.shape == (8, 24)
+    assert packed.shape == (9, 24)
     assert packed[0].isinf().nonzero().flatten().tolist() == [3]
-    assert (packed[1:-3, [3, 5]] > 100 * packed[1:-3, 6:].amax(dim=1, keepdim=True)).all()
+    assert (packed[1:-4, [3, 5]] > 100 * packed[1:-4, 6:].amax(dim=1, keepdim=True)).all()
     monkeypatch.setattr(measuring, "PIECE", 100)
     torch.testing.assert_close(measuring.figures_of_rows(x, y, weight, bias, settings), packed, rtol=1e-9, atol=0)
 

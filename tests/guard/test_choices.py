@@ -13,7 +13,7 @@ from inplace_abn.settings import Channels
 def table(**changes):
     """Figures of four channels, which have an error of dx of 1 together."""
     zeros = torch.zeros(4, dtype=torch.float64)
-    found = figures.Table(zeros, (zeros + 0.25).view(1, 4), zeros + 100.0, zeros + 1.0, zeros + 1.0)
+    found = figures.Table(zeros, (zeros + 0.25).view(1, 4), zeros + 100.0, zeros, zeros + 1.0, zeros + 1.0)
     return found._replace(**{name: torch.tensor(value, dtype=torch.float64) for name, value in changes.items()})
 
 
@@ -114,6 +114,23 @@ def test_values_may_move_half_way_to_a_minimum_and_not_far_into_a_tail():
     assert figures.bounds(found, threshold, torch.float16, "relu")[1].isfinite().all()
 
 
-def test_a_batch_with_infinities_says_nothing():
+def test_a_batch_with_infinities_says_nothing_nor_does_one_that_is_silent():
     assert table(weight=[float("nan"), 0.0, 0.0, 0.0]).unknown
     assert not table(weight=[float("inf"), 0.0, 0.0, 0.0]).unknown
+    assert table(silent=[1.0, 1.0, 1.0, 1.0]).unknown
+    assert not table(silent=[1.0, 1.0, 0.0, 1.0]).unknown
+    some, others = table(silent=[1.0, 1.0, 0.0, 0.0]), table(silent=[0.0, 1.0, 1.0, 1.0])
+    assert figures.worst([some, others]).silent.tolist() == [0.0, 1.0, 0.0, 0.0]
+
+
+def test_a_silent_channel_stays_what_it_is_or_has_the_error_of_a_rounding():
+    quiet = table(
+        silent=[1.0, 1.0, 1.0, 0.0], dx=[[0.0] * 4], size=[1.0, 1.0, 2.0**-7, 2.0**-7], bias=[0.0] * 3 + [8.0]
+    )
+    assert choose(quiet, 1.0, before=(1, 3)) == (True, (1,))
+    # In bfloat16 it is 2**-8 of a sum that is 129 times the weight.
+    ill = quiet._replace(bias=quiet.size * 0 + 1.0)
+    assert choose(ill, 0.5, dtype=torch.bfloat16) == (True, (2,))
+    assert choose(ill, 0.51, dtype=torch.bfloat16) == (True, ())
+    # A layer is not trusted again for what nobody knows of it.
+    assert not choose(quiet, 1.0, trusted=False)[0]
