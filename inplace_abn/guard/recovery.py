@@ -32,7 +32,8 @@ SAMPLE = 1 << 17
 """The number of values that `sample` takes of a larger batch at most, unless it has more channels."""
 _CHANNELS = 1 << 12
 """The largest number of channels that several images have together of which `sample` takes values."""
-_SILENT = 2.0**-20
+_SILENT, _RIGHT = 2.0**-20, 2.0**-8
+"""The mean square of what is nothing, and the error of dweight up to which it was recovered as nothing."""
 PIECE = 1 << 15
 """The number of values that are looked at together on a CPU, for each of which there are up to 12 float64.
 
@@ -63,7 +64,7 @@ def is_silent(size: Tensor, weight: Tensor) -> Tensor:
         size: the mean square of what is recovered, which is xhat, or the product of xhat and the slope.
         weight: as in `Errors`.
     """
-    return (size < _SILENT) & (weight < _SILENT)
+    return (size < _SILENT) & (weight < _RIGHT)
 
 
 def sampled_images(t: Tensor) -> slice:

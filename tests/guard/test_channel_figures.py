@@ -149,10 +149,10 @@ def test_a_batch_of_one_value_is_silent_if_its_roundings_are_nothing(x):
     module = layer(beta=1.0)
     assert figures.unpacked(measuring.measure(module, x.bfloat16(), None)).unknown
     with torch.no_grad():
-        module.bias[2:5] = 0.3
+        module.weight[2:5], module.bias[2:5] = 1e-2, 0.3
     found = figures.unpacked(measuring.measure(module, x.bfloat16(), None))
     assert found.silent.tolist() == [1, 1, 0, 0, 0, 1, 1, 1]
-    assert (found.weight[2:5] > 1e-4).all()
+    assert (found.weight[2:5] > 2.0**-4).all()
 
 
 def test_what_a_residual_makes_dead_is_silent_and_what_the_bias_makes_dead_is_not():
