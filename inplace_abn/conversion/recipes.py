@@ -281,7 +281,7 @@ class OfNorm(OfCall):
             # Who reads and writes such a result is seen in the next step.
             guard.generations.mark_changed()
         decision = guard.decided(layer, planned, lambda: measuring.measure(layer, x, residual, activation))
-        layer._record.outcome = Outcome(follows, decision.trusted, "" if decision.trusted else layer.why_untrusted)
+        layer._record.outcome = outcome_of(layer, follows, decision)
         return decision.verbatim if decision.trusted else None
 
     def _kept(
@@ -351,6 +351,12 @@ class OfWidened(Recipe):
 @functools.cache
 def in_place_with(follows: str, adds: bool) -> Outcome:
     return Outcome("add, " * adds + follows, True, "")
+
+
+def outcome_of(layer: Any, follows: str, decision: Decision) -> Outcome:
+    """What a call does by the guard's decision."""
+    why = layer.why_untrusted or "its weights have moved since they were measured, and this call cannot be measured"
+    return Outcome(follows, decision.trusted, "" if decision.trusted else why)
 
 
 def _is_hooked(t: Tensor) -> bool:

@@ -12,9 +12,8 @@ from inplace_abn.activations import IDENTITY
 from inplace_abn.autograd import native
 from inplace_abn.autograd.backward import Values, by_value
 from inplace_abn.conversion import observed
-from inplace_abn.conversion.converted import Outcome
 from inplace_abn.conversion.formulas import Kind
-from inplace_abn.conversion.recipes import OfCall, in_place_with
+from inplace_abn.conversion.recipes import OfCall, in_place_with, outcome_of
 from inplace_abn.guard.measuring import figures_of_rows
 from inplace_abn.settings import MAGNITUDE, Operands, Settings
 
@@ -84,7 +83,7 @@ class OfRows(OfCall):
         with torch.no_grad(), _torch.unwatched():
             scale, offset = by_value(weight, bias)
             decision = guard.decided(layer, planned, lambda: figures_of_rows(x, kept, scale, offset, settings))
-            layer._record.outcome = Outcome(reader, decision.trusted, "" if decision.trusted else layer.why_untrusted)
+            layer._record.outcome = outcome_of(layer, reader, decision)
             if not decision.trusted:
                 return None
             columns, values = decision.verbatim, None

@@ -218,3 +218,18 @@ def test_channels_may_be_cut_out_or_added(norm, small, count):
         found, expected = (gradients(net, x, torch.float64) for net in (converted, model))
         torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9)
         inplace_abn.guard.generations.advance()
+
+
+def test_where_a_call_cannot_be_measured_moved_weights_make_it_torchs_for_a_reason():
+    converted, x = inplace_abn.convert(Net("batch", "relu", bias=1.0)), torch.randn(16, 3, 8, 8)
+    for _ in range(2):
+        gradients(converted, x, torch.float32)
+    assert inplace_abn.report(converted).layers[0].in_place
+    with inplace_abn.guard.paused():
+        converted.norm.weight.data[SOME] = 1e-9
+        gradients(converted, x, torch.float32)
+    (layer,) = inplace_abn.report(converted).layers
+    assert not layer.in_place
+    assert layer.why == "its weights have moved since they were measured, and this call cannot be measured"
+    gradients(converted, x, torch.float32)
+    assert inplace_abn.report(converted).layers[0].in_place
