@@ -137,8 +137,8 @@ def _entered(module: Any, dtype: torch.dtype, follows: Follows, at: int, measure
 def record(module: Any, figures: Tensor, planned: Plan) -> None:
     """Keeps measured figures for the next generation.
 
-    The host waits for the first measurement of a layer, which decides at once. A batch with infinities or NaN tells
-    nothing, so the next measurement is the first again.
+    The host waits for the first measurement of a layer, which decides at once. After a batch that tells nothing the next
+    measurement is the first again.
     """
     mode = planned.mode
     assert mode is not None
@@ -146,7 +146,7 @@ def record(module: Any, figures: Tensor, planned: Plan) -> None:
     if planned.is_first:
         found = mode.collected()
         _judge(module, mode, found)
-        if found[0].unknown:
+        if not found[0].is_useful:
             mode.measured_at = -1
         elif not mode.decisions[-1].trusted:
             # Other calls of the generation are judged together with this one.

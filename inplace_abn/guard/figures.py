@@ -71,9 +71,14 @@ class Table(NamedTuple):
 
     @property
     def unknown(self) -> bool:
-        """Whether the batch says nothing: it had infinities or NaN, or all channels are silent."""
+        """Whether the batch had infinities or NaN."""
         # Not bool(), which is seen as a wait for a device.
-        return any(t.any().tolist() for t in (self.silent.all(), *(t.isnan() for t in self)))
+        return any(t.isnan().any().tolist() for t in self)
+
+    @property
+    def is_useful(self) -> bool:
+        """Whether the batch says something of some channel, besides what its weight says."""
+        return not self.unknown and any(each == 0 for each in self.silent.tolist())
 
 
 def packed(errors: Errors, weight: Tensor | None, bias: Tensor | None, settings: Settings) -> Tensor:

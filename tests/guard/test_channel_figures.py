@@ -147,7 +147,7 @@ def test_the_figures_on_the_host_are_those_of_the_device():
 @pytest.mark.parametrize("x", [torch.zeros(4, 8, 6, 6), torch.full((4, 8, 6, 6), 0.3)], ids=["zeros", "one value"])
 def test_a_batch_of_one_value_is_silent_if_its_roundings_are_nothing(x):
     module = layer(beta=1.0)
-    assert figures.unpacked(measuring.measure(module, x.bfloat16(), None)).unknown
+    assert not figures.unpacked(measuring.measure(module, x.bfloat16(), None)).is_useful
     with torch.no_grad():
         module.weight[2:5], module.bias[2:5] = 1e-2, 0.3
     found = figures.unpacked(measuring.measure(module, x.bfloat16(), None))
@@ -169,7 +169,7 @@ def test_rows_of_one_value_are_silent():
     for x, is_silent in ((torch.full((4, 8), 0.5), True), (torch.randn(4, 8), False)):
         y = F.layer_norm(x, (8,), weight, bias, EPS)
         figures_of_rows = measuring.figures_of_rows(x, y, weight, bias, settings._replace(rows="layer"))
-        assert figures.unpacked(figures_of_rows).unknown == is_silent
+        assert figures.unpacked(figures_of_rows).is_useful != is_silent
 
 
 PEAKS = {

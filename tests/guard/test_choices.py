@@ -117,8 +117,9 @@ def test_values_may_move_half_way_to_a_minimum_and_not_far_into_a_tail():
 def test_a_batch_with_infinities_says_nothing_nor_does_one_that_is_silent():
     assert table(weight=[float("nan"), 0.0, 0.0, 0.0]).unknown
     assert not table(weight=[float("inf"), 0.0, 0.0, 0.0]).unknown
-    assert table(silent=[1.0, 1.0, 1.0, 1.0]).unknown
-    assert not table(silent=[1.0, 1.0, 0.0, 1.0]).unknown
+    assert not table(weight=[float("nan"), 0.0, 0.0, 0.0]).is_useful
+    assert not table(silent=[1.0, 1.0, 1.0, 1.0]).is_useful
+    assert table(silent=[1.0, 1.0, 0.0, 1.0]).is_useful
     some, others = table(silent=[1.0, 1.0, 0.0, 0.0]), table(silent=[0.0, 1.0, 1.0, 1.0])
     assert figures.worst([some, others]).silent.tolist() == [0.0, 1.0, 0.0, 0.0]
 
@@ -132,5 +133,8 @@ def test_a_silent_channel_stays_what_it_is_or_has_the_error_of_a_rounding():
     ill = quiet._replace(bias=quiet.size * 0 + 1.0)
     assert choose(ill, 0.5, dtype=torch.bfloat16) == (True, (2,))
     assert choose(ill, 0.51, dtype=torch.bfloat16) == (True, ())
+    # Weights say what they say of all batches.
+    pruned = table(silent=[1.0] * 4, dx=[[0.0] * 4], least=[0.0, 100.0, 100.0, 0.0])
+    assert choose(pruned, 1.0) == (True, (0, 3))
     # A layer is not trusted again for what nobody knows of it.
     assert not choose(quiet, 1.0, trusted=False)[0]
