@@ -2,7 +2,7 @@
 
 What follows an activation mostly keeps the activation's result: a convolution, a linear layer. torch's activation keeps
 its input as well. Here backward recovers the input from the result, as it does for a norm with an activation. The call
-is that of a norm whose statistics make it the identity, so it is always well conditioned.
+is that of a norm of one channel whose statistics make it the identity, and it is measured as such.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from inplace_abn.compiling import joint, search
 from inplace_abn.conversion import observed
 from inplace_abn.conversion.converted import Converted, Outcome, has_standard_strides, is_usual, unsuitable
 from inplace_abn.conversion.offered import Offered, plain
-from inplace_abn.conversion.recipes import OfNorm, identity
+from inplace_abn.conversion.recipes import OfNorm, identity, outcome_of
 from inplace_abn.conversion.results import offer_result
+from inplace_abn.guard import measuring, recovery
 from inplace_abn.kernels import ops
 from inplace_abn.modules.abn import as_leaf
 from inplace_abn.reference import as_channel, wide
@@ -41,8 +42,10 @@ class ActivationAlone(Converted):
 
     The watch gives it up if it saves nothing: what follows does not keep its result, or something else keeps its input.
     In place (``inplace=True``), without a graph, for compilers, and under tracers, transforms and dispatch modes it
-    does what torch does.
+    does what torch does. So it does while most of its values lie next to a minimum, or where it saturates.
     """
+
+    num_features, eps, signed_weight = 1, _EPS, True
 
     def recoverable(self, x: Tensor, activation: tuple[str, float] | None, follows: str = "") -> Tensor | None:
         """The result, from which backward recovers x; None where the activation does what torch does.
@@ -62,9 +65,18 @@ class ActivationAlone(Converted):
         nodes.calibrate()
         settings = Settings(*activation, _EPS, WEIGHT, False, None, WHOLE, self.__dict__["_guard_name"])
         mean, var = identity(1, wide(x.dtype), x.device)
+        given = as_channel(x.detach())
+        observation = measuring.Observation(given, 1, mean, var, None, None, settings._replace(shared=0))
+        planned = guard.plan(self, given.requires_grad_(), None, (*activation, False))
+        decision = guard.decided(
+            self, planned, lambda: observation._replace(x=recovery.sample(given)).figures(*activation, None)
+        )
+        if not decision.trusted:
+            self._record.outcome = outcome_of(self, follows, decision)
+            return None
         z = torch.empty_like(x)
         written = as_channel(z)
-        call = as_channel(x.detach()), mean, var, None, None, None, *settings.arithmetic(), True
+        call = given.detach(), mean, var, None, None, None, *settings.arithmetic(), True
         ops.run(ops.forward_out, [written], *call, z=written)
         observer = self.observer()
         saved = observer.saved(z, activation, True)
@@ -86,6 +98,9 @@ class ActivationAlone(Converted):
         if node is None or self._record.follows_norm or self._record.cpp_call != (x.dtype, activation):
             return None
         name, param = activation  # type: ignore[misc]
+        mode = guard.current_mode(self, x.dtype, (name, param, False))
+        if mode is None or not mode.decisions[-1].trusted:
+            return None
         constants = *identity(1, wide(x.dtype), x.device), _EPS, WEIGHT, find(name).code, param
         z: Tensor | None = node.activation_alone(x, *constants, self.__dict__["_guard_name"])
         if z is not None:
@@ -132,7 +147,8 @@ class InPlaceActivation(ActivationAlone):
     @_torch.read_while_tracing
     def _is_applied(self) -> bool:
         joint.install()
-        return applied(self) is not None and not guard.is_noticed(self)
+        is_trusted = all(mode.decisions[-1].trusted for mode in guard.modes_of(self))
+        return applied(self) is not None and not guard.is_noticed(self) and is_trusted
 
     def activations(self) -> set[str]:
         activation = applied(self)

@@ -137,8 +137,8 @@ def _entered(module: Any, dtype: torch.dtype, follows: Follows, at: int, measure
 def record(module: Any, figures: Tensor, planned: Plan) -> None:
     """Keeps measured figures for the next generation.
 
-    The host waits for the first measurement of a layer, which decides at once. After a batch that tells nothing the next
-    measurement is the first again.
+    The host waits for the first measurement of a layer, which decides at once. After a batch that tells nothing the
+    next measurement is the first again.
     """
     mode = planned.mode
     assert mode is not None
