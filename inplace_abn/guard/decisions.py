@@ -208,7 +208,7 @@ def _has_left(module: Any, decision: Decision) -> bool:
     if decision.bounds is not None and decision.bounds.shape[1] != weight.numel():
         return True
     added = 0.0 if module.signed_weight else module.eps
-    with torch.no_grad(), _torch.unwatched():
+    with _torch.unwatched():
         rows = decision.verbatim.rows(weight.device)
         return bool(ops.run(ops.has_left, [], weight, bias, module.least_weight, added, decision.bounds, rows))
 
