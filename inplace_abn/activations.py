@@ -33,6 +33,8 @@ class Activation(NamedTuple):
     """The y next to which z hardly determines y, or the slope: minima, and jumps of the slope."""
     zeros: Literal["", "negative", "positive"] = ""
     """The sign of the tiny numbers that replace zeros in training; empty if zeros stay zeros."""
+    straight: bool = False
+    """Whether it is made of straight lines."""
     costly: bool = False
     """Whether its inverse takes so long that compilers call the kernels' op for it."""
     op: str = ""
@@ -91,11 +93,14 @@ def _gelu(approximate: str) -> Callable[[Tensor, float, bool], Tensor]:
 
 
 ACTIVATIONS: dict[str, Activation] = {
-    "identity": Activation(0, lambda y, _, __: y, lambda y, _: torch.ones_like(y), gains=lambda _: False),
+    "identity": Activation(
+        0, lambda y, _, __: y, lambda y, _: torch.ones_like(y), straight=True, gains=lambda _: False
+    ),
     "leaky_relu": Activation(
         1,
         _leaky_relu,
         lambda y, param: torch.where(y > 0, torch.ones_like(y), param),
+        straight=True,
         op="leaky_relu",
         module=lambda param: nn.LeakyReLU(param),
         param="negative_slope",
@@ -125,6 +130,7 @@ ACTIVATIONS: dict[str, Activation] = {
         lambda y, _: torch.ones_like(y),
         dead=lambda y: y <= 0,
         zeros="negative",
+        straight=True,
         op="relu",
         module=lambda _: nn.ReLU(),
         gains=lambda _: False,

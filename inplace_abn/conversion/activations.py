@@ -65,18 +65,13 @@ class ActivationAlone(Converted):
         nodes.calibrate()
         settings = Settings(*activation, _EPS, WEIGHT, False, None, WHOLE, self.__dict__["_guard_name"])
         mean, var = identity(1, wide(x.dtype), x.device)
-        given = as_channel(x.detach())
-        observation = measuring.Observation(given, 1, mean, var, None, None, settings._replace(shared=0))
-        planned = guard.plan(self, given.requires_grad_(), None, (*activation, False))
-        decision = guard.decided(
-            self, planned, lambda: observation._replace(x=recovery.sample(given)).figures(*activation, None)
-        )
+        decision = self._decided(x, activation, mean, var)
         if not decision.trusted:
             self._record.outcome = outcome_of(self, follows, decision)
             return None
         z = torch.empty_like(x)
         written = as_channel(z)
-        call = given.detach(), mean, var, None, None, None, *settings.arithmetic(), True
+        call = as_channel(x.detach()), mean, var, None, None, None, *settings.arithmetic(), True
         ops.run(ops.forward_out, [written], *call, z=written)
         observer = self.observer()
         saved = observer.saved(z, activation, True)
@@ -91,6 +86,18 @@ class ActivationAlone(Converted):
             observer.record(observed.Result(self, *activation, True, is_alone=True, saved=saved), x, z, None)
         self._record.is_known, self._record.outcome = True, Outcome(follows, in_place=True, why="")
         return z
+
+    def _decided(self, x: Tensor, activation: tuple[str, float], mean: Tensor, var: Tensor) -> guard.Decision:
+        """What the guard says of the call, as of that of a norm of one channel with these statistics."""
+        # A call without a gradient is not measured.
+        values = as_channel(x.detach()).requires_grad_()
+
+        def measure() -> Tensor:
+            settings = Settings(*activation, _EPS, WEIGHT, False, None)
+            observation = measuring.Observation(recovery.sample(values), 1, mean, var, None, None, settings)
+            return observation.figures(*activation, None)
+
+        return guard.decided(self, guard.plan(self, values, None, (*activation, False)), measure)
 
     def _in_cpp(self, x: Tensor, activation: tuple[str, float] | None) -> Tensor | None:
         """The result by the node in C++, if the call is like an earlier one; None if Python has to look at it."""

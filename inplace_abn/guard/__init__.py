@@ -56,4 +56,5 @@ from inplace_abn.guard.layers import set_guard as set_guard
 from inplace_abn.guard.layers import slots as slots
 from inplace_abn.guard.layers import strip as strip
 from inplace_abn.guard.modes import CALLS as CALLS
+from inplace_abn.guard.modes import Decision as Decision
 from inplace_abn.guard.modes import Mode as Mode

@@ -49,8 +49,6 @@ _LEAST_GROWTH = 2.25
 """How much an error may grow at least before it is measured again."""
 _MOST_NEAR = 8.0
 """By how much a weight may shrink at most next to a minimum."""
-_STRAIGHT = frozenset({"identity", "relu", "leaky_relu"})
-"""The activations that are lines. In float16 small y have fewer digits, so that even theirs are not."""
 
 
 class Table(NamedTuple):
@@ -189,7 +187,8 @@ def bounds(table: Table, threshold: Threshold, dtype: torch.dtype, activation: s
     # What is left is for the weight and the bias together.
     factor = growth.sqrt()
     largest = (factor * size).maximum(HYSTERESIS * reach)
-    if activation in _STRAIGHT and dtype != torch.float16:
+    # In float16 small y have fewer digits, so that nothing is a line.
+    if find(activation).straight and dtype != torch.float16:
         return torch.stack([size / factor, torch.full_like(size, math.inf), -largest, largest])
     special = torch.tensor(find(activation).special or (math.inf,), dtype=bias.dtype, device=bias.device)
     distance = (bias.unsqueeze(-1) - special).abs().amin(-1)

@@ -75,6 +75,16 @@ def gradients(module, x, dz):
     return [leaf.grad.double(), module.weight.grad.double(), module.bias.grad.double()]
 
 
+def compared(module, x):
+    """The gradients of a module with a ReLU, those of torch's, and the exact ones, for dz that follow x."""
+    native, exact = (ABN(8, activation="relu") for _ in range(2))
+    for twin in (native, exact):
+        twin.load_state_dict(module.state_dict())
+    dz = (torch.randn(x.shape) + 2 * x.float()).to(x.dtype)
+    expected = gradients(exact.double(), x.double(), dz.double())
+    return gradients(module, x, dz), gradients(native, x, dz), expected
+
+
 def relative(actual, expected):
     return ((actual - expected).norm() / expected.norm()).item()
 
@@ -197,12 +207,7 @@ def test_the_worst_channel_counts_for_its_weight_and_is_saved():
     module, x = layer(beta=0.5), values(torch.bfloat16)
     with torch.no_grad():
         module.weight[3] = 2e-4
-    native, exact = (ABN(8, activation="relu") for _ in range(2))
-    for twin in (native, exact):
-        twin.load_state_dict(module.state_dict())
-    dz = (torch.randn(x.shape) + 2 * x.float()).to(x.dtype)
-    expected = gradients(exact.double(), x.double(), dz.double())
-    ours, torchs = gradients(module, x, dz), gradients(native, x, dz)
+    ours, torchs, expected = compared(module, x)
     assert is_trusted(module)
     assert saved(module) == (3,)
     assert module.shares_saved() == {torch.bfloat16: 1 / 8}
@@ -248,12 +253,7 @@ def test_a_batch_of_zeros_makes_no_channel_well(before):
     for batch in {"zeros": [x * 0], "values": [x], "zeros after values": [x, x * 0, x * 0]}[before]:
         step(module, batch)
         advance()
-    native, exact = (ABN(8, activation="relu") for _ in range(2))
-    for twin in (native, exact):
-        twin.load_state_dict(module.state_dict())
-    dz = (torch.randn(x.shape) + 2 * x.float()).to(x.dtype)
-    expected = gradients(exact.double(), x.double(), dz.double())
-    ours, torchs = gradients(module, x, dz), gradients(native, x, dz)
+    ours, torchs, expected = compared(module, x)
     assert saved(module) == (0, 1, 2, 3)
     for a, t, e in zip(ours, torchs, expected, strict=True):
         assert relative(a, e) <= 2 * relative(t, e) + 2.0**-8

@@ -101,8 +101,8 @@ def test_saved_channels_in_a_tail_have_the_slope_that_their_values_do_not_tell(d
     torch.manual_seed(1)
     depth = -5.0 if dtype == torch.float16 else -12.5
     x, dz = (torch.randn(8, 3, 6, 6, dtype=torch.float64).to(device, dtype) for _ in range(2))
-    # As loss scales do.
-    dz *= 1024
+    # As a loss that follows x, and a loss scale.
+    dz = 1024 * (dz + x)
     vectors = [torch.full((3,), value, dtype=torch.promote_types(dtype, torch.float32)) for value in (0.02, depth)]
     weight, bias = (t.to(device) for t in vectors)
     _, (_, dweight, dbias), _ = oracle(x, dz, weight, bias, None, (activation, 0.0), 0, True)
