@@ -275,12 +275,12 @@ class OfNorm(OfCall):
         layer, x = self.layer, self.x.detach()
         with _torch.NoTorchFunction():
             residual = None if self.residual is None else self.residual.detach()
-        what = (*activation, residual is not None)
+        what, statistics = (*activation, residual is not None), self.statistics
         planned = guard.plan(layer, self.x, residual, what)
         if planned.is_first and not layer._record.was_watched:
             # Who reads and writes such a result is seen in the next step.
             guard.generations.mark_changed()
-        decision = guard.decided(layer, planned, lambda: measuring.measure(layer, x, residual, activation))
+        decision = guard.decided(layer, planned, lambda: measuring.measure(layer, x, residual, activation, statistics))
         layer._record.outcome = outcome_of(layer, follows, decision)
         return decision.verbatim if decision.trusted else None
 
@@ -339,7 +339,7 @@ class OfWidened(Recipe):
     def _attached(self, x: Tensor, reader: str) -> Tensor | None:
         norm, layer, activation = self._norm, self.layer, self._activation
         planned = guard.plan(layer, x, None, (*activation, False))
-        decision = guard.decided(layer, planned, lambda: measuring.measure(layer, x, None, activation))
+        decision = guard.decided(layer, planned, lambda: measuring.measure(layer, x, None, activation, norm.statistics))
         if not decision.trusted:
             return None
         settings = norm.settings._replace(verbatim=decision.verbatim).activating(activation)

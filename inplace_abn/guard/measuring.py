@@ -71,15 +71,6 @@ def is_suitable(module: Any, x: Tensor, residual: Tensor | None, empty: bool = F
     return True
 
 
-def measure(module: Any, x: Tensor, residual: Tensor | None, activation: tuple[str, float] | None = None) -> Tensor:
-    """What `figures.packed` returns, on x's device. The host does not wait for it.
-
-    ``activation`` is what follows, if the module does not know it.
-    """
-    name, param = (module.activation, module.activation_param) if activation is None else activation
-    return observe(module, x).figures(name, param, residual)
-
-
 class Observation(NamedTuple):
     """What a measurement needs of a call. It is taken before the call's x is overwritten."""
 
@@ -112,18 +103,34 @@ class Observation(NamedTuple):
             return packed(errors, self.weight, self.bias, settings)
 
 
-def observe(module: Any, x: Tensor) -> Observation:
-    """What a measurement needs of a call."""
-    running, training = running_statistics(module), uses_own_statistics(module)
+def measure(
+    module: Any,
+    x: Tensor,
+    residual: Tensor | None,
+    activation: tuple[str, float] | None = None,
+    statistics: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """What `figures.packed` returns, on x's device. The host does not wait for it.
+
+    Args:
+        activation: what follows, if the module does not know it.
+        statistics: the mean and the variance of the call; None if they are not known yet. Those of a synchronised call
+            are then taken for x's own.
+    """
+    training = uses_own_statistics(module)
     with torch.no_grad(), _torch.unwatched():
         shared = module.shared if training else 0
-        found = ops.run(ops.statistics, [], x, shared) if training else running
-        mean, var = cast("tuple[Tensor, Tensor]", found)
+        if statistics is None:
+            found = ops.run(ops.statistics, [], x, shared) if training else running_statistics(module)
+            statistics = cast("tuple[Tensor, Tensor]", found)
+        mean, var = statistics
         if shared > 0:
-            mean, var = (t.view(len(x), -1)[recovery.sampled_images(x)].flatten() for t in (mean, var))
+            mean, var = (t.view(len(x), -1)[recovery.sampled_images(x)].flatten() for t in statistics)
         sample = recovery.sample(x, shared > 0)
     settings = Settings(*IDENTITY, module.eps, int(module.signed_weight), training, None, shared)
-    return Observation(sample, x.shape[1], mean, var, module.weight, module.bias, settings)
+    observation = Observation(sample, x.shape[1], mean, var, module.weight, module.bias, settings)
+    name, param = (module.activation, module.activation_param) if activation is None else activation
+    return observation.figures(name, param, residual)
 
 
 # Norms of rows (`inplace_abn.reference`) are measured in the same way, with these differences. A row is what shares

@@ -84,3 +84,27 @@ def test_a_converted_net_equals_one_process_on_the_whole_batch(gamma, kind):
     shared.eval()
     with torch.no_grad():
         torch.testing.assert_close(shared(x), net.eval()(x))
+
+
+@pytest.mark.parametrize("activation", [nn.SiLU, nn.Mish, nn.ELU])
+@on_each_rank(2)
+def test_norms_of_ranks_that_lie_far_apart_are_measured_by_the_statistics_of_all(activation):
+    """By a rank's own statistics its values would be spread over the whole activation. They lie in its tail."""
+    start_over()
+    torch.manual_seed(0)
+    native = nn.Sequential(nn.BatchNorm2d(4), activation(), nn.Conv2d(4, 4, 1)).bfloat16()
+    nn.init.constant_(native[0].weight, 2.0)
+    far = torch.tensor([-6.0, -6.0, 0.0, 0.0]).view(4, 1, 1, 1)
+    x = (torch.randn(4, 4, 8, 8) + far).bfloat16()
+    dz = (torch.randn(4, 4, 8, 8) + x).bfloat16()
+    shared = convert(nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(native)))
+
+    def dx_of(net, x, dz):
+        leaf = x.clone().requires_grad_()
+        net(leaf).backward(dz)
+        return leaf.grad.chunk(2)[dist.get_rank()].double() if len(x) == 4 else leaf.grad.double()
+
+    exact = dx_of(copy.deepcopy(native).double(), x.double(), dz.double())
+    allowed = 2 * max(0.01, (dx_of(native, x, dz) - exact).norm() / exact.norm())
+    mine = dx_of(shared, x.chunk(2)[dist.get_rank()], dz.chunk(2)[dist.get_rank()])
+    assert (mine - exact).norm() <= allowed * exact.norm()
