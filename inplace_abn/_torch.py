@@ -132,6 +132,9 @@ _SelectiveCheckpointModes = (
 _backward_hooks: Any = Tensor._backward_hooks
 HOOKS = (_backward_hooks.__get__, _backward_hooks.__set__)
 
+# The common base of torch's batch norms and instance norms: parameters, running statistics and state dicts.
+NormBase = torch.nn.modules.batchnorm._NormBase
+
 # Whether there are hooks of all modules. They may replace the output of any module.
 has_global_hooks = torch.nn.modules.module._has_any_global_hook
 

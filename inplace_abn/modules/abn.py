@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,19 +42,15 @@ def as_leaf(module: nn.Module, *args: Any) -> Any:
     return tracer.create_proxy("call_module", name, args, {})
 
 
-class ActivatedNorm(nn.Module):
-    """The common part of norms with an activation: parameters, running statistics, settings and state dicts."""
+class ActivatedNorm(_torch.NormBase):
+    """The common part of norms with an activation. torch's base has parameters, running statistics and state dicts."""
 
-    _version = 2
     signed_weight: bool = True
     """Whether the scale is the weight itself."""
     per_instance: bool = False
     """Whether each sample has its own statistics."""
-    weight: nn.Parameter | None
-    bias: nn.Parameter | None
-    running_mean: Tensor | None
-    running_var: Tensor | None
-    num_batches_tracked: Tensor | None
+    weight: nn.Parameter | None  # type: ignore[assignment]
+    bias: nn.Parameter | None  # type: ignore[assignment]
 
     def __init__(
         self,
@@ -69,33 +65,12 @@ class ActivatedNorm(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
         check_activation(activation, activation_param)
         check_hyperparameters(eps, momentum)
-        self.num_features = num_features
-        self.eps = eps
-        self.momentum = momentum
-        self.affine = affine
-        self.track_running_stats = track_running_stats
+        # `reset_parameters` of a subclass may read them.
         self.activation = activation
         self.activation_param = activation_param
-        for name in ("weight", "bias"):
-            value = nn.Parameter(torch.empty(num_features, device=device, dtype=dtype)) if affine else None
-            self.register_parameter(name, value)
-        for name in ("running_mean", "running_var"):
-            buffer = torch.empty(num_features, device=device, dtype=dtype) if track_running_stats else None
-            self.register_buffer(name, buffer)
-        batches = torch.tensor(0, dtype=torch.long, device=device) if track_running_stats else None
-        self.register_buffer("num_batches_tracked", batches)
-        self.reset_parameters()
-
-    def reset_running_stats(self) -> None:
-        if self.running_mean is not None:
-            self.running_mean.zero_()
-        if self.running_var is not None:
-            self.running_var.fill_(1)
-        if self.num_batches_tracked is not None:
-            self.num_batches_tracked.zero_()
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
 
     def reset_parameters(self) -> None:
         self.reset_running_stats()
@@ -103,17 +78,6 @@ class ActivatedNorm(nn.Module):
             nn.init.ones_(self.weight)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
-
-    def _load_from_state_dict(
-        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any
-    ) -> None:
-        """Fills in the batch counter, which state dicts of version 1 do not have."""
-        key = prefix + "num_batches_tracked"
-        if (local_metadata.get("version") or 1) < 2 and self.track_running_stats and key not in state_dict:
-            counter = self.num_batches_tracked
-            known = counter if counter is not None and counter.device.type != "meta" else torch.tensor(0)
-            state_dict[key] = known  # type: ignore[index]
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
     def _call(
         self,

@@ -448,6 +448,14 @@ def test_functions_behind_the_functional_ones():
     assert torch.equal(_torch.nn_functions.silu(torch.ones(2)), torch.nn.functional.silu(torch.ones(2)))
 
 
+def test_the_base_of_torchs_norms_is_what_ours_has():
+    assert issubclass(nn.BatchNorm2d, _torch.NormBase)
+    assert issubclass(nn.InstanceNorm2d, _torch.NormBase)
+    module = _torch.NormBase(3, 1e-5, 0.1, True, True, device="cpu", dtype=torch.float64)
+    assert [*module.state_dict()] == [*nn.BatchNorm2d(3).state_dict()]
+    assert {t.dtype for t in module.parameters()} == {torch.float64}
+
+
 def test_in_backward():
     seen = []
     x = torch.ones(2, requires_grad=True) * 1
