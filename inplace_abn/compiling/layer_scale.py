@@ -13,11 +13,10 @@ from torch import Tensor, fx
 
 from inplace_abn._torch import is_backward
 from inplace_abn.compiling.inlining import inlined
-from inplace_abn.compiling.search import VIEWS, is_cast, is_read_again
+from inplace_abn.compiling.search import PERMUTATIONS, VIEWS, is_cast, is_read_again
 from inplace_abn.reference import gradients_of_scaled, mean_of_rows
 
 _aten = torch.ops.aten
-_PERMUTATIONS = frozenset([_aten.permute.default, _aten.t.default, _aten.transpose.int])
 _LINEAR = frozenset([_aten.mm.default, _aten.addmm.default])
 
 
@@ -31,7 +30,7 @@ class _Path(NamedTuple):
 
 def _path(node: fx.Node) -> _Path:
     steps: list[fx.Node] = []
-    while node.target in VIEWS or node.target in _PERMUTATIONS or is_cast(node):
+    while node.target in VIEWS or node.target in PERMUTATIONS or is_cast(node):
         steps.insert(0, node)
         node = node.args[0]  # type: ignore[assignment]
     return _Path(node, tuple(steps))
@@ -42,7 +41,7 @@ def _back(t: Tensor, steps: tuple[fx.Node, ...]) -> Tensor:
     for step in reversed(steps):
         if step.target in VIEWS:
             t = t.reshape(step.args[0].meta["val"].shape)  # type: ignore[union-attr]
-        elif step.target in _PERMUTATIONS:
+        elif step.target in PERMUTATIONS:
             dims = _dims(step)
             t = t.permute([dims.index(i) for i in range(t.dim())])
     return t
@@ -100,7 +99,7 @@ def _is_vector(path: _Path, factor: fx.Node, gamma: fx.Node) -> bool:
             if place != step.args[0].meta["val"].dim() - 1 or shape[-1] != count:  # type: ignore[union-attr]
                 return False
             place = len(shape) - 1
-        elif step.target in _PERMUTATIONS:
+        elif step.target in PERMUTATIONS:
             place = _dims(step).index(place)
     value, dim = factor.meta["val"], len(path.steps[-1].meta["val"].shape) if path.steps else 2
     at = place - dim
@@ -149,7 +148,7 @@ def _is_reverse(back: tuple[fx.Node, ...], steps: tuple[fx.Node, ...]) -> bool:
     """Whether steps go the way back of others, and then transpose a matrix."""
     here = [step for step in back if not is_cast(step)]
     there = [step for step in reversed(steps) if not is_cast(step)]
-    if len(here) != len(there) + 1 or here[-1].target not in _PERMUTATIONS or _dims(here[-1]) != [1, 0]:
+    if len(here) != len(there) + 1 or here[-1].target not in PERMUTATIONS or _dims(here[-1]) != [1, 0]:
         return False
     return all(map(_is_inverse, here, there))
 
@@ -158,7 +157,7 @@ def _is_inverse(step: fx.Node, other: fx.Node) -> bool:
     if other.target in VIEWS:
         return step.target in VIEWS and bool(step.meta["val"].shape == other.all_input_nodes[0].meta["val"].shape)
     dims = _dims(other)
-    return step.target in _PERMUTATIONS and _dims(step) == [dims.index(i) for i in range(len(dims))]
+    return step.target in PERMUTATIONS and _dims(step) == [dims.index(i) for i in range(len(dims))]
 
 
 def _write(graph: fx.Graph, scaled: _Scaled) -> None:

@@ -18,9 +18,11 @@ from inplace_abn.compiling.inlining import inline
 from inplace_abn.compiling.norms import register
 from inplace_abn.compiling.search import gradients_of, is_cast, is_read_again
 from inplace_abn.reference import RMS, wide
-from inplace_abn.settings import ChannelSlots
 
 _library = torch.library.Library("inplace_abn", "FRAGMENT")
+# y and x have the shape (\*, column), weight and bias (column,), and the statistics (\*, 1); an RMS norm has no mean.
+# xhat of some columns is kept in ``values``, and ``places`` says where each column is among them. ``trusted`` names the
+# dtypes in which y is trusted for recovering xhat, with spaces in between.
 _CALL = "Tensor x, Tensor? mean, Tensor rstd, Tensor? weight, Tensor? bias, Tensor? places, Tensor? values, str trusted"
 _library.define(f"norm_of_rows(Tensor y, {_CALL}) -> Tensor")
 _library.define(f"norm_of_rows_backward(Tensor dy, Tensor y, {_CALL}) -> (Tensor, Tensor, Tensor)")
@@ -41,28 +43,6 @@ def statistics(x: Tensor, rows: str, eps: float) -> list[Any]:
 def verbatim(x: Tensor, statistics: Sequence[Any], columns: Tensor) -> Tensor:
     """xhat of some columns."""
     return _standardised(x[..., columns], *statistics).to(x.dtype)
-
-
-def normalised(
-    x: Tensor,
-    y: Tensor,
-    statistics: Sequence[Any],
-    affine: tuple[Tensor | None, Tensor | None],
-    kept: ChannelSlots | None,
-    trusted: str,
-) -> Tensor:
-    """y, whose gradient is that of the norm of x.
-
-    Args:
-        x, y: the norm's input and output, of shape (\\*, column).
-        statistics: the mean of each row, None for an RMS norm, and its rstd; of shape (\\*, 1).
-        affine: the scale and the offset, of shape (column,).
-        kept: where each column is among those whose xhat is kept, and that xhat.
-        trusted: the dtypes in which y is trusted for recovering xhat, with spaces in between.
-    """
-    places, values = (None, None) if kept is None else kept
-    marked: Tensor = NORM(y, x, *statistics, *affine, places, values, trusted)
-    return marked
 
 
 def _standardised(x: Tensor, mean: Tensor | None, rstd: Tensor) -> Tensor:

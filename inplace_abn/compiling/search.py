@@ -28,23 +28,15 @@ _library.impl(ALONE, torch.clone, "CompositeExplicitAutograd")
 torch.library.register_fake(ALONE, torch.clone, lib=_library)
 torch.library.register_autograd(ALONE, lambda ctx, dy: dy, lib=_library)
 
-_MAKERS = frozenset([_aten.convolution.default, _aten.addmm.default, _aten.mm.default, _aten.bmm.default])
+_PRODUCTS = frozenset([_aten.addmm.default, _aten.mm.default, _aten.bmm.default])
+_MAKERS = _PRODUCTS | {_aten.convolution.default}
 """Ops whose result nobody else keeps."""
 VIEWS = frozenset([_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default])
 _CASTS = frozenset([_aten._to_copy.default, torch.ops.prims.convert_element_type.default])
-_KEEPING = frozenset(
-    [
-        *(_aten.convolution_backward.default, _aten.mm.default, _aten.addmm.default),
-        *(_aten.bmm.default, _aten.baddbmm.default),
-    ]
-)
+_KEEPING = _PRODUCTS | {_aten.convolution_backward.default, _aten.baddbmm.default}
 """Ops of a backward pass whose inputs are kept. Compilers do not compute these inputs again to save memory."""
-_VIEWS = frozenset(
-    [
-        *(_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default, _aten.permute.default),
-        *(_aten.t.default, _aten.expand.default, _aten.squeeze.dims, _aten.unsqueeze.default, _aten.transpose.int),
-    ]
-)
+PERMUTATIONS = frozenset([_aten.permute.default, _aten.t.default, _aten.transpose.int])
+_VIEWS = VIEWS | PERMUTATIONS | {_aten.expand.default, _aten.squeeze.dims, _aten.unsqueeze.default}
 
 
 def inputs_of_activations(graph: fx.Graph) -> list[fx.Node]:

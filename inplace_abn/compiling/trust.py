@@ -76,7 +76,7 @@ same answer."""
 @_torch.read_while_tracing
 def in_place(activation: str, param: float) -> str:
     """The argument ``trusted`` of `norms.normalised` for a norm that this activation follows."""
-    return _words(frozenset({activation_key(activation, param), "identity", "residual"}))
+    return _words({activation_key(activation, param), "identity", "residual"})
 
 
 def converted(module: Any, dtype: torch.dtype, narrow: torch.dtype | None = None) -> tuple[str, bool]:
@@ -88,14 +88,14 @@ def converted(module: Any, dtype: torch.dtype, narrow: torch.dtype | None = None
     found = set(_answer(module, dtype).names)
     if narrow is not None and found:
         found |= {word_in(narrow, name) for name in _answer(module, narrow).names}
-    return (_words(frozenset(found)) if found else ""), _has_saved(module)
+    return _words(found), _has_saved(module)
 
 
 def of_rows(module: Any, *dtypes: torch.dtype) -> tuple[str, bool]:
-    """The same for `rows.normalised`, for outputs in these dtypes."""
+    """The same for `rows.NORM`, for outputs in these dtypes."""
     found = {dtype: _answer(module, dtype) for dtype in dtypes if dtype in THRESHOLDS}
-    trusted = frozenset(str(dtype).removeprefix("torch.") for dtype, answer in found.items() if answer.names)
-    return (_words(trusted) if trusted else ""), _has_saved(module)
+    trusted = {str(dtype).removeprefix("torch.") for dtype, answer in found.items() if answer.names}
+    return _words(trusted), _has_saved(module)
 
 
 def _has_saved(module: Any) -> bool:
@@ -210,7 +210,10 @@ def _chosen(module: Any, figures: Tensor, dtype: torch.dtype, name: str, before:
     return chosen(unpacked(figures), last.channels, before is None or name in last.names, threshold, dtype)
 
 
-def _words(found: frozenset[str]) -> str:
+def _words(found: set[str]) -> str:
+    """The words, and the version of the sources; empty if there are none."""
+    if not found:
+        return ""
     joint.install()
     return " ".join([*sorted(found), _version()])
 
@@ -311,8 +314,6 @@ def _affine(weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype, shar
 
 @cache
 def _version() -> str:
-    """A hash of the sources that decide what becomes of a norm."""
-    folder = Path(__file__).parent
-    others = (folder.parent / name for name in ("_torch.py", "activations.py", "reference.py", "tags.py"))
-    sources = [*sorted(folder.glob("*.py")), *others]
+    """A hash of the sources, some of which decide what becomes of a norm."""
+    sources = sorted(Path(__file__).parents[1].rglob("*.py"))
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]

@@ -23,7 +23,7 @@ from inplace_abn.conversion.offered import kept_by, offer
 from inplace_abn.conversion.recipes import UNREAD
 from inplace_abn.conversion.recipes_of_rows import OfRows, moved_axis, settings_of_rows
 from inplace_abn.modules.abn import as_leaf
-from inplace_abn.settings import DISABLED, ChannelSlots, Operands, names_of, parameters
+from inplace_abn.settings import DISABLED, Operands, names_of, parameters
 
 _UNKNOWN = "its forward pass is not that of a layer norm or an RMS norm"
 
@@ -164,10 +164,10 @@ class ConvertedLayerNorm(Converted):
             else:
                 y = super().forward(x)  # type: ignore[misc]
                 y, statistics = y if axis == -1 else y.movedim(axis, -1), rows.statistics(moved, kind, eps)
-            kept = None
+            kept: tuple[Tensor | None, Tensor | None] = None, None
             if has_saved:
-                kept = ChannelSlots(self._saved_rows, rows.verbatim(moved, statistics, self._saved_channels))
-        z = rows.normalised(moved, y, statistics, (scale, bias), kept, trusted)
+                kept = self._saved_rows, rows.verbatim(moved, statistics, self._saved_channels)
+        z: Tensor = rows.NORM(y, moved, *statistics, scale, bias, *kept, trusted)
         return z if axis == -1 else z.movedim(-1, axis)
 
     @_torch.read_while_tracing

@@ -16,7 +16,6 @@ from inplace_abn import guard
 from inplace_abn.trial import loss, tensors_in
 
 _BACKWARD = "inplace_abn.memory: backward"
-_END = "inplace_abn.memory: end"
 
 
 @dataclass(frozen=True)
@@ -61,11 +60,8 @@ def measure(model: nn.Module, /, *args: Any, **kwargs: Any) -> Usage:
     model.train()
     with _quiet():
         try:
-            first = None
-            if any(layer._guard is not None and layer._guard.modes for _, layer in guard.layers_of(model)):
-                loss(model, args, kwargs).backward()
-            else:
-                first = _step(model, args, kwargs, cuda)
+            is_measured = any(layer._guard is not None and layer._guard.modes for _, layer in guard.layers_of(model))
+            first = _step(model, args, kwargs, cuda)
             # The guard measures in few steps only, so the measured step is one without.
             with guard.paused():
                 later = _step(model, args, kwargs, cuda)
@@ -73,7 +69,7 @@ def measure(model: nn.Module, /, *args: Any, **kwargs: Any) -> Usage:
             model.zero_grad(set_to_none=True)
             for module, flag in training:
                 module.training = flag
-    return later if first is None else replace(later, first_held=first.held, first_peak=first.peak)
+    return later if is_measured else replace(later, first_held=first.held, first_peak=first.peak)
 
 
 def _step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], cuda: bool) -> Usage:
@@ -93,8 +89,6 @@ def _step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], cuda:
         with torch.profiler.record_function(_BACKWARD):
             pass
         total.backward()
-        with torch.profiler.record_function(_END):
-            pass
     peak = torch.cuda.max_memory_allocated() - start if cuda else 0
     timeline, backward_start = _timeline(profile, "cuda" if cuda else "cpu")
     if not cuda:
@@ -111,16 +105,14 @@ def _timeline(profile: Any, device: str) -> tuple[list[tuple[float, int]], float
         for event in events
         if event.name() == "[memory]" and str(event.device_type()).split(".")[-1].lower() == device
     )
-    marks = {event.name(): event.start_ns() for event in events if event.name() in (_BACKWARD, _END)}
+    (backward_start,) = [event.start_ns() for event in events if event.name() == _BACKWARD]
     start = changes[0][0] if changes else 0
     size = 0
     timeline = []
     for time, change in changes:
-        if time > marks[_END]:
-            break
         size += change
         timeline.append(((time - start) / 1e6, size))
-    return timeline, (marks[_BACKWARD] - start) / 1e6
+    return timeline, (backward_start - start) / 1e6
 
 
 @contextmanager
