@@ -121,6 +121,8 @@ def run(
     slots: ChannelSlots | None = None,
 ) -> Tensor:
     """The call of a norm of channels. Compiled code saves xhat of the channels in ``slots``."""
+    if keeps_input and settings.group is None:
+        return _kept(x, operands, settings, overwrite_input)
     each = operands.of_samples(x) if settings.shared else operands
     z = nodes.in_cpp(x, each, settings) if overwrite_input else None
     if z is None:
@@ -137,8 +139,8 @@ def run(
     return z
 
 
-def kept(x: Tensor, operands: Operands, settings: Settings, overwrite_input: bool) -> Tensor:
-    """The call of a module that the guard does not trust: it keeps x, as torch does, in a new tensor.
+def _kept(x: Tensor, operands: Operands, settings: Settings, overwrite_input: bool) -> Tensor:
+    """A call with local statistics that keeps x, as torch does, in a new tensor.
 
     The errors are those of `run`: a module that keeps x for a while must not fail once it runs in place.
     """

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from inplace_abn import _torch, reference
-from inplace_abn.compiling.inverses import tagged
 from inplace_abn.distributed import all_gather, all_reduce
 from inplace_abn.reference import channel_sum, input_gradient, per_channel, scaled, standardised
 from inplace_abn.settings import ChannelSlots, Operands
@@ -103,7 +102,7 @@ def _means(sums: tuple[Tensor, Tensor], dy: Tensor, statistics: Statistics) -> t
 
 def plain_norm(x: Tensor, mean: Tensor, var: Tensor, _: Any, weight: Any, bias: Any, *call: Any) -> Tensor:
     eps = call[2]
-    return tagged(scaled(standardised(x, mean, var, eps), weight, bias, None), "identity", 0.0, x.dtype)
+    return scaled(standardised(x, mean, var, eps), weight, bias, None).to(x.dtype)
 
 
 def plain_norm_backward(dy: Tensor, x: Tensor, mean: Tensor, var: Tensor, *call: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -188,11 +188,19 @@ class InPlaceActivatedNorm(guard.Guarded, ActivatedNorm):
         """``act(norm(x) + residual)``, written over x of shape (batch, channel, \\*) if ``overwrite_input``."""
         if isinstance(x, fx.Proxy):
             return as_leaf(self, x, residual)  # type: ignore[no-any-return]
+        group = self._participating()
+        # Ranks may differ in what they save. Their collectives are the same.
         trusted, verbatim = guard.decide(self, x, residual)
-        if not trusted:
-            return self._call(functions.kept, x, residual, self.overwrite_input)
-        options = self.overwrite_input, False, guard.slots(self)
-        return self._call(functions.run, x, residual, *options, verbatim=verbatim)
+        # A rank with one value per channel cannot measure.
+        if group is not None and self.guard_interval and x.dim() > 1 and 0 < x.numel() <= x.shape[1]:
+            mode = guard.mode_of(self, x.dtype)
+            trusted = trusted and mode is not None and mode.measured_at >= 0
+        options = self.overwrite_input, not trusted, guard.slots(self)
+        return self._call(functions.run, x, residual, *options, group=group, verbatim=verbatim)
+
+    def _participating(self) -> ProcessGroup | None:
+        """The group to synchronise statistics with; None where they are local."""
+        return None
 
 
 class InPlaceABN(InPlaceActivatedNorm, ABN):
@@ -308,17 +316,5 @@ class InPlaceABNSync(InPlaceABN):
         """Makes this module synchronise with ``group``; None for the default group."""
         self.group = group
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """``act(norm(x) + residual)`` with all ranks' statistics in training, written over x if it may be."""
-        training = self.training or running_statistics(self)[0] is None
-        group = distributed.participating_group(self.group) if training else None
-        if group is None or isinstance(x, fx.Proxy):
-            return super().forward(x, residual)
-        # Ranks may differ in what they save. Their collectives are the same.
-        trusted, verbatim = guard.decide(self, x, residual)
-        # A rank with one value per channel cannot measure.
-        if self.guard_interval and x.dim() > 1 and 0 < x.numel() <= x.shape[1]:
-            mode = guard.mode_of(self, x.dtype)
-            trusted = trusted and mode is not None and mode.measured_at >= 0
-        options = self.overwrite_input, not trusted, guard.slots(self)
-        return self._call(functions.run, x, residual, *options, group=group, verbatim=verbatim)
+    def _participating(self) -> ProcessGroup | None:
+        return distributed.participating_group(self.group) if measuring.uses_own_statistics(self) else None

@@ -230,6 +230,17 @@ def test_an_uninitialised_process_group_means_local_statistics_and_one_warning()
     assert torch.equal(first, InPlaceABN(3)(x.clone()))
 
 
+@pytest.mark.filterwarnings("ignore:.*not initialised")
+def test_an_input_that_is_kept_is_not_overwritten_where_statistics_are_local():
+    """Without a process group ``keeps_input`` was ignored, and x was overwritten."""
+    x = torch.randn(4, 3, 5, requires_grad=True) * 1
+    values = x.detach().clone()
+    z = inplace_abn.inplace_abn_sync(x, None, None, None, None, activation="identity", keeps_input=True)
+    assert z is not x
+    assert torch.equal(x, values)
+    torch.testing.assert_close(z, torch.nn.functional.batch_norm(values, None, None, training=True))
+
+
 def test_the_result_is_the_input_overwritten():
     x = torch.randn(4, 3, 5)
     values, version = x.clone(), x._version
