@@ -23,10 +23,9 @@ from inplace_abn.compiling import joint, search
 from inplace_abn.conversion import observed
 from inplace_abn.conversion.converted import Converted, Outcome, has_standard_strides, is_usual, unsuitable
 from inplace_abn.conversion.offered import Offered, plain
-from inplace_abn.conversion.recipes import OfNorm, identity, outcome_of
+from inplace_abn.conversion.recipes import OfNorm, activate_tagged, identity, outcome_of
 from inplace_abn.conversion.results import offer_result
 from inplace_abn.guard import measuring, recovery
-from inplace_abn.kernels import ops
 from inplace_abn.modules.abn import as_leaf
 from inplace_abn.reference import as_channel, wide
 from inplace_abn.settings import DISABLED, WEIGHT, WHOLE, Operands, Settings
@@ -70,9 +69,7 @@ class ActivationAlone(Converted):
             self._record.outcome = outcome_of(self, follows, decision)
             return None
         z = torch.empty_like(x)
-        written = as_channel(z)
-        call = as_channel(x.detach()), mean, var, None, None, None, *settings.arithmetic(), True
-        ops.run(ops.forward_out, [written], *call, z=written)
+        activate_tagged(as_channel(x.detach()), as_channel(z), settings)
         observer = self.observer()
         saved = observer.saved(z, activation, True)
         z = nodes.attached(x, nodes.Result(z, saved), Operands(None, None), Values(None, None, var), settings)
@@ -156,10 +153,6 @@ class InPlaceActivation(ActivationAlone):
         joint.install()
         is_trusted = all(mode.decisions[-1].trusted for mode in guard.modes_of(self))
         return applied(self) is not None and not guard.is_noticed(self) and is_trusted
-
-    def activations(self) -> set[str]:
-        activation = applied(self)
-        return {activation[0]} if activation is not None and self._record.outcome.in_place else set()
 
 
 def applied(module: Any) -> tuple[str, float] | None:

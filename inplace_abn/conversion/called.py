@@ -73,13 +73,6 @@ class CalledActivation(ActivationAlone):
         """Whether the module's output was multiplied by a vector. A recomputation does what its forward pass did."""
         return guard.of_forward_pass(f"scaled {id(self)}", self._record.outcome == _SCALED)
 
-    def activations(self) -> set[str]:
-        return (
-            {self._record.outcome.follows}
-            if self._record.outcome.in_place and self._record.outcome != _SCALED
-            else set()
-        )
-
 
 class OfOutput(Recipe):
     """The recipe of the output of a linear layer or a convolution, and of sums of it and something else."""

@@ -161,8 +161,10 @@ class Converted(guard.Guarded):
         return f"{text}, {does}" if text else does
 
     def activations(self) -> set[str]:
-        """The names of the activations that the module has applied in this generation of the guard."""
-        return set()
+        """The names of the activations that were in place in this generation of the guard."""
+        at = guard.generations.current
+        found = [mode for mode in guard.modes_of(self) if mode.generation == at and mode.decisions[-1].trusted]
+        return {mode.follows[0] for mode in found if mode.follows}
 
     def __prepare_scriptable__(self) -> Any:
         raise RuntimeError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -51,26 +51,23 @@ class InPlaceNorm(Converted):
 
     def _in_cpp(self, x: Any) -> Any:
         """The output by the node in C++, if the call is like an earlier one; None if Python has to look at it."""
-        node, module = self._cpp_node(x), self
+        node, module = self._cpp_node(x), cast(Any, self)
         if node is None:
             return None
-        held: Any = module
-        dtype, dim, eps, momentum = held._record.cpp_call
-        if x.dtype is not dtype or x.dim() != dim or not held.training:
+        dtype, dim, eps, momentum = module._record.cpp_call
+        if x.dtype is not dtype or x.dim() != dim or not module.training:
             return None
-        if (
-            held.eps is not eps
-            or held.momentum is not momentum
-            or (self.per_instance and (x.shape[1] != held.num_features or not self.has_batch(x)))
-        ):
+        if module.eps is not eps or module.momentum is not momentum:
             return None
-        mean, var = running_statistics(held)
+        if self.per_instance and (x.shape[1] != module.num_features or not self.has_batch(x)):
+            return None
+        mean, var = running_statistics(module)
         statistics: tuple[Tensor | None, ...] = (None, None, None)
         if self.per_instance and not (mean is None and var is None):
             return None
-        if held.track_running_stats:
-            statistics = mean, var, counted_batches(held)
-        call = *parameters(held), *statistics, momentum or 0.0, eps, held.shared if self.per_instance else 0
+        if module.track_running_stats:
+            statistics = mean, var, counted_batches(module)
+        call = *parameters(module), *statistics, momentum or 0.0, eps, self.shared if self.per_instance else 0
         y = node.norm(x, *call, self.__dict__["_guard_name"])
         if y is not None:
             base = y if self.returns_view else None
@@ -218,12 +215,6 @@ class InPlaceNorm(Converted):
     def set_group(self, group: ProcessGroup | None) -> None:
         """Makes this norm, if it is synchronised, synchronise with ``group``; None for the default group."""
         self.__dict__["process_group" if isinstance(self, nn.SyncBatchNorm) else "_group"] = group
-
-    def activations(self) -> set[str]:
-        """The names of the activations that followed in this generation of the guard."""
-        at = guard.generations.current
-        found = [mode for mode in guard.modes_of(self) if mode.generation == at and mode.decisions[-1].trusted]
-        return {mode.follows[0] for mode in found}
 
 
 class InPlaceInstanceNorms(InPlaceNorm):

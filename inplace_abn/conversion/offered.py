@@ -36,6 +36,8 @@ class Recipe:
     """Whether results are made beside the tensor, and not of it."""
     is_result: bool = False
     """Whether the tensor is what was made of a norm's output, or of an activation's input (`conversion.results`)."""
+    _version: int
+    """That of the tensor. Recipes that are never left need none."""
     is_asked: bool = False
     """Whether somebody has asked for the tensor's place in the graph, which gradients must pass from then on."""
 
@@ -45,7 +47,7 @@ class Recipe:
 
     def lacks(self, t: Tensor) -> bool:
         """Whether `is_left` is true of the tensor, which was not written to since."""
-        return False
+        return self.is_left and t._version == self._version
 
     def activated(self, t: Tensor, call: Activating, native: Callable[[], Tensor]) -> Tensor | None:
         """The result of an activation; None if it is torch's."""

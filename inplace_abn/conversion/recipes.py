@@ -113,9 +113,6 @@ class OfCall(Recipe):
         given = self.residual, self._operand, self._version, decision.bounds
         return bool(cpp.keep(t, *given, *decision.verbatim.places(t.device), narrow))
 
-    def lacks(self, t: Tensor) -> bool:
-        return self.is_left and t._version == self._version
-
     def not_kept(self, reader: str) -> None:
         if not self.is_left:
             self.layer._record.outcome = Outcome(
@@ -239,7 +236,7 @@ class OfNorm(OfCall):
             return None
         data = t.detach()
         z = data if call.in_place else torch.empty_like(data)
-        _activate(data, z, self.settings.activating(activation))
+        activate_tagged(data, z, self.settings.activating(activation))
         if call.in_place:
             made_plain(t)
             # A view has the place in the graph that its base has.
@@ -333,9 +330,6 @@ class OfWidened(Recipe):
             self.is_left = self._found[dtype] is not None
         return self._found[dtype]
 
-    def lacks(self, t: Tensor) -> bool:
-        return self.is_left and t._version == self._version
-
     def _attached(self, x: Tensor, reader: str) -> Tensor | None:
         norm, layer, activation = self._norm, self.layer, self._activation
         planned = guard.plan(layer, x, None, (*activation, False))
@@ -372,7 +366,7 @@ def identity(channels: int, dtype: torch.dtype, device: torch.device) -> tuple[T
         return zero, torch.ones_like(zero)
 
 
-def _activate(y: Tensor, z: Tensor, settings: Settings) -> None:
+def activate_tagged(y: Tensor, z: Tensor, settings: Settings) -> None:
     """Activates y with tags, so that backward can recover it: with these statistics the norm is the identity."""
     statistics = identity(y.shape[1], reference.wide(y.dtype), y.device)
     given = y, *statistics, None, None, None, 1e-30, WEIGHT, *settings.arithmetic()[2:], True
