@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType
@@ -66,10 +65,6 @@ class Watch(_torch.OwnMode):
         self._added: dict[int, list[Result]] = {}
         """What norms keep, by the storage of the residual, until it is written to."""
         self._measured: list[Result] = []
-        self._readers: dict[int, str] = {}
-        """The first op that reads a result, by the storage of z."""
-        self._views: Counter[int] = Counter()
-        """How many views of a tensor the model returned. They hold it, and keep nothing for backward."""
         self._natively: dict[int, Any] = {}
         """The storages of outputs of norms that did as torch does, in a forward pass that backward will repeat."""
         self._checkpoints: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -137,9 +132,6 @@ class Watch(_torch.OwnMode):
         readings = {} if is_view else self._readings(func.namespace, op)
         for layer, reading in readings.items():
             give_up(layer, f"its zeros are tiny numbers in training, and {reading}")
-        if not is_view:
-            for key in {t.storage for t in op.tensors} & self._results.keys():
-                self._readers.setdefault(key, op.name)
         if readings or op.name in _READ_AGAIN:
             for key in {t.storage for t in op.tensors} - op.writes:
                 self._release(key)
@@ -217,29 +209,24 @@ class Watch(_torch.OwnMode):
         """Gives up layers whose tags decided about an output, and tells all what they saved."""
         for t in tensors_in(output):
             key = _key_of(t)
-            self._views[id(_torch.base_of(t))] += 1
             if key in self._follower.chosen:
                 op, layers = self._follower.chosen[key]
                 for layer in layers:
                     give_up(layer, f"its zeros are tiny numbers in training, and {op.name} chooses by them")
-        sizes, of_inputs = self._sizes()
+        sizes = self._sizes()
         for layer, size in sizes.items():
             layer._record.bytes_saved = size
             if size < 0:
                 give_up(layer, "it saves nothing: only the norm keeps what it keeps", noticed=False)
         for layer in {r.layer for r in self._measured if r.is_alone and r.is_writable}:
-            # Layers that share an input free it together.
-            results = [r for r in self._measured if r.layer is layer]
-            if sum(of_inputs[key] for key in {r.input.cdata for r in results}) <= 0:
-                self._make_torchs(layer, self._readers.get(tags.storage_of(results[0].z), "what follows"))
+            if sizes[layer] <= 0:
+                self._make_torchs(layer)
 
-    def _make_torchs(self, layer: Any, reader: str) -> None:
+    def _make_torchs(self, layer: Any) -> None:
         """Gives up a layer that saves nothing. What follows the forward pass may write to its results."""
         is_input = any(not r.input.expired() for r in self._measured if r.layer is layer)
-        why = f"it saves nothing: {_NAMES.get(reader, reader)} does not keep its output"
-        if is_input:
-            why = "it saves nothing: something else keeps its input"
-        give_up(layer, why, noticed=False)
+        why = "something else keeps its input" if is_input else "what follows does not keep its output"
+        give_up(layer, f"it saves nothing: {why}", noticed=False)
         for key, result in [*self._results.items()]:
             if result.layer is layer:
                 del self._results[key]
@@ -247,10 +234,9 @@ class Watch(_torch.OwnMode):
                 with _torch.BelowAutograd():
                     copy_saved(result)
 
-    def _sizes(self) -> tuple[dict[Any, int], dict[int, int]]:
-        """The bytes that each layer saved: what torch would have kept, less what it keeps. And the same by inputs."""
+    def _sizes(self) -> dict[Any, int]:
+        """The bytes that each layer saved: what torch would have kept, less what it keeps."""
         sizes: dict[Any, int] = {}
-        of_inputs: dict[int, int] = {}
         inputs = {r.input.cdata for r in self._measured}
         counted: set[int] = set()
         for r in self._measured:
@@ -267,27 +253,15 @@ class Watch(_torch.OwnMode):
                 # the user's.
                 if t is None or t.is_leaf or id(t) in counted or tags.storage_of(t) in inputs:
                     continue
-                if _torch.use_count(t) - self._views[id(t)] == _UNUSED:
+                if _torch.use_count(t) == _UNUSED:
                     tensors -= 1
                     counted.add(id(t))
             sizes[r.layer] = sizes.get(r.layer, 0) + tensors * r.nbytes
-            of_inputs[key] = of_inputs.get(key, 0) + tensors * r.nbytes
-        return sizes, of_inputs
+        return sizes
 
 
 _BITS = torch.ops.aten.view.dtype
 """The view of a tensor's bits in another dtype."""
-_NAMES = {
-    "_to_copy": "a cast",
-    "addmm": "a linear layer",
-    "mm": "a linear layer",
-    "bmm": "a product of matrices",
-    "convolution": "a convolution",
-    "native_layer_norm": "a layer norm",
-    "native_batch_norm": "a batch norm",
-    "native_dropout": "a dropout",
-}
-"""What users call ops."""
 _READ_AGAIN = frozenset({"max", "min", "median", "nanmedian", "amax", "amin", "aminmax", "prod", "cumprod"})
 """Ops whose backward looks for the result in the argument, or divides by the argument, as autograd has saved it."""
 _UNUSED = _torch.use_count(torch.empty(0))
