@@ -23,7 +23,7 @@ from inplace_abn.compiling import joint, search
 from inplace_abn.conversion import observed
 from inplace_abn.conversion.converted import Converted, Outcome, has_standard_strides, is_usual, unsuitable
 from inplace_abn.conversion.offered import Offered, plain
-from inplace_abn.conversion.recipes import OfNorm, activate_tagged, identity, outcome_of
+from inplace_abn.conversion.recipes import OfNorm, activate_tagged, identity, outcome_of, settled
 from inplace_abn.conversion.results import offer_result
 from inplace_abn.guard import measuring, recovery
 from inplace_abn.modules.abn import as_leaf
@@ -65,8 +65,8 @@ class ActivationAlone(Converted):
         settings = Settings(*activation, _EPS, WEIGHT, False, None, WHOLE, self.__dict__["_guard_name"])
         mean, var = identity(1, wide(x.dtype), x.device)
         decision = self._decided(x, activation, mean, var)
+        self._record.outcome = outcome_of(self, follows, decision)
         if not decision.trusted:
-            self._record.outcome = outcome_of(self, follows, decision)
             return None
         z = torch.empty_like(x)
         activate_tagged(as_channel(x.detach()), as_channel(z), settings)
@@ -76,12 +76,8 @@ class ActivationAlone(Converted):
         if observer is observed.NOBODY:
             offer_result(self, z, activation, True)
             self._record.cpp_call = x.dtype, activation
-            if not self._record.is_known:
-                # The watch sees in the next step what follows.
-                guard.generations.mark_changed()
         else:
             observer.record(observed.Result(self, *activation, True, is_alone=True, saved=saved), x, z, None)
-        self._record.is_known, self._record.outcome = True, Outcome(follows, in_place=True, why="")
         return z
 
     def _decided(self, x: Tensor, activation: tuple[str, float], mean: Tensor, var: Tensor) -> guard.Decision:
@@ -94,7 +90,7 @@ class ActivationAlone(Converted):
             observation = measuring.Observation(recovery.sample(values), 1, mean, var, None, None, settings)
             return observation.figures(*activation, None)
 
-        return guard.decided(self, guard.plan(self, values, None, (*activation, False)), measure)
+        return settled(self, guard.plan(self, values, None, (*activation, False)), measure)
 
     def _in_cpp(self, x: Tensor, activation: tuple[str, float] | None) -> Tensor | None:
         """The result by the node in C++, if the call is like an earlier one; None if Python has to look at it."""

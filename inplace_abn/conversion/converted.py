@@ -39,8 +39,6 @@ class Record:
     outcome: Outcome = field(default_factory=Outcome)
     was_watched: bool = False
     """Whether the last forward pass was watched (`conversion.watch`)."""
-    is_known: bool = False
-    """Whether an activation was in place, ever."""
     follows_norm: bool = False
     """Whether an activation was ever part of a converted norm."""
     kinds: dict[Any, Any] = field(default_factory=dict)

@@ -274,10 +274,7 @@ class OfNorm(OfCall):
             residual = None if self.residual is None else self.residual.detach()
         what, statistics = (*activation, residual is not None), self.statistics
         planned = guard.plan(layer, self.x, residual, what)
-        if planned.is_first and not layer._record.was_watched:
-            # Who reads and writes such a result is seen in the next step.
-            guard.generations.mark_changed()
-        decision = guard.decided(layer, planned, lambda: measuring.measure(layer, x, residual, activation, statistics))
+        decision = settled(layer, planned, lambda: measuring.measure(layer, x, residual, activation, statistics))
         layer._record.outcome = outcome_of(layer, follows, decision)
         return decision.verbatim if decision.trusted else None
 
@@ -345,6 +342,13 @@ class OfWidened(Recipe):
 @functools.cache
 def in_place_with(follows: str, adds: bool) -> Outcome:
     return Outcome("add, " * adds + follows, True, "")
+
+
+def settled(layer: Any, planned: guard.Plan, measure: Callable[[], Tensor]) -> Decision:
+    """`guard.decided`. Who reads and writes a result of a new kind is seen in the next step."""
+    if planned.is_first and not layer._record.was_watched:
+        guard.generations.mark_changed()
+    return guard.decided(layer, planned, measure)
 
 
 def outcome_of(layer: Any, follows: str, decision: Decision) -> Outcome:
