@@ -132,11 +132,6 @@ class Converted(guard.Guarded):
             return outcome._replace(in_place=False, why=found[1])
         return outcome if outcome.in_place or not self.why_untrusted else outcome._replace(why=self.why_untrusted)
 
-    @property
-    def bytes_saved(self) -> int | None:
-        """What the module saved in the last step in which that was measured."""
-        return self._record.bytes_saved
-
     def adopt(self, name: str) -> None:
         """Begins with what conversion stores on the module, which is called ``name`` in messages."""
         self.__dict__.update(_guard_name=name, _record=Record(getattr(self, "eps", 0.0)))

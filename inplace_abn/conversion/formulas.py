@@ -39,15 +39,8 @@ _NAMES = frozenset(
 _SIMPLE = (int, float, str, tuple, type(None))
 _PARAMETERS = ("weight", "bias")
 _WRITING = (
-    "STORE_ATTR",
-    "STORE_GLOBAL",
-    "STORE_SUBSCR",
-    "STORE_SLICE",
-    "DELETE",
-    "IMPORT",
-    "INPLACE",
-    "YIELD",
-    "RAISE",
+    *("STORE_ATTR", "STORE_GLOBAL", "STORE_SUBSCR", "STORE_SLICE"),
+    *("DELETE", "IMPORT", "INPLACE", "YIELD", "RAISE"),
 )
 _GLOBALS = (torch, nn, F, super)
 """What else it may refer to."""

@@ -100,9 +100,9 @@ class Observer(NamedTuple):
             result = result._replace(saved=None, of_residual=None)
         else:
             # A norm of rows needs no look at its output, and does not always keep it.
-            is_of_rows = result.is_alone and not result.is_writable
-            result = result._replace(z=None if is_of_rows else z, nbytes=z.nbytes, version=z._version)
-            result = result._replace(input=StorageWeakRef(x.untyped_storage()))
+            kept = None if result.is_alone and not result.is_writable else z
+            of_input = StorageWeakRef(x.untyped_storage())
+            result = result._replace(z=kept, nbytes=z.nbytes, version=z._version, input=of_input)
         self.watch.follow(result, z)
 
 
@@ -130,14 +130,10 @@ def copy_saved(result: Result) -> None:
     """Gives backward a copy of z, and takes the tags from z, unless somebody wrote to z unseen, which is an error."""
     if result.saved is not None and result.z._version == result.version:
         result.saved.data = result.saved.data.clone()
-        _untag(result)
-
-
-def _untag(result: Result) -> None:
-    """Writes zeros over the tags of z, if it has any. Nobody notices a new version of z."""
-    if result.sign:
-        z = result.z.detach()
-        z.copy_(untagged(z, result.activation, result.param))
+        if result.sign:
+            # Nobody notices a new version of z.
+            z = result.z.detach()
+            z.copy_(untagged(z, result.activation, result.param))
 
 
 def give_up(layer: Any, why: str, noticed: bool = True, at_once: bool = False) -> None:

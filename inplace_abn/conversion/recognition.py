@@ -62,8 +62,7 @@ def _activating(op: str, options: Sequence[str], defaults: Mapping[str, Any], in
     def read(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Activating | None:
         if len(args) == 1 and (not kwargs or kwargs.keys() == {"inplace"}):
             return Activating(args[0], default_activation, default_param, in_place or bool(kwargs.get("inplace")))
-        given = {**kwargs, "input": args[0]} if len(args) == 1 and kwargs.keys() <= known else None
-        given = by_name(names, args, kwargs) if given is None else given
+        given = by_name(names, args, kwargs)
         if given is None or any(given.get(name, defaults[name]) != defaults[name] for name in fixed):
             return None
         param = given.get(entry.param, defaults.get(entry.param, 0.0))

@@ -186,7 +186,7 @@ def report(model: nn.Module) -> Report:
         if isinstance(found, Converted):
             outcome = found.outcome()
             kind = type(module) if found is not module else classes.original_class(type(module))
-            saved = found.bytes_saved if outcome.in_place else None
+            saved = found._record.bytes_saved if outcome.in_place else None
             if outcome != OF_NORM and not (isinstance(found, CalledActivation) and not found.is_called):
                 is_norm = isinstance(found, (InPlaceNorm, ConvertedLayerNorm))
                 shares = {str(dtype).removeprefix("torch."): share for dtype, share in found.shares_saved().items()}
