@@ -59,6 +59,10 @@ CREATED_BY_DEFAULT = torch._C._autograd.CreationMeta.DEFAULT
 # Whether autograd knows a tensor as a view. It has its own rules for writing to views.
 is_view = Tensor._is_view
 
+# The tensor that a view is a view of; None for any other tensor.
+_base: Any = Tensor._base
+base_of = _base.__get__
+
 # Whether a tensor's memory is a lazy copy of another tensor's memory.
 is_lazy_copy = torch._C._is_cow_tensor  # type: ignore[attr-defined]
 

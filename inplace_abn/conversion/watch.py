@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType
@@ -65,6 +66,8 @@ class Watch(_torch.OwnMode):
         self._added: dict[int, list[Result]] = {}
         """What norms keep, by the storage of the residual, until it is written to."""
         self._measured: list[Result] = []
+        self._views: Counter[int] = Counter()
+        """How many views of a tensor the model returned. They hold it, and keep nothing for backward."""
         self._natively: dict[int, Any] = {}
         """The storages of outputs of norms that did as torch does, in a forward pass that backward will repeat."""
         self._checkpoints: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -209,6 +212,7 @@ class Watch(_torch.OwnMode):
         """Gives up layers whose tags decided about an output, and tells all what they saved."""
         for t in tensors_in(output):
             key = _key_of(t)
+            self._views[id(_torch.base_of(t))] += 1
             if key in self._follower.chosen:
                 op, layers = self._follower.chosen[key]
                 for layer in layers:
@@ -253,7 +257,7 @@ class Watch(_torch.OwnMode):
                 # the user's.
                 if t is None or t.is_leaf or id(t) in counted or tags.storage_of(t) in inputs:
                     continue
-                if _torch.use_count(t) == _UNUSED:
+                if _torch.use_count(t) - self._views[id(t)] == _UNUSED:
                     tensors -= 1
                     counted.add(id(t))
             sizes[r.layer] = sizes.get(r.layer, 0) + tensors * r.nbytes

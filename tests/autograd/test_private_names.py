@@ -138,6 +138,12 @@ def test_take_for_tensors():
             module.HANDLED_TYPES = module.HANDLED_TYPES[:-1]
 
 
+def test_base_of():
+    x = torch.ones(3)
+    assert _torch.base_of(x[1:].view(2, 1)) is x
+    assert _torch.base_of(x) is None
+
+
 def test_has_global_hooks():
     assert not _torch.has_global_hooks()
     handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
