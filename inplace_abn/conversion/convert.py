@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from inplace_abn import reference
 from inplace_abn.activations import find
@@ -123,15 +124,16 @@ def revert(
         ``model``, or what takes its place if it is an in-place module itself.
 
     Raises:
-        ValueError: a converted norm has another class now, as one that was parametrized since; or a module that was
-            built in place has a weight or a bias that is computed from other parameters. Nothing has been modified.
+        ValueError: a converted norm has another class now, other than by torch.nn.utils.parametrize; or a module that
+            was built in place has a weight that cannot be set to its scale, because the weight is computed from other
+            parameters. Nothing has been modified.
     """
     originals: dict[Any, type[nn.Module]] = {}
     for name, module in model.named_modules():
         if isinstance(module, Converted):
             originals[module] = _original_class(name, module)
         elif isinstance(module, InPlaceActivatedNorm):
-            _check_parameters(name, module)
+            _check_scale(name, module)
     for norm, original in originals.items():
         norm.release()
         norm.__class__ = original
@@ -147,32 +149,45 @@ def revert(
 
 
 def _original_class(name: str, module: Any) -> type[nn.Module]:
-    """The class that a converted norm gets back.
+    """The class that a converted norm gets back, parametrized if the norm is parametrized now.
 
     Raises:
-        ValueError: the norm's class was changed after conversion, as torch.nn.utils.parametrize does.
+        ValueError: the norm's class was changed after conversion.
     """
     current = type(module)
     if classes.is_made_by_conversion(current):
         return classes.original_class(current)
+    if parametrize.is_parametrized(module) and classes.is_made_by_conversion(current.__bases__[0]):
+        # torch.nn.utils.parametrize makes a subclass for each module, whose attributes are the parametrized tensors.
+        original = classes.original_class(current.__bases__[0])
+        members = {key: value for key, value in vars(current).items() if key not in ("__dict__", "__weakref__")}
+        return type(f"Parametrized{original.__name__}", (original,), members)
     raise ValueError(
         f"inplace_abn.revert: {name or 'the model'} has become a {current.__name__} since it was converted; undo that "
         "before"
     )
 
 
-def _check_parameters(name: str, module: InPlaceActivatedNorm) -> None:
-    """Raises ValueError for a module whose weight or bias is computed from other parameters."""
-    if not module._parameters.keys() >= {"weight", "bias"}:
+def _check_scale(name: str, module: InPlaceActivatedNorm) -> None:
+    """Raises ValueError for a parametrized module, and for a weight that a hook computes and that is not the scale."""
+    if parametrize.is_parametrized(module):
         raise ValueError(
-            f"inplace_abn.revert: {name or 'the model'} has a weight or a bias that is computed from other parameters; "
-            "remove the parametrization, weight norm or pruning before"
+            f"inplace_abn.revert: {name or 'the model'} is parametrized, and not a module that was converted; use "
+            "torch.nn.utils.parametrize.remove_parametrizations before"
+        )
+    if module.weight is None or "weight" in module._parameters:
+        return
+    scale = reference.gamma(module.weight.detach(), module.eps, module.signed_weight)
+    if not torch.equal(scale, module.weight):
+        raise ValueError(
+            f"inplace_abn.revert: {name or 'the model'} has a weight that is computed from other parameters, and "
+            "scales by another one (within eps of zero, or by the magnitude); remove the weight norm or pruning before"
         )
 
 
 def _standard(module: InPlaceActivatedNorm, batch_norm: type[nn.Module], instance_norm: type[nn.Module]) -> nn.Module:
     activation = find(module.activation).module
-    if module.weight is not None:
+    if "weight" in module._parameters and module.weight is not None:
         with torch.no_grad():
             module.weight.copy_(reference.gamma(module.weight, module.eps, module.signed_weight))
     names = ["activation", "activation_param", "signed_weight", "overwrite_input", "group"]
