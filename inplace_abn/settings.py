@@ -100,11 +100,13 @@ class Channels:
             return None, None
         found = self._places.get(device)
         if found is None:
-            # torch.tensor would copy the numbers one by one.
-            indices = torch.frombuffer(array("q", self.numbers), dtype=torch.int64)
-            rows = torch.full((self.size,), -1, dtype=torch.int64, device="cpu")
-            rows[indices] = torch.arange(len(self.numbers), device="cpu")
-            found = self._places[device] = _moved(rows, device), _moved(indices, device)
+            # Backward may save them in a later call.
+            with torch.inference_mode(False):
+                # torch.tensor would copy the numbers one by one.
+                indices = torch.frombuffer(array("q", self.numbers), dtype=torch.int64)
+                rows = torch.full((self.size,), -1, dtype=torch.int64, device="cpu")
+                rows[indices] = torch.arange(len(self.numbers), device="cpu")
+                found = self._places[device] = _moved(rows, device), _moved(indices, device)
         return found
 
     def rows(self, device: torch.device) -> Tensor | None:

@@ -10,7 +10,6 @@ order rounds as well.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection, Hashable
 from typing import Any, NamedTuple
 
@@ -136,7 +135,6 @@ def is_telling(op: str, sign: str) -> bool:
     return op in _READS or op in _BY_SIGN[sign]
 
 
-@functools.lru_cache(maxsize=256)
 def sign_of(activation: str, param: float) -> str:
     """The sign of the tiny numbers that stand for zeros: "negative", "positive", or empty if there are none."""
     return in_effect(activation, param).zeros

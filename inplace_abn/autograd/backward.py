@@ -5,7 +5,6 @@ It reuses the memory of z and dz where backward owns it.
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any, NamedTuple
 
@@ -95,15 +94,14 @@ def gradients(need: Needed, saved: Saved, dz: Tensor, own_z: bool, own_dz: bool,
     xhat = z if own_z and own_dz and need.x else None
     dweight = _like(weight, saved, settings) if need.weight else None
     dbias = _like(bias, saved, settings) if need.bias else None
-    if settings.per_instance:
-        weight, bias = _of_samples(weight, bias, z, settings)
+    weight, bias = _of_samples(weight, bias, z, settings)
     options = *settings.arithmetic(), settings.training, settings.shared, rows, verbatim
     given = z, dz, var, weight, bias, residual, *options
     written = [t for t in (dx, dresidual, xhat) if t is not None]
     buffers = {"dx": dx, "dweight": dweight, "dbias": dbias, "dresidual": dresidual, "xhat": xhat}
     ops.run(ops.local_backward, written, *given, **buffers)
     if settings.per_instance:
-        dweight, dbias = _summed(dweight, saved.weight, z, settings), _summed(dbias, saved.bias, z, settings)
+        dweight, dbias = _summed(dweight, saved.weight, len(z)), _summed(dbias, saved.bias, len(z))
     return dx, dweight, dbias, dresidual
 
 
@@ -124,11 +122,9 @@ def _like(t: Tensor | None, saved: Saved, settings: Settings) -> Tensor | None:
     return None if t is None else torch.empty_like(saved.var if settings.per_instance else t)
 
 
-def _summed(t: Tensor | None, like: Tensor | None, z: Tensor, settings: Settings) -> Tensor | None:
+def _summed(t: Tensor | None, like: Tensor | None, samples: int) -> Tensor | None:
     """A parameter's gradient, summed over samples that have their own statistics."""
-    if t is None or like is None:
-        return None
-    return (t.view(z.shape[:2]).sum(dim=0) if settings.per_instance else t).to(like.dtype)
+    return None if t is None or like is None else t.view(samples, len(like)).sum(dim=0).to(like.dtype)
 
 
 def _of_samples(
@@ -216,14 +212,8 @@ def input_edge(x: Tensor) -> Tensor:
     # The tensor must not be a view of x, because autograd renews the place of views when x is overwritten.
     (edge,) = torch.unsafe_split(x, x.shape[0] or 1)
     if not _torch.transforms_active():
-        edge.data = _without_memory(x.dtype, x.device) if type(edge) is Tensor else x.new_empty(0)
+        edge.data = x.new_empty(0)
     return edge
-
-
-@functools.cache
-def _without_memory(dtype: torch.dtype, device: torch.device) -> Tensor:
-    with torch.inference_mode(False), _torch.NoDispatch():
-        return torch.empty(0, dtype=dtype, device=device)
 
 
 class Edges(NamedTuple):
@@ -277,8 +267,8 @@ def differentiable(saved: Saved, dz: Tensor, edges: Edges, settings: Settings) -
     dx, dweight, dbias, dresidual = _formulas(x, _folded(dz, settings), operands, settings, frozen)
     return (
         dx.reshape(shape),
-        None if weight is None else dweight.view(samples, -1).sum(dim=0),
-        None if bias is None else dbias.view(samples, -1).sum(dim=0),
+        _summed(dweight, weight, samples),
+        _summed(dbias, bias, samples),
         None if residual is None else dresidual.reshape(shape),
     )
 

@@ -55,25 +55,12 @@ def written(
     ``invertible`` says whether backward will recover xhat from z. This costs a little exactness, so it is False where
     no backward follows. Running statistics are given for each sample, if samples have their own.
     """
-    kept = {} if z is x else {"z": z}
     rows, count = settings.saved(x.device) if invertible else (None, 0)
     verbatim = None if rows is None else reference.empty_channels(x, count)
-    weight, bias, residual, *running, _ = operands
-    if settings.per_instance:
-        weight, bias = (reference.repeated(t, x.shape[0]) for t in (weight, bias))
-    if settings.training and settings.group is None:
-        op = ops.local_forward_out if kept else ops.local_forward
-        given = weight, bias, residual, *running, *operands.momentum_arguments(), *settings.arithmetic()
-        mean, var = ops.run(op, present(z, *running), x, *given, invertible, settings.shared, rows, verbatim, **kept)
-    else:
-        op = ops.forward_out if kept else ops.forward
-        mean, var = statistics or cast("tuple[Tensor, Tensor]", running)
-        ops.run(
-            op, [z], x, mean, var, weight, bias, residual, *settings.arithmetic(), invertible, rows, verbatim, **kept
-        )
-        if invertible and not settings.training:
-            # A later training step may change the running variance before this backward reads it.
-            var = var.clone()
+    _, var = _computed(x, z, operands, settings, statistics, (invertible, rows, verbatim))
+    if invertible and not settings.training:
+        # A later training step may change the running variance before this backward reads it.
+        var = var.clone()
     weight, bias = operands.weight, operands.bias
     return Values(*(by_value(weight, bias) if invertible else (weight, bias)), var, verbatim, rows)
 
@@ -81,19 +68,37 @@ def written(
 def normalised(x: Tensor, y: Tensor, operands: Operands, settings: Settings) -> tuple[Tensor, Tensor]:
     """Writes the norm's output to y, as torch computes it, and returns the mean and the variance that it is normalised
     with."""
-    weight, bias, _, *running, _ = operands
+    statistics = None if settings.group is None else sync_statistics(x, operands, settings.group)
+    mean, var = _computed(x, y, operands, settings, statistics, (False, None, None))
+    # A later training step may change the running statistics before backward reads them.
+    return (mean, var) if settings.training else (mean.clone(), var.clone())
+
+
+def _computed(
+    x: Tensor,
+    z: Tensor,
+    operands: Operands,
+    settings: Settings,
+    statistics: tuple[Tensor, Tensor] | None,
+    for_backward: tuple[bool, Tensor | None, Tensor | None],
+) -> tuple[Tensor, Tensor]:
+    """Writes the result to z, which may be x, and returns the mean and the variance that x is normalised with.
+
+    ``for_backward`` are the ops' arguments ``invertible``, ``rows`` and ``verbatim``.
+    """
+    kept = {} if z is x else {"z": z}
+    weight, bias, residual, *running, _ = operands
     if settings.per_instance:
         weight, bias = (reference.repeated(t, x.shape[0]) for t in (weight, bias))
+    invertible, *channels = for_backward
     if settings.training and settings.group is None:
-        given = weight, bias, None, *running, *operands.momentum_arguments(), *settings.arithmetic()
-        found = ops.run(ops.local_forward_out, present(y, *running), x, *given, False, settings.shared, None, None, z=y)
+        op = ops.local_forward_out if kept else ops.local_forward
+        given = weight, bias, residual, *running, *operands.momentum_arguments(), *settings.arithmetic()
+        found = ops.run(op, present(z, *running), x, *given, invertible, settings.shared, *channels, **kept)
         return cast("tuple[Tensor, Tensor]", found)
-    if settings.group is not None:
-        mean, var = sync_statistics(x, operands, settings.group)
-    else:
-        # A later training step may change the running statistics before backward reads them.
-        mean, var = (t.clone() for t in cast("tuple[Tensor, Tensor]", running))
-    ops.run(ops.forward_out, [y], x, mean, var, weight, bias, None, *settings.arithmetic(), False, None, None, z=y)
+    op = ops.forward_out if kept else ops.forward
+    mean, var = statistics or cast("tuple[Tensor, Tensor]", running)
+    ops.run(op, [z], x, mean, var, weight, bias, residual, *settings.arithmetic(), *for_backward, **kept)
     return mean, var
 
 

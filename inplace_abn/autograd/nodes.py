@@ -68,7 +68,7 @@ class Result(NamedTuple):
 class _Call:
     """What autograd need not see of a call. It has no activations, because the node would hold its own output."""
 
-    __slots__ = ("beside", "edges", "has_copies", "hooked", "is_alias", "is_of_view", "overwrites", "settings")
+    __slots__ = ("edges", "has_copies", "hooked", "is_alias", "is_of_view", "overwrites", "settings")
 
     def __init__(
         self, x: Tensor, result: Result, operands: Operands, values: Values, settings: Settings, edge: Tensor | None
@@ -84,9 +84,6 @@ class _Call:
         places = (edge_of_value(weight, values.weight), edge_of_value(bias, values.bias))
         self.edges: Edges = Edges(edge, *places, None if of_residual is None else edge_of_value(residual, of_residual))
         hooks = _torch.top_saved_tensors_hooks(True)
-        is_usual = hooks is None and not settings.rows and not _torch.transforms_active()
-        self.beside: Values | None = values if is_usual else None
-        """Vectors that the node keeps beside what autograd saves, which takes longer. Hooks and transforms get all."""
         self.hooked: Hooked | Aliased | None = None
         if hooks is not None:
             given = z if saved is None else saved, residual if of_residual is None else of_residual
@@ -111,11 +108,8 @@ class InPlaceABNFunction(torch.autograd.Function):
         if call.overwrites:
             ctx.mark_dirty(x)
         z, residual = output if saved is None else saved, residual if of_residual is None else of_residual
-        if call.beside is None:
-            parameters = values[:2] if call.has_copies else (weight, bias)
-            ctx.save_for_backward(z, *parameters, residual, var, values.verbatim, values.rows)
-        else:
-            ctx.save_for_backward(z, residual)
+        parameters = values[:2] if call.has_copies else (weight, bias)
+        ctx.save_for_backward(z, *parameters, residual, var, values.verbatim, values.rows)
 
     @staticmethod
     def backward(ctx: Any, dz: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -127,7 +121,7 @@ class InPlaceABNFunction(torch.autograd.Function):
         maths = rows if settings.rows else backward
         # Compiled code is functional. The compiler reuses memory, so nothing is reused here.
         if torch.compiler.is_compiling():
-            return *maths.gradients(need, _saved(ctx), dz, False, False, settings), *(None,) * 5
+            return *maths.gradients(need, Saved(*ctx.saved_tensors), dz, False, False, settings), *(None,) * 5
         # Only the engine passes gradients that nobody else holds. Other callers hold theirs, and may call again. If x
         # is a view, the engine runs the CopySlices node of its base, and that node calls this one.
         node = _torch.current_node()
@@ -142,10 +136,7 @@ class InPlaceABNFunction(torch.autograd.Function):
         own_z = by_engine and not call.is_alias and not _is_hooked(ctx) and ownership.owns_output(z)
         # The tensor z is part of the graph. A gradient that takes its memory must be another tensor.
         saved = Saved(z.detach(), *saved[1:])
-        found = maths.gradients(need, saved, dz, own_z, own_dz, settings)
-        if by_engine and not _torch.keeps_graph():
-            call.beside = None
-        return *found, *(None,) * 5
+        return *maths.gradients(need, saved, dz, own_z, own_dz, settings), *(None,) * 5
 
 
 # This is `torch.autograd.Function.apply` without its binding of default arguments, which takes longer than the rest of
@@ -163,11 +154,6 @@ def _is_hooked(ctx: Any) -> bool:
     return ctx._raw_saved_tensors[0].unpack_hook is not None
 
 
-def _saved(ctx: Any) -> Saved:
-    beside: Values | None = ctx.call.beside
-    return Saved(*ctx.saved_tensors) if beside is None else beside.saved(*ctx.saved_tensors)
-
-
 def _unpacked(ctx: Any) -> Saved:
     """The saved tensors.
 
@@ -175,7 +161,7 @@ def _unpacked(ctx: Any) -> Saved:
         RuntimeError: the output was modified in place, or saved-tensor hooks gave back something else.
     """
     try:
-        saved = _saved(ctx)
+        saved = Saved(*ctx.saved_tensors)
     except RuntimeError as error:
         text = str(error)
         if "modified by an inplace operation" in text:

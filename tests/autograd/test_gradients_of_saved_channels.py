@@ -4,6 +4,7 @@ import pytest
 import torch
 from cases import covering
 from torch.autograd import gradcheck, gradgradcheck
+from torch.autograd.graph import save_on_cpu
 
 from inplace_abn.functions import run
 from inplace_abn.settings import AT_LEAST_EPS, MAGNITUDE, WEIGHT, Channels, Operands, Settings
@@ -51,3 +52,17 @@ def test_gradients_are_those_of_finite_differences(layout, kind, scale, activati
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: a[0])
 def test_gradients_of_gradients_are_those_of_finite_differences(kind, activation):
     assert gradgradcheck(caller(kind, WEIGHT, activation, True), leaves(WEIGHT, torch.contiguous_format))
+
+
+def test_channels_may_be_asked_for_in_inference_mode_first():
+    """Hooks could not save them in the next training step: they were tensors of inference mode."""
+    settings = Settings("relu", 0.0, 1e-5, WEIGHT, True, None, verbatim=Channels([0, 2, 3], CHANNELS))
+    x, weight, bias, _ = leaves(WEIGHT, torch.contiguous_format)
+    operands = Operands(weight, bias)
+    with torch.inference_mode():
+        run(x.detach().clone(), operands, settings, True)
+    with save_on_cpu():
+        z = run(x * 1, operands, settings, True)
+    z.sum().backward()
+    expected = torch.autograd.grad(run(x * 1, operands, settings, True).sum(), weight)
+    torch.testing.assert_close(weight.grad, *expected)
