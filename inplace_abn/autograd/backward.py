@@ -19,7 +19,7 @@ from inplace_abn.settings import WHOLE, Operands, Settings
 
 
 class Saved(NamedTuple):
-    """The tensors that backward has from the forward pass."""
+    """The tensors that backward has from the forward pass. Later writes to the parameters do not matter."""
 
     z: Tensor
     weight: Tensor | None
@@ -30,19 +30,6 @@ class Saved(NamedTuple):
     """xhat of the channels of `Settings.verbatim`, of shape (batch, their number, \\*) and z's dtype."""
     rows: Tensor | None = None
     """`settings.Channels.rows` of these channels."""
-
-
-class Values(NamedTuple):
-    """What backward needs of the call, besides z and the residual. Later writes to the parameters do not matter."""
-
-    weight: Tensor | None
-    bias: Tensor | None
-    var: Tensor
-    verbatim: Tensor | None = None
-    rows: Tensor | None = None
-
-    def saved(self, z: Tensor, residual: Tensor | None) -> Saved:
-        return Saved(z, self.weight, self.bias, residual, self.var, self.verbatim, self.rows)
 
 
 def by_value(weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:

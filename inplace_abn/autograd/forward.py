@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 from inplace_abn import _torch, distributed, reference
 from inplace_abn.autograd import checks, nodes
-from inplace_abn.autograd.backward import Values, by_value, values_per_channel
+from inplace_abn.autograd.backward import Saved, by_value, values_per_channel
 from inplace_abn.autograd.kept import KeptABNFunction
 from inplace_abn.kernels import ops
 from inplace_abn.settings import Operands, Settings
@@ -38,8 +38,10 @@ def in_python(
     nodes.calibrate()
     data, edge = x.detach(), nodes.place_of(x, settings) if overwrite_input else None
     z = data if overwrite_input else torch.empty_like(data)
-    values = written(data, z, operands, settings, True, statistics)
-    return nodes.attached(x, nodes.Result(x if overwrite_input else z), operands, values, settings, edge)
+    saved = written(data, z, operands, settings, True, statistics)
+    if overwrite_input:
+        z, saved = x, saved._replace(z=x)
+    return nodes.attached(x, z, operands, saved, settings, edge)
 
 
 def written(
@@ -49,7 +51,7 @@ def written(
     settings: Settings,
     invertible: bool,
     statistics: tuple[Tensor, Tensor] | None = None,
-) -> Values:
+) -> Saved:
     """Writes the result to z, which may be x, and returns what backward needs.
 
     ``invertible`` says whether backward will recover xhat from z. This costs a little exactness, so it is False where
@@ -61,8 +63,8 @@ def written(
     if invertible and not settings.training:
         # A later training step may change the running variance before this backward reads it.
         var = var.clone()
-    weight, bias = operands.weight, operands.bias
-    return Values(*(by_value(weight, bias) if invertible else (weight, bias)), var, verbatim, rows)
+    weight, bias, residual = operands.of_graph()
+    return Saved(z, *(by_value(weight, bias) if invertible else (weight, bias)), residual, var, verbatim, rows)
 
 
 def normalised(x: Tensor, y: Tensor, operands: Operands, settings: Settings) -> tuple[Tensor, Tensor]:

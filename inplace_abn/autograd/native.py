@@ -17,7 +17,7 @@ from torch import Tensor
 from inplace_abn import _torch, reference
 from inplace_abn.activations import IDENTITY
 from inplace_abn.autograd import backward, ownership, rows
-from inplace_abn.autograd.backward import Edges, Needed, Saved, Values, edge_of_value, input_edge
+from inplace_abn.autograd.backward import Edges, Needed, Saved, edge_of_value, input_edge
 from inplace_abn.autograd.kept import KeptABNFunction
 from inplace_abn.autograd.versions import Hooked, Versions, modified, refuse_batched
 from inplace_abn.kernels import node as kernels
@@ -140,25 +140,21 @@ class Node:
         self._input: Versions | None = None if hooks is None or not settings.rows else Versions(x)
 
     def keep(
-        self,
-        t: Tensor,
-        saved: Tensor,
-        x: Tensor,
-        operands: Operands,
-        values: Values,
-        settings: Settings,
-        operand: int = 0,
+        self, t: Tensor, saved: Saved, x: Tensor, operands: Operands, settings: Settings, operand: int = 0
     ) -> None:
-        """Keeps t instead of x. t is y, or the sum of y and the residual. ``saved`` is t, or an alias of it. The first
-        reader decides."""
+        """Keeps t instead of x. t is y, or the sum of y and the residual. ``saved.z`` is t, or an alias of it. The
+        first reader decides."""
         if self._keeps_output:
             return
-        weight, bias, residual = operands.of_graph()
         edge = input_edge(x) if x.requires_grad else None
-        self._edges = Edges(edge, edge_of_value(weight, values.weight), edge_of_value(bias, values.bias))
+        self._edges = Edges(
+            edge, edge_of_value(operands.weight, saved.weight), edge_of_value(operands.bias, saved.bias)
+        )
         # An alias stays the tensor that it is: whoever made it may give it memory of its own.
-        given = residual if residual is None or not residual.requires_grad else residual.detach()
-        found = values.saved(t.detach() if saved is t else saved, given)
+        z, residual = t.detach() if saved.z is t else saved.z, saved.residual
+        if residual is not None and residual.requires_grad:
+            residual = residual.detach()
+        found = saved._replace(z=z, residual=residual)
         self.settings, self._held, self._keeps_output = settings, _Held(*found), True
         hooks = _torch.top_saved_tensors_hooks(True)
         self._hooked = None if hooks is None else Hooked(found, hooks)
@@ -229,10 +225,8 @@ Keep = Callable[..., None]
 
 
 def keep_in_cpp(cpp: kernels.Node) -> Keep:
-    def keep(
-        t: Tensor, saved: Tensor, x: Tensor, operands: Operands, values: Values, settings: Settings, operand: int = 0
-    ) -> None:
-        cpp.keep_as(t, saved, operands.residual, operand, values.var, values.rows, values.verbatim)
+    def keep(t: Tensor, saved: Saved, x: Tensor, operands: Operands, settings: Settings, operand: int = 0) -> None:
+        cpp.keep_as(t, saved.z, saved.residual, operand, saved.var, saved.rows, saved.verbatim)
 
     return keep
 

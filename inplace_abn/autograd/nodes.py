@@ -7,7 +7,7 @@ The op runs before its node is made, so that an op that fails leaves no trace in
 from __future__ import annotations
 
 import sys
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch import Tensor
 from inplace_abn import _torch
 from inplace_abn.activations import IDENTITY, is_valid, name_of
 from inplace_abn.autograd import backward, ownership, rows
-from inplace_abn.autograd.backward import Edges, Needed, Saved, Values, edge_of_value, input_edge
+from inplace_abn.autograd.backward import Edges, Needed, Saved, edge_of_value, input_edge
 from inplace_abn.autograd.versions import Aliased, Hooked, modified, refuse_batched
 from inplace_abn.kernels import node, ops
 from inplace_abn.reference import NORMS_OF_ROWS
@@ -55,61 +55,48 @@ def in_cpp(x: Tensor, operands: Operands, settings: Settings) -> Tensor | None:
         return None
 
 
-class Result(NamedTuple):
-    """A call's result, and what else belongs to it if the result is not in x's memory."""
-
-    z: Tensor
-    saved: Tensor | None = None
-    """What the node saves instead of z: a copy of z, or an alias that becomes a copy before somebody writes to z."""
-    residual: Tensor | None = None
-    """What the node saves instead of the residual, if there is one: an alias or a copy, as of z."""
-
-
 class _Call:
     """What autograd need not see of a call. It has no activations, because the node would hold its own output."""
 
-    __slots__ = ("edges", "has_copies", "hooked", "is_alias", "is_of_view", "overwrites", "settings")
+    __slots__ = ("edges", "hooked", "is_of_view", "is_other", "overwrites", "settings")
 
     def __init__(
-        self, x: Tensor, result: Result, operands: Operands, values: Values, settings: Settings, edge: Tensor | None
+        self, x: Tensor, z: Tensor, operands: Operands, saved: Saved, settings: Settings, edge: Tensor | None
     ) -> None:
-        weight, bias, residual, *_ = operands
-        z, saved, of_residual = result
+        given = operands.of_graph()
         self.settings: Settings = settings
         self.overwrites: bool = z is x
         self.is_of_view: bool = self.overwrites and _torch.is_view(x)
-        self.is_alias: bool = saved is not None
-        # Parameters that stand for themselves are saved with their places in the graph.
-        self.has_copies: bool = values.weight is not weight or values.bias is not bias
-        places = (edge_of_value(weight, values.weight), edge_of_value(bias, values.bias))
-        self.edges: Edges = Edges(edge, *places, None if of_residual is None else edge_of_value(residual, of_residual))
+        self.is_other: list[bool] = [mine is not own for mine, own in zip(saved, (z, *given), strict=False)]
+        """Whether z, the weight, the bias and the residual are saved as copies or aliases. Those that are not are saved
+        with their places in the graph."""
+        self.edges: Edges = Edges(edge, *map(edge_of_value, given, saved[1:4]))
         hooks = _torch.top_saved_tensors_hooks(True)
         self.hooked: Hooked | Aliased | None = None
         if hooks is not None:
-            given = z if saved is None else saved, residual if of_residual is None else of_residual
-            self.hooked = Hooked(values.saved(*given), hooks)
-        elif saved is not None and saved.data_ptr() == z.data_ptr():
-            self.hooked = Aliased(z, saved)
+            self.hooked = Hooked(saved, hooks)
+        elif saved.z is not z and saved.z.data_ptr() == z.data_ptr():
+            self.hooked = Aliased(z, saved.z)
 
 
 class InPlaceABNFunction(torch.autograd.Function):
-    """The node of z, which is x after the op has overwritten it, or ``result.z`` if the op wrote elsewhere."""
+    """The node of z, which is x after the op has overwritten it, or another tensor if the op wrote elsewhere."""
 
     @staticmethod
     def forward(x: Tensor, *inputs: Any) -> Tensor:
-        *_, result, _, call = inputs
-        return x if call.overwrites else result.z  # type: ignore[no-any-return]
+        *_, (z,), _, call = inputs
+        return x if call.overwrites else z  # type: ignore[no-any-return]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, weight, bias, residual, var, edge, (_, saved, of_residual), values, call = inputs
+        x, weight, bias, residual, var, edge, _, saved, call = inputs
         ctx.call, ctx.edges = call, call.edges if edge is None else Edges(edge)
         ctx.set_materialize_grads(False)
         if call.overwrites:
             ctx.mark_dirty(x)
-        z, residual = output if saved is None else saved, residual if of_residual is None else of_residual
-        parameters = values[:2] if call.has_copies else (weight, bias)
-        ctx.save_for_backward(z, *parameters, residual, var, values.verbatim, values.rows)
+        each = zip(saved, (output, weight, bias, residual), call.is_other, strict=False)
+        tensors = [other if is_other else own for other, own, is_other in each]
+        ctx.save_for_backward(*tensors, var, saved.verbatim, saved.rows)
 
     @staticmethod
     def backward(ctx: Any, dz: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -133,7 +120,7 @@ class InPlaceABNFunction(torch.autograd.Function):
         z = saved.z
         own_dz = own_dz and z.stride() == dz.stride()
         # Counts of holders are those of an output. They do not tell who else holds an alias.
-        own_z = by_engine and not call.is_alias and not _is_hooked(ctx) and ownership.owns_output(z)
+        own_z = by_engine and not call.is_other[0] and not _is_hooked(ctx) and ownership.owns_output(z)
         # The tensor z is part of the graph. A gradient that takes its memory must be another tensor.
         saved = Saved(z.detach(), *saved[1:])
         return *maths.gradients(need, saved, dz, own_z, own_dz, settings), *(None,) * 5
@@ -182,45 +169,41 @@ def place_of(x: Tensor, settings: Settings) -> Tensor | None:
 
 
 def attached(
-    x: Tensor,
-    result: Result,
-    operands: Operands,
-    values: Values,
-    settings: Settings,
-    edge: Tensor | None = None,
+    x: Tensor, z: Tensor, operands: Operands, saved: Saved, settings: Settings, edge: Tensor | None = None
 ) -> Tensor:
     """Makes a node for z, which `forward.written` wrote with these settings, as a function of x. Returns z.
 
     Args:
         x: of z's shape. Only its place in the graph is read.
-        result: z, which has no graph, or x itself, which the op has overwritten.
-        values: what `forward.written` returned.
+        z: it has no graph, or is x itself, which the op has overwritten.
+        saved: what `forward.written` returned. Instead of z and the residual it may have copies, or aliases that become
+            copies before somebody writes to z or the residual.
         edge: `place_of` x before it was overwritten.
     """
-    overwrites = result.z is x
-    is_simple = result.saved is None and result.residual is None and not settings.rows
+    overwrites = z is x
+    is_simple = saved.z is z and saved.residual is operands.residual and not settings.rows
     if cpp is not None and not overwrites and settings.group is None and is_simple:
         options = (settings.training, *settings.arithmetic(), settings.shared, settings.name)
-        given = *values[:3], values.rows, values.verbatim
-        found: Tensor | None = cpp.attached(x, result.z, *operands.of_graph(), *given, *options)
+        given = saved.weight, saved.bias, saved.var, saved.rows, saved.verbatim
+        found: Tensor | None = cpp.attached(x, z, *operands.of_graph(), *given, *options)
         if found is not None:
             return found
-    return _attached(x, result, operands, values, settings, edge if overwrites else place_of(x, settings))
+    return _attached(x, z, operands, saved, settings, edge if overwrites else place_of(x, settings))
 
 
 def _attached(
-    x: Tensor, result: Result, operands: Operands, values: Values, settings: Settings, edge: Tensor | None
+    x: Tensor, z: Tensor, operands: Operands, saved: Saved, settings: Settings, edge: Tensor | None
 ) -> Tensor:
-    call = _Call(x, result, operands, values, settings, edge)
-    weight, bias, residual, *_ = operands
+    call = _Call(x, z, operands, saved, settings, edge)
+    given = *operands.of_graph(), saved.var
     if call.overwrites and _torch.transforms_active():
         # Transforms wrap the edge at each of their levels, so it must be a visible input.
-        z: Tensor = InPlaceABNFunction.apply(x, weight, bias, residual, values.var, edge, result, values, call)
+        result: Tensor = InPlaceABNFunction.apply(x, *given, edge, (z,), saved, call)
     else:
-        z = _apply(x, weight, bias, residual, values.var, None, result, values, call)
+        result = _apply(x, *given, None, (z,), saved, call)
     if call.hooked is not None:
         call.hooked.start()
-    return z
+    return result
 
 
 def calibrate() -> None:
@@ -248,7 +231,8 @@ _IDENTITY = Settings(*IDENTITY, 1e-5, MAGNITUDE, False, None)
 
 
 def _as_identity(x: Tensor) -> Tensor:
-    return _attached(x, Result(x), Operands(None, None), Values(None, None, x.new_ones(x.shape[1])), _IDENTITY, None)
+    saved = Saved(x, None, None, None, x.new_ones(x.shape[1]))
+    return _attached(x, x, Operands(None, None), saved, _IDENTITY, None)
 
 
 _library = torch.library.Library("inplace_abn", "FRAGMENT")

@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from inplace_abn import _torch, guard
 from inplace_abn.activations import ACTIVATIONS, activation_of_op, find, gains
 from inplace_abn.autograd import nodes
-from inplace_abn.autograd.backward import Values
+from inplace_abn.autograd.backward import Saved
 from inplace_abn.compiling import joint, search
 from inplace_abn.conversion import observed
 from inplace_abn.conversion.converted import Converted, Outcome, has_standard_strides, is_usual, unsuitable
@@ -72,7 +72,8 @@ class ActivationAlone(Converted):
         activate_tagged(as_channel(x.detach()), as_channel(z), settings)
         observer = self.observer()
         saved = observer.saved(z, activation, True)
-        z = nodes.attached(x, nodes.Result(z, saved), Operands(None, None), Values(None, None, var), settings)
+        of_backward = Saved(z if saved is None else saved, None, None, None, var)
+        z = nodes.attached(x, z, Operands(None, None), of_backward, settings)
         if observer is observed.NOBODY:
             offer_result(self, z, activation, True)
             self._record.cpp_call = x.dtype, activation

@@ -15,7 +15,7 @@ from torch import Tensor
 from inplace_abn import _torch, guard, reference
 from inplace_abn.activations import IDENTITY, find
 from inplace_abn.autograd import forward, native, nodes
-from inplace_abn.autograd.backward import Values, by_value
+from inplace_abn.autograd.backward import Saved, by_value
 from inplace_abn.conversion import observed
 from inplace_abn.conversion.converted import Outcome
 from inplace_abn.conversion.offered import Offered, Recipe, kept_by, made_plain, offer
@@ -284,30 +284,29 @@ class OfNorm(OfCall):
         """z with a node that keeps it, as a function of x. If a reader keeps the tensor itself, that is the norm's."""
         layer, residual = self.layer, None if self.residual is None else kept_by(self.residual, "add")
         observer = layer.observer()
-        saved, of_residual = observer.saved(z, activation, writable), observer.of_residual(residual)
+        alias, of_residual = observer.saved(z, activation, writable), observer.of_residual(residual)
         settings = self.settings._replace(verbatim=channels).activating(activation)
-        values, operands = self._values(z.dtype, channels), self.operands._replace(residual=residual)
+        operands = self.operands._replace(residual=residual)
+        saved = self._saved(z if alias is None else alias, residual if of_residual is None else of_residual, channels)
         if reader:
             keep, self._keep_node = self._keep_node, None
             assert keep is not None
-            operands = operands._replace(residual=residual if of_residual is None else of_residual)
-            keep(z, z if saved is None else saved, self.x, operands, values, settings, self._operand)
+            keep(z, saved, self.x, operands, settings, self._operand)
         else:
-            z = nodes.attached(self.x, nodes.Result(z, saved, of_residual), operands, values, settings)
-        result = observed.Result(layer, *activation, writable, reader == "add", saved=saved, of_residual=of_residual)
+            z = nodes.attached(self.x, z, operands, saved, settings)
+        result = observed.Result(layer, *activation, writable, reader == "add", saved=alias, of_residual=of_residual)
         observer.record(result, self.x, z, residual)
         return z
 
-    def _values(self, dtype: torch.dtype, channels: Channels) -> Values:
-        """What backward needs besides z and the residual."""
+    def _saved(self, z: Tensor, residual: Tensor | None, channels: Channels) -> Saved:
         x, (mean, var), settings = self.x.detach(), self.statistics, self.settings
         weight, bias = by_value(self.operands.weight, self.operands.bias)
         (rows, numbers), verbatim = channels.places(x.device), None
         if numbers is not None:
             with torch.no_grad(), _torch.unwatched():
                 xhat = reference.standardised_channels(x, mean, var, settings.eps, numbers)
-                verbatim = reference.empty_channels(x, len(channels)).to(dtype).copy_(xhat)
-        return Values(weight, bias, var, verbatim, rows)
+                verbatim = reference.empty_channels(x, len(channels)).to(z.dtype).copy_(xhat)
+        return Saved(z, weight, bias, residual, var, verbatim, rows)
 
 
 class OfWidened(Recipe):
@@ -335,8 +334,8 @@ class OfWidened(Recipe):
             return None
         settings = norm.settings._replace(verbatim=decision.verbatim).activating(activation)
         z, operands = torch.empty_like(x), norm.operands
-        values = forward.written(x, z, operands, settings, True)
-        return nodes.attached(norm.x, nodes.Result(z), norm.operands, values, settings)
+        saved = forward.written(x, z, operands, settings, True)
+        return nodes.attached(norm.x, z, operands, saved, settings)
 
 
 @functools.cache

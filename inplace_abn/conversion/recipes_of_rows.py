@@ -10,7 +10,7 @@ from torch import Tensor
 from inplace_abn import _torch, guard, reference
 from inplace_abn.activations import IDENTITY
 from inplace_abn.autograd import native
-from inplace_abn.autograd.backward import Values, by_value
+from inplace_abn.autograd.backward import Saved, by_value
 from inplace_abn.conversion import observed
 from inplace_abn.conversion.formulas import Kind
 from inplace_abn.conversion.recipes import OfCall, in_place_with, outcome_of
@@ -68,11 +68,12 @@ class OfRows(OfCall):
         found = self._decided(y, reader)
         if found is not None:
             keep, self._keep_node = self._keep_node, None
-            keep(base, y, self.x, self.operands, *found)
+            saved, settings = found
+            keep(base, saved, self.x, self.operands, settings)
             self._observe(t)
         return found is not None
 
-    def _decided(self, kept: Tensor, reader: str) -> tuple[Values, Settings] | None:
+    def _decided(self, kept: Tensor, reader: str) -> tuple[Saved, Settings] | None:
         """What a node needs that keeps the output in this dtype; None if the guard does not trust the layer."""
         layer, kind, x, (weight, bias, _) = self.layer, self.kind, self.x.detach(), self.operands.of_graph()
         settings = settings_of_rows(layer, kind)
@@ -91,7 +92,8 @@ class OfRows(OfCall):
             rstd = reference.inverse_std_of_rows(x, kind.rows, kind.eps) if self._rstd is None else self._rstd
             if numbers is not None:
                 values = reference.standardised_rows(x, rstd, kind.rows, numbers).to(kept.dtype)
-        return Values(scale, offset, rstd.flatten(), values, numbers), settings._replace(verbatim=columns)
+        saved = Saved(kept, scale, offset, None, rstd.flatten(), values, numbers)
+        return saved, settings._replace(verbatim=columns)
 
     def _observe(self, z: Tensor) -> None:
         result = observed.Result(self.layer, *IDENTITY, False, is_alone=True)
