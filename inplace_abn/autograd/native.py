@@ -24,9 +24,6 @@ from inplace_abn.kernels import node as kernels
 from inplace_abn.reference import NORMS_OF_ROWS, normalised_rows
 from inplace_abn.settings import WEIGHT, Operands, Settings
 
-Gradients = list[Tensor | None]
-"""The gradients of x, weight and bias; None where none is asked for."""
-
 
 def native(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, var: Any, settings: Settings
@@ -57,8 +54,11 @@ def _gradients(
     bias_dtype: torch.dtype | None,
     call: tuple[Any, Any, Settings],
     needed: Sequence[bool],
-) -> Gradients:
-    """The gradients of torch's norm. The bias's value does not matter, so torch's norm does not save it either."""
+) -> list[Tensor | None]:
+    """The gradients of x, weight and bias by torch's norm; None where none is asked for.
+
+    The bias's value does not matter, so torch's norm does not save it either.
+    """
     mean, var, settings = call
     is_wide = x.dtype in (torch.float32, torch.float64) or (weight is not None and weight.dtype == torch.float32)
     # torch's op has no gradient of a bias without a weight.

@@ -28,28 +28,27 @@ Counts = tuple[int, int]
 
 
 class Node(NamedTuple):
-    """The functions of the node."""
+    """The functions of the node. Those that take a call over return None or False, and have done nothing, if the call
+    needs Python."""
 
     inplace_abn: Callable[..., Any]
-    """`nodes.in_cpp`. Returns None, and does nothing, if the call needs Python. It does not check whether the op
-    that made ``x`` needs its result."""
+    """`nodes.in_cpp`. It does not check whether the op that made ``x`` needs its result."""
     attached: Callable[..., Any]
-    """`nodes.attached`. Returns None, and does nothing, if the call needs Python."""
+    """`nodes.attached`."""
     activation_alone: Callable[..., Any]
-    """The call of `conversion.activations`. Returns None, and does nothing, if the call needs Python."""
+    """The call of `conversion.activations`."""
     norm: Callable[..., Any]
-    """A converted norm's call (``src/node/norm.h``). Returns None, and does nothing, if the call needs Python."""
+    """A converted norm's call (``src/node/norm.h``)."""
     norm_rows: Callable[..., Any]
     """The same for a layer norm."""
     attach_norm: Callable[..., bool]
     """`native.attached`."""
     keep: Callable[..., bool]
-    """Makes the node of a norm's output keep the output, or a sum. Returns False, and does nothing, if the call needs
-    Python."""
+    """Makes the node of a norm's output keep the output, or a sum."""
     keep_as: Callable[..., None]
     """The same for a call that Python has decided about."""
     activate: Callable[..., Any]
-    """The activation of a norm's output, or of a sum. Returns None, and does nothing, if the call needs Python."""
+    """The activation of a norm's output, or of a sum."""
     parts: Callable[..., Any]
     """What the norm was called with that made an output."""
     set_sole_holders: Callable[[Counts | None, int | None], None]
