@@ -95,8 +95,8 @@ class InPlaceABNFunction(torch.autograd.Function):
         if call.overwrites:
             ctx.mark_dirty(x)
         each = zip(saved, (output, weight, bias, residual), call.is_other, strict=False)
-        tensors = [other if is_other else own for other, own, is_other in each]
-        ctx.save_for_backward(*tensors, var, saved.verbatim, saved.rows)
+        z, *others = (other if is_other else own for other, own, is_other in each)
+        ctx.save_for_backward(z, *map(_savable, (*others, var, saved.verbatim, saved.rows)))
 
     @staticmethod
     def backward(ctx: Any, dz: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -129,6 +129,14 @@ class InPlaceABNFunction(torch.autograd.Function):
 # This is `torch.autograd.Function.apply` without its binding of default arguments, which takes longer than the rest of
 # the call. The two do the same where no transform is active.
 _apply = super(torch.autograd.Function, InPlaceABNFunction).apply
+
+
+def _savable(t: Tensor | None) -> Tensor | None:
+    """The tensor, or a copy of one that was made in inference mode, which autograd does not save."""
+    if t is None or not t.is_inference():
+        return t
+    with torch.inference_mode(False):
+        return t.clone()
 
 
 def is_ours(node: Any) -> bool:
