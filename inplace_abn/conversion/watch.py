@@ -229,8 +229,10 @@ class Watch(_torch.OwnMode):
     def _make_torchs(self, layer: Any) -> None:
         """Gives up a layer that saves nothing. What follows the forward pass may write to its results."""
         is_input = any(not r.input.expired() for r in self._measured if r.layer is layer)
-        why = "something else keeps its input" if is_input else "what follows does not keep its output"
-        give_up(layer, f"it saves nothing: {why}", noticed=False)
+        why = "it saves nothing: what follows does not keep its output"
+        if is_input:
+            why = "it saves nothing: something else keeps its input"
+        give_up(layer, why, noticed=False)
         for key, result in [*self._results.items()]:
             if result.layer is layer:
                 del self._results[key]

@@ -60,8 +60,12 @@ def measure(model: nn.Module, /, *args: Any, **kwargs: Any) -> Usage:
     model.train()
     with _quiet():
         try:
-            is_measured = any(layer._guard is not None and layer._guard.modes for _, layer in guard.layers_of(model))
-            first = _step(model, args, kwargs, cuda)
+            first = None
+            if any(layer._guard is not None and layer._guard.modes for _, layer in guard.layers_of(model)):
+                # The profiler warns of what was allocated before it and is freed in its step.
+                loss(model, args, kwargs).backward()
+            else:
+                first = _step(model, args, kwargs, cuda)
             # The guard measures in few steps only, so the measured step is one without.
             with guard.paused():
                 later = _step(model, args, kwargs, cuda)
@@ -69,7 +73,7 @@ def measure(model: nn.Module, /, *args: Any, **kwargs: Any) -> Usage:
             model.zero_grad(set_to_none=True)
             for module, flag in training:
                 module.training = flag
-    return later if is_measured else replace(later, first_held=first.held, first_peak=first.peak)
+    return later if first is None else replace(later, first_held=first.held, first_peak=first.peak)
 
 
 def _step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], cuda: bool) -> Usage:
