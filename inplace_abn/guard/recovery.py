@@ -210,7 +210,10 @@ def _errors(
     of_dx = _ratio(_of_dx(means, gamma, beta, dtype, settings).unsqueeze(-2) * shares, layer).flatten(0, -2)
     of_weight = _ratio(squares[3], (slope + least)[0]).sqrt()
     # What is dead by its weight and bias stays dead, whatever the batch is. What a residual makes dead does not.
-    return Errors(of_weight, of_dx, is_silent(squares[4] if has_residual else xhat[0], of_weight))
+    silent = is_silent(squares[4] if has_residual else xhat[0], of_weight)
+    # xhat is small where eps is most of the variance, or the running variance is larger than that of the batch.
+    size = xhat[0].clamp_max(1).masked_fill(silent, 1)
+    return Errors(_ratio(of_weight, size.sqrt()), of_dx, silent)
 
 
 def _of_dx(means: Tensor, gamma: Tensor, beta: Tensor, dtype: torch.dtype, settings: Settings) -> Tensor:
