@@ -10,6 +10,9 @@ Memory-Optimized Training of DNNs", arXiv 1712.02616). A call goes one of four w
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -119,8 +122,13 @@ def run(
     overwrite_input: bool,
     keeps_input: bool = False,
     slots: ChannelSlots | None = None,
+    decide: Callable[..., Any] | None = None,
 ) -> Tensor:
-    """The call of a norm of channels. Compiled code saves xhat of the channels in ``slots``."""
+    """The call of a norm of channels. Compiled code saves xhat of the channels in ``slots``.
+
+    ``decide`` is `inplace_abn.guard.decide` of a synchronised call, which is asked when statistics are known. It takes
+    the place of ``keeps_input`` and ``settings.verbatim``.
+    """
     if keeps_input and settings.group is None:
         return _kept(x, operands, settings, overwrite_input)
     each = operands.of_samples(x) if settings.shared else operands
@@ -133,7 +141,7 @@ def run(
             return plain.out_of_place(x, operands, settings)
         if is_traced and requires_grad:
             return direct.compiled(x, operands, settings, overwrite_input, keeps_input, slots)
-        z = forward.in_python(x, each, settings, overwrite_input, keeps_input, requires_grad)
+        z = forward.in_python(x, each, settings, overwrite_input, keeps_input, requires_grad, decide)
     if each is not operands:
         operands.take_means(each)
     return z

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -17,7 +18,13 @@ from inplace_abn.settings import Operands, Settings
 
 
 def in_python(
-    x: Tensor, operands: Operands, settings: Settings, overwrite_input: bool, keeps_input: bool, requires_grad: bool
+    x: Tensor,
+    operands: Operands,
+    settings: Settings,
+    overwrite_input: bool,
+    keeps_input: bool,
+    requires_grad: bool,
+    decide: Callable[..., Any] | None = None,
 ) -> Tensor:
     """`inplace_abn.functions.run` for a call that was checked. Running statistics are given for each sample, if samples
     have their own."""
@@ -27,7 +34,11 @@ def in_python(
         x, overwrite_input = x.clone(), True
     statistics = None
     if settings.group is not None:
-        statistics = sync_statistics(x.detach(), operands, settings.group)
+        gathered = _gathered(x.detach(), settings.group)
+        if decide is not None:
+            trusted, verbatim = decide(lambda: _combined(gathered, Operands(None, None)))
+            keeps_input, settings = not trusted, settings._replace(verbatim=verbatim)
+        statistics = _combined(gathered, operands)
         if keeps_input:
             z: Tensor = KeptABNFunction.apply(x, *operands.of_graph(), *statistics, settings)
             return z
@@ -70,7 +81,7 @@ def written(
 def normalised(x: Tensor, y: Tensor, operands: Operands, settings: Settings) -> tuple[Tensor, Tensor]:
     """Writes the norm's output to y, as torch computes it, and returns the mean and the variance that it is normalised
     with."""
-    statistics = None if settings.group is None else sync_statistics(x, operands, settings.group)
+    statistics = None if settings.group is None else _combined(_gathered(x, settings.group), operands)
     mean, var = _computed(x, y, operands, settings, statistics, (False, None, None))
     # A later training step may change the running statistics before backward reads them.
     return (mean, var) if settings.training else (mean.clone(), var.clone())
@@ -108,8 +119,8 @@ def present(*tensors: Tensor | None) -> list[Tensor]:
     return [t for t in tensors if t is not None]
 
 
-def sync_statistics(x: Tensor, operands: Operands, group: ProcessGroup) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance over all ranks.
+def _gathered(x: Tensor, group: ProcessGroup) -> Tensor:
+    """The mean, the biased variance and the number of values per channel of each rank; (rank, 2 * channel + 1).
 
     One value per channel in the whole batch is an error, which all ranks raise together. A rank with several values
     knows that the whole batch has several. Only other ranks read the gathered counts, because reading waits for the
@@ -120,6 +131,11 @@ def sync_statistics(x: Tensor, operands: Operands, group: ProcessGroup) -> tuple
     gathered = distributed.all_gather(torch.cat([mean, var, mean.new_full((1,), count)]), group)
     if not torch.compiler.is_compiling() and count < 2:
         checks.check_count(x, gathered[:, -1].sum().item())
+    return gathered
+
+
+def _combined(gathered: Tensor, operands: Operands) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance over all ranks. Also updates running statistics, if there are any."""
     running = operands.running_mean, operands.running_var
     mean, var, _ = ops.run(ops.combine, present(*running), gathered, *running, *operands.momentum_arguments())
     return mean, var

@@ -153,18 +153,26 @@ def record(module: Any, figures: Tensor, planned: Plan) -> None:
             mode.figures.append((figures, None))
 
 
-def decide(module: Any, x: Tensor, residual: Tensor | None) -> tuple[bool, Channels]:
+def decide(
+    module: Any, x: Tensor, residual: Tensor | None, statistics: Callable[[], tuple[Tensor, Tensor]] | None = None
+) -> tuple[bool, Channels]:
     """Whether an in-place module may run in place in this generation, on this x, and the channels that it then saves.
 
-    Arguments are those of `plan`. Compiled code does not read the generation, because a compiler would make a new
-    program for each one.
+    Arguments are those of `plan`, and what computes a synchronised call's statistics. Ranks may differ in what they
+    save: their collectives are the same. Compiled code does not read the generation, because a compiler would make a
+    new program for each one.
     """
     if torch.compiler.is_compiling():
         return bool(module._revision >= 0 and module._may_be_compiled_in_place(x.dtype)), _NONE
     if module._guard is not None and module._guard.given_up is not None:
         return False, _NONE
     planned = plan(module, x, residual)
-    decision = decided(module, planned, lambda: measuring.measure(module, x, residual))
+    found = statistics() if planned.measures and statistics is not None else None
+    decision = decided(module, planned, lambda: measuring.measure(module, x, residual, None, found))
+    if statistics is not None and module.guard_interval and 0 < x.numel() <= x.shape[1]:
+        # One value per channel cannot be measured, and to keep the input takes hardly any memory.
+        mode = mode_of(module, x.dtype)
+        return decision.trusted and mode is not None and mode.measured_at >= 0, decision.verbatim
     return decision.trusted, decision.verbatim
 
 

@@ -114,8 +114,7 @@ def measure(
 
     Args:
         activation: what follows, if the module does not know it.
-        statistics: the mean and the variance of the call; None if they are not known yet. Those of a synchronised call
-            are then taken for x's own.
+        statistics: the mean and the variance of the call; None if they are x's own, or the running ones.
     """
     training = uses_own_statistics(module)
     with torch.no_grad(), _torch.unwatched():

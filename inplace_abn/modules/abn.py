@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -189,12 +190,10 @@ class InPlaceActivatedNorm(guard.Guarded, ActivatedNorm):
         if isinstance(x, fx.Proxy):
             return as_leaf(self, x, residual)  # type: ignore[no-any-return]
         group = self._participating()
-        # Ranks may differ in what they save. Their collectives are the same.
-        trusted, verbatim = guard.decide(self, x, residual)
-        # A rank with one value per channel cannot measure.
-        if group is not None and self.guard_interval and x.dim() > 1 and 0 < x.numel() <= x.shape[1]:
-            mode = guard.mode_of(self, x.dtype)
-            trusted = trusted and mode is not None and mode.measured_at >= 0
+        decide = functools.partial(guard.decide, self, x, residual)
+        if group is not None and not torch.compiler.is_compiling():
+            return self._call(functions.run, x, residual, self.overwrite_input, False, None, decide, group=group)
+        trusted, verbatim = decide()
         options = self.overwrite_input, not trusted, guard.slots(self)
         return self._call(functions.run, x, residual, *options, group=group, verbatim=verbatim)
 

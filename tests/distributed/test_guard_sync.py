@@ -124,6 +124,19 @@ def test_each_rank_saves_the_channels_that_it_cannot_recover():
         advance()
 
 
+@pytest.mark.parametrize("activation", ["silu", "mish"])
+@on_each_rank(2)
+def test_ranks_that_lie_far_apart_are_measured_by_the_statistics_of_all(activation):
+    """By a rank's own statistics its values would be spread over the whole activation. They lie in its tail."""
+    start_over()
+    torch.manual_seed(0)
+    module = layer(activation, 1.5)
+    far = torch.tensor([-10.0, -10.0, 0.0, 0.0]).view(4, 1, 1, 1)
+    x = (torch.randn(4, 4, 8, 8) + far).bfloat16()
+    dz = (torch.randn(4, 4, 8, 8) + x - far).bfloat16()
+    check_against_one_process(module, [2, 2], x, dz, None, 0.03)
+
+
 @on_each_rank(2)
 def test_an_empty_rank_decides_nothing():
     start_over()
