@@ -42,6 +42,8 @@ class Result(NamedTuple):
     """The alias by which backward knows z, if z may be written to."""
     input: Any = None
     """A weak reference to the input's storage. As long as it lives, no other storage has the same key."""
+    activated: Any = None
+    """The same of what the activation took, if that is not z."""
     residual: Tensor | None = None
     of_residual: Tensor | None = None
     """The alias by which backward knows the residual."""

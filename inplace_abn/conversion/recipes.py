@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from inplace_abn import _torch, guard, reference
 from inplace_abn.activations import IDENTITY, find
@@ -246,7 +247,7 @@ class OfNorm(OfCall):
             self.is_left = True
         if self._summed is not None:
             self._summed.is_left = True
-        z = self._kept(z, activation, channels, writable)
+        z = self._kept(z, activation, channels, writable, activated=None if call.in_place else t)
         if call.in_place:
             z = t
             # A hook on a view whose place in the graph nobody has read since a write ends the process in torch.
@@ -279,7 +280,13 @@ class OfNorm(OfCall):
         return decision.verbatim if decision.trusted else None
 
     def _kept(
-        self, z: Tensor, activation: tuple[str, float], channels: Channels, writable: bool, reader: str = ""
+        self,
+        z: Tensor,
+        activation: tuple[str, float],
+        channels: Channels,
+        writable: bool,
+        reader: str = "",
+        activated: Tensor | None = None,
     ) -> Tensor:
         """z with a node that keeps it, as a function of x. If a reader keeps the tensor itself, that is the norm's."""
         layer, residual = self.layer, None if self.residual is None else kept_by(self.residual, "add")
@@ -295,6 +302,8 @@ class OfNorm(OfCall):
         else:
             z = nodes.attached(self.x, z, operands, saved, settings)
         result = observed.Result(layer, *activation, writable, reader == "add", saved=alias, of_residual=of_residual)
+        if activated is not None:
+            result = result._replace(activated=StorageWeakRef(activated.untyped_storage()))
         observer.record(result, self.x, z, residual)
         return z
 

@@ -249,7 +249,8 @@ class Watch(_torch.OwnMode):
             key = r.input.cdata
             # Inputs, results and residuals have the same size. torch's activation would keep its input instead of z.
             keeps_input = r.is_writable and r.activation != "identity"
-            tensors = int(keeps_input and not r.is_alone)
+            # What somebody else keeps, torch's activation keeps without more memory.
+            tensors = int(keeps_input and not r.is_alone and (r.activated is None or r.activated.expired()))
             if r.input.expired() and key not in counted:
                 tensors += 1
                 counted.add(key)

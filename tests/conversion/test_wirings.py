@@ -160,6 +160,19 @@ def test_two_norms_of_one_input_save_it_together():
     assert measure(one, x).held == pytest.approx(native, abs=0.02 * size)
 
 
+@pytest.mark.parametrize("residual", [True, False])
+def test_a_norm_whose_output_is_kept_as_well_as_what_was_made_of_it_holds_no_more_than_torchs(residual):
+    def gated(m, x):
+        h = m.bn(m.conv(x))
+        y = h + m.conv(x) if residual else h
+        return m.last(y * torch.sigmoid(F.mish(y)))
+
+    model, x = spread(OneNorm(gated)), torch.randn(4, 3, 64, 64)
+    check_training(model, x)
+    native = measure(model, x).held
+    assert measure(convert(copy.deepcopy(model)), x).held == pytest.approx(native, rel=0.02)
+
+
 @pytest.mark.parametrize("hook", ["producer keeps", "producer's backward", "activation", "own forward"])
 def test_hooks_and_forward_passes_of_their_own_change_nothing(hook):
     model, seen = spread(OneNorm(plain)), []
