@@ -2,10 +2,11 @@
 
 The rule is deterministic, so that the same seed gives the same bits. Generations count the steps of all optimizers of
 the process. A layer measures in the first generation that it sees, then in growing distances, and then once in every
-``guard_interval`` generations, for each dtype by itself. In such a generation it measures the first calls, each on a
-sample of the call's input, before the input is overwritten. What a layer does is constant within a generation, so that
-micro-batches agree. It changes in the next generation. The copy of the figures to the host starts when they are
-measured, so the host waits for the first measurement of a layer only: its first step must be right, too.
+``guard_interval`` generations, for each dtype by itself, and for training and evaluation. In such a generation it
+measures the first calls, each on a sample of the call's input, before the input is overwritten. What a layer does is
+constant within a generation, so that micro-batches agree. It changes in the next generation. The copy of the figures to
+the host starts when they are measured, so the host waits for the first measurement of a layer only: its first step must
+be right, too.
 
 A checkpoint's recomputation belongs to the generation of its forward pass, whatever optimizer stepped in between. It is
 measured if the forward pass was not, because under reentrant checkpoints only the recomputation needs gradients.

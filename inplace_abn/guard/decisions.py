@@ -48,7 +48,7 @@ class Plan(NamedTuple):
 def current_mode(module: Any, dtype: torch.dtype, follows: Follows = ()) -> Mode | None:
     """The mode if this call only has to do what was decided, as most calls."""
     state: State | None = module._guard
-    mode = None if state is None else state.modes.get((dtype, follows))
+    mode = None if state is None else state.modes.get((dtype, follows, module.training))
     if state is None or mode is None or _torch.top_saved_tensors_hooks(True) is not None:
         return None
     if not state.writes.is_unchanged(module):
@@ -127,7 +127,7 @@ def _recovers(module: Any, x: Tensor, residual: Tensor | None) -> bool:
 
 def _entered(module: Any, dtype: torch.dtype, follows: Follows, at: int, measures: bool) -> Mode:
     """The mode, with a decision about a generation that it sees for the first time."""
-    mode = notice_writes(module).mode(dtype, follows)
+    mode = notice_writes(module).mode(dtype, follows, module.training)
     mode.enter(at, measures)
     if mode.figures:
         _judge(module, mode, mode.collected())

@@ -1,6 +1,7 @@
 """What a layer does in which generation (`inplace_abn.guard`).
 
-Everything is known by the dtype of what is kept, and by what follows, because recovery depends on these.
+Everything is known by the dtype of what is kept, by what follows, and by whether the layer trains, because recovery
+depends on these: in evaluation dx has other errors, and running statistics may be far from those of a batch.
 """
 
 from __future__ import annotations
@@ -43,10 +44,11 @@ class Decision(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Mode:
-    """What a layer does where one thing follows, and is kept in one dtype."""
+    """What a layer does where one thing follows, and is kept in one dtype, in training or in evaluation."""
 
     dtype: torch.dtype
     follows: Follows
+    training: bool
     decisions: list[Decision]
     generation: int = -1
     """The latest generation that was decided about."""
@@ -135,12 +137,12 @@ class Mode:
 class State:
     """What the guard knows of a layer."""
 
-    modes: dict[tuple[torch.dtype, Follows], Mode] = field(default_factory=dict)
+    modes: dict[tuple[torch.dtype, Follows, bool], Mode] = field(default_factory=dict)
     writes: Writes = field(default_factory=Writes)
     given_up: tuple[int, str] | None = None
     """The generation in which a converted norm was given up, and why: its output is read or written to."""
     noticed: bool = False
     """Whether that is why."""
 
-    def mode(self, dtype: torch.dtype, follows: Follows) -> Mode:
-        return self.modes.setdefault((dtype, follows), Mode(dtype, follows, [Decision()]))
+    def mode(self, dtype: torch.dtype, follows: Follows, training: bool) -> Mode:
+        return self.modes.setdefault((dtype, follows, training), Mode(dtype, follows, training, [Decision()]))

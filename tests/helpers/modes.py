@@ -68,8 +68,8 @@ def distrust(module, *dtypes):
     """Makes a module keep its input, as if the guard had found that it is not recoverable, whatever usual follows."""
     guard.forget(module)
     state = module.__dict__["_guard"] = State()
-    for dtype, follows in itertools.product(dtypes, FOLLOWS):
-        mode = state.mode(dtype, follows)
+    for what in itertools.product(dtypes, FOLLOWS, (True, False)):
+        mode = state.mode(*what)
         mode.measured_at = guard.generations.current
         mode.change(trusted=False)
 
