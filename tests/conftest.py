@@ -33,6 +33,7 @@ BOTH_NODES = {
     "test_holders",
     "test_hooks",
     "test_instance_norm_modules",
+    "test_late_writes",
     "test_lossy_hooks",
     "test_modified",
     "test_norms_of_samples",

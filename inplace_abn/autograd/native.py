@@ -19,7 +19,7 @@ from inplace_abn.activations import IDENTITY
 from inplace_abn.autograd import backward, ownership, rows
 from inplace_abn.autograd.backward import Edges, Needed, Saved, edge_of_value, input_edge
 from inplace_abn.autograd.kept import KeptABNFunction
-from inplace_abn.autograd.versions import Hooked, Versions, modified, refuse_batched
+from inplace_abn.autograd.versions import Aliased, Hooked, Versions, modified, refuse_batched
 from inplace_abn.kernels import node as kernels
 from inplace_abn.reference import NORMS_OF_ROWS, normalised_rows
 from inplace_abn.settings import WEIGHT, Operands, Settings
@@ -134,7 +134,7 @@ class Node:
         self._held: _Held | None = _Held(x, weight, *((None, None) if settings.per_instance else statistics))
         self._keeps_output: bool = False
         self._edges: Edges = Edges(None)
-        self._hooked: Hooked | None = None
+        self._hooked: Hooked | Aliased | None = None
         hooks = _torch.top_saved_tensors_hooks(True)
         # Under hooks autograd does not look at versions.
         self._input: Versions | None = None if hooks is None or not settings.rows else Versions(x)
@@ -157,7 +157,7 @@ class Node:
         found = saved._replace(z=z, residual=residual)
         self.settings, self._held, self._keeps_output = settings, _Held(*found), True
         hooks = _torch.top_saved_tensors_hooks(True)
-        self._hooked = None if hooks is None else Hooked(found, hooks)
+        self._hooked = Aliased(t, operands.residual, saved) if hooks is None else Hooked(found, hooks)
 
     def gradients(self, dy: Tensor, needed: Sequence[bool], own_dy: bool) -> Sequence[Tensor | None]:
         held = self._held
@@ -226,7 +226,8 @@ Keep = Callable[..., None]
 
 def keep_in_cpp(cpp: kernels.Node) -> Keep:
     def keep(t: Tensor, saved: Saved, x: Tensor, operands: Operands, settings: Settings, operand: int = 0) -> None:
-        cpp.keep_as(t, saved.z, saved.residual, operand, saved.var, saved.rows, saved.verbatim)
+        values = saved.var, saved.rows, saved.verbatim
+        cpp.keep_as(t, saved.z, operands.residual, saved.residual, operand, *values)
 
     return keep
 

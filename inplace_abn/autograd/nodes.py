@@ -72,11 +72,7 @@ class _Call:
         with their places in the graph."""
         self.edges: Edges = Edges(edge, *map(edge_of_value, given, saved[1:4]))
         hooks = _torch.top_saved_tensors_hooks(True)
-        self.hooked: Hooked | Aliased | None = None
-        if hooks is not None:
-            self.hooked = Hooked(saved, hooks)
-        elif saved.z is not z and saved.z.data_ptr() == z.data_ptr():
-            self.hooked = Aliased(z, saved.z)
+        self.hooked: Hooked | Aliased = Aliased(z, operands.residual, saved) if hooks is None else Hooked(saved, hooks)
 
 
 class InPlaceABNFunction(torch.autograd.Function):
@@ -163,9 +159,7 @@ def _unpacked(ctx: Any) -> Saved:
             what = "output" if "InPlaceABNFunction" in text else "residual"
             raise RuntimeError(modified(what, ctx.call.settings.name)) from error
         raise
-    hooked: Hooked | Aliased | None = ctx.call.hooked
-    if hooked is not None:
-        hooked.check(saved, ctx.call.settings.name)
+    ctx.call.hooked.check(saved, ctx.call.settings.name)
     return saved
 
 
@@ -209,8 +203,7 @@ def _attached(
         result: Tensor = InPlaceABNFunction.apply(x, *given, edge, (z,), saved, call)
     else:
         result = _apply(x, *given, None, (z,), saved, call)
-    if call.hooked is not None:
-        call.hooked.start()
+    call.hooked.start()
     return result
 
 

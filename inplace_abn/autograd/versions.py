@@ -32,20 +32,28 @@ class Versions:
         return t is not None and self.is_modified() and t._version > self.first
 
 
-class Aliased(Versions):
-    """Tells whether z was written to while backward knows it by an alias, which has a version of its own.
+class Aliased:
+    """Tells whether z or the residual was written to while backward knows it by an alias.
 
-    An alias that has become a copy has other memory.
+    An alias has a version of its own. One that has become a copy has other memory.
     """
 
-    def __init__(self, z: Tensor, alias: Tensor) -> None:
-        super().__init__(z)
-        self._memory = alias.data_ptr()
+    def __init__(self, z: Tensor, residual: Tensor | None, saved: Saved) -> None:
+        self._known: list[tuple[str, Versions, int]] = []
+        for what, t, alias in (("output", z, saved.z), ("residual", residual, saved.residual)):
+            if t is not None and alias is not None and alias is not t and alias.data_ptr() == t.data_ptr():
+                self._known.append((what, Versions(t), alias.data_ptr()))
+
+    def start(self) -> None:
+        for _, versions, _ in self._known:
+            versions.start()
 
     def check(self, saved: Saved, name: str) -> None:
-        """Raises RuntimeError if z was modified in place."""
-        if self.is_modified() and saved.z.data_ptr() == self._memory:
-            raise RuntimeError(modified("output", name))
+        """Raises RuntimeError if z or the residual was modified in place."""
+        for what, versions, memory in self._known:
+            kept = saved.z if what == "output" else saved.residual
+            if versions.is_modified() and kept is not None and kept.data_ptr() == memory:
+                raise RuntimeError(modified(what, name))
 
 
 class Hooked(Versions):

@@ -101,8 +101,8 @@ class Observer(NamedTuple):
         if self.is_blind:
             result = result._replace(saved=None, of_residual=None)
         else:
-            # A norm of rows needs no look at its output, and does not always keep it.
-            kept = None if result.is_alone and not result.is_writable else z
+            # A norm of rows does not always keep its output.
+            kept = None if result.is_alone and not result.is_writable and result.saved is None else z
             of_input = StorageWeakRef(x.untyped_storage())
             result = result._replace(z=kept, nbytes=z.nbytes, version=z._version, input=of_input)
         self.watch.follow(result, z)

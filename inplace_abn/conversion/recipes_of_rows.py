@@ -68,9 +68,10 @@ class OfRows(OfCall):
         found = self._decided(y, reader)
         if found is not None:
             keep, self._keep_node = self._keep_node, None
-            saved, settings = found
-            keep(base, saved, self.x, self.operands, settings)
-            self._observe(t)
+            (saved, settings), observer = found, self.layer.observer()
+            alias = observer.saved(y, IDENTITY, True) if kept is t and not observer.is_blind else None
+            keep(base, saved if alias is None else saved._replace(z=alias), self.x, self.operands, settings)
+            observer.record(observed.Result(self.layer, *IDENTITY, False, is_alone=True, saved=alias), self.x, t, None)
         return found is not None
 
     def _decided(self, kept: Tensor, reader: str) -> tuple[Saved, Settings] | None:
@@ -94,10 +95,6 @@ class OfRows(OfCall):
                 values = reference.standardised_rows(x, rstd, kind.rows, numbers).to(kept.dtype)
         saved = Saved(kept, scale, offset, None, rstd.flatten(), values, numbers)
         return saved, settings._replace(verbatim=columns)
-
-    def _observe(self, z: Tensor) -> None:
-        result = observed.Result(self.layer, *IDENTITY, False, is_alone=True)
-        self.layer.observer().record(result, self.x, z, None)
 
 
 def settings_of_rows(layer: Any, kind: Kind) -> Settings:

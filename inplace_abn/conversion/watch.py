@@ -183,7 +183,7 @@ class Watch(_torch.OwnMode):
 
         Where torch does not allow the write either, backward raises its error, unless the write itself fails.
         """
-        if result.is_writable:
+        if result.is_writable or result.saved is not None:
             give_up(result.layer, f"{op} writes to its output, which backward needs")
             if result.z is not None:
                 copy_saved(result)

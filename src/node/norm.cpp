@@ -141,10 +141,12 @@ bool keep(const Tensor& t, const OptTensor& residual, int64_t operand, int64_t v
   return true;
 }
 
-void keep_as(const Tensor& t, const Tensor& saved, const OptTensor& residual, int64_t operand, const Tensor& var,
-             const OptTensor& rows, const OptTensor& verbatim) {
+void keep_as(const Tensor& t, const Tensor& saved, const OptTensor& residual, const OptTensor& saved_residual,
+             int64_t operand, const Tensor& var, const OptTensor& rows, const OptTensor& verbatim) {
   auto* const node = NormFunction::of(t, operand);
-  if (node != nullptr && !node->keeps_output()) node->keep(saved, residual, var, rows, verbatim);
+  if (node == nullptr || node->keeps_output()) return;
+  node->keep(saved, saved_residual, var, rows, verbatim);
+  node->kept_as({t, saved}, residual.has_value() ? Aliased(*residual, *saved_residual) : Aliased());
 }
 
 Tensor activate(const Tensor& t, const Tensor& mean, const Tensor& var, const OptTensor& residual, int64_t operand,

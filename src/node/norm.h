@@ -34,10 +34,11 @@ bool attach_norm(const Tensor& y, const Tensor& x, const OptTensor& weight, cons
 bool keep(const Tensor& t, const OptTensor& residual, int64_t operand, int64_t version, const OptTensor& bounds,
           const OptTensor& rows, const OptTensor& channels, const OptTensor& narrow);
 
-// The same for a call that Python has decided about. `saved` is t, or an alias of it. `var`, `rows` and `verbatim` are
+// The same for a call that Python has decided about. `saved` is t, or an alias of it, as `saved_residual` is of the
+// residual. `var`, `rows` and `verbatim` are
 // those of `attached`.
-void keep_as(const Tensor& t, const Tensor& saved, const OptTensor& residual, int64_t operand, const Tensor& var,
-             const OptTensor& rows, const OptTensor& verbatim);
+void keep_as(const Tensor& t, const Tensor& saved, const OptTensor& residual, const OptTensor& saved_residual,
+             int64_t operand, const Tensor& var, const OptTensor& rows, const OptTensor& verbatim);
 
 // The activation of t, as above. `mean` and `var` are those with which a norm is the identity. The result has a node of
 // its own, and t has none any more if it is activated in place. Returns an undefined tensor, and does nothing, if the

@@ -42,6 +42,28 @@ struct Seen {
   bool operator==(const Seen&) const = default;
 };
 
+// Tells whether a tensor was written to while backward knows it by an alias, which has a version of its own. An alias
+// that has become a copy has other memory.
+class Aliased {
+ public:
+  Aliased() = default;
+  Aliased(const Tensor& t, const Tensor& alias) {
+    if (t.is_same(alias) || t.data_ptr() != alias.data_ptr()) return;
+    counter_ = t.unsafeGetTensorImpl()->version_counter();
+    first_ = t._version();
+    memory_ = alias.data_ptr();
+  }
+  void check(const Tensor& kept, const char* what, const std::string& layer) const {
+    if (memory_ == nullptr || kept.data_ptr() != memory_) return;
+    if (counter_.current_version() != first_) raise_modified(what, layer);
+  }
+
+ private:
+  c10::VariableVersion counter_{c10::VariableVersion::DISABLED};
+  int64_t first_ = 0;
+  const void* memory_ = nullptr;
+};
+
 // There are none under saved-tensor hooks, which do not see all that is kept.
 class NormFunction final : public Node {
  public:
@@ -139,6 +161,12 @@ class NormFunction final : public Node {
     x = weight = bias = mean = var = Tensor();
   }
 
+  // Says of which tensors the kept ones may be aliases.
+  void kept_as(const Aliased& output, const Aliased& residual) {
+    aliased_output_ = output;
+    aliased_residual_ = residual;
+  }
+
   variable_list apply(variable_list&& incoming) override {
     std::unique_lock lock(mutex_);
     if (!incoming.at(0).defined()) return variable_list(inputs);
@@ -152,8 +180,7 @@ class NormFunction final : public Node {
     // Only the engine gives up what it passes to backward.
     const bool by_engine = torch::autograd::get_current_node().get() == this;
     const bool own_dy = by_engine && owns_gradient(incoming[0]);
-    NodeSaved saved{unpacked(y_, "output", layer, getptr()), optional(unpacked(residual_, "residual", layer, getptr())),
-                    values_};
+    NodeSaved saved{output(), optional(residual()), values_};
     if (at::GradMode::is_enabled()) lock.unlock();
     return of_norm(
         gradients_of(incoming[0], std::move(saved), with_residual(needed), settings, by_engine, own_dy, this));
@@ -201,11 +228,9 @@ class NormFunction final : public Node {
     const auto given = [](const OptTensor& t) { return t.value_or(Tensor()); };
     PackedArgs packed;
     packed.pack(keeps_output_);
-    packed.pack(keeps_output_
-                    ? variable_list{unpacked(y_, "output", layer, getptr()),
-                                    unpacked(residual_, "residual", layer, getptr()), given(values_.weight),
-                                    given(values_.bias), values_.var, given(values_.rows), given(values_.verbatim)}
-                    : tensors());
+    packed.pack(keeps_output_ ? variable_list{output(), residual(), given(values_.weight), given(values_.bias),
+                                              values_.var, given(values_.rows), given(values_.verbatim)}
+                              : tensors());
     packed.pack(needed_by_edges(*this, inputs));
     packed.pack(bias_dtype());
     packed.pack(settings.eps);
@@ -238,6 +263,18 @@ class NormFunction final : public Node {
     // torch's norms of channels keep their input, too, and have an error of their own. A norm of rows by hand may not.
     const Tensor found = settings.rows == 0 ? x_.unpack() : unpacked(x_, "input", layer, nullptr);
     return {found, weight_.unpack(), mean, var};
+  }
+
+  Tensor output() {
+    Tensor y = unpacked(y_, "output", layer, getptr());
+    aliased_output_.check(y, "output", layer);
+    return y;
+  }
+  // Undefined if there is none.
+  Tensor residual() {
+    Tensor t = unpacked(residual_, "residual", layer, getptr());
+    if (t.defined()) aliased_residual_.check(t, "residual", layer);
+    return t;
   }
 
   // By an op that autograd/native.py defines, which autograd sees.
@@ -287,6 +324,7 @@ class NormFunction final : public Node {
   }
 
   SavedVariable x_, weight_, y_, residual_;
+  Aliased aliased_output_, aliased_residual_;
   NodeValues values_;
   std::tuple<Seen, Seen, Seen> seen_;
   bool keeps_output_ = false;

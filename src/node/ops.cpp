@@ -89,7 +89,8 @@ TORCH_LIBRARY(inplace_abn_node, m) {
       "Tensor? narrow) -> bool",
       &keep);
   m.def(
-      "keep_as(Tensor(a!) t, Tensor saved, Tensor? residual, int operand, Tensor var, Tensor? rows, Tensor? verbatim) "
+      "keep_as(Tensor(a!) t, Tensor saved, Tensor? residual, Tensor? saved_residual, int operand, Tensor var, "
+      "Tensor? rows, Tensor? verbatim) "
       "-> ()",
       &keep_as);
   m.def(
