@@ -183,7 +183,8 @@ class Watch(_torch.OwnMode):
 
         Where torch does not allow the write either, backward raises its error, unless the write itself fails.
         """
-        if result.is_writable or result.saved is not None:
+        # A norm of rows keeps what its reader keeps, but that reader's result may lead nowhere.
+        if result.is_writable or (result.is_alone and result.saved is not None):
             give_up(result.layer, f"{op} writes to its output, which backward needs")
             if result.z is not None:
                 copy_saved(result)
