@@ -49,19 +49,21 @@ class Aliased {
   Aliased() = default;
   Aliased(const Tensor& t, const Tensor& alias) {
     if (t.is_same(alias) || t.data_ptr() != alias.data_ptr()) return;
-    counter_ = t.unsafeGetTensorImpl()->version_counter();
-    first_ = t._version();
+    alias_ = alias;
     memory_ = alias.data_ptr();
+    counter_ = t.unsafeGetTensorImpl()->version_counter();
+    first_ = counter_.current_version();
   }
-  void check(const Tensor& kept, const char* what, const std::string& layer) const {
-    if (memory_ == nullptr || kept.data_ptr() != memory_) return;
-    if (counter_.current_version() != first_) raise_modified(what, layer);
+  void check(const char* what, const std::string& layer) const {
+    if (!alias_.defined() || counter_.current_version() == first_) return;
+    if (alias_.data_ptr() == memory_) raise_modified(what, layer);
   }
 
  private:
-  c10::VariableVersion counter_{c10::VariableVersion::DISABLED};
-  int64_t first_ = 0;
+  Tensor alias_;
   const void* memory_ = nullptr;
+  c10::VariableVersion counter_{c10::VariableVersion::DISABLED};
+  uint32_t first_ = 0;
 };
 
 // There are none under saved-tensor hooks, which do not see all that is kept.
@@ -192,6 +194,7 @@ class NormFunction final : public Node {
     weight_.reset_data();
     y_.reset_data();
     residual_.reset_data();
+    aliased_output_ = aliased_residual_ = {};
     x = weight = bias = mean = var = Tensor();
     values_ = {};
   }
@@ -266,15 +269,13 @@ class NormFunction final : public Node {
   }
 
   Tensor output() {
-    Tensor y = unpacked(y_, "output", layer, getptr());
-    aliased_output_.check(y, "output", layer);
-    return y;
+    aliased_output_.check("output", layer);
+    return unpacked(y_, "output", layer, getptr());
   }
   // Undefined if there is none.
   Tensor residual() {
-    Tensor t = unpacked(residual_, "residual", layer, getptr());
-    if (t.defined()) aliased_residual_.check(t, "residual", layer);
-    return t;
+    aliased_residual_.check("residual", layer);
+    return unpacked(residual_, "residual", layer, getptr());
   }
 
   // By an op that autograd/native.py defines, which autograd sees.

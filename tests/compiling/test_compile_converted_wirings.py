@@ -11,6 +11,7 @@ from cases import covering
 from compiled_converted_nets import ACTIVATIONS, batch, compiled_pair, made
 from compiled_nets import assert_same, step
 from foreign_nets import spread
+from modes import start_over
 from one_norm import OneNorm
 from torch import nn
 
@@ -215,6 +216,20 @@ def test_compiled_autograd_of_a_norm_that_custom_code_reads(norm, adds, device):
         with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):
             actual = step(module, module, x)
         assert_same(actual, expected)
+
+
+@covering(2, norm=["batch norm", "group norm", "instance norm"], adds=[False, True])
+def test_compiled_autograd_of_a_norm_whose_output_a_convolution_keeps(norm, adds, device):
+    """In the first step, which is watched, backward knows the output and what was added by aliases."""
+    start_over()
+    native = OneNorm(lambda m, x: m.last(m.bn(m.conv(x)) + x if adds else m.bn(m.conv(x))), inputs=4)
+    native.bn = READ_BY_CUSTOM_CODE[norm]()
+    native = spread(native).to(device, torch.float64)
+    module, x = convert(copy.deepcopy(native)), torch.randn(4, 4, 6, 5, dtype=torch.float64, device=device)
+    expected = step(native, native, x)
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):
+        actual = step(module, module, x)
+    assert_same(actual, expected)
 
 
 def test_a_checkpointed_region(device):
