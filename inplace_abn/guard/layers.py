@@ -100,7 +100,7 @@ def mode_of(module: Any, dtype: torch.dtype, follows: Follows = ()) -> Mode | No
 def modes_of(module: Any, dtype: torch.dtype | None = None) -> list[Mode]:
     """What the module does in training or in evaluation, as it is now, whatever followed; where this dtype is kept, if
     one is given."""
-    return [mode for mode in _all_modes(module) if mode.training is module.training and dtype in (None, mode.dtype)]
+    return [mode for mode in _all_modes(module) if mode.training == module.training and dtype in (None, mode.dtype)]
 
 
 def _all_modes(module: Any) -> list[Mode]:
