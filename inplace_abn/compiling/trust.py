@@ -164,7 +164,9 @@ def _found(module: Any, dtype: torch.dtype, before: _Answer | None) -> _Answer:
     if guard.is_noticed(module) or not _shapes(module):
         return _NOTHING
     modes = guard.modes_of(module, dtype)
-    trusted = [mode for mode in modes if mode.decisions[-1].trusted]
+    # One program may do for training and for evaluation.
+    untrusted = {mode.follows for mode in modes if not mode.decisions[-1].trusted}
+    trusted = [mode for mode in modes if mode.follows not in untrusted]
     if modes and not trusted:
         return _NOTHING
     measured = [mode for mode in trusted if mode.measured_at >= 0]

@@ -190,7 +190,7 @@ def decided(module: Any, planned: Plan, measure: Callable[[], Tensor]) -> Decisi
 
 def stays_untrusted(module: Any, dtype: torch.dtype) -> bool:
     """Whether the layer is not trusted, whatever of what it has seen follows, and nothing is to be measured."""
-    modes = modes_of(module, dtype)
+    modes = [mode for mode in modes_of(module, dtype) if mode.training == module.training]
     return bool(modes) and all(
         not mode.decisions[-1].trusted and current_mode(module, dtype, mode.follows) is mode for mode in modes
     )

@@ -80,11 +80,11 @@ class Guarded:
     @property
     def why_untrusted(self) -> str:
         """Why the module saves its input for backward, in words; empty if it runs in place."""
-        return "; ".join(dict.fromkeys(mode.why for mode in _all_modes(self) if mode.why))
+        return "; ".join(dict.fromkeys(mode.why for mode in modes_of(self) if mode.why))
 
     def shares_saved(self) -> dict[torch.dtype, float]:
         """The share of channels whose xhat is saved beside z now, by the dtype of inputs; 1 where the input is."""
-        last = {mode.dtype: mode.decisions[-1] for mode in sorted(_all_modes(self), key=lambda mode: mode.training)}
+        last = {mode.dtype: mode.decisions[-1] for mode in sorted(modes_of(self), key=lambda mode: mode.training)}
         return {dtype: 1.0 if not d.trusted else len(d.verbatim) / max(1, d.verbatim.size) for dtype, d in last.items()}
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], *rest: Any) -> None:
@@ -98,13 +98,9 @@ def mode_of(module: Any, dtype: torch.dtype, follows: Follows = ()) -> Mode | No
 
 
 def modes_of(module: Any, dtype: torch.dtype | None = None) -> list[Mode]:
-    """What the module does in training or in evaluation, as it is now, whatever followed; where this dtype is kept, if
-    one is given."""
-    return [mode for mode in _all_modes(module) if mode.training == module.training and dtype in (None, mode.dtype)]
-
-
-def _all_modes(module: Any) -> list[Mode]:
-    return [] if module._guard is None else [*module._guard.modes.values()]
+    """What the module does, whatever followed, in training or not; where this dtype is kept, if one is given."""
+    state: State | None = module._guard
+    return [] if state is None else [mode for mode in state.modes.values() if dtype in (None, mode.dtype)]
 
 
 def notice_writes(module: Any) -> State:
