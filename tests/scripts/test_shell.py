@@ -161,9 +161,8 @@ def test_a_build_shows_how_far_it_is_and_why_it_fails(fails, clone):
 
 def test_continuous_integration_runs_what_the_first_screen_of_the_readme_shows(clone):
     """Its tests had made .venv before, so it did not see that README's first command needed one."""
-    write_program(clone / "bin", "git", 'mkdir -p "$4/scripts" && cp bin/build_wheel.sh "$4/scripts"')
-    write_program(clone / "bin", "build_wheel.sh", "mkdir dist && touch dist/inplace_abn-0.whl && env")
-    write_program(clone / "bin", "tool", 'echo "$(basename "$0") $* in $(basename "$PWD")"')
+    write_program(clone / "bin", "git", 'mkdir -p "$4"')
+    write_program(clone / "bin", "tool", 'env && echo "$(basename "$0") $* in $(basename "$PWD")"')
     write_program(
         clone / "bin", "python3", 'mkdir -p "$3/bin" && cp bin/tool "$3/bin/pip" && cp bin/tool "$3/bin/python"'
     )
@@ -173,10 +172,8 @@ def test_continuous_integration_runs_what_the_first_screen_of_the_readme_shows(c
     block = [line for line in block if not line.startswith("#")]
     printed = result.stdout.splitlines()
     assert [line for line in printed if line.startswith("first_screen: ")][:-1] == [f"first_screen: {c}" for c in block]
-    assert "pip install dist/inplace_abn-0.whl in clone" in printed
     assert "pip install --no-build-isolation . in clone" in printed
     assert not re.search(r"^(PYTHON|INPLACE_ABN_\w+|VIRTUAL_ENV|PYTHONPATH)=", result.stdout, re.MULTILINE)
-    assert (clone / "dist/inplace_abn-0.whl").exists()
     assert not list((clone / "build").iterdir())
 
 
