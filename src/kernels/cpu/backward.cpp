@@ -84,15 +84,14 @@ INPLACE_ABN_INLINE void invert_and_combine_block(const scalar_t* z, const scalar
                                                  const Combination<opmath_t>& k, Mask<opmath_t> mask, Res residual,
                                                  Act act) {
   constexpr int64_t lanes = vector_lanes<scalar_t>, most = block_size<scalar_t, lanes, Act>;
-  const Inverted<scalar_t, Act, most> inverted(act, z, count);
-  const Loaded<scalar_t, most> gradient(dz, count);
+  const Inverted<scalar_t, Act, most> inverted(act, z, dz, count);
   typename Res::template Block<most> added(residual, count);
   Stored<scalar_t, most> to(dx);
   for (int64_t first = 0; first < count; first += lanes) {
     INPLACE_ABN_ONE_VECTOR
     for (int64_t l = first; l < first + lanes; ++l) {
       opmath_t y, dy;
-      inverted.get(act, l, gradient[l], y, dy);
+      inverted.get(act, l, y, dy);
       dy = added.gradient(dy, l);
       y = added.subtract(y, l);
       added.store_gradient(dy, l);
@@ -147,14 +146,13 @@ INPLACE_ABN_CLONES void invert_and_combine_rows(const scalar_t* z, int64_t z_str
   for (int64_t r = 0; r < rows; ++r) {
     const Res row = residual.row(r);
     const auto walk = [&](int64_t c, int64_t count) __attribute__((always_inline)) {
-      const Inverted<scalar_t, Act, most_channels> inverted(act, z + r * z_stride + c, count);
-      const Loaded<scalar_t, most_channels> gradient(dz + r * dz_stride + c, count);
+      const Inverted<scalar_t, Act, most_channels> inverted(act, z + r * z_stride + c, dz + r * dz_stride + c, count);
       typename Res::template Block<most_channels> added(row.at(0, 0, c), count);
       Stored<scalar_t, most_channels> to(dx + r * dx_stride + c);
       INPLACE_ABN_INDEPENDENT
       for (int64_t i = 0; i < count; ++i) {
         opmath_t y, dy;
-        inverted.get(act, i, gradient[i], y, dy);
+        inverted.get(act, i, y, dy);
         dy = added.gradient(dy, i);
         y = added.subtract(y, i);
         added.store_gradient(dy, i);
@@ -385,7 +383,7 @@ void local_backward(const LocalBackwardArgs<scalar_t>& args) {
   const bool reduce = args.training || args.dweight || args.dbias;
   const bool may_store = reduce && args.xhat.data != nullptr && args.dx.data != nullptr;
   visit<scalar_t>(args, dresidual, [&](auto residual, auto act) {
-    if constexpr (is_costly<decltype(act)>) {
+    if constexpr (is_curved_inverse<decltype(act)>) {
       if (may_store) return invert_once(args, dresidual, residual, act);
     }
     invert_twice(args, reduce, dx, residual, act);

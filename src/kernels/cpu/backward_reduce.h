@@ -103,15 +103,14 @@ INPLACE_ABN_INLINE void reduce_block(const scalar_t* z, const scalar_t* dz, int6
                                      int32_t repeated, opmath_t* __restrict__ sum_dy,
                                      opmath_t* __restrict__ sum_dy_centred) {
   constexpr int64_t most = block_size<scalar_t, unit, Act>;
-  const Inverted<scalar_t, Act, most> inverted(act, z, count);
-  const Loaded<scalar_t, most> gradient(dz, count);
+  const Inverted<scalar_t, Act, most> inverted(act, z, dz, count);
   const typename Res::template Block<most> added(residual, count);
   typename Store::template Block<most> stored(store);
   for (int64_t first = 0; first < count; first += unit) {
     INPLACE_ABN_ONE_VECTOR
     for (int32_t l = 0; l < static_cast<int32_t>(unit); ++l) {
       opmath_t y, dy;
-      inverted.get(act, first + l, gradient[first + l], y, dy);
+      inverted.get(act, first + l, y, dy);
       dy = added.gradient(dy, first + l);
       const opmath_t centred = added.subtract(y, first + l) - values.beta;
       sum_dy[l] += l < repeated ? opmath_t(0) : dy;
@@ -193,14 +192,13 @@ INPLACE_ABN_CLONES void reduce_row_chunk(const scalar_t* z, int64_t z_stride, co
     const Res residual_row = residual.row(r);
     const Store store_row = store.at(0, r, 0);
     const auto walk = [&](int64_t c, int64_t count) __attribute__((always_inline)) {
-      const Inverted<scalar_t, Act, most_channels> inverted(act, z + r * z_stride + c, count);
-      const Loaded<scalar_t, most_channels> gradient(dz + r * dz_stride + c, count);
+      const Inverted<scalar_t, Act, most_channels> inverted(act, z + r * z_stride + c, dz + r * dz_stride + c, count);
       const typename Res::template Block<most_channels> added(residual_row.at(0, 0, c), count);
       typename Store::template Block<most_channels> stored(store_row.at(0, 0, c));
       INPLACE_ABN_INDEPENDENT
       for (int64_t i = 0; i < count; ++i) {
         opmath_t y, dy;
-        inverted.get(act, i, gradient[i], y, dy);
+        inverted.get(act, i, y, dy);
         dy = added.gradient(dy, i);
         const opmath_t centred = added.subtract(y, i) - beta[c + i];
         sum_dy[c + i] += dy;

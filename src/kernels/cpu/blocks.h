@@ -1,6 +1,6 @@
 // Loads and stores of a block of a run or row, with conversion to and from the type of the arithmetic. Compilers do not
-// vectorise a loop that converts float16 by hardware or looks up a table, so this is done for the whole block, before
-// or after the loop that computes.
+// vectorise a loop that converts float16 by hardware, so this is done for the whole block, before or after the loop
+// that computes.
 #pragma once
 
 #include <algorithm>
@@ -15,11 +15,12 @@ namespace inplace_abn::cpu {
 void widen(const c10::Half* from, float* to, int64_t count);
 void narrow(const float* from, c10::Half* to, int64_t count);
 
-// The elements of a block of a run: one unit, of a constant length, or several where blocks are converted by a call or
-// looked up. `Act` is the activation that is inverted, if any.
+// The elements of a block of a run: one unit, of a constant length, or several where blocks are converted or inverted
+// by a call. `Act` is the activation that is inverted, if any.
 template <typename scalar_t, int64_t unit, typename Act = void>
 constexpr int64_t block_size =
-    std::is_same_v<scalar_t, c10::Half> || std::is_same_v<Act, Lookup<scalar_t>> ? std::max<int64_t>(256, unit) : unit;
+    std::is_same_v<scalar_t, c10::Half> || std::is_same_v<Act, BlockInverse<scalar_t>> ? std::max<int64_t>(256, unit)
+                                                                                       : unit;
 
 // The elements of the next block, of whole units; `left` is at least one unit.
 template <int64_t size, int64_t unit>
@@ -112,37 +113,47 @@ class Activated<c10::Half, Act, most> {
   alignas(64) float y_[tagged ? most : 1];
 };
 
-// Up to `most` z, inverted.
+// Up to `most` z and dz, of which there are y and dy.
 template <typename scalar_t, typename Act, int64_t most>
 class Inverted {
  public:
   using opmath_t = opmath_type<scalar_t>;
 
-  INPLACE_ABN_INLINE Inverted(const Act&, const scalar_t* z, int64_t count = most) : z_(z, count) {}
-  INPLACE_ABN_INLINE void get(const Act& act, int64_t i, opmath_t dz, opmath_t& y, opmath_t& dy) const {
-    act.inverse(z_[i], dz, y, dy);
+  INPLACE_ABN_INLINE Inverted(const Act&, const scalar_t* z, const scalar_t* dz, int64_t count = most)
+      : z_(z, count), dz_(dz, count) {}
+  INPLACE_ABN_INLINE void get(const Act& act, int64_t i, opmath_t& y, opmath_t& dy) const {
+    act.inverse(z_[i], dz_[i], y, dy);
   }
 
  private:
-  Loaded<scalar_t, most> z_;
+  Loaded<scalar_t, most> z_, dz_;
 };
 
 template <typename scalar_t, int64_t most>
-class Inverted<scalar_t, Lookup<scalar_t>, most> {
+class Inverted<scalar_t, BlockInverse<scalar_t>, most> {
  public:
-  INPLACE_ABN_INLINE Inverted(const Lookup<scalar_t>& table, const scalar_t* z, int64_t count = most) {
-    table.read(z, count, y_, slope_);
+  using opmath_t = opmath_type<scalar_t>;
+
+  INPLACE_ABN_INLINE Inverted(BlockInverse<scalar_t> inverse, const scalar_t* z, const scalar_t* dz,
+                              int64_t count = most)
+      : dz_(dz, count) {
+    inverse.invert(inverse.act, z, dz, count, y_, dy_);
   }
-  INPLACE_ABN_INLINE void get(const Lookup<scalar_t>&, int64_t i, float dz, float& y, float& dy) const {
+  INPLACE_ABN_INLINE void get(BlockInverse<scalar_t>, int64_t i, opmath_t& y, opmath_t& dy) const {
     y = y_[i];
-    // Where the activation is flat, dy is zero even if dz is NaN or infinite.
-    const float product = dz * slope_[i];
-    dy = slope_[i] == 0 ? 0 : product;
+    if constexpr (BlockInverse<scalar_t>::gives_slopes) {
+      // Where the activation is flat, dy is zero even if dz is NaN or infinite.
+      const opmath_t slope = dy_[i], product = dz_[i] * slope;
+      dy = slope == 0 ? 0 : product;
+    } else {
+      dy = dy_[i];
+    }
   }
 
  private:
-  alignas(64) float y_[most];
-  alignas(64) float slope_[most];
+  Loaded<scalar_t, most> dz_;
+  alignas(64) opmath_t y_[most];
+  alignas(64) opmath_t dy_[most];
 };
 
 }  // namespace inplace_abn::cpu

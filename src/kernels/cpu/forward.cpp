@@ -127,7 +127,8 @@ auto panel_transformer(const View<const scalar_t>& x, const View<scalar_t>& z, c
 template <typename scalar_t, typename Args, typename F>
 void visit(const Args& args, const F& f) {
   visit_residual<scalar_t>(args.residual, View<scalar_t>{}, [&](auto residual) {
-    visit_forward<scalar_t>(args.activation, args.invertible, [&](auto act) { f(residual, act); });
+    visit_forward<scalar_t>(args.activation.kind, args.activation.param, args.invertible,
+                            [&](auto act) { f(residual, act); });
   });
 }
 
