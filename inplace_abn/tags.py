@@ -2,7 +2,8 @@
 
 In place, a relu's zero is a tiny negative number. A zero of hardswish's flat part, or of gelu's tail, is a tiny
 positive number. From these numbers backward recovers what was activated. A calculation does not notice the difference.
-Comparisons with zero, roots, roundings and ops that order values do. Tags are kept by all ops that make zeros of zeros.
+Comparisons with zero, roots, roundings, divisions and ops that order values do. Tags are kept by all ops but those that
+are known to make no zeros of zeros.
 
 The tag of a silu or mish, its last bit, is no more than a rounding. Batch normalisation that is computed in another
 order rounds as well.
@@ -24,53 +25,85 @@ _NEGATIVE = frozenset({"eq", "ne", "ge", "lt"})
 _POSITIVE = frozenset({"eq", "ne", "gt", "le"})
 _COMPARISONS = _NEGATIVE | _POSITIVE
 _BY_SIGN = {"negative": _NEGATIVE, "positive": _POSITIVE, "either": _COMPARISONS}
-_TURNING = frozenset({"neg", "mul", "div", "sub", "mm", "bmm", "prod"})
-"""Ops that may change the sign of tags."""
 
 _READERS = {
     "tells zeros from other numbers": (
-        "sign sgn signbit heaviside copysign nonzero nonzero_static nonzero_numpy count_nonzero any all is_nonzero "
-        "logical_not logical_and logical_or logical_xor equal threshold bernoulli multinomial poisson "
-        "binary_cross_entropy to_sparse _to_sparse to_sparse_csr _to_sparse_csr isclose atan2"
+        "sign sgn signbit angle heaviside copysign nonzero nonzero_static nonzero_numpy argwhere count_nonzero any all "
+        "is_nonzero logical_not logical_and logical_or logical_xor equal threshold bernoulli multinomial poisson "
+        "binary_cross_entropy to_sparse _to_sparse to_sparse_csr _to_sparse_csr to_sparse_csc _to_sparse_csc "
+        "to_sparse_bsr _to_sparse_bsr to_sparse_bsc _to_sparse_bsc isclose isin atan2"
     ),
-    "takes a root or logarithm": "sqrt rsqrt log log2 log10 special_entr xlogy special_xlogy special_xlog1py logit",
+    "takes a root or logarithm": (
+        "sqrt rsqrt log log2 log10 special_entr xlogy special_xlogy special_xlog1py logit special_logit "
+        "lgamma digamma polygamma igamma igammac"
+    ),
     "rounds": "floor ceil remainder floor_divide frexp nextafter",
     "orders values": (
         "topk sort argsort msort argmax argmin kthvalue mode unique _unique _unique2 unique_dim unique_consecutive "
-        "searchsorted bucketize histc histogram _histogramdd_from_bin_cts _histogramdd_bin_edges"
+        "searchsorted bucketize histc histogram histogramdd _histogramdd_from_bin_cts _histogramdd_bin_edges"
     ),
-    "divides": "reciprocal",
+    "divides": "reciprocal addcdiv",
+    "reads a zero, as .item() and if do": "_local_scalar_dense",
 }
 _READS = {name: reading for reading, names in _READERS.items() for name in names.split()}
 
-_KEEPERS = {
-    "the same values, elsewhere": (
-        "cat stack clone copy contiguous _to_copy constant_pad_nd pad reflection_pad1d reflection_pad2d "
-        "reflection_pad3d replication_pad1d replication_pad2d replication_pad3d index index_select gather take "
-        "take_along_dim masked_select masked_fill masked_scatter where scatter scatter_add index_put index_copy "
-        "index_fill slice_scatter select_scatter diagonal_scatter slice_backward flip roll rot90 repeat "
-        "repeat_interleave tile tril triu im2col col2im pixel_shuffle pixel_unshuffle channel_shuffle unfold "
-        "as_strided_copy fft_fftshift upsample_nearest1d upsample_nearest2d upsample_nearest3d "
-        "_upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d grid_sampler_2d "
-        "_unsafe_index _unsafe_masked_index max_unpool2d max_unpool3d reshape view_copy permute_copy "
-        "_reshape_alias"
+_LOSERS = {
+    "sums with a bias, or over what is not zero": (
+        "convolution _convolution convolution_overrideable mkldnn_convolution cudnn_convolution linear mkldnn_linear "
+        "addmm addmv addbmm baddbmm addr bilinear native_batch_norm _native_batch_norm_legit "
+        "_native_batch_norm_legit_functional _native_batch_norm_legit_no_training cudnn_batch_norm "
+        "_batch_norm_with_update _batch_norm_with_update_functional native_layer_norm native_group_norm "
+        "_fused_rms_norm _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu "
+        "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention "
+        "_scaled_dot_product_fused_attention_overrideable _cdist_forward _euclidean_dist _fft_r2c _fft_c2c _fft_c2r"
     ),
-    "the largest or smallest of them": (
-        "max_pool2d_with_indices max_pool3d_with_indices max_pool1d_with_indices max_pool1d max_pool2d max_pool3d "
-        "mkldnn_max_pool2d adaptive_max_pool2d adaptive_max_pool3d fractional_max_pool2d fractional_max_pool3d max "
-        "min amax amin aminmax median nanmedian cummax cummin topk sort kthvalue mode maximum fmax"
+    "not zero where its argument is": (
+        "sigmoid exp exp2 cos cosh acos erfc softplus hardsigmoid log_sigmoid_forward _softmax _log_softmax logsumexp "
+        "logaddexp logaddexp2 logcumsumexp special_ndtr sinc special_i0 special_i0e special_i1e special_erfcx"
     ),
-    "zeros of zeros": (
-        "mul neg abs square native_dropout dropout mean sum avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d "
-        "adaptive_avg_pool2d _adaptive_avg_pool2d _adaptive_avg_pool3d upsample_linear1d upsample_bilinear2d "
-        "_upsample_bilinear2d_aa upsample_bicubic2d upsample_trilinear3d leaky_relu tanh silu gelu sin expm1 log1p "
-        "erf cumsum trunc round prod bmm mm"
+    "made of no value": (
+        "empty_like zeros_like ones_like full_like rand_like randn_like randint_like new_empty new_empty_strided "
+        "new_zeros new_ones new_full zero fill normal uniform exponential bernoulli"
     ),
+    "the same of a tag as of a zero": "isnan isinf isfinite isposinf isneginf eq ne gt ge lt le",
 }
-_KEEPING = frozenset(name for names in _KEEPERS.values() for name in names.split())
-_ONLY_TOGETHER = frozenset({"add", "sub", "maximum", "fmax", "mm", "bmm"})
+_LOSING = frozenset(name for names in _LOSERS.values() for name in names.split())
+"""Ops whose results are no zeros where arguments are, or none that are worth following. All others keep tags."""
+_SUMS = "add sub rsub"
+_TOGETHER = f"{_SUMS} maximum fmax mm bmm mv dot vdot lerp addcmul hypot"
+_ONLY_TOGETHER = frozenset(_TOGETHER.split())
 """Ops that are followed only if all of their operands have tags. Only then sums have zeros, and only then the zeros of
 matrix products are worth following."""
+_KEEPERS = (
+    "cat stack clone copy contiguous _to_copy constant_pad_nd pad reflection_pad1d reflection_pad2d "
+    "reflection_pad3d replication_pad1d replication_pad2d replication_pad3d index index_select gather take "
+    "take_along_dim masked_select masked_fill masked_scatter where scatter scatter_add index_put index_copy "
+    "index_fill slice_scatter select_scatter diagonal_scatter slice_backward flip roll rot90 repeat "
+    "repeat_interleave tile tril triu im2col col2im pixel_shuffle pixel_unshuffle channel_shuffle unfold "
+    "as_strided_copy fft_fftshift upsample_nearest1d upsample_nearest2d upsample_nearest3d "
+    "_upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d grid_sampler_2d "
+    "_unsafe_index _unsafe_masked_index max_unpool2d max_unpool3d reshape view_copy permute_copy _reshape_alias "
+    "max_pool2d_with_indices max_pool3d_with_indices max_pool1d_with_indices max_pool1d max_pool2d max_pool3d "
+    "mkldnn_max_pool2d adaptive_max_pool2d adaptive_max_pool3d fractional_max_pool2d fractional_max_pool3d max "
+    "min amax amin aminmax median nanmedian cummax cummin topk sort kthvalue mode maximum fmax minimum fmin add "
+    "native_dropout dropout mean sum nansum cumsum avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d "
+    "adaptive_avg_pool2d _adaptive_avg_pool2d _adaptive_avg_pool3d upsample_linear1d upsample_bilinear2d "
+    "_upsample_bilinear2d_aa upsample_trilinear3d leaky_relu hardtanh clamp clamp_max clamp_min tanh silu sin "
+    "expm1 log1p erf trunc round nan_to_num relu convert_element_type _low_memory_max_pool_with_offsets"
+)
+_SAME_SIGN = frozenset(_KEEPERS.split())
+"""Ops whose results have tags of the same sign. Those of all others may have either."""
+_CUTTING = {"hardtanh": "min_val", "clamp": "min", "clamp_min": "min"}
+"""Ops that make a number of all that is smaller, and their argument of that number. relu makes 0."""
+
+
+def _is_nothing(value: Any, dtype: torch.dtype) -> bool:
+    """Whether a number is so small that a tag, divided by it, would be seen."""
+    largest = _LARGEST_NOTHING.get(dtype, 2.0**-24)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= largest
+
+
+_LARGEST_NOTHING = {torch.float16: 2.0**-10, torch.float64: 0.0}
 
 
 class TensorInfo(NamedTuple):
@@ -166,33 +199,37 @@ class Follower:
                     found[source] = f"{op.name} {reading}"
         return found
 
-    def keeps(self, op: Op) -> bool:
-        """Whether the result has zeros where the tagged tensors have them."""
+    def kept(self, op: Op) -> dict[Hashable, str]:
+        """The sources of tags that are tags of the result, too, with their signs: the result has zeros, or numbers next
+        to zero, where the tagged tensors have zeros."""
         name, values = op.name, op.values
         own = [t for t in op.tensors if t.storage in self.tagged]
-        if not own:
-            return False
-        if name in _ONLY_TOGETHER:
-            return len(own) == len(op.tensors) and "other" not in values
-        if name in ("div", "pow"):
-            return op.tensors[0].storage in self.tagged and "self" not in values
-        if name in ("hardtanh", "clamp", "clamp_min"):
-            least = values.get("min_val", values.get("min"))
-            return least is not None and least < 0
-        return name == "clamp_max" or name in _KEEPING
+        if not own or name in _LOSING:
+            return {}
+        if name in _ONLY_TOGETHER and len(own) < len(op.tensors):
+            return {}
+        if name in _SUMS.split() and "other" in values and not _is_nothing(values["other"], own[0].dtype):
+            return {}
+        if name in ("div", "pow") and ("self" in values or op.tensors[0].storage not in self.tagged):
+            return {}
+        sources = {s: sign for t in own for s, sign in self.tagged[t.storage].items()}
+        least = 0 if name == "relu" else values.get(_CUTTING.get(name, ""))
+        if least == 0:
+            sources = {s: sign for s, sign in sources.items() if sign != "negative"}
+        elif least is not None and least > 0 and not _is_nothing(least, own[0].dtype):
+            return {}
+        is_moved = "other" in values or (least is not None and least > 0)
+        return sources if name in _SAME_SIGN and not is_moved else dict.fromkeys(sources, "either")
 
     def follow(self, op: Op, results: Collection[TensorInfo]) -> None:
         """Notes which results of the op have tags, or were chosen by them."""
-        sources = {s: sign for t in op.tensors for s, sign in self.tagged.get(t.storage, {}).items()}
-        if op.name in _TURNING:
-            sources = dict.fromkeys(sources, "either")
-        keeps = self.keeps(op)
+        kept = self.kept(op)
         for result in results:
-            if not result.dtype.is_floating_point:
-                if keeps and op.name not in _READS and result.storage not in op.writes:
-                    self.chosen[result.storage] = op, sources
-            elif keeps:
-                self.tagged[result.storage] = {**self.tagged.get(result.storage, {}), **sources}
+            if not (result.dtype.is_floating_point or result.dtype.is_complex):
+                if kept and op.name not in _READS and result.storage not in op.writes:
+                    self.chosen[result.storage] = op, kept
+            elif kept:
+                self.tagged[result.storage] = {**self.tagged.get(result.storage, {}), **kept}
             elif result.storage in op.writes and result.whole:
                 self.tagged.pop(result.storage, None)
 
@@ -208,7 +245,7 @@ class Follower:
             exponent = values.get("exponent")
             whole = isinstance(exponent, (int, float)) and float(exponent).is_integer() and exponent >= 0
             return "takes a power that is no whole number" if first_is_tagged and not whole else ""
-        if name in ("linalg_vector_norm", "norm") and values.get("ord", values.get("p")) == 0:
+        if name in ("linalg_vector_norm", "norm", "dist") and values.get("ord", values.get("p")) == 0:
             return "tells zeros from other numbers"
         if name in ("div", "true_divide"):
             if values.get("rounding_mode") == "floor":

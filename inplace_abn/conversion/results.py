@@ -29,6 +29,7 @@ _WRITING = frozenset(
     [f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")]
 )
 _WRITES_NOTHING = frozenset({"requires_grad_", "detach_", "share_memory_"})
+_BOOL = (torch.bool, torch.BoolTensor, "torch.BoolTensor")
 _ALIASES = {"greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le", "not_equal": "ne"}
 
 
@@ -127,12 +128,15 @@ def _tells(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], t: Tenso
         return not _torch.in_backward()
     is_first = bool(args) and args[0] is t
     others = *args[is_first:], *kwargs.values()
-    if name.endswith("pow"):
+    if name.endswith(("pow", "power")):
         return not is_first or name[0] == "r" or any(not isinstance(v, int) or v < 0 for v in others)
     if name.endswith("div") or name in ("divide", "true_divide", "truediv"):
-        return not is_first or name[0] == "r" or "floor" in others
+        return not is_first or name[0] == "r" or name == "floordiv" or "floor" in others
     if name.endswith("norm"):
         return any(type(v) in (int, float) and v == 0 for v in others)
-    if name in ("to", "type", "view"):
-        return any(v is torch.bool or (name == "view" and isinstance(v, torch.dtype)) for v in others)
+    if name in ("to", "type", "type_as", "view"):
+        kinds = [v.dtype if isinstance(v, Tensor) else v for v in others]
+        return any(v in _BOOL or (name == "view" and isinstance(v, torch.dtype)) for v in kinds)
+    if name == "where":
+        return len(args) == 1 and not kwargs
     return name in _LEAVING or name in ("bool", "float") or tags.is_telling(_ALIASES.get(name, name), sign)

@@ -133,12 +133,15 @@ class Watch(_torch.OwnMode):
             r.alias_info is not None and not r.alias_info.is_write for r in _torch.schema_of(func).returns
         )
         readings = {} if is_view else self._readings(func.namespace, op)
+        if readings and op.name == "_local_scalar_dense" and func(self._clean(args[0], op.writes)) != 0:
+            # A number that is not zero may be written to a log.
+            readings = {}
         for layer, reading in readings.items():
             give_up(layer, f"its zeros are tiny numbers in training, and {reading}")
         if readings or op.name in _READ_AGAIN:
             for key in {t.storage for t in op.tensors} - op.writes:
                 self._release(key)
-        elif not is_view and self._follower.keeps(op):
+        elif not is_view and self._follower.kept(op):
             # What is made of z then has no tags, without a copy of z that lives until backward.
             args, kwargs = tree_map_only(Tensor, lambda t: self._clean(t, op.writes), (args, kwargs))
         for key in op.writes & self._results.keys():
@@ -146,6 +149,9 @@ class Watch(_torch.OwnMode):
         for key in op.writes & self._added.keys():
             self._before_write_to_residuals(self._added.pop(key), op.name)
         result = func(*args, **kwargs)
+        if "_foreach_" in str(func):
+            # Under a dispatch mode torch does not count the writes of ops on lists.
+            torch.autograd.graph.increment_version([t for t in tensors if tags.storage_of(t) in op.writes])
         if not is_view:
             made = [t for t in tensors_in(result) if _is_ordinary(t)]
             self._follower.follow(op, [tags.info_of(t) for t in made])

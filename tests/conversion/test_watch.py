@@ -84,10 +84,18 @@ READERS = {
     "floor division": (lambda h: h.detach() // 1, "rounds"),
     "histc": (lambda h: torch.histc(h.detach(), 4, 0, 4), "orders values"),
     "bucketize": (lambda h: torch.bucketize(h.detach(), torch.tensor([0.0, 1.0])), "orders values"),
+    "isin": (lambda h: torch.isin(h.detach(), h.new_zeros(1)), ZERO),
+    "angle": (lambda h: h.detach().angle(), ZERO),
+    "digamma": (lambda h: torch.digamma(h.detach()).clamp(-9, 9), "takes a root or logarithm"),
+    "abs > 0": (lambda h: h.abs() > 0, "gt compares them with zero"),
+    "a mask of padding": (lambda h: h.abs().sum(1) > 0, "gt compares them with zero"),
+    "sum of squares > 0": (lambda h: (h**2).sum(1) > 0, "gt compares them with zero"),
+    "if": (lambda h: torch.tensor(2.0 if h.amin() else 1.0), "reads a zero"),
+    "item": (lambda h: torch.tensor(float(h.amin().item() == 0)), "reads a zero"),
 }
 
 
-SIGNED = ["signbit", "rsqrt", "h ** -1", "1 / h", "x / h"]
+SIGNED = ["signbit", "angle", "digamma", "rsqrt", "h ** -1", "1 / h", "x / h"]
 """What tells zeros of either sign apart."""
 
 
@@ -145,6 +153,15 @@ WAYS = {
     "put into": lambda h: torch.ones(2, 8, 8, 8, dtype=h.dtype).index_copy(1, torch.arange(4), h),
     "where": lambda h: torch.where(torch.ones_like(h) > 0, h, torch.ones_like(h)),
     "chunks": lambda h: h.chunk(2, 1)[1],
+    "clamp": lambda h: h.clamp(max=0.5),
+    "minimum": lambda h: torch.minimum(h, torch.ones_like(h)),
+    "norm": lambda h: h.norm(dim=1),
+    "deviation": lambda h: h.detach().std((0, 2, 3), correction=0),
+    "power": lambda h: h**3,
+    "nansum": lambda h: h.nansum(1),
+    "nan_to_num": torch.nan_to_num,
+    "bicubic": lambda h: F.interpolate(h, scale_factor=2, mode="bicubic"),
+    "put into segments": lambda h: h.new_zeros(2, 1, 8, 8).index_add(1, torch.zeros(4, dtype=torch.long), h),
     "several": lambda h: F.max_pool2d(F.pad(torch.cat([h, h], 1), (1, 1))[:, :3], 2).flatten(1),
 }
 
@@ -175,6 +192,12 @@ HARMLESS = {
     "not its own": lambda h: torch.zeros_like(h).index_fill(1, torch.tensor([0]), 1.0) == 0,
     "a power of a base": lambda h: 2.0**h,
     "its shape": lambda h: h.new_ones(h.shape) == 0,
+    "a number for a log": lambda h: torch.tensor(h.mean().item()),
+    "is it NaN": lambda h: h.isnan() | h.isinf(),
+    "cut off": lambda h: F.relu6(h) == 0,
+    "random": lambda h: F.dropout(h) * (torch.rand_like(h) > 0.5),
+    "normalised": lambda h: h / (h.norm(dim=1, keepdim=True) + 1e-5),
+    "frequencies": lambda h: torch.fft.rfft2(h).abs() > 0.5,
     "memory of what was freed": lambda h: sum((torch.zeros_like(h) == 0).sum() for _ in range(9)),
 }
 
@@ -183,6 +206,45 @@ HARMLESS = {
 def test_what_only_calculates_is_no_reason(name):
     layer = trained_alike(HARMLESS[name])
     assert layer.in_place, layer.why
+
+
+DIVIDED = {
+    "normalize": lambda h: F.normalize(h, dim=1),
+    "by a sum": lambda h: h / (h.sum(1, keepdim=True) + 1e-12),
+    "by a norm": lambda h: h / (1e-10 + h.norm(dim=1, keepdim=True)),
+    "by the largest": lambda h: h / h.amax(1, keepdim=True).clamp(min=1e-12),
+    "similarity": lambda h: F.cosine_similarity(h, torch.ones_like(h), dim=1),
+}
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_divided_by_next_to_nothing_is_torchs_where_all_are_zero(dtype, name):
+    """Pixels that are zero in every channel became numbers of the size of all others, in silence."""
+
+    def run(m, x):
+        h = DIVIDED[name](m.act(m.bn(m.conv(x))))
+        seen.append(h.detach().double())
+        return h
+
+    torch.manual_seed(0)
+    model = OneNorm(run)
+    with torch.no_grad():
+        model.bn.weight.fill_(30)
+        model.bn.bias.fill_(-30)
+    model, seen = model.to(dtype), []
+    converted = convert(copy.deepcopy(model))
+    optimizer = torch.optim.SGD(converted.parameters(), 0.0)
+    for _ in range(3):
+        x = torch.randn(2, 3, 8, 8).to(dtype)
+        for each in (model, converted):
+            each(x).square().mean().backward()
+        optimizer.step()
+        expected, found = seen[-2:]
+        assert (expected == 0).any()
+        assert (found[expected == 0] == 0).all()
+    (layer,) = report(converted).layers
+    assert "div divides by them" in layer.why
 
 
 @pytest.mark.parametrize("module", [nn.Hardswish(), nn.GELU()], ids=str)

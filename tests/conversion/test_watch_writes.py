@@ -91,8 +91,9 @@ def test_every_activation_that_keeps_its_input_may_be_written_to(name):
 
 
 @pytest.mark.parametrize("activation", [nn.ReLU(), nn.ELU(inplace=True), nn.LeakyReLU(0.1, inplace=True)], ids=str)
-def test_what_torch_refuses_is_refused(activation):
-    model = spread(OneNorm(writing(WRITES["+="]), activation))
+@pytest.mark.parametrize("write", ["+=", "foreach"])
+def test_what_torch_refuses_is_refused(write, activation):
+    model = spread(OneNorm(writing(WRITES[write]), activation))
     for made in (model, convert(copy.deepcopy(model))):
         with pytest.raises(RuntimeError, match=r"modified (by an inplace operation|in place)"):
             trained(made.double(), images(), 1)
