@@ -25,6 +25,9 @@ _NEGATIVE = frozenset({"eq", "ne", "ge", "lt"})
 _POSITIVE = frozenset({"eq", "ne", "gt", "le"})
 _COMPARISONS = _NEGATIVE | _POSITIVE
 _BY_SIGN = {"negative": _NEGATIVE, "positive": _POSITIVE, "either": _COMPARISONS}
+_NEXT = "next to zero"
+"""The sign of a tag to which next to nothing was added. Only who divides by it notices what it is."""
+_DIVIDING = frozenset({"div", "true_divide", "reciprocal", "addcdiv"})
 
 _READERS = {
     "tells zeros from other numbers": (
@@ -69,12 +72,12 @@ _LOSERS = {
 }
 _LOSING = frozenset(name for names in _LOSERS.values() for name in names.split())
 """Ops whose results are no zeros where arguments are, or none that are worth following. All others keep tags."""
-_SUMS = "add sub rsub"
-_TOGETHER = f"{_SUMS} maximum fmax mm bmm mv dot vdot lerp addcmul hypot"
-_ONLY_TOGETHER = frozenset(_TOGETHER.split())
+_SUMS = frozenset({"add", "sub", "rsub"})
+_TOGETHER = "maximum fmax mm bmm mv dot vdot lerp addcmul hypot"
+_ONLY_TOGETHER = _SUMS.union(_TOGETHER.split())
 """Ops that are followed only if all of their operands have tags. Only then sums have zeros, and only then the zeros of
 matrix products are worth following."""
-_KEEPERS = (
+_SIGN_KEEPERS = (
     "cat stack clone copy contiguous _to_copy constant_pad_nd pad reflection_pad1d reflection_pad2d "
     "reflection_pad3d replication_pad1d replication_pad2d replication_pad3d index index_select gather take "
     "take_along_dim masked_select masked_fill masked_scatter where scatter scatter_add index_put index_copy "
@@ -91,7 +94,7 @@ _KEEPERS = (
     "_upsample_bilinear2d_aa upsample_trilinear3d leaky_relu hardtanh clamp clamp_max clamp_min tanh silu sin "
     "expm1 log1p erf trunc round nan_to_num relu convert_element_type _low_memory_max_pool_with_offsets"
 )
-_SAME_SIGN = frozenset(_KEEPERS.split())
+_SAME_SIGN = frozenset(_SIGN_KEEPERS.split())
 """Ops whose results have tags of the same sign. Those of all others may have either."""
 _CUTTING = {"hardtanh": "min_val", "clamp": "min", "clamp_min": "min"}
 """Ops that make a number of all that is smaller, and their argument of that number. relu makes 0."""
@@ -104,6 +107,8 @@ def _is_nothing(value: Any, dtype: torch.dtype) -> bool:
 
 
 _LARGEST_NOTHING = {torch.float16: 2.0**-10, torch.float64: 0.0}
+"""The largest such numbers; 2**-24 in float32 and bfloat16. A tag is 2**-48 of y there, 2**-15 in float16, 2**-300 in
+float64."""
 
 
 class TensorInfo(NamedTuple):
@@ -178,7 +183,8 @@ class Follower:
 
     def __init__(self) -> None:
         self.tagged: dict[int, dict[Hashable, str]] = {}
-        """The sources of each storage's tags, and the sign of their tiny numbers: "negative", "positive", "either"."""
+        """The sources of each storage's tags, and the sign of their tiny numbers: "negative", "positive", "either", or
+        `_NEXT`."""
         self.chosen: dict[int, tuple[Op, Collection[Hashable]]] = {}
         """The storages of what ops have chosen by tagged values, such as the indices of a pooling."""
 
@@ -194,7 +200,8 @@ class Follower:
                 found |= dict.fromkeys(sources, f"{by.name} chooses by them, and {op.name} reads its choice")
         for t in op.tensors:
             for source, sign in self.tagged.get(t.storage, {}).items():
-                reading = self._reading(op, _BY_SIGN[sign])
+                is_seen = sign != _NEXT or op.name in _DIVIDING
+                reading = self._reading(op, _BY_SIGN.get(sign, ())) if is_seen else ""
                 if reading:
                     found[source] = f"{op.name} {reading}"
         return found
@@ -208,7 +215,7 @@ class Follower:
             return {}
         if name in _ONLY_TOGETHER and len(own) < len(op.tensors):
             return {}
-        if name in _SUMS.split() and "other" in values and not _is_nothing(values["other"], own[0].dtype):
+        if name in _SUMS and "other" in values and not _is_nothing(values["other"], own[0].dtype):
             return {}
         if name in ("div", "pow") and ("self" in values or op.tensors[0].storage not in self.tagged):
             return {}
@@ -218,8 +225,9 @@ class Follower:
             sources = {s: sign for s, sign in sources.items() if sign != "negative"}
         elif least is not None and least > 0 and not _is_nothing(least, own[0].dtype):
             return {}
-        is_moved = "other" in values or (least is not None and least > 0)
-        return sources if name in _SAME_SIGN and not is_moved else dict.fromkeys(sources, "either")
+        if (name in _SUMS and values.get("other")) or (least is not None and least > 0):
+            return dict.fromkeys(sources, _NEXT)
+        return {s: sign if name in _SAME_SIGN or sign == _NEXT else "either" for s, sign in sources.items()}
 
     def follow(self, op: Op, results: Collection[TensorInfo]) -> None:
         """Notes which results of the op have tags, or were chosen by them."""

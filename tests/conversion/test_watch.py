@@ -184,6 +184,7 @@ HARMLESS = {
     "h == 0.5": lambda h: h == 0.5,
     "square": lambda h: h**2,
     "root of what is added to": lambda h: (h + 1e-5).sqrt(),
+    "root of what is next to zero": lambda h: (h + 1e-12).clamp(min=1e-12).log(),
     "clamped": lambda h: h.clamp(min=0) == 0,
     "activated again": lambda h: F.relu(h) == 0,
     "calculated": lambda h: (h @ h.transpose(2, 3) + 1).sqrt(),
