@@ -3,7 +3,9 @@
 
 There is a row for every activation, dtype, gamma and beta. "in place" are the largest relative errors of dx and dweight
 against float64, of a layer that is in place even where the guard would refuse. "torch" are those of torch's own
-BatchNorm and activation in the same dtype. "measured" are the errors as the guard measures them. Gradients are
+BatchNorm and activation in the same dtype. "measured" are the errors as the guard measures them. "sums" are the largest
+errors of a channel's mean of dx and of dx times xhat, in place and of torch. The layer before sums dx over its inputs,
+which may all be positive: an error of many elements that has a direction is not averaged out there. Gradients are
 correlated with the input, as those of a squared loss are. With a dz that is independent of x, lost information does not
 show. The table is Markdown on standard output. All errors are in unit roundoffs of the dtype.
 """
@@ -78,22 +80,26 @@ class Layer(NamedTuple):
 
 
 class Errors(NamedTuple):
-    """The relative errors for several gradients dz: of dx, and of the dweight of each channel."""
+    """The relative errors for several gradients dz: of dx, of the dweight of each channel, and of its sums of dx."""
 
     x: list[Tensor]
     weight: list[Tensor]
+    sums: list[Tensor]
 
     def worst(self) -> Pair:
-        """The largest errors."""
+        """The largest errors of dx and dweight."""
         return Pair(max(self.x).item(), max(each.max().item() for each in self.weight))
+
+    def worst_sum(self) -> float:
+        return max(each.max().item() for each in self.sums)
 
 
 def errors(layer: Layer) -> tuple[Errors, Errors]:
     """Returns the errors of dx and dweight, in place and of torch, for gradients that are correlated with xhat.
 
-    The error of dx is relative to gamma / sqrt(var + eps) * dy over the layer. The error of dweight is relative to the
-    size of xhat * dy in its channel. For dweight one dz is proportional to the error of the recovery, which is the
-    worst case.
+    The error of dx is relative to gamma / sqrt(var + eps) * dy over the layer, that of its sums to the same in the
+    channel. The error of dweight is relative to the size of xhat * dy in its channel. For dweight one dz is
+    proportional to the error of the recovery, which is the worst case.
     """
     x, (weight, bias) = layer.x, layer.parameters
     mean, var = ops.statistics(x.double())
@@ -127,7 +133,7 @@ def errors(layer: Layer) -> tuple[Errors, Errors]:
     exact = layer.gradients(dzs, True, torch.float64)
     scale, counts = (reference.per_channel(inv_std, x) * layer.gamma).abs(), x.numel() // x.shape[1]
     spread = reference.channel_mean(slope.square()).add(least**2).sqrt()
-    found = Errors([], []), Errors([], [])
+    found = Errors([], [], []), Errors([], [], [])
     for contender in (in_place, native):
         chosen = [i for i, (_, _, contenders) in enumerate(cases) if contender in contenders]
         gradients = layer.gradients([dzs[i] for i in chosen], contender, x.dtype)
@@ -136,6 +142,9 @@ def errors(layer: Layer) -> tuple[Errors, Errors]:
             for which in cases[i][1]:
                 off = given[which].double() - exact[i][which]
                 if which == dx:
+                    whole = reference.channel_mean((scale * ((slope * dz).abs() + least)).square()).sqrt()
+                    sums = (reference.channel_mean(off * other).abs() for other in (torch.ones_like(off), xhat))
+                    found[contender].sums.extend(each / whole for each in sums)
                     off, size = off.norm(), scale.mul((slope * dz).abs() + least).norm()
                 else:
                     off, size = off.abs(), counts * reference.channel_mean(dz.square()).sqrt() * spread
@@ -175,7 +184,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     print(f"Errors of dx and dweight in unit roundoffs; x of shape {SHAPE}, torch {torch.__version__}.\n")
-    head = ("activation", "dtype", "x", "residual", "gamma", "beta / gamma", "in place", "torch", "measured")
+    head = ("activation", "dtype", "x", "residual", "gamma", "beta / gamma", "in place", "torch", "measured", "sums")
     print("| " + " | ".join((*head, "guard")) + " |\n" + "| --- " * (len(head) + 1) + "|")
     for activation in args.activations:
         for label in args.dtypes:
@@ -187,10 +196,12 @@ def main() -> None:
                         x = inputs(dtype, tails, args.device)
                         residual = (size * torch.randn(SHAPE)).to(args.device, dtype) if size else None
                         layer = Layer(x, gamma, ratio * gamma, activation, residual)
-                        figures = (*(found.worst() for found in errors(layer)), measured(layer))
+                        both, said = errors(layer), measured(layer)
                         unit = torch.finfo(dtype).eps / 2
-                        cells = (f"{pair.x / unit:.2g}, {pair.weight / unit:.2g}" for pair in figures)
-                        is_above = any(map(operator.gt, figures[2], THRESHOLDS[dtype]))
+                        pairs = (*(found.worst() for found in both), said)
+                        cells = [f"{pair.x / unit:.2g}, {pair.weight / unit:.2g}" for pair in pairs]
+                        cells.append(", ".join(f"{found.worst_sum() / unit:.2g}" for found in both))
+                        is_above = any(map(operator.gt, said, THRESHOLDS[dtype]))
                         verdict = "keeps x" if is_above else "in place"
                         where = (activation, label, tails, f"{size:g}", f"{gamma:g}", f"{ratio:g}")
                         print("| " + " | ".join((*where, *cells, verdict)) + " |", flush=True)

@@ -1,12 +1,10 @@
 // The only place with activation maths: forward, inverse and derivative, for both backends.
 //
 // Every activation is a small functor templated on the storage type of x, with
-//   opmath_t value(opmath_t y)                                       act(y)
-//   Tag tag(opmath_t value, opmath_t y)                              what z has to say by its lowest bit, if anything
-//   scalar_t forward(opmath_t y)                                     z: the value, rounded to storage, and its tag
+//   opmath_t value(opmath_t y)                                       z, not yet rounded to storage; act(y) to readers
 //   void inverse(scalar_t z, opmath_t dz, opmath_t& y, opmath_t& dy) y with act(y) = z, and dy = dz * act'(y)
 //   opmath_t slope(opmath_t y)                                       act'(y); only where z does not tell it exactly
-// An inverse that reads no tag takes z as opmath_t. `inverse` sees nothing but z, so `forward` has to leave in z
+// An inverse that reads no tag takes z as opmath_t. `inverse` sees nothing but z, so `value` has to leave in z
 // whatever the inverse needs. A zero belongs to the negative branch of a piecewise activation, as in torch's own
 // derivatives; a small negative value may have been rounded to -0.
 //
@@ -46,7 +44,6 @@ struct Identity {
   using opmath_t = opmath_type<scalar_t>;
 
   INPLACE_ABN_INLINE opmath_t value(opmath_t y) const { return y; }
-  INPLACE_ABN_INLINE scalar_t forward(opmath_t y) const { return static_cast<scalar_t>(value(y)); }
   INPLACE_ABN_INLINE void inverse(opmath_t z, opmath_t dz, opmath_t& y, opmath_t& dy) const {
     y = z;
     dy = dz;
@@ -63,7 +60,6 @@ struct LeakyRelu {
       : slope(static_cast<opmath_t>(slope_)), inverse_slope(static_cast<opmath_t>(1 / slope_)) {}
 
   INPLACE_ABN_INLINE opmath_t value(opmath_t y) const { return y > 0 ? y : -std::abs(y * slope); }
-  INPLACE_ABN_INLINE scalar_t forward(opmath_t y) const { return static_cast<scalar_t>(value(y)); }
   INPLACE_ABN_INLINE void inverse(opmath_t z, opmath_t dz, opmath_t& y, opmath_t& dy) const {
     const bool negative = sign_bit(z);
     y = negative ? z * inverse_slope : z;
@@ -77,7 +73,6 @@ struct PlainRelu {
   using opmath_t = opmath_type<scalar_t>;
 
   INPLACE_ABN_INLINE opmath_t value(opmath_t y) const { return y <= 0 ? opmath_t(0) : y; }
-  INPLACE_ABN_INLINE scalar_t forward(opmath_t y) const { return static_cast<scalar_t>(value(y)); }
 };
 
 // The negative branch is y * slope, too small to be seen by the next layer. dy is selected, not multiplied: on the
@@ -97,7 +92,6 @@ struct Relu {
     const opmath_t negative = is_minus_infinity(y) ? of_minus_infinity : trace;
     return y <= largest_without_slope() ? negative : y;
   }
-  INPLACE_ABN_INLINE scalar_t forward(opmath_t y) const { return static_cast<scalar_t>(value(y)); }
   INPLACE_ABN_INLINE void inverse(opmath_t z, opmath_t dz, opmath_t& y, opmath_t& dy) const {
     const bool negative = z <= of_minus_infinity;
     const opmath_t traced = z == of_minus_infinity ? -std::numeric_limits<opmath_t>::infinity() : z * inverse_slope;
@@ -136,7 +130,6 @@ struct Elu {
     const opmath_t curved = -std::abs(alpha * expm1_nonpositive(y > 0 ? opmath_t(0) : y));
     return y > 0 ? y : (is_minus_infinity(y) ? of_minus_infinity : curved);
   }
-  INPLACE_ABN_INLINE scalar_t forward(opmath_t y) const { return static_cast<scalar_t>(value(y)); }
   INPLACE_ABN_INLINE void inverse(opmath_t z, opmath_t dz, opmath_t& y, opmath_t& dy) const {
     // Below `floor`, where z is -alpha, log1p would be infinite and the derivative is zero.
     constexpr opmath_t floor = -1 + std::numeric_limits<opmath_t>::epsilon() / 2;
@@ -176,21 +169,15 @@ struct Hardswish {
 
   INPLACE_ABN_INLINE opmath_t value(opmath_t y) const {
     const opmath_t curved = y * (y < 3 ? (y + 3) / 6 : opmath_t(1));
-    return y <= -3 ? Flat<scalar_t>::value(y) : curved;
-  }
-  INPLACE_ABN_INLINE Tag<opmath_t> tag(opmath_t value, opmath_t y) const {
-    return Flat<scalar_t>::tag(value, y, opmath_t(-1.5));
-  }
-  INPLACE_ABN_INLINE scalar_t forward(opmath_t y) const {
-    const opmath_t exact = value(y);
-    return with_tag(static_cast<scalar_t>(exact), tag(exact, y));
+    const opmath_t exact = y <= -3 ? Flat<scalar_t>::value(y) : curved;
+    return with_tag<scalar_t>(exact, Flat<scalar_t>::tag(exact, y, opmath_t(-1.5)));
   }
 
   INPLACE_ABN_INLINE void inverse(scalar_t stored, opmath_t dz, opmath_t& y, opmath_t& dy) const {
     const auto z = static_cast<opmath_t>(stored);
     const bool bit = low_bit(stored), negative = sign_bit(z), left = negative & bit;
     const bool flat = !negative & bit & (z < Flat<scalar_t>::tagged);
-    const opmath_t on_range = z < opmath_t(-0.375) ? opmath_t(-0.375) : (z > 3 ? opmath_t(3) : z);
+    const opmath_t possible = middle<scalar_t>(z, opmath_t(-0.375)), on_range = possible > 3 ? opmath_t(3) : possible;
     const opmath_t root = std::sqrt(9 + 24 * on_range);
     // The two solutions of the parabola add up to -3. The upper one is written so that it keeps its digits near zero.
     const opmath_t upper = 12 * on_range / (3 + root);

@@ -25,8 +25,8 @@ constexpr double relu_slope() {
   return 0x1p-48;
 }
 
-// The lowest bit of the mantissa, used to store on which side of the minimum y was. It is cleared where the mask
-// `tagged` is set, and set where the mask `bit` is; `bit` implies `tagged`. These are masks, because compilers do not
+// The lowest bit of the stored mantissa, used to store on which side of the minimum y was. It is given where the mask
+// `tagged` is set: it is set where the mask `bit` is, and clear elsewhere. These are masks, because compilers do not
 // vectorise conditions on values of two widths.
 template <typename opmath_t>
 struct Tag {
@@ -34,15 +34,24 @@ struct Tag {
   mask_t tagged, bit;
 };
 
-INPLACE_ABN_INLINE double with_tag(double v, Tag<double> tag) {
-  return bits_to<double>((bits_to<int64_t>(v) & ~(tag.tagged & 1)) | (tag.bit & 1));
-}
-INPLACE_ABN_INLINE float with_tag(float v, Tag<float> tag) {
-  return bits_to<float>((bits_to<int32_t>(v) & ~(tag.tagged & 1)) | (tag.bit & 1));
-}
-template <typename scalar_t>
-INPLACE_ABN_INLINE scalar_t with_tag(scalar_t v, Tag<float> tag) {
-  return bits_to<scalar_t>(static_cast<uint16_t>((bits_to<uint16_t>(v) & ~(tag.tagged & 1)) | (tag.bit & 1)));
+// The value of storage type that is next to v among those whose lowest bit is the tag's, ties to every second of them,
+// so that the errors of many values add up to nothing. v, where there is no tag.
+template <typename scalar_t, typename opmath_t>
+INPLACE_ABN_INLINE opmath_t with_tag(opmath_t v, Tag<opmath_t> tag) {
+  using mask_t = typename Tag<opmath_t>::mask_t;
+  using bits_t = std::make_unsigned_t<mask_t>;
+  constexpr bool is_half = std::is_same_v<scalar_t, c10::Half>;
+  constexpr int dropped = std::is_same_v<scalar_t, c10::BFloat16> ? 16 : is_half ? 13 : 0;
+  constexpr bits_t unit = bits_t(1) << dropped;
+  const bits_t sign = bits_to<bits_t>(v) & static_cast<bits_t>(std::numeric_limits<mask_t>::min());
+  opmath_t magnitude = std::abs(v), base = 0;
+  // Numbers below float16's normal ones have the spacing of those that come next.
+  if constexpr (is_half) base = magnitude < 0x1p-14f ? 0x1p-14f : 0.0f;
+  const bits_t bit = static_cast<bits_t>(tag.bit) & unit, even = bits_to<bits_t>(magnitude + base) - bit;
+  const bits_t nearest = (even + (unit - 1) + ((even >> (dropped + 1)) & 1)) & ~(2 * unit - 1);
+  const bits_t tagged = bits_to<bits_t>(bits_to<opmath_t>(nearest | bit) - base) | sign;
+  const auto mask = static_cast<bits_t>(tag.tagged);
+  return bits_to<opmath_t>((tagged & mask) | (bits_to<bits_t>(v) & ~mask));
 }
 INPLACE_ABN_INLINE bool low_bit(double v) {
   return (bits_to<uint64_t>(v) & 1) != 0;
@@ -56,6 +65,24 @@ INPLACE_ABN_INLINE bool low_bit(c10::BFloat16 v) {
 INPLACE_ABN_INLINE bool low_bit(c10::Half v) {
   // Compared as floats, like the conditions that the result is combined with: so the loop is vectorised.
   return static_cast<float>(static_cast<int32_t>(v.x & 1)) > 0.5f;
+}
+
+// A z >= z_min from which to compute y and the derivative. In 16 bits the y that are stored as one z next to the
+// minimum spread far, and are no longer even around the y of z: the result is the z of their middle. z grows by the
+// square of the distance from the minimum there. So the recovered y are right on average, as those of other z are.
+template <typename scalar_t, typename opmath_t>
+INPLACE_ABN_INLINE opmath_t middle(opmath_t z, opmath_t z_min) {
+  if constexpr (sizeof(scalar_t) == 2) {
+    constexpr opmath_t eps = std::is_same_v<scalar_t, c10::Half> ? opmath_t(0x1p-10) : opmath_t(0x1p-7);
+    // A tag leaves every second value of storage type: they are two units apart.
+    const opmath_t unit = eps * (z_min > opmath_t(-0.25) ? opmath_t(0.125) : opmath_t(0.25)), height = z - z_min;
+    const opmath_t from = height > unit ? height - unit : opmath_t(0),
+                   to = height > -unit ? height + unit : opmath_t(0);
+    const opmath_t distance = (std::sqrt(from) + std::sqrt(to)) / 2;
+    return height < 64 * unit ? z_min + distance * distance : z;
+  } else {
+    return z < z_min ? z_min : z;
+  }
 }
 
 // The flat part of an activation, where its value is zero. It is stored as a positive value much smaller than |y|. Its
@@ -191,22 +218,13 @@ struct WithMinimum {
       constexpr opmath_t flat_below = Curve::template flat_below<scalar_t>();
       const auto gate = Curve::template gate<is_16_bit>(y < flat_below ? flat_below : y);
       const opmath_t curved = y * gate.numerator / gate.denominator;
-      return y < flat_below ? Flat<scalar_t>::value(y) : curved;
+      const opmath_t exact = y < flat_below ? Flat<scalar_t>::value(y) : curved;
+      return with_tag<scalar_t>(exact, Flat<scalar_t>::tag(exact, y, y_min));
     } else {
       const auto gate = Curve::template gate<is_16_bit>(y);
-      return y * gate.numerator / gate.denominator;
+      const Tag<opmath_t> tag{sign_mask(y), sign_mask(y - y_min)};
+      return with_tag<scalar_t>(y * gate.numerator / gate.denominator, tag);
     }
-  }
-  INPLACE_ABN_INLINE Tag<opmath_t> tag(opmath_t value, opmath_t y) const {
-    if constexpr (Curve::has_flat) {
-      return Flat<scalar_t>::tag(value, y, y_min);
-    } else {
-      return {sign_mask(y), sign_mask(y - y_min)};
-    }
-  }
-  INPLACE_ABN_INLINE scalar_t forward(opmath_t y) const {
-    const opmath_t exact = value(y);
-    return with_tag(static_cast<scalar_t>(exact), tag(exact, y));
   }
   // That of the flat part, too, which z does not tell.
   INPLACE_ABN_INLINE opmath_t slope(opmath_t y) const {
@@ -219,7 +237,7 @@ struct WithMinimum {
     const auto z = static_cast<opmath_t>(stored);
     const bool bit = low_bit(stored), negative = sign_bit(z), left = negative & bit;
     // Values that the activation never gives have no y; they are moved to one that has, so that all stays finite.
-    const opmath_t possible = z < z_min ? z_min : z, bounded = possible > linear ? linear : possible;
+    const opmath_t possible = middle<scalar_t>(z, z_min), bounded = possible > linear ? linear : possible;
     const opmath_t depth = possible * (1 / z_min);
     // At the minimum the logarithm may have the wrong sign by a rounding error.
     const opmath_t log_depth = std::abs(is_16_bit ? log_coarse(depth) : log_positive(depth));

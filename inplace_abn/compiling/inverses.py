@@ -53,7 +53,7 @@ def tagged(y: Tensor, activation: str, param: float, dtype: torch.dtype) -> Tens
         parabola = y * (torch.where(y < 3, y + 3, 6.0) / 6)
         return _with_flat(torch.where(y <= -3, _flat(y, dtype), parabola), y, activation, dtype)
     if activation in ("silu", "mish"):
-        return _with_low_bit((y * _gate(y, activation)).to(dtype), y < 0, y < find(activation).special[0])
+        return _with_low_bit(y * _gate(y, activation), y < 0, y < find(activation).special[0], dtype)
     if activation in ("gelu", "gelu_tanh"):
         flat_below = -4.5 if dtype == torch.float16 else -12.0 if activation == "gelu" else -9.0
         curved = y * _gate(y.clamp_min(flat_below), activation)
@@ -92,11 +92,20 @@ def _elu_of_minus_infinity(alpha: float, dtype: torch.dtype) -> float:
     return -v
 
 
-def _with_low_bit(z: Tensor, where: Tensor, bit: Tensor) -> Tensor:
-    """z with its lowest bit set where both masks are true, and cleared where only the first one is."""
-    old = bits(z)
+def _with_low_bit(z: Tensor, where: Tensor, bit: Tensor, dtype: torch.dtype) -> Tensor:
+    """z in ``dtype``; where the first mask is true, the number next to it whose lowest bit is the second mask, ties to
+    every second of them."""
+    dropped = {torch.bfloat16: 16, torch.float16: 13}.get(dtype, 0)
+    unit = 1 << dropped
+    magnitude = z.abs()
+    # Numbers below float16's normal ones have the spacing of those that come next.
+    base = torch.where(magnitude < 2.0**-14, 2.0**-14, 0.0) if dtype == torch.float16 else 0.0
+    whole = bits(magnitude + base)
+    low = bit.to(whole.dtype) << dropped
+    even = whole - low
+    nearest = (even + (unit - 1) + ((even >> (dropped + 1)) & 1)) & ~(2 * unit - 1)
     # The result is no view of other memory, because nobody could write to such a view.
-    return torch.where(where, ((old & ~1) | bit.to(old.dtype)).view(z.dtype), z)
+    return torch.where(where, torch.copysign((nearest | low).view(z.dtype) - base, z), z).to(dtype)
 
 
 def _gate(y: Tensor, activation: str) -> Tensor:
@@ -134,7 +143,7 @@ def _flat(y: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _with_flat(value: Tensor, y: Tensor, activation: str, dtype: torch.dtype) -> Tensor:
     tagged_below = y < find(activation).special[0]
-    return _with_low_bit(value.to(dtype), (y < 0) | (value < _flat_tagged(dtype)), tagged_below)
+    return _with_low_bit(value, (y < 0) | (value < _flat_tagged(dtype)), tagged_below, dtype)
 
 
 def _flat_tagged(dtype: torch.dtype) -> float:

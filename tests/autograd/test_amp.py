@@ -243,3 +243,32 @@ def test_norms_kept_in_float32_in_a_16_bit_net(dtype, device):
         if name != "2.bias":
             assert error(g, expected[name]) < TOLERANCE[dtype], name
     assert ours[1].weight.grad.dtype == ours[1].running_mean.dtype == torch.float32
+
+
+CURVED = {"silu": F.silu, "hardswish": F.hardswish, "gelu": F.gelu, "mish": F.mish}
+
+
+@pytest.mark.parametrize(("gamma", "beta"), [(1.0, 0.0), (1.0, -1.0), (20.0, -20.0)])
+@pytest.mark.parametrize("activation", CURVED)
+def test_errors_of_many_elements_cancel_in_sums_over_a_channel(activation, gamma, beta, device):
+    """The layer before sums dx times inputs that may all be positive: an error with a mean is not averaged out there,
+    nor one that goes with x."""
+    torch.manual_seed(0)
+    x = torch.randn(64, 4, 16, 16, device=device).to(torch.bfloat16)
+    layer = InPlaceABN(4, activation=activation).to(device)
+    torch.nn.init.constant_(layer.weight, gamma)
+    torch.nn.init.constant_(layer.bias, beta)
+    direction = torch.randn(4, device=device).view(-1, 1, 1)
+
+    def expected(x):
+        return CURVED[activation](F.batch_norm(x, None, None, layer.weight.double(), layer.bias.double(), True))
+
+    def dx_of(x, forward):
+        x.requires_grad_()
+        (forward(x.clone()).square() * direction).sum().backward()
+        return x.grad.double()
+
+    dx, right = dx_of(x.clone(), layer), dx_of(x.double(), expected)
+    size = right.square().mean((0, 2, 3)).sqrt()
+    for error in (dx - right, (dx - right) * x.double()):
+        assert (error.mean((0, 2, 3)).abs() < 1e-3 * size).all()

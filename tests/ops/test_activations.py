@@ -179,3 +179,27 @@ def test_nan_stays_nan_and_infinity_does_not_hide(dtype, case, device):
         # torch's own gelu makes NaN of infinity in some dtypes.
         expected = y[1] if invertible else activate(y, name, param)[1]
         torch.testing.assert_close(z[1], expected, rtol=0, atol=0, equal_nan=True)
+
+
+# In wider types the formulas' own errors show, least with these two.
+TAGGED = [(d, name) for d in (torch.bfloat16, torch.float16) for name in ("gelu", "gelu_tanh", "mish")]
+TAGGED += [(d, name) for d in DTYPES for name in ("silu", "hardswish")]
+
+
+@pytest.mark.parametrize(("dtype", "name"), TAGGED, ids=str)
+def test_tags_favour_neither_larger_nor_smaller_values(dtype, name, device):
+    torch.manual_seed(0)
+    x = torch.linspace(-4, 4, 801, device=device).to(dtype).view(-1, 1).repeat(1, 64)
+    mean = torch.randn(64, dtype=stats_dtype(dtype), device=device) / 8
+    z, one = x.clone(), torch.ones_like(mean)
+    ops.forward(z, mean, one - 0.5, None, None, None, 0.5, 0, code(name), 0.0, True)
+    y = x.double() - mean.double()
+    exact, minimum = activate(y, name, 0.0), find(name).special[0]
+    digits = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24, torch.float64: 53}[dtype]
+    units = torch.ldexp(z.double() - exact, digits - torch.frexp(exact)[1])
+    # Next to the minimum the values crowd on one side; next to zero the formulas' own errors are units.
+    usual = (exact < -0.1) & ((y - minimum).abs() > 0.4)
+    for side in (usual & (y > minimum), usual & (y < minimum)):
+        assert units[side].mean().abs() < (0.03 if digits < 24 else 0.1)
+        if digits < 24:
+            assert units[side].abs().max() < 1.01

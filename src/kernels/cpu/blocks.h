@@ -76,43 +76,6 @@ class Stored<c10::Half, most> {
   alignas(64) float values_[most];
 };
 
-// Up to `most` z to write, each computed from y by an activation. The activation is no member: compilers would reload
-// it after each write to the buffer, and not vectorise the loop.
-template <typename scalar_t, typename Act, int64_t most>
-class Activated {
- public:
-  INPLACE_ABN_INLINE explicit Activated(scalar_t* to) : to_(to) {}
-  INPLACE_ABN_INLINE void set(const Act& act, int64_t i, opmath_type<scalar_t> y) { to_[i] = act.forward(y); }
-  INPLACE_ABN_INLINE void finish(const Act&, int64_t = most) {}
-
- private:
-  scalar_t* to_;
-};
-
-template <typename Act, int64_t most>
-class Activated<c10::Half, Act, most> {
- public:
-  INPLACE_ABN_INLINE explicit Activated(c10::Half* to) : to_(to) {}
-  INPLACE_ABN_INLINE void set(const Act& act, int64_t i, float y) {
-    if constexpr (tagged) y_[i] = y;
-    values_[i] = act.value(y);
-  }
-  INPLACE_ABN_INLINE void finish(const Act& act, int64_t count = most) {
-    narrow(values_, to_, count);
-    if constexpr (tagged) {
-      INPLACE_ABN_ONE_VECTOR
-      for (int64_t i = 0; i < count; ++i) to_[i] = with_tag(to_[i], act.tag(values_[i], y_[i]));
-    }
-  }
-
- private:
-  static constexpr bool tagged = requires(const Act& act) { act.tag(0.0f, 0.0f); };
-
-  c10::Half* to_;
-  alignas(64) float values_[most];
-  alignas(64) float y_[tagged ? most : 1];
-};
-
 // Up to `most` z and dz, of which there are y and dy.
 template <typename scalar_t, typename Act, int64_t most>
 class Inverted {

@@ -32,14 +32,14 @@ INPLACE_ABN_INLINE void transform_block(const scalar_t* x, scalar_t* z, int64_t 
   constexpr int64_t lanes = vector_lanes<scalar_t>, most = block_size<scalar_t, lanes>;
   const Loaded<scalar_t, most> from(x, count);
   const typename Res::template Block<most> added(residual, count);
-  Activated<scalar_t, Act, most> to(z);
+  Stored<scalar_t, most> to(z);
   for (int64_t first = 0; first < count; first += lanes) {
     INPLACE_ABN_ONE_VECTOR
     for (int64_t l = first; l < first + lanes; ++l) {
-      to.set(act, l, added.add((from[l] - t.mean) * t.scale + t.beta, l));
+      to.set(l, act.value(added.add((from[l] - t.mean) * t.scale + t.beta, l)));
     }
   }
-  to.finish(act, count);
+  to.finish(count);
 }
 
 template <typename scalar_t, typename opmath_t, typename Res, typename Act>
@@ -82,12 +82,12 @@ INPLACE_ABN_CLONES void transform_rows(const scalar_t* x, int64_t x_stride, scal
     const auto walk = [&](int64_t c, int64_t count) __attribute__((always_inline)) {
       const Loaded<scalar_t, most_channels> block(from + c, count);
       const typename Res::template Block<most_channels> added(row.at(0, 0, c), count);
-      Activated<scalar_t, Act, most_channels> result(to + c);
+      Stored<scalar_t, most_channels> result(to + c);
       INPLACE_ABN_INDEPENDENT
       for (int64_t i = 0; i < count; ++i) {
-        result.set(act, i, added.add((block[i] - mean[c + i]) * scale[c + i] + beta[c + i], i));
+        result.set(i, act.value(added.add((block[i] - mean[c + i]) * scale[c + i] + beta[c + i], i)));
       }
-      result.finish(act, count);
+      result.finish(count);
     };
     for_each_channel(channels, walk, RowsAhead<scalar_t, 1>{from + ahead, x_stride});
   }

@@ -35,7 +35,7 @@ struct Transform {
     for (int e = 0; e < items * width; ++e) {
       opmath_t y = (static_cast<opmath_t>(in[0][e]) - channel.mean) * channel.scale + channel.beta;
       if constexpr (with_residual) y += static_cast<opmath_t>(in[1][e]);
-      out[0][e] = act.forward(y);
+      out[0][e] = static_cast<scalar_t>(act.value(y));
     }
   }
 };
