@@ -89,11 +89,12 @@ def test_a_converted_net_equals_one_process_on_the_whole_batch(gamma, kind):
 @pytest.mark.parametrize("activation", [nn.SiLU, nn.Mish, nn.ELU])
 @on_each_rank(2)
 def test_norms_of_ranks_that_lie_far_apart_are_measured_by_the_statistics_of_all(activation):
-    """By a rank's own statistics its values would be spread over the whole activation. They lie in its tail."""
+    """By a rank's own statistics its values would be spread over the whole activation. They lie around its minimum, or
+    in its tail."""
     start_over()
     torch.manual_seed(0)
     native = nn.Sequential(nn.BatchNorm2d(4), activation(), nn.Conv2d(4, 4, 1)).bfloat16()
-    nn.init.constant_(native[0].weight, 2.0)
+    nn.init.constant_(native[0].weight, 2.0 if activation is nn.ELU else 1.5)
     far = torch.tensor([-6.0, -6.0, 0.0, 0.0]).view(4, 1, 1, 1)
     x = (torch.randn(4, 4, 8, 8) + far).bfloat16()
     dz = (torch.randn(4, 4, 8, 8) + x).bfloat16()
