@@ -25,33 +25,35 @@ constexpr double relu_slope() {
   return 0x1p-48;
 }
 
-// The lowest bit of the stored mantissa, used to store on which side of the minimum y was. It is given where the mask
-// `tagged` is set: it is set where the mask `bit` is, and clear elsewhere. These are masks, because compilers do not
-// vectorise conditions on values of two widths.
+// The lowest bit of the stored mantissa, used to store on which side of the minimum y was. It is set where the mask
+// `bit` is, and clear where only the mask `tagged` is; `bit` implies `tagged`. These are masks, because compilers do
+// not vectorise conditions on values of two widths.
 template <typename opmath_t>
 struct Tag {
   using mask_t = std::conditional_t<std::is_same_v<opmath_t, double>, int64_t, int32_t>;
   mask_t tagged, bit;
 };
 
-// The value of storage type that is next to v among those whose lowest bit is the tag's, ties to every second of them,
-// so that the errors of many values add up to nothing. v, where there is no tag.
+// v, where there is no tag. Elsewhere a value of storage type that has it: in 16 bits the one next to v, so that the
+// errors of many values add up to nothing. In wider types they are far below the noise of sums.
 template <typename scalar_t, typename opmath_t>
 INPLACE_ABN_INLINE opmath_t with_tag(opmath_t v, Tag<opmath_t> tag) {
-  using mask_t = typename Tag<opmath_t>::mask_t;
-  using bits_t = std::make_unsigned_t<mask_t>;
-  constexpr bool is_half = std::is_same_v<scalar_t, c10::Half>;
-  constexpr int dropped = std::is_same_v<scalar_t, c10::BFloat16> ? 16 : is_half ? 13 : 0;
+  using bits_t = std::make_unsigned_t<typename Tag<opmath_t>::mask_t>;
+  // The bits of v that storage drops.
+  constexpr int dropped = std::is_same_v<scalar_t, c10::BFloat16> ? 16 : std::is_same_v<scalar_t, c10::Half> ? 13 : 0;
   constexpr bits_t unit = bits_t(1) << dropped;
-  const bits_t sign = bits_to<bits_t>(v) & static_cast<bits_t>(std::numeric_limits<mask_t>::min());
-  opmath_t magnitude = std::abs(v), base = 0;
-  // Numbers below float16's normal ones have the spacing of those that come next.
-  if constexpr (is_half) base = magnitude < 0x1p-14f ? 0x1p-14f : 0.0f;
-  const bits_t bit = static_cast<bits_t>(tag.bit) & unit, even = bits_to<bits_t>(magnitude + base) - bit;
-  const bits_t nearest = (even + (unit - 1) + ((even >> (dropped + 1)) & 1)) & ~(2 * unit - 1);
-  const bits_t tagged = bits_to<bits_t>(bits_to<opmath_t>(nearest | bit) - base) | sign;
-  const auto mask = static_cast<bits_t>(tag.tagged);
-  return bits_to<opmath_t>((tagged & mask) | (bits_to<bits_t>(v) & ~mask));
+  const auto tagged = static_cast<bits_t>(tag.tagged), bit = static_cast<bits_t>(tag.bit) & unit;
+  const auto rounded = [&](bits_t bits) {
+    if constexpr (dropped > 0) bits += (tagged & unit) ^ bit;
+    return (bits & ~(tagged & (2 * unit - 1))) | bit;
+  };
+  if constexpr (std::is_same_v<scalar_t, c10::Half>) {
+    // Numbers below the normal ones have the spacing of those that come next, to which they are moved for a moment.
+    const float magnitude = std::abs(v), base = magnitude < 0x1p-14f ? 0x1p-14f : 0.0f;
+    return std::copysign(bits_to<float>(rounded(bits_to<bits_t>(magnitude + base))) - base, v);
+  } else {
+    return bits_to<opmath_t>(rounded(bits_to<bits_t>(v)));
+  }
 }
 INPLACE_ABN_INLINE bool low_bit(double v) {
   return (bits_to<uint64_t>(v) & 1) != 0;

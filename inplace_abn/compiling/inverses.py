@@ -93,19 +93,19 @@ def _elu_of_minus_infinity(alpha: float, dtype: torch.dtype) -> float:
 
 
 def _with_low_bit(z: Tensor, where: Tensor, bit: Tensor, dtype: torch.dtype) -> Tensor:
-    """z in ``dtype``; where the first mask is true, the number next to it whose lowest bit is the second mask, ties to
-    every second of them."""
+    """z in ``dtype``; where the first mask is true, a number whose lowest bit is the second mask, in 16 bits the one
+    next to z."""
     dropped = {torch.bfloat16: 16, torch.float16: 13}.get(dtype, 0)
     unit = 1 << dropped
-    magnitude = z.abs()
     # Numbers below float16's normal ones have the spacing of those that come next.
-    base = torch.where(magnitude < 2.0**-14, 2.0**-14, 0.0) if dtype == torch.float16 else 0.0
-    whole = bits(magnitude + base)
+    base = torch.where(z.abs() < 2.0**-14, 2.0**-14, 0.0) if dtype == torch.float16 else 0.0
+    whole = bits(z.abs() + base)
     low = bit.to(whole.dtype) << dropped
-    even = whole - low
-    nearest = (even + (unit - 1) + ((even >> (dropped + 1)) & 1)) & ~(2 * unit - 1)
+    if dropped:
+        whole = whole + (unit - low)
     # The result is no view of other memory, because nobody could write to such a view.
-    return torch.where(where, torch.copysign((nearest | low).view(z.dtype) - base, z), z).to(dtype)
+    tagged = ((whole & ~(2 * unit - 1)) | low).view(z.dtype) - base
+    return torch.where(where, torch.copysign(tagged, z), z).to(dtype)
 
 
 def _gate(y: Tensor, activation: str) -> Tensor:
