@@ -211,7 +211,10 @@ template <typename scalar_t, typename Curve>
 struct WithMinimum {
   using opmath_t = opmath_type<scalar_t>;
   static constexpr bool is_16_bit = sizeof(scalar_t) == 2, is_double = std::is_same_v<scalar_t, double>;
-  using Fit = std::conditional_t<is_16_bit, typename Curve::Coarse, typename Curve::Fine>;
+  // The error of the coarse fit keeps its sign over long stretches. It is far below the roundoff of bfloat16, not of
+  // float16.
+  static constexpr bool is_coarse = std::is_same_v<scalar_t, c10::BFloat16>;
+  using Fit = std::conditional_t<is_coarse, typename Curve::Coarse, typename Curve::Fine>;
   static constexpr opmath_t y_min = static_cast<opmath_t>(Curve::y_min), z_min = static_cast<opmath_t>(Curve::z_min);
   static constexpr opmath_t linear = static_cast<opmath_t>(Fit::linear);
 
@@ -242,7 +245,7 @@ struct WithMinimum {
     const opmath_t possible = middle<scalar_t>(z, z_min), bounded = possible > linear ? linear : possible;
     const opmath_t depth = possible * (1 / z_min);
     // At the minimum the logarithm may have the wrong sign by a rounding error.
-    const opmath_t log_depth = std::abs(is_16_bit ? log_coarse(depth) : log_positive(depth));
+    const opmath_t log_depth = std::abs(is_coarse ? log_coarse(depth) : log_positive(depth));
     const opmath_t t = std::sqrt(left ? log_depth : bounded - z_min) - choose(left, 0, Fit::centre), t2 = t * t;
     const opmath_t p = numerator(left, t, t2), q = denominator(left, t, t2);
     // On the left y is P / Q and the gate z Q / P; on the right y is z P / Q and the gate Q / P. One division serves

@@ -144,7 +144,7 @@ def _sums(
     if operands.residual is not None:
         y += operands.residual
     activation = settings.activation, settings.activation_param
-    slopes = activation_backward(torch.stack([y, y.to(x.dtype)]), y.new_ones(()), *activation)
+    slopes = activation_backward(torch.stack([y, y.to(x.dtype).to(y.dtype)]), y.new_ones(()), *activation)
     del y
     ops.run(ops.forward, [x], x, *statistics, *operands.of_graph(), *settings.arithmetic(), True)
     recovered_xhat, recovered, product = _recovered(x, operands, settings)

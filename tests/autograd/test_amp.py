@@ -245,6 +245,22 @@ def test_norms_kept_in_float32_in_a_16_bit_net(dtype, device):
     assert ours[1].weight.grad.dtype == ours[1].running_mean.dtype == torch.float32
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", ["relu", "silu"])
+def test_an_input_of_other_16_bits_than_those_of_autocast_trains(activation, dtype, device):
+    other = DTYPES[1 - DTYPES.index(dtype)]
+    module, (x, _) = InPlaceABN(3, activation=activation).to(device), batch(device, other)
+    native = nn.Sequential(nn.BatchNorm2d(3), {"relu": nn.ReLU, "silu": nn.SiLU}[activation]()).to(device).double()
+    found = []
+    for net, values, enabled in ((module, x.clone(), True), (native, x.double(), False)):
+        leaf = values.clone().requires_grad_()
+        with torch.autocast(device.type, dtype, enabled=enabled):
+            z = net(leaf.clone())
+        z.double().square().sum().backward()
+        found.append(next(net.parameters()).grad)
+    assert error(*found) < TOLERANCE[other]
+
+
 CURVED = {"silu": F.silu, "hardswish": F.hardswish, "gelu": F.gelu, "mish": F.mish}
 
 
