@@ -18,6 +18,8 @@ IDENTITY = ("identity", 0.0)
 """What follows a norm without an activation: its name and parameter."""
 DEFAULT_PARAM = 0.01
 """The default of ``activation_param`` of all functions and modules."""
+OF_ROUNDED = 1.0
+"""What ops take for the parameter of an activation that has none, if its y was rounded before it was activated."""
 
 
 class Activation(NamedTuple):
@@ -209,17 +211,27 @@ def activation_of_op(op: str, approximate: str = "") -> str | None:
     return _OPS.get((op, approximate))
 
 
+def of_rounded(activation: tuple[str, float], dtype: torch.dtype) -> tuple[str, float]:
+    """An activation and its parameter for the ops where y was rounded to ``dtype`` before it was activated.
+
+    Then backward gives back that y, if no other one has the same z. In 16 bits the difference would have a direction.
+    """
+    name, _ = activation
+    return (name, OF_ROUNDED) if dtype.itemsize == 2 and find(name).special else activation
+
+
 def name_of(code: int) -> str:
     return _NAMES[code]
 
 
 def _is_valid(activation: str, param: float) -> bool:
     """Whether an activation exists and takes this parameter. One that has none takes 0, and the default of all
-    functions. The identity takes any."""
+    functions; internally `OF_ROUNDED`. The identity takes any."""
     entry = ACTIVATIONS.get(activation)
     if entry is None or not entry.valid(param):
         return False
-    return bool(entry.param) or not entry.op or param in (0.0, DEFAULT_PARAM)
+    others = (0.0, DEFAULT_PARAM, OF_ROUNDED) if entry.special else (0.0, DEFAULT_PARAM)
+    return bool(entry.param) or not entry.op or param in others
 
 
 # Compilers do not trace a cache.
@@ -231,7 +243,7 @@ def check_activation(activation: str, activation_param: float) -> None:
     entry = find(activation)
     if not entry.valid(activation_param):
         raise ValueError(f"inplace_abn: expected a finite {activation} {entry.bound}, got {activation_param}")
-    if not _is_valid(activation, activation_param):
+    if not _is_valid(activation, activation_param) or (entry.special and activation_param == OF_ROUNDED):
         others = " or ".join(name for name, other in ACTIVATIONS.items() if other.param)
         raise ValueError(
             f"inplace_abn: {activation} has no parameter, got activation_param={activation_param}. Leave it out, or "

@@ -166,6 +166,8 @@ struct Elu {
 template <typename scalar_t>
 struct Hardswish {
   using opmath_t = opmath_type<scalar_t>;
+  // Whether y was rounded to storage before it was activated.
+  bool of_rounded = false;
 
   INPLACE_ABN_INLINE opmath_t value(opmath_t y) const {
     const opmath_t curved = y * (y < 3 ? (y + 3) / 6 : opmath_t(1));
@@ -185,7 +187,13 @@ struct Hardswish {
     const opmath_t slope = left ? -root / 6 : root / 6;
     // At z = 3 the slope is that of the linear part, as in torch.
     const bool linear = z >= 3;
-    const opmath_t unbounded = linear ? z : on_parabola, steepness = linear ? opmath_t(1) : slope;
+    opmath_t unbounded = linear ? z : on_parabola, steepness = linear ? opmath_t(1) : slope;
+    if constexpr (sizeof(scalar_t) == 2) {
+      const bool tagged = z < Flat<scalar_t>::tagged;
+      if (of_rounded) {
+        round_recovered<scalar_t>(z, tagged, unbounded, steepness, [&](opmath_t at) { return this->slope(at); });
+      }
+    }
     const opmath_t on_flat = Flat<scalar_t>::y(z);
     y = flat ? on_flat : unbounded;
     dy = flat ? opmath_t(0) : dz * steepness;
@@ -199,6 +207,9 @@ struct Hardswish {
 // Whether z, which is rounded, does not tell the activation's slope exactly.
 template <typename Act>
 constexpr bool is_curved = requires(const Act& act, typename Act::opmath_t y) { act.slope(y); };
+
+// What `param` is for an activation without a parameter whose y was rounded to storage before it was activated.
+constexpr double of_rounded = 1;
 
 // Calls f with the functor whose `inverse` undoes the invertible forward.
 template <typename scalar_t, typename F>
@@ -214,15 +225,15 @@ decltype(auto) visit_activation(Activation activation, double param, F&& f) {
     case Activation::elu:
       return f(Elu<scalar_t>(param));
     case Activation::silu:
-      return f(Silu<scalar_t>{});
+      return f(Silu<scalar_t>{param == of_rounded});
     case Activation::hardswish:
-      return f(Hardswish<scalar_t>{});
+      return f(Hardswish<scalar_t>{param == of_rounded});
     case Activation::gelu:
-      return f(Gelu<scalar_t>{});
+      return f(Gelu<scalar_t>{param == of_rounded});
     case Activation::gelu_tanh:
-      return f(GeluTanh<scalar_t>{});
+      return f(GeluTanh<scalar_t>{param == of_rounded});
     case Activation::mish:
-      return f(Mish<scalar_t>{});
+      return f(Mish<scalar_t>{param == of_rounded});
   }
   throw std::invalid_argument("inplace_abn: unknown activation " + std::to_string(static_cast<int64_t>(activation)));
 }

@@ -113,6 +113,27 @@ struct Quotient {
   opmath_t numerator, denominator;
 };
 
+// The distance of v from the next number of storage type.
+template <typename scalar_t>
+INPLACE_ABN_INLINE float spacing(float v) {
+  const float power = bits_to<float>(bits_to<uint32_t>(v) & 0x7f800000);
+  if constexpr (std::is_same_v<scalar_t, c10::BFloat16>) return power * 0x1p-7f;
+  return power < 0x1p-14f ? 0x1p-24f : power * 0x1p-10f;
+}
+
+// What a recovered y of 16 bits becomes if it was rounded to storage before it was activated: where one such number alone
+// is stored as z, it is that number. Where the slope is nearly one, neighbours among the z and the y are equally far
+// from each other, and the y that z says would lie beside the real one in the same direction for all of them.
+template <typename scalar_t, typename Slope>
+INPLACE_ABN_INLINE void round_recovered(float z, bool tagged, float& y, float& slope, const Slope& slope_at) {
+  // A tag leaves every second z.
+  const float width = spacing<scalar_t>(z) * (tagged ? 2.0f : 1.0f);
+  if (width <= std::abs(slope) * spacing<scalar_t>(y)) {
+    y = static_cast<float>(static_cast<scalar_t>(y));
+    slope = slope_at(y);
+  }
+}
+
 template <bool is_16_bit, typename opmath_t>
 INPLACE_ABN_INLINE opmath_t exp_of(opmath_t x) {
   return is_16_bit ? exp_coarse(x) : exp_bounded(x);
@@ -217,6 +238,8 @@ struct WithMinimum {
   using Fit = std::conditional_t<is_coarse, typename Curve::Coarse, typename Curve::Fine>;
   static constexpr opmath_t y_min = static_cast<opmath_t>(Curve::y_min), z_min = static_cast<opmath_t>(Curve::z_min);
   static constexpr opmath_t linear = static_cast<opmath_t>(Fit::linear);
+  // Whether y was rounded to storage before it was activated.
+  bool of_rounded = false;
 
   INPLACE_ABN_INLINE opmath_t value(opmath_t y) const {
     if constexpr (Curve::has_flat) {
@@ -259,6 +282,10 @@ struct WithMinimum {
       slope = refine(z, y);
     } else {
       slope = gate + curved * Curve::template steepness<is_16_bit>(gate, curved);
+    }
+    if constexpr (is_16_bit) {
+      const bool tagged = negative | (Curve::has_flat & (z < Flat<scalar_t>::tagged));
+      if (of_rounded) round_recovered<scalar_t>(z, tagged, y, slope, [&](opmath_t at) { return this->slope(at); });
     }
     // The slope is NaN where y is infinite, as torch's product of infinity and zero is.
     dy = dz * (slope + (y - y));

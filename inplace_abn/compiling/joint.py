@@ -21,6 +21,7 @@ from torch import Tensor, fx
 
 from inplace_abn import _torch, reference
 from inplace_abn._torch import is_backward
+from inplace_abn.activations import of_rounded
 from inplace_abn.compiling import inverses, layer_scale, norms, rows
 from inplace_abn.compiling.inlining import inline, inlined
 from inplace_abn.compiling.search import ALONE, VIEWS, Fusion, Search, inputs_of_activations, is_alike, is_cast
@@ -135,6 +136,10 @@ def _write_fused(
     dtype = result.meta["val"].dtype
     call = (total, *[None] * 11) if norm is None else norm.args
     x, mean, var, total_count, weight, bias, rows, verbatim, eps, training, group, _ = cast("tuple[Any, ...]", call)
+
+    if norm is None:
+        # What a norm in the same program gives is not rounded.
+        activation, param = of_rounded((activation, param), total.meta["val"].dtype)
 
     def forward(x: Tensor, mean: Tensor, var: Tensor, *operands: Any) -> Tensor:
         if norm is None:

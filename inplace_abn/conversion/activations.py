@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from inplace_abn import _torch, guard
-from inplace_abn.activations import ACTIVATIONS, activation_of_op, find, gains
+from inplace_abn.activations import ACTIVATIONS, IDENTITY, activation_of_op, find, gains, of_rounded
 from inplace_abn.autograd import nodes
 from inplace_abn.autograd.backward import Saved
 from inplace_abn.compiling import joint, search
@@ -62,23 +62,24 @@ class ActivationAlone(Converted):
             self._record.outcome = unsuitable(x.device) if activation is not None else Outcome(why=_NOT_APPLIED)
             return None
         nodes.calibrate()
-        settings = Settings(*activation, _EPS, WEIGHT, False, None, WHOLE, self.__dict__["_guard_name"])
         mean, var = identity(1, wide(x.dtype), x.device)
         decision = self._decided(x, activation, mean, var)
         self._record.outcome = outcome_of(self, follows, decision)
         if not decision.trusted:
             return None
+        given = of_rounded(activation, x.dtype)
+        settings = Settings(*given, _EPS, WEIGHT, False, None, WHOLE, self.__dict__["_guard_name"])
         z = torch.empty_like(x)
         activate_tagged(as_channel(x.detach()), as_channel(z), settings)
         observer = self.observer()
-        saved = observer.saved(z, activation, True)
+        saved = observer.saved(z, given, True)
         of_backward = Saved(z if saved is None else saved, None, None, None, var)
         z = nodes.attached(x, z, Operands(None, None), of_backward, settings)
         if observer is observed.NOBODY:
-            offer_result(self, z, activation, True)
+            offer_result(self, z, given, True)
             self._record.cpp_call = x.dtype, activation
         else:
-            observer.record(observed.Result(self, *activation, True, is_alone=True, saved=saved), x, z, None)
+            observer.record(observed.Result(self, *given, True, is_alone=True, saved=saved), x, z, None)
         return z
 
     def _decided(self, x: Tensor, activation: tuple[str, float], mean: Tensor, var: Tensor) -> guard.Decision:
@@ -87,9 +88,9 @@ class ActivationAlone(Converted):
         values = as_channel(x.detach()).requires_grad_()
 
         def measure() -> Tensor:
-            settings = Settings(*activation, _EPS, WEIGHT, False, None)
+            settings = Settings(*IDENTITY, _EPS, WEIGHT, False, None)
             observation = measuring.Observation(recovery.sample(values), 1, mean, var, None, None, settings)
-            return observation.figures(*activation, None)
+            return observation.figures(*of_rounded(activation, x.dtype), None)
 
         return settled(self, guard.plan(self, values, None, (*activation, False)), measure)
 
@@ -102,6 +103,7 @@ class ActivationAlone(Converted):
         mode = guard.current_mode(self, x.dtype, (name, param, False))
         if mode is None or not mode.decisions[-1].trusted:
             return None
+        name, param = of_rounded((name, param), x.dtype)
         constants = *identity(1, wide(x.dtype), x.device), _EPS, WEIGHT, find(name).code, param
         z: Tensor | None = node.activation_alone(x, *constants, self.__dict__["_guard_name"])
         if z is not None:

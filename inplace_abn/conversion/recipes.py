@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from inplace_abn import _torch, guard, reference
-from inplace_abn.activations import IDENTITY, find
+from inplace_abn.activations import IDENTITY, find, of_rounded
 from inplace_abn.autograd import forward, native, nodes
 from inplace_abn.autograd.backward import Saved, by_value
 from inplace_abn.conversion import observed
@@ -193,7 +193,8 @@ class OfNorm(OfCall):
             return None
         cpp, decision = settled
         given = self.residual, self._operand, self._version, decision.bounds
-        what_follows = find(call.activation).code, call.param, call.in_place
+        activation, param = of_rounded((call.activation, call.param), t.dtype)
+        what_follows = find(activation).code, param, call.in_place
         statistics = identity(t.shape[1], reference.wide(t.dtype), t.device)
         z: Tensor | None = cpp.activate(t, *statistics, *given, *what_follows, *decision.verbatim.places(t.device))
         if z is None:
@@ -204,7 +205,7 @@ class OfNorm(OfCall):
         if self._summed is not None:
             self._summed.is_left = True
         self.layer._record.outcome = in_place_with(call.activation, self.residual is not None)
-        offer_result(self.layer, z, what[:2], observed.is_writable(call.activation, call.in_place))
+        offer_result(self.layer, z, (activation, param), observed.is_writable(call.activation, call.in_place))
         return z
 
     def adds(self, t: Tensor, other: Any, call: Adding) -> bool:
@@ -232,12 +233,12 @@ class OfNorm(OfCall):
         if not self.is_open(t) or (call.in_place and (self.is_left or _is_hooked(t))):
             return None
         activation, writable = (call.activation, call.param), observed.is_writable(call.activation, call.in_place)
-        channels = self._decided(activation, "add, " * (self.residual is not None) + call.activation)
+        data, rounded = t.detach(), of_rounded(activation, t.dtype)
+        channels = self._decided(activation, rounded, "add, " * (self.residual is not None) + call.activation)
         if channels is None:
             return None
-        data = t.detach()
         z = data if call.in_place else torch.empty_like(data)
-        activate_tagged(data, z, self.settings.activating(activation))
+        activate_tagged(data, z, self.settings.activating(rounded))
         if call.in_place:
             made_plain(t)
             # A view has the place in the graph that its base has.
@@ -247,7 +248,7 @@ class OfNorm(OfCall):
             self.is_left = True
         if self._summed is not None:
             self._summed.is_left = True
-        z = self._kept(z, activation, channels, writable, activated=None if call.in_place else t)
+        z = self._kept(z, rounded, channels, writable, activated=None if call.in_place else t)
         if call.in_place:
             z = t
             # A hook on a view whose place in the graph nobody has read since a write ends the process in torch.
@@ -255,7 +256,7 @@ class OfNorm(OfCall):
         if not call.in_place and self.narrow is not None and self.residual is None:
             offer(z, OfWidened(self, activation, z))
         elif not self.layer._record.was_watched:
-            offer_result(self.layer, z, activation, writable)
+            offer_result(self.layer, z, rounded, writable)
         return z
 
     def keep(self, t: Tensor, reader: str) -> None:
@@ -264,18 +265,19 @@ class OfNorm(OfCall):
         if settled is not None and self._keep_in_cpp(*settled, t):
             self.layer._record.outcome = in_place_with(reader, adds)
         elif not self.is_left and self.is_open(t) and self._keep_node is not None:
-            channels = self._decided(IDENTITY, "add, " * adds + reader)
+            channels = self._decided(IDENTITY, IDENTITY, "add, " * adds + reader)
             if channels is not None:
                 self._kept(t, IDENTITY, channels, True, reader)
 
-    def _decided(self, activation: tuple[str, float], follows: str) -> Channels | None:
-        """The channels whose xhat is saved, if the guard trusts the layer; None if it does not."""
+    def _decided(self, activation: tuple[str, float], rounded: tuple[str, float], follows: str) -> Channels | None:
+        """The channels whose xhat is saved, if the guard trusts the layer; None if it does not. ``rounded`` is the
+        activation as the ops take it."""
         layer, x = self.layer, self.x.detach()
         with _torch.NoTorchFunction():
             residual = None if self.residual is None else self.residual.detach()
         what, statistics = (*activation, residual is not None), self.statistics
         planned = guard.plan(layer, self.x, residual, what)
-        decision = settled(layer, planned, lambda: measuring.measure(layer, x, residual, activation, statistics))
+        decision = settled(layer, planned, lambda: measuring.measure(layer, x, residual, rounded, statistics))
         layer._record.outcome = outcome_of(layer, follows, decision)
         return decision.verbatim if decision.trusted else None
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from inplace_abn import reference
-from inplace_abn.activations import activation_backward
+from inplace_abn.activations import IDENTITY, OF_ROUNDED, activation_backward, find
 from inplace_abn.kernels import ops
 from inplace_abn.settings import Operands, Settings
 
@@ -146,7 +146,7 @@ def _sums(
     activation = settings.activation, settings.activation_param
     slopes = activation_backward(torch.stack([y, y.to(x.dtype).to(y.dtype)]), y.new_ones(()), *activation)
     del y
-    ops.run(ops.forward, [x], x, *statistics, *operands.of_graph(), *settings.arithmetic(), True)
+    _forward(x, statistics, operands, settings)
     recovered_xhat, recovered, product = _recovered(x, operands, settings)
     # Where the slope jumps, the rounding of y decides on which side it lies, in torch as well. The nearer slope counts.
     to_slope, to_torchs = (recovered - slopes).abs_()
@@ -167,6 +167,20 @@ def _sums(
     found += [(errors * off).sum(dim=-1), (product_off * dy[:1]).sum(dim=-1)]
     found += [t.sum(dim=-1) for t in (fields[:3], xhat)]
     return torch.cat([*found, fields[:5].mul_(xhat).sum(dim=-1)])
+
+
+def _forward(x: Tensor, statistics: tuple[Tensor, Tensor], operands: Operands, settings: Settings) -> None:
+    """Overwrites x with z, and rounds where the call does."""
+    weight, bias, residual = operands.of_graph()
+    if settings.activation_param == OF_ROUNDED and x.dtype.itemsize == 2 and find(settings.activation).special:
+        of_norm = settings.activating(IDENTITY)
+        ops.run(ops.forward, [x], x, *statistics, weight, bias, None, *of_norm.arithmetic(), True)
+        if residual is not None:
+            x.add_(residual)
+        zero = torch.zeros_like(statistics[0])
+        statistics, weight, bias, residual = (zero, zero + 1), None, None, None
+        settings = settings._replace(eps=1e-30)
+    ops.run(ops.forward, [x], x, *statistics, weight, bias, residual, *settings.arithmetic(), True)
 
 
 def _recovered(z: Tensor, operands: Operands, settings: Settings) -> tuple[Tensor, Tensor, Tensor]:

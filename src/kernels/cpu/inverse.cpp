@@ -36,12 +36,12 @@ struct Entry {
   float y, slope;
 };
 
-template <typename scalar_t, typename Act>
+template <typename scalar_t, typename Act, bool of_rounded>
 const Entry* entries() {
   static const std::vector<Entry> made = [] {
     std::vector<Entry> table(1 << 16);
     for (uint32_t i = 0; i < table.size(); ++i) {
-      Act{}.inverse(bits_to<scalar_t>(static_cast<uint16_t>(i)), 1, table[i].y, table[i].slope);
+      Act{of_rounded}.inverse(bits_to<scalar_t>(static_cast<uint16_t>(i)), 1, table[i].y, table[i].slope);
     }
     return table;
   }();
@@ -95,10 +95,10 @@ INPLACE_ABN_CLONES void invert_run(const scalar_t* z, opmath_t* y, int64_t count
 template <typename scalar_t, typename Act>
 BlockInverse<scalar_t> block_inverse(const Act& act) {
   using opmath_t = opmath_type<scalar_t>;
-  if constexpr (sizeof(scalar_t) == 2 && std::is_empty_v<Act>) {
+  if constexpr (sizeof(scalar_t) == 2 && requires { act.of_rounded; }) {
     const auto invert = [](const void* table, const scalar_t* z, const scalar_t*, int64_t count, float* y,
                            float* slope) { look_up(static_cast<const Entry*>(table), z, count, y, slope); };
-    return {invert, entries<scalar_t, Act>()};
+    return {invert, act.of_rounded ? entries<scalar_t, Act, true>() : entries<scalar_t, Act, false>()};
   } else {
     const auto invert = [](const void* given, const scalar_t* z, const scalar_t* dz, int64_t count, opmath_t* y,
                            opmath_t* dy) { invert_block(*static_cast<const Act*>(given), z, dz, count, y, dy); };
