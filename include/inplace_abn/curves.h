@@ -126,9 +126,9 @@ INPLACE_ABN_INLINE float spacing(float v) {
 // from each other, and the y that z says would lie beside the real one in the same direction for all of them.
 template <typename scalar_t, typename Slope>
 INPLACE_ABN_INLINE void round_recovered(float z, bool tagged, float& y, float& slope, const Slope& slope_at) {
-  // A tag leaves every second z.
+  // A tag leaves every second z. Slopes may be a little below one.
   const float width = spacing<scalar_t>(z) * (tagged ? 2.0f : 1.0f);
-  if (width <= std::abs(slope) * spacing<scalar_t>(y)) {
+  if (0.875f * width <= std::abs(slope) * spacing<scalar_t>(y)) {
     y = static_cast<float>(static_cast<scalar_t>(y));
     slope = slope_at(y);
   }

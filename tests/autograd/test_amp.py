@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from inplace_abn import ABN, InPlaceABN, InPlaceABNSync
+from inplace_abn import ABN, InPlaceABN, InPlaceABNSync, convert, report
 
 DTYPES = [torch.bfloat16, torch.float16]
 # The largest relative error of a gradient in the 2-norm. The net has two layers, whose kinks amplify rounding.
@@ -288,3 +288,32 @@ def test_errors_of_many_elements_cancel_in_sums_over_a_channel(activation, gamma
     size = right.square().mean((0, 2, 3)).sqrt()
     for error in (dx - right, (dx - right) * x.double()):
         assert (error.mean((0, 2, 3)).abs() < 1e-3 * size).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("residual", [0.0, 6.0])
+@pytest.mark.parametrize("activation", [nn.SiLU, nn.Mish, nn.GELU])
+def test_two_roundings_of_a_converted_norm_and_its_activation_have_no_direction(activation, residual, dtype, device):
+    """The activations are nearly the identity here, so that y and z lie on one grid."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.act, self.last = nn.BatchNorm2d(8), activation(), nn.Conv2d(8, 4, 1)
+
+        def forward(self, x, r):
+            y = self.norm(x)
+            return self.last(self.act(y if not residual else y + r))
+
+    torch.manual_seed(0)
+    net, x = Net().to(device), torch.randn(16, 8, 16, 16, device=device).to(dtype)
+    nn.init.constant_(net.norm.weight, 1.0 if residual else 0.5)
+    nn.init.constant_(net.norm.bias, 0.0 if residual else 4.0)
+    r, dz = (residual + torch.rand_like(x), torch.randn(16, 4, 16, 16, device=device) + 1)
+    exact, ours = copy.deepcopy(net).double(), convert(copy.deepcopy(net))
+    exact(x.double(), r.double()).backward(dz.double())
+    with torch.autocast(device.type, dtype):
+        z = ours(x, r)
+    z.backward(dz.to(z.dtype))
+    assert report(ours).layers[0].in_place
+    assert error(ours.norm.weight.grad, exact.norm.weight.grad) < (0.05 if dtype == torch.bfloat16 else 0.006)

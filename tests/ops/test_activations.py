@@ -6,7 +6,7 @@ from cases import ALL_ACTIVATIONS, DTYPES, stats_dtype
 from maths import exactly
 
 from inplace_abn import inplace_abn
-from inplace_abn.activations import activate, activation_backward, find
+from inplace_abn.activations import OF_ROUNDED, activate, activation_backward, find
 from inplace_abn.kernels import ops
 
 NAMES = {f"{name}({param})": (name, param) for name, param in ALL_ACTIVATIONS}
@@ -230,3 +230,20 @@ def test_the_inverses_of_float16_have_no_error_with_a_direction(name, device):
     error = ops.run(ops.inverse, [], z, code(name), 0.0).view(-1).double() - (x.double() + rest.double())
     for part in error.chunk(16):
         assert part.mean().abs() < 0.1 * part.square().mean().sqrt()
+
+
+@pytest.mark.parametrize("name", ["silu", "hardswish", "gelu", "gelu_tanh", "mish"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_rounded_y_comes_back_itself_where_no_other_one_has_its_z(dtype, name, device):
+    every = torch.arange(1 << 16, dtype=torch.int32, device=device).to(torch.int16).view(dtype)
+    y = every[every.isfinite() & (every.abs() < 20)]
+    z = act(y, name, OF_ROUNDED, invertible=True)
+    recovered = ops.run(ops.inverse, [], z.view(-1, 1), code(name), OF_ROUNDED).view(-1)
+    _, cell, counts = z.view(torch.int16).unique(return_inverse=True, return_counts=True)
+    exact = activation_backward(y.double(), torch.ones(()), name, 0.0)
+    plain = (counts[cell] == 1) & (exact > 0.9)
+    assert plain.sum() > 500
+    # A y that is just between two others may be taken for its neighbour.
+    assert (recovered == y)[plain].double().mean() > 0.99
+    slopes = invert(z, torch.ones_like(z), name, OF_ROUNDED)[1].double()
+    assert ((slopes - exact).abs() <= 2 * torch.finfo(dtype).eps)[plain].all()
