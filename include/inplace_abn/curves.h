@@ -121,9 +121,9 @@ INPLACE_ABN_INLINE float spacing(float v) {
   return power < 0x1p-14f ? 0x1p-24f : power * 0x1p-10f;
 }
 
-// What a recovered y of 16 bits becomes if it was rounded to storage before it was activated: where one such number alone
-// is stored as z, it is that number. Where the slope is nearly one, neighbours among the z and the y are equally far
-// from each other, and the y that z says would lie beside the real one in the same direction for all of them.
+// What a recovered y of 16 bits becomes if it was rounded to storage before it was activated: where one such number
+// alone is stored as z, it is that number. Where the slope is nearly one, neighbours among the z and the y are equally
+// far from each other, and the y that z says would lie beside the real one in the same direction for all of them.
 template <typename scalar_t, typename Slope>
 INPLACE_ABN_INLINE void round_recovered(float z, bool tagged, float& y, float& slope, const Slope& slope_at) {
   // A tag leaves every second z. Slopes may be a little below one.
