@@ -269,8 +269,8 @@ struct WithMinimum {
     const opmath_t depth = possible * (1 / z_min);
     // At the minimum the logarithm may have the wrong sign by a rounding error.
     const opmath_t log_depth = std::abs(is_coarse ? log_coarse(depth) : log_positive(depth));
-    const opmath_t t = std::sqrt(left ? log_depth : bounded - z_min) - choose(left, 0, Fit::centre), t2 = t * t;
-    const opmath_t p = numerator(left, t, t2), q = denominator(left, t, t2);
+    const opmath_t t = std::sqrt(left ? log_depth : bounded - z_min) - choose(left, 0, Fit::centre);
+    const opmath_t p = numerator(left, t), q = denominator(left, t);
     // On the left y is P / Q and the gate z Q / P; on the right y is z P / Q and the gate Q / P. One division serves
     // both quotients.
     const opmath_t inverse = 1 / (p * q);
@@ -313,18 +313,22 @@ struct WithMinimum {
     constexpr double on_left = Fit::left_q[k], on_right = Fit::right_q[k];
     return choose(left, on_left, on_right);
   }
-  // Neighbouring terms are added first: all even and all odd ones would cancel each other.
-  INPLACE_ABN_INLINE static opmath_t numerator(bool left, opmath_t t, opmath_t t2) {
-    opmath_t high = p<4>(left);
-    if constexpr (Fit::degree >= 7) high += t * p<5>(left) + t2 * (p<6>(left) + t * p<7>(left));
-    if constexpr (Fit::degree >= 8) high += t2 * t2 * p<8>(left);
-    return p<0>(left) + t * p<1>(left) + t2 * (p<2>(left) + t * p<3>(left)) + t2 * t2 * high;
+  // By Horner's scheme, which needs the fewest registers.
+  template <int k = 0>
+  INPLACE_ABN_INLINE static opmath_t numerator(bool left, opmath_t t) {
+    if constexpr (k == Fit::degree) {
+      return p<k>(left);
+    } else {
+      return p<k>(left) + t * numerator<k + 1>(left, t);
+    }
   }
-  INPLACE_ABN_INLINE static opmath_t denominator(bool left, opmath_t t, opmath_t t2) {
-    opmath_t high = q<4>(left);
-    if constexpr (Fit::degree >= 7) high += t * q<5>(left) + t2 * (q<6>(left) + t * q<7>(left));
-    if constexpr (Fit::degree >= 8) high += t2 * t2 * q<8>(left);
-    return q<0>(left) + t * q<1>(left) + t2 * (q<2>(left) + t * q<3>(left)) + t2 * t2 * high;
+  template <int k = 0>
+  INPLACE_ABN_INLINE static opmath_t denominator(bool left, opmath_t t) {
+    if constexpr (k == Fit::degree) {
+      return q<k>(left);
+    } else {
+      return q<k>(left) + t * denominator<k + 1>(left, t);
+    }
   }
 
   // Newton's method on y - z / gate(y), which has y's sign and no underflow. Returns the derivative. Next to the
