@@ -19,7 +19,7 @@ from inplace_abn.activations import IDENTITY
 from inplace_abn.autograd import backward, ownership, rows
 from inplace_abn.autograd.backward import Edges, Needed, Saved, edge_of_value, input_edge
 from inplace_abn.autograd.kept import KeptABNFunction
-from inplace_abn.autograd.versions import Aliased, Hooked, Versions, modified, refuse_batched
+from inplace_abn.autograd.versions import Aliased, Hooked, Versions, modified, of_mode, refuse_batched
 from inplace_abn.kernels import node as kernels
 from inplace_abn.reference import NORMS_OF_ROWS, normalised_rows
 from inplace_abn.settings import WEIGHT, Operands, Settings
@@ -100,11 +100,12 @@ class _Held:
     """Tensors that are saved for backward as autograd saves them, until this is dropped: hooks get them, and writes to
     them are noticed."""
 
-    def __init__(self, *tensors: Tensor | None) -> None:
-        self._holder = _hold(torch.empty(0, requires_grad=True), tensors)
+    def __init__(self, training: bool, *tensors: Tensor | None) -> None:
+        self._holder = _hold(torch.empty(0, requires_grad=True), (*of_mode(training), *tensors))
+        self._count = len(tensors)
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        return self._holder.grad_fn.saved_tensors  # type: ignore[no-any-return]
+        return self._holder.grad_fn.saved_tensors[-self._count :]  # type: ignore[no-any-return]
 
 
 class _HoldingFunction(torch.autograd.Function):
@@ -131,7 +132,8 @@ class Node:
         self.settings: Settings = settings
         self._bias_dtype: torch.dtype | None = None if bias is None else bias.dtype
         # Of samples they are not needed again.
-        self._held: _Held | None = _Held(x, weight, *((None, None) if settings.per_instance else statistics))
+        kept = (None, None) if settings.per_instance else statistics
+        self._held: _Held | None = _Held(settings.training, x, weight, *kept)
         self._keeps_output: bool = False
         self._edges: Edges = Edges(None)
         self._hooked: Hooked | Aliased | None = None
@@ -155,7 +157,7 @@ class Node:
         if residual is not None and residual.requires_grad:
             residual = residual.detach()
         found = saved._replace(z=z, residual=residual)
-        self.settings, self._held, self._keeps_output = settings, _Held(*found), True
+        self.settings, self._held, self._keeps_output = settings, _Held(settings.training, *found), True
         hooks = _torch.top_saved_tensors_hooks(True)
         self._hooked = Aliased(t, operands.residual, saved) if hooks is None else Hooked(found, hooks)
 

@@ -16,7 +16,7 @@ from inplace_abn import _torch
 from inplace_abn.activations import IDENTITY, is_valid, name_of
 from inplace_abn.autograd import backward, ownership, rows
 from inplace_abn.autograd.backward import Edges, Needed, Saved, edge_of_value, input_edge
-from inplace_abn.autograd.versions import Aliased, Hooked, modified, refuse_batched
+from inplace_abn.autograd.versions import Aliased, Hooked, modified, of_mode, refuse_batched
 from inplace_abn.kernels import node, ops
 from inplace_abn.reference import NORMS_OF_ROWS
 from inplace_abn.settings import DISABLED, MAGNITUDE, Operands, Settings
@@ -92,7 +92,8 @@ class InPlaceABNFunction(torch.autograd.Function):
             ctx.mark_dirty(x)
         each = zip(saved, (output, weight, bias, residual), call.is_other, strict=False)
         z, *others = (other if is_other else own for other, own, is_other in each)
-        ctx.save_for_backward(z, *map(_savable, (*others, var, saved.verbatim, saved.rows)))
+        others += var, saved.verbatim, saved.rows
+        ctx.save_for_backward(*of_mode(call.settings.training), z, *map(_savable, others))
 
     @staticmethod
     def backward(ctx: Any, dz: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -104,7 +105,7 @@ class InPlaceABNFunction(torch.autograd.Function):
         maths = rows if settings.rows else backward
         # Compiled code is functional. The compiler reuses memory, so nothing is reused here.
         if torch.compiler.is_compiling():
-            return *maths.gradients(need, Saved(*ctx.saved_tensors), dz, False, False, settings), *(None,) * 5
+            return *maths.gradients(need, _saved(ctx), dz, False, False, settings), *(None,) * 5
         # Only the engine passes gradients that nobody else holds. Other callers hold theirs, and may call again. If x
         # is a view, the engine runs the CopySlices node of its base, and that node calls this one.
         node = _torch.current_node()
@@ -145,6 +146,10 @@ def _is_hooked(ctx: Any) -> bool:
     return ctx._raw_saved_tensors[0].unpack_hook is not None
 
 
+def _saved(ctx: Any) -> Saved:
+    return Saved(*ctx.saved_tensors[-len(Saved._fields) :])
+
+
 def _unpacked(ctx: Any) -> Saved:
     """The saved tensors.
 
@@ -152,7 +157,7 @@ def _unpacked(ctx: Any) -> Saved:
         RuntimeError: the output was modified in place, or saved-tensor hooks gave back something else.
     """
     try:
-        saved = Saved(*ctx.saved_tensors)
+        saved = _saved(ctx)
     except RuntimeError as error:
         text = str(error)
         if "modified by an inplace operation" in text:

@@ -93,6 +93,15 @@ class Hooked(Versions):
             )
 
 
+def of_mode(training: bool) -> tuple[Tensor, ...]:
+    """What a node saves before what backward needs: under hooks an empty tensor, if statistics are constants.
+
+    Checkpoints compare the shapes that a recomputation saves with those of the forward pass, up to the last one that
+    they need. So torch notices a recomputation in the other mode.
+    """
+    return () if training or _torch.top_saved_tensors_hooks(True) is None else (torch.empty(0),)
+
+
 def refuse_batched(gradient: Tensor, name: str) -> None:
     """Raises RuntimeError for a gradient that stands for a batch of gradients."""
     if _torch.is_batched(gradient):
