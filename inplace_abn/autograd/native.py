@@ -100,8 +100,8 @@ class _Held:
     """Tensors that are saved for backward as autograd saves them, until this is dropped: hooks get them, and writes to
     them are noticed."""
 
-    def __init__(self, training: bool, *tensors: Tensor | None) -> None:
-        self._holder = _hold(torch.empty(0, requires_grad=True), (*of_mode(training), *tensors))
+    def __init__(self, settings: Settings, *tensors: Tensor | None) -> None:
+        self._holder = _hold(torch.empty(0, requires_grad=True), (*of_mode(settings), *tensors))
         self._count = len(tensors)
 
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -133,7 +133,7 @@ class Node:
         self._bias_dtype: torch.dtype | None = None if bias is None else bias.dtype
         # Of samples they are not needed again.
         kept = (None, None) if settings.per_instance else statistics
-        self._held: _Held | None = _Held(settings.training, x, weight, *kept)
+        self._held: _Held | None = _Held(settings, x, weight, *kept)
         self._keeps_output: bool = False
         self._edges: Edges = Edges(None)
         self._hooked: Hooked | Aliased | None = None
@@ -157,7 +157,7 @@ class Node:
         if residual is not None and residual.requires_grad:
             residual = residual.detach()
         found = saved._replace(z=z, residual=residual)
-        self.settings, self._held, self._keeps_output = settings, _Held(settings.training, *found), True
+        self.settings, self._held, self._keeps_output = settings, _Held(settings, *found), True
         hooks = _torch.top_saved_tensors_hooks(True)
         self._hooked = Aliased(t, operands.residual, saved) if hooks is None else Hooked(found, hooks)
 

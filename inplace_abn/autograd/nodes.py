@@ -93,7 +93,7 @@ class InPlaceABNFunction(torch.autograd.Function):
         each = zip(saved, (output, weight, bias, residual), call.is_other, strict=False)
         z, *others = (other if is_other else own for other, own, is_other in each)
         others += var, saved.verbatim, saved.rows
-        ctx.save_for_backward(*of_mode(call.settings.training), z, *map(_savable, others))
+        ctx.save_for_backward(*of_mode(call.settings), z, *map(_savable, others))
 
     @staticmethod
     def backward(ctx: Any, dz: Tensor | None) -> tuple[Tensor | None, ...]:

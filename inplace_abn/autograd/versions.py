@@ -10,6 +10,7 @@ from torch import Tensor
 from inplace_abn import _torch
 from inplace_abn.activations import bits
 from inplace_abn.autograd.backward import Saved
+from inplace_abn.settings import WHOLE, Settings
 
 
 class Versions:
@@ -93,13 +94,14 @@ class Hooked(Versions):
             )
 
 
-def of_mode(training: bool) -> tuple[Tensor, ...]:
-    """What a node saves before what backward needs: under hooks an empty tensor, if statistics are constants.
+def of_mode(settings: Settings) -> tuple[Tensor, ...]:
+    """What a node saves before what backward needs: under hooks an empty tensor, if a norm's statistics are constants.
 
     Checkpoints compare the shapes that a recomputation saves with those of the forward pass, up to the last one that
     they need. So torch notices a recomputation in the other mode.
     """
-    return () if training or _torch.top_saved_tensors_hooks(True) is None else (torch.empty(0),)
+    is_frozen = not settings.training and settings.shared != WHOLE
+    return (torch.empty(0),) if is_frozen and _torch.top_saved_tensors_hooks(True) is not None else ()
 
 
 def refuse_batched(gradient: Tensor, name: str) -> None:

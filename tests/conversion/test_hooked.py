@@ -215,3 +215,11 @@ def test_hooks_within_a_residual_block_see_what_they_saw(watched):
 
     model = nn.Sequential(conv(3, 4), nn.BatchNorm2d(4), nn.ReLU(), Watched(4, 4), conv(4, 4))
     check_training(spread(model), images())
+
+
+def test_saved_tensor_hooks_get_no_empty_tensor_of_an_activation_alone():
+    net, shapes = convert(nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: shapes.append(t.shape) or t, lambda t: t):
+        net(torch.randn(3, 4))
+    assert shapes
+    assert all(shape.numel() > 0 for shape in shapes)
