@@ -344,13 +344,17 @@ class OwnMode(TorchDispatchMode):
     """Whether the mode sees the ops of the guard's measurements."""
 
 
-def is_watched() -> bool:
-    """Whether a foreign dispatch mode, a tracer or a transform sees the ops that run.
+def is_in_foreign_mode() -> bool:
+    """Whether a dispatch mode that is not of this package sees the ops that run."""
+    return count_dispatch_modes() > 0 and any(not isinstance(mode, OwnMode) for mode in dispatch_modes())
+
+
+def is_transformed() -> bool:
+    """Whether a tracer or a transform sees the ops that run, in no dispatch mode.
 
     `is_captured` is about tracers only, and takes longer.
     """
-    modes = count_dispatch_modes() and any(not isinstance(mode, OwnMode) for mode in dispatch_modes())
-    return bool(modes) or tracing_state() is not None or _is_included(_PreDispatch) or transforms_active()
+    return tracing_state() is not None or _is_included(_PreDispatch) or transforms_active()
 
 
 def builtin_of(op: Any) -> Callable[..., Any]:

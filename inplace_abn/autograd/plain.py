@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from inplace_abn import _torch, reference
+from inplace_abn import _torch, checkpoints, reference
 from inplace_abn.activations import activate
 from inplace_abn.autograd import checks
 from inplace_abn.autograd.backward import values_per_channel
@@ -29,7 +29,7 @@ def is_required() -> bool:
         return True
     if torch.compiler.is_compiling():
         return False
-    return _torch.is_captured() or (_torch.count_dispatch_modes() > 0 and _torch.is_checkpointed_selectively())
+    return _torch.is_captured() or checkpoints.are_selective()
 
 
 def out_of_place(x: Tensor, operands: Operands, settings: Settings) -> Tensor:

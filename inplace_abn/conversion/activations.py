@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from inplace_abn import _torch, guard
+from inplace_abn import _torch, checkpoints, guard
 from inplace_abn.activations import ACTIVATIONS, IDENTITY, activation_of_op, find, gains, of_rounded
 from inplace_abn.autograd import nodes
 from inplace_abn.autograd.backward import Saved
@@ -55,7 +55,7 @@ class ActivationAlone(Converted):
         if z is not None:
             return z
         self._remember_watch()
-        follows_norm = guard.of_forward_pass(f"follows {id(self)}", self._record.follows_norm)
+        follows_norm = checkpoints.of_forward_pass(f"follows {id(self)}", self._record.follows_norm)
         if follows_norm or self._is_given_up():
             return None
         if activation is None or not _is_suitable(x, activation):

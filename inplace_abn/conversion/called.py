@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from inplace_abn import _torch, guard
+from inplace_abn import _torch, checkpoints, guard
 from inplace_abn.activations import IDENTITY, gains
 from inplace_abn.autograd import scale
 from inplace_abn.conversion import observed, watch
@@ -71,7 +71,7 @@ class CalledActivation(ActivationAlone):
 
     def is_scaled(self) -> bool:
         """Whether the module's output was multiplied by a vector. A recomputation does what its forward pass did."""
-        return guard.of_forward_pass(f"scaled {id(self)}", self._record.outcome == _SCALED)
+        return checkpoints.of_forward_pass(f"scaled {id(self)}", self._record.outcome == _SCALED)
 
 
 class OfOutput(Recipe):
@@ -129,12 +129,12 @@ def carried(model: nn.Module) -> Iterator[tuple[str, nn.Module, CalledActivation
 
 def _offer_output(module: nn.Module, args: tuple[Any, ...], output: Any) -> Tensor | None:
     layer = module.__dict__.get(guard.CARRIED)
-    if layer is None or type(output) is not Tensor or torch.compiler.is_compiling() or _torch.is_watched():
+    if layer is None or type(output) is not Tensor or torch.compiler.is_compiling() or checkpoints.are_seen():
         return None
     given_up = guard.given_up(layer)
     if given_up is not None and given_up[0] < guard.now():
         return None
-    if not guard.happened_in_forward_pass(f"offered {id(layer)}"):
+    if not checkpoints.happened_in_forward_pass(f"offered {id(layer)}"):
         return None
     if output.requires_grad or watch.current() is not None:
         layer.training = module.training

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from inplace_abn import _torch, guard
+from inplace_abn import _torch, checkpoints, guard
 from inplace_abn.autograd import nodes
 from inplace_abn.conversion import observed, watch
 from inplace_abn.guard.figures import THRESHOLDS
@@ -99,7 +99,7 @@ class Converted(guard.Guarded):
     def _remember_watch(self) -> None:
         """Remembers whether this call is watched. A recomputation does what its forward pass did."""
         watched = self._record.was_watched if _torch.in_backward() else watch.current() is not None
-        self._record.was_watched = guard.of_forward_pass("watched", watched)
+        self._record.was_watched = checkpoints.of_forward_pass("watched", watched)
         if self._record.was_watched:
             guard.generations.mark_watched(self)
 
@@ -123,7 +123,7 @@ class Converted(guard.Guarded):
             not self._record.was_watched or found[0] < guard.now() or found[0] > guard.generations.current
         )
         # What is found after the forward pass of a checkpoint must not change the recomputation.
-        return guard.of_forward_pass(f"given up {id(self)}", is_now)
+        return checkpoints.of_forward_pass(f"given up {id(self)}", is_now)
 
     def outcome(self) -> Outcome:
         """What the module did in its last call in training, or does from the next step on if the watch gave it up."""
@@ -169,7 +169,7 @@ def may_have_node(x: Tensor) -> bool:
     """Whether a node may be made for a result of this tensor: it is a plain one, and nobody watches the ops."""
     if type(x) is not Tensor or x.is_nested:
         return False
-    return not (_torch.is_watched() or _torch.in_forward_mode() or DISABLED)
+    return not (checkpoints.are_seen() or _torch.in_forward_mode() or DISABLED)
 
 
 def is_usual(x: Tensor) -> bool:

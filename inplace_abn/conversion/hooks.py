@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from inplace_abn import _torch, guard
+from inplace_abn import _torch, checkpoints, guard
 from inplace_abn.conversion import called, watch
 from inplace_abn.conversion.offered import Offered, plain
 from inplace_abn.guard import generations
@@ -62,7 +62,7 @@ def begin(model: nn.Module, args: Any) -> None:
         return
     if any(isinstance(value, fx.Proxy) for value in args):
         return
-    if guard.is_paused() or _torch.is_watched() or _torch.in_backward():
+    if guard.is_paused() or _torch.in_backward() or checkpoints.are_seen():
         return
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return

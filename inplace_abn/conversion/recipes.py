@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from inplace_abn import _torch, guard, reference
+from inplace_abn import _torch, checkpoints, guard, reference
 from inplace_abn.activations import IDENTITY, find, of_rounded
 from inplace_abn.autograd import forward, native, nodes
 from inplace_abn.autograd.backward import Saved, by_value
@@ -138,7 +138,7 @@ class OfCall(Recipe):
             and (state_of(x), state_of(weight), state_of(bias)) == self._states
             and state_of(self.residual) == self._state_of_residual
             and not (self._summed is not None and self._summed.is_asked)
-            and not _torch.is_watched()
+            and not checkpoints.are_seen()
             and not DISABLED
         )
 

@@ -33,10 +33,8 @@ from inplace_abn.guard.decisions import decide as decide
 from inplace_abn.guard.decisions import decided as decided
 from inplace_abn.guard.decisions import plan as plan
 from inplace_abn.guard.decisions import stays_untrusted as stays_untrusted
-from inplace_abn.guard.generations import happened_in_forward_pass as happened_in_forward_pass
 from inplace_abn.guard.generations import is_paused as is_paused
 from inplace_abn.guard.generations import now as now
-from inplace_abn.guard.generations import of_forward_pass as of_forward_pass
 from inplace_abn.guard.generations import paused as paused
 from inplace_abn.guard.layers import CARRIED as CARRIED
 from inplace_abn.guard.layers import Guarded as Guarded

@@ -5,14 +5,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from inplace_abn import _torch
+from inplace_abn import checkpoints
 from inplace_abn.guard.writes import watchers
-
-_T = TypeVar("_T")
 
 current: int = 0
 """The number of steps that optimizers of this process have taken."""
@@ -70,33 +68,9 @@ def are_changed(modules: Iterable[Any]) -> bool:
     return False
 
 
-_of_checkpoints: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
-"""What was true in the forward pass of each checkpoint."""
-
-
-def _of_checkpoint() -> dict[str, Any] | None:
-    """What was known of the checkpoint whose forward pass or recomputation runs; None outside of checkpoints."""
-    hooks = _torch.top_saved_tensors_hooks(True)
-    checkpoint = None if hooks is None else _torch.checkpoint_of(hooks)
-    return None if checkpoint is None else _of_checkpoints.setdefault(checkpoint, {})
-
-
-def of_forward_pass(name: str, value: _T) -> _T:
-    """What is true now; in a checkpoint's recomputation what was true in its forward pass."""
-    known = _of_checkpoint()
-    found: _T = value if known is None else known.setdefault(name, value)
-    return found
-
-
-def happened_in_forward_pass(name: str) -> bool:
-    """Whether this, which happens now, has happened in the forward pass, if a checkpoint computes it again."""
-    known = _of_checkpoint()
-    return known is None or bool(known.setdefault(name, not _torch.in_backward()))
-
-
 def now() -> int:
     """The generation of a call."""
-    return of_forward_pass("generation", current)
+    return checkpoints.of_forward_pass("generation", current)
 
 
 _paused = 0

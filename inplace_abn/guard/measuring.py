@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from inplace_abn import _torch, reference
+from inplace_abn import _torch, checkpoints, reference
 from inplace_abn.activations import IDENTITY
 from inplace_abn.guard import recovery
 from inplace_abn.guard.figures import THRESHOLDS, packed
@@ -34,7 +34,7 @@ def is_measurable(module: Any, x: Tensor, residual: Tensor | None) -> bool:
         return False
     # Selective checkpointing makes calls out of place. It would also count the measurement's ops among those that it
     # computes again.
-    if _torch.count_dispatch_modes() > 0 and _torch.is_checkpointed_selectively():
+    if checkpoints.are_selective():
         return False
     return not _torch.is_capturing(x)
 

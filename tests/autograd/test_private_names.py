@@ -208,7 +208,7 @@ def test_dispatch_modes_are_counted():
         assert not _torch.is_checkpointed_selectively()
 
 
-def test_ops_are_watched_by_foreign_modes_tracers_and_transforms():
+def test_ops_are_seen_by_foreign_modes_tracers_and_transforms():
     class PassOn(_torch.OwnMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             return func(*args, **(kwargs or {}))
@@ -220,7 +220,7 @@ def test_ops_are_watched_by_foreign_modes_tracers_and_transforms():
     seen = []
 
     def look(x):
-        seen.append((_torch.is_watched(), _torch.tracing_state() is not None))
+        seen.append((_torch.is_in_foreign_mode(), _torch.is_transformed(), _torch.tracing_state() is not None))
         return x + 1
 
     look(torch.ones(2))
@@ -230,7 +230,8 @@ def test_ops_are_watched_by_foreign_modes_tracers_and_transforms():
         look(torch.ones(2))
     torch.jit.trace(look, torch.ones(2), check_trace=False)
     torch.func.vmap(look)(torch.ones(2))
-    assert seen == [(False, False), (False, False), (True, False), (True, True), (True, False)]
+    nobody, mode, tracer, transform = (False,) * 3, (True, False, False), (False, True, True), (False, True, False)
+    assert seen == [nobody, nobody, mode, tracer, transform]
 
 
 def test_builtin_of_an_op_is_called_like_the_op_and_seen_by_modes():

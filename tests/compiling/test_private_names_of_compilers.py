@@ -62,11 +62,11 @@ def test_autograd_is_compiled_nowhere_within(fresh_compiler):
         assert len(compiled) == 1
 
 
-def test_is_watched():
+def test_foreign_modes_and_traced_code_are_told():
     seen = []
 
     def look(x):
-        seen.append(_torch.is_watched())
+        seen.append(_torch.is_in_foreign_mode() or _torch.is_transformed())
         return x * 2
 
     class Mode(TorchDispatchMode):

@@ -12,7 +12,13 @@ from foreign_nets import spread
 from modes import is_trusted
 from one_norm import OneNorm, plain
 from torch import nn
-from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_early_stop
+from torch.utils.checkpoint import (
+    CheckpointError,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
+)
+from torch.utils.flop_counter import FlopCounterMode
 
 from inplace_abn import InPlaceABN, InPlaceABNSync, convert, guard, set_guard
 
@@ -277,3 +283,43 @@ def test_a_recomputation_in_the_other_mode_is_torchs_error(norm, activation, tra
     net.train(not trains_first)
     with pytest.raises(CheckpointError):
         result.sum().backward()
+
+
+def selectively(function, x):
+    """A selective checkpoint, which keeps the results of convolutions."""
+    contexts = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.convolution.default])
+    return checkpoint(function, x, use_reentrant=False, context_fn=contexts)
+
+
+def counted(function, x):
+    with FlopCounterMode(display=False):
+        return function(x)
+
+
+MODES_OF_FORWARD = {"selective checkpointing": selectively, "a counter of operations": counted}
+NETS_OF_MODES = {
+    "batch norm": nn.BatchNorm2d,
+    "group norm": functools.partial(nn.GroupNorm, 2),
+    "layer norm": lambda _: nn.LayerNorm(5),
+    "nothing": lambda _: nn.Identity(),
+    "InPlaceABN": InPlaceABN,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("activation", [nn.Identity, nn.ReLU, nn.SiLU, nn.Tanh])
+@pytest.mark.parametrize("norm", NETS_OF_MODES)
+@pytest.mark.parametrize("mode", MODES_OF_FORWARD)
+def test_a_recomputation_outside_of_a_dispatch_mode_does_what_its_forward_pass_did_in_it(mode, norm, activation, kind):
+    torch.manual_seed(0)
+    part = nn.Sequential(nn.Conv2d(4, 4, 1), NETS_OF_MODES[norm](4), activation(), nn.Conv2d(4, 2, 1)).double()
+    x, found = batch(), []
+    for net in (part, convert(copy.deepcopy(part))):
+        for _ in range(2):
+            output = MODES_OF_FORWARD[mode](lambda t, net=net: repeated(kind, net, t), x)
+            output.square().sum().backward()
+            found.append([p.grad for p in (x, *net.parameters())])
+            x.grad = None
+            net.zero_grad()
+    for ours, torchs in zip(found[2:], found[:2], strict=True):
+        assert_trained_alike(ours, torchs)
