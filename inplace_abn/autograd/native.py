@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ def _gradients(
         found = _by_torch(g, x, weight, mean, var, settings, list(needed[:3]))
         return [t if need else None for t, need in zip(found, needed, strict=False)]
     create_graph, inputs = torch.is_grad_enabled(), list[Tensor]()
-    with torch.enable_grad():
+    with torch.enable_grad(), _own_hooks(create_graph):
         channels = x.shape[-1 if settings.rows else 1]
         bias = None if bias_dtype is None else x.new_zeros(channels, dtype=bias_dtype)
 
@@ -81,6 +82,16 @@ def _gradients(
         y = native(asked(x, needed[0]), asked(weight, needed[1]), asked(bias, needed[2]), *call)
         each = iter(torch.autograd.grad(y, inputs, g.to(y.dtype), create_graph=create_graph) if inputs else ())
     return [next(each) if need else None for need in needed[:3]]
+
+
+def _own_hooks(create_graph: bool) -> AbstractContextManager[Any]:
+    """Hides what backward saves for itself from saved-tensor hooks. Those of a checkpoint would count it.
+
+    Tensors are packed detached, since a tensor with its graph would keep itself.
+    """
+    if create_graph or _torch.top_saved_tensors_hooks(True) is None:
+        return nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda t: t)
 
 
 def _by_torch(

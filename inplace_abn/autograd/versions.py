@@ -67,8 +67,7 @@ class Hooked(Versions):
     def __init__(self, saved: Saved, hooks: tuple[Any, Any]) -> None:
         super().__init__(saved.z)
         self._residual = None if saved.residual is None else Versions(saved.residual)
-        names = (getattr(hook, "__qualname__", type(hook).__qualname__) for hook in hooks)
-        self._names = " and ".join(f"{hook.__module__}.{name}" for hook, name in zip(hooks, names, strict=True))
+        self._names = " and ".join(map(_name_of, hooks))
         compares = _torch.checkpoint_of(hooks) is None and _is_comparable(saved.z)
         self._checksum = _checksum(saved) if compares else None
         self._kinds = _kinds(saved)
@@ -123,6 +122,12 @@ def modified(what: str, name: str) -> str:
     )
 
 
+def _name_of(hook: Any) -> str:
+    name: str = getattr(hook, "__qualname__", type(hook).__qualname__)
+    module = getattr(hook, "__module__", None)
+    return f"{module}.{name}" if module else name
+
+
 def _is_comparable(z: Tensor) -> bool:
     """Whether z has values that the host may wait for."""
     return type(z) is Tensor and not z.is_meta and not _torch.is_capturing(z)
@@ -135,8 +140,10 @@ def _kinds(saved: Saved) -> list[Any]:
 def _checksum(saved: Saved) -> Tensor:
     """The sums of all bits per channel, which are the same in any layout. They need no memory of z's size."""
     sums = []
-    for t in saved:
-        if t is not None:
-            values = bits(t.detach())
-            sums.append(values if t.dim() == 1 else values.sum([0, *range(2, t.dim())], dtype=values.dtype))
-    return torch.cat(sums)
+    # A result whose readers are seen would be read without its tags.
+    with _torch.NoTorchFunction():
+        for t in saved:
+            if t is not None:
+                values = bits(t.detach())
+                sums.append(values if t.dim() == 1 else values.sum([0, *range(2, t.dim())], dtype=values.dtype))
+        return torch.cat(sums)

@@ -88,7 +88,8 @@ def begin_part(part: nn.Module, args: Any) -> None:
 
 
 def end_part(part: nn.Module, _: Any, output: Any) -> None:
-    _end(part, output)
+    if not torch.compiler.is_compiling():
+        _end(part, output)
 
 
 def finish(model: nn.Module, args: Any, result: Any) -> Any:
@@ -106,9 +107,11 @@ def finish(model: nn.Module, args: Any, result: Any) -> Any:
 
 
 def _end(model: nn.Module, output: Any) -> None:
-    if watch.end(model, output):
+    is_watched = watch.end(model, output)
+    if is_watched:
         called.listen_less(model)
-        # A part's output may go where only plain tensors work, as in compiled code.
+    # A part's output may go where only plain tensors work, as in compiled code.
+    if checkpoints.of_forward_pass(f"ended {id(model)}", is_watched):
         for t in tensors_in(output):
             plain(t)
 

@@ -9,6 +9,7 @@ from foreign_nets import BasicBlock, conv, spread
 from graph_programs import READS, WRITES
 from one_norm import OneNorm, images, plain
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from training import check_training
 
 from inplace_abn import analyze, convert, verify
@@ -223,3 +224,28 @@ def test_saved_tensor_hooks_get_no_empty_tensor_of_an_activation_alone():
         net(torch.randn(3, 4))
     assert shapes
     assert all(shape.numel() > 0 for shape in shapes)
+
+
+@pytest.mark.parametrize("pack", [torch.Tensor.detach, lambda t: t, torch.clone], ids=["alias", "same", "copy"])
+@pytest.mark.parametrize("act", [nn.ReLU, nn.SiLU, nn.Identity])
+def test_a_result_that_saved_tensor_hooks_give_back_is_not_read_where_a_mode_sees_backward(act, pack):
+    class Seeing(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    torch.manual_seed(0)
+    found, net = [], nn.Sequential(conv(3, 4), nn.BatchNorm2d(4), act(), conv(4, 4)).double()
+    for each in (net, convert(copy.deepcopy(net))):
+        optimizer = torch.optim.SGD(each.parameters(), 1e-2)
+        torch.manual_seed(1)
+        for _ in range(3):
+            x = torch.randn(2, 3, 5, 5, dtype=torch.float64, requires_grad=True)
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+                y = each(x)
+            with Seeing():
+                y.square().sum().backward()
+            found.append(x.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+    for native, ours in zip(found[:3], found[3:], strict=True):
+        torch.testing.assert_close(ours, native)

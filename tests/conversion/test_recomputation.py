@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import (
     CheckpointError,
     checkpoint,
+    checkpoint_sequential,
     create_selective_checkpoint_contexts,
     set_checkpoint_early_stop,
 )
@@ -323,3 +324,55 @@ def test_a_recomputation_outside_of_a_dispatch_mode_does_what_its_forward_pass_d
             net.zero_grad()
     for ours, torchs in zip(found[2:], found[:2], strict=True):
         assert_trained_alike(ours, torchs)
+
+
+class Block(nn.Module):
+    """Ends with a norm, or with the sum of a norm and the block's input."""
+
+    def __init__(self, norm, adds):
+        super().__init__()
+        self.conv, self.norm, self.adds = nn.Conv2d(4, 4, 3, padding=1), norm, adds
+
+    def forward(self, x):
+        y = self.norm(self.conv(x))
+        return y + x if self.adds else y
+
+
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("norm", ["batch norm", "group norm", "layer norm"])
+def test_blocks_of_one_checkpoint_are_recomputed_as_they_were_watched_one_by_one(norm, reentrant, adds):
+    torch.manual_seed(0)
+    net = nn.Sequential(*[Block(NETS_OF_MODES[norm](4), adds) for _ in range(5)]).double()
+    runs = []
+    for each in (net, convert(copy.deepcopy(net))):
+        optimizer, found = torch.optim.SGD(each.parameters(), 1e-2), []
+        torch.manual_seed(1)
+        for _ in range(4):
+            x = batch()
+            checkpoint_sequential(each, 2, x, use_reentrant=reentrant).square().sum().backward()
+            found += [x.grad, *(p.grad.clone() for p in each.parameters())]
+            optimizer.step()
+            optimizer.zero_grad()
+        runs.append(found)
+    assert_trained_alike(*reversed(runs))
+
+
+@pytest.mark.parametrize("name", NORMS_ALONE)
+def test_a_gradient_that_is_taken_in_a_checkpoint_is_computed_again_as_often_as_with_torch(name):
+    torch.manual_seed(0)
+    last = nn.BatchNorm1d(4), nn.Linear(4, 4)
+    net = nn.Sequential(nn.Linear(4, 4), NORMS_ALONE[name](), nn.GELU(), *last).double()
+    found, x = [], torch.randn(8, 4, dtype=torch.float64, requires_grad=True)
+    for each in (net, convert(copy.deepcopy(net))):
+
+        def penalised(x, net=each):
+            with torch.enable_grad():
+                inner = x.detach().clone().requires_grad_()
+                (g,) = torch.autograd.grad(net(inner).square().sum(), inner)
+            return net(x + 1e-3 * g)
+
+        for _ in range(3):
+            checkpoint(penalised, x, use_reentrant=False).square().sum().backward()
+        found.append([p.grad for p in each.parameters()] + [b.clone().double() for b in each.buffers()])
+    assert_trained_alike(*reversed(found))
