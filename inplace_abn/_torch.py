@@ -284,6 +284,14 @@ def read_while_tracing(function: Any) -> Any:
     return function
 
 
+def break_graph() -> None:
+    """Makes the compiler, which is tracing, call what it does not trace as it is written.
+
+    torch documents this, but under a private name. The module is imported while the compiler traces.
+    """
+    torch._dynamo.graph_break()
+
+
 def process_group(name: str) -> Any:
     """The process group of this name. Compiled code knows groups by their names."""
     from torch.distributed import distributed_c10d

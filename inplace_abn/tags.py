@@ -25,6 +25,7 @@ _NEGATIVE = frozenset({"eq", "ne", "ge", "lt"})
 _POSITIVE = frozenset({"eq", "ne", "gt", "le"})
 _COMPARISONS = _NEGATIVE | _POSITIVE
 _BY_SIGN = {"negative": _NEGATIVE, "positive": _POSITIVE, "either": _COMPARISONS}
+_ALIASES = {"greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le", "not_equal": "ne"}
 _NEXT = "next to zero"
 """The sign of a tag to which next to nothing was added. Only who divides by it notices what it is."""
 _DIVIDING = frozenset({"div", "true_divide", "reciprocal", "addcdiv"})
@@ -166,6 +167,12 @@ def op_of(function: _torch.OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
 def is_alias(t: Tensor, other: Tensor) -> bool:
     """Whether two tensors have one storage."""
     return t.layout is torch.strided and storage_of(t) == storage_of(other)
+
+
+def name_of(func: Any) -> str:
+    """The name of the op that a function of torch's calls, without underscores."""
+    name = getattr(func, "__name__", "").split(".")[0].strip("_")
+    return _ALIASES.get(name, name)
 
 
 def is_telling(op: str, sign: str) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from inplace_abn import _torch
+from inplace_abn import _torch, checkpoints, tags
 from inplace_abn.conversion import observed, watch
 from inplace_abn.conversion.consumers import KEEPING, Keeper, kept
 from inplace_abn.conversion.recognition import IN_GRAPH, KNOWN, METADATA, NO_GRADIENT, SHOWING, Activating, Adding
@@ -97,12 +97,18 @@ class Offered(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if torch.compiler.is_compiling():
+            if tags.is_telling(tags.name_of(func), "either"):
+                # Compilers do not know what stands for a zero, so this function is called as it is.
+                _torch.break_graph()
+            with _torch.NoTorchFunction():
+                return func(*args, **kwargs)
         given = _offered_in(args)
         if kwargs:
             given += _offered_in(kwargs.values())
         # Functions that keep their input tell no tags from zeros, and return no view of it.
         is_plain = func in METADATA or (func in KEEPING and len(given) == 1 and given[0]._recipe.is_result)
-        if torch.compiler.is_compiling() or (is_plain and not kwargs.get("inplace")):
+        if is_plain and not kwargs.get("inplace"):
             with _torch.NoTorchFunction():
                 return func(*args, **kwargs)
         recipes = {id(t): t._recipe for t in given}
@@ -187,7 +193,7 @@ def _read(
     if func in _ASKING:
         _ask(func, offered, recipes)
         return native()
-    if watched and _torch.in_compiled_function():
+    if watched and _is_compiled(recipes):
         # Compilers know plain tensors only.
         for t in offered:
             observed.give_up(recipes[id(t)].layer, "compiled code reads its input")
@@ -247,6 +253,15 @@ def _read_results(
     for t in results:
         recipes[id(t)].was_read(t, func, result, bool(others))
     return result
+
+
+def _is_compiled(recipes: dict[int, Recipe]) -> bool:
+    """Whether a compiled function, which runs as it is written now, reads the tensors with these recipes.
+
+    Backward may call a part of such a function again, without its wrapper.
+    """
+    layers = {id(recipe.layer) for recipe in recipes.values()}
+    return any(checkpoints.of_forward_pass(f"compiled {key}", _torch.in_compiled_function()) for key in layers)
 
 
 def _spend(t: Tensor, recipes: dict[int, Recipe]) -> None:

@@ -30,7 +30,6 @@ _WRITING = frozenset(
 )
 _WRITES_NOTHING = frozenset({"requires_grad_", "detach_", "share_memory_"})
 _BOOL = (torch.bool, torch.BoolTensor, "torch.BoolTensor")
-_ALIASES = {"greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le", "not_equal": "ne"}
 
 
 _memory = torch.empty(0, device="cpu")
@@ -120,7 +119,7 @@ def _writes(func: Any, kwargs: Mapping[str, Any]) -> bool:
 
 def _tells(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], t: Tensor, sign: str) -> bool:
     """Whether a function tells t's tags from zeros, or hands t's values to what is not torch."""
-    name = getattr(func, "__name__", "").split(".")[0].strip("_")
+    name = tags.name_of(func)
     if not sign or func in KEEPING:
         return False
     if name in _COPYING and not (torch.is_grad_enabled() and t.requires_grad):
@@ -139,4 +138,4 @@ def _tells(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], t: Tenso
         return any(v in _BOOL or (name == "view" and isinstance(v, torch.dtype)) for v in kinds)
     if name == "where":
         return len(args) == 1 and not kwargs
-    return name in _LEAVING or name in ("bool", "float") or tags.is_telling(_ALIASES.get(name, name), sign)
+    return name in _LEAVING or name in ("bool", "float") or tags.is_telling(name, sign)

@@ -12,6 +12,7 @@ from compiled_converted_nets import ACTIVATIONS, ChainAndBlock, ChainAndBlocks, 
 from compiled_nets import assert_same, step
 from modes import distrust, start_over
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from inplace_abn import InPlaceABN, convert, guard
 from inplace_abn.compiling import joint
@@ -298,3 +299,40 @@ def test_a_copy_of_what_others_may_write_to_stays_a_copy(source, device):
     expected = trained(native, x)
     compiled = torch.compile(converted, backend="aot_eager")
     torch.testing.assert_close(trained(compiled, x), expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("place", ["before the norm", "before the activation", "after it"])
+def test_a_graph_break_in_a_checkpointed_part_is_no_error_in_the_first_step(place, device):
+    class Part(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm, self.last = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 3, 1)
+
+        def forward(self, x):
+            x = self.conv(x)
+            for name, layer in (("before the norm", self.norm), ("before the activation", nn.functional.silu)):
+                if place == name:
+                    torch._dynamo.graph_break()
+                x = layer(x)
+            if place == "after it":
+                torch._dynamo.graph_break()
+            return self.last(x)
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.ModuleList(Part() for _ in range(2))
+
+        def forward(self, x):
+            for part in self.parts:
+                x = checkpoint(part, x, use_reentrant=False)
+            return x
+
+    torch.manual_seed(0)
+    native, x = Net().to(device).double(), batch(device)
+    module = convert(copy.deepcopy(native))
+    compiled = torch.compile(module, backend="aot_eager")
+    for _ in range(3):
+        assert_same(step(compiled, module, x), step(native, native, x))
+        for model in (module, native):
+            torch.optim.SGD(model.parameters(), 1e-3).step()

@@ -172,3 +172,20 @@ def test_a_process_group_is_found_by_its_name():
         assert _torch.process_group(dist.group.WORLD.group_name) is dist.group.WORLD
     finally:
         dist.destroy_process_group()
+
+
+def test_a_broken_graph_goes_on_after_what_breaks_it(fresh_compiler):
+    seen = []
+
+    def function(x):
+        y = x * 2
+        _torch.break_graph()
+        return y + 1
+
+    def backend(graph, _):
+        seen.append(graph)
+        return graph
+
+    x = torch.ones(3)
+    assert torch.equal(torch.compile(function, backend=backend)(x), x * 2 + 1)
+    assert len(seen) == 2

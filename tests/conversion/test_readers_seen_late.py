@@ -77,3 +77,46 @@ def test_a_norm_whose_weight_is_set_after_it_was_zero_is_in_place_in_watched_ste
 
     converted = inplace_abn.convert(copy.deepcopy(model))
     assert losses(converted, before, 9) == pytest.approx(losses(model, before, 9), rel=1e-10)
+
+
+READERS = {
+    "ge": lambda h: (h >= 0).double(),
+    "not_equal": lambda h: torch.not_equal(h, 0).double(),
+    "sign": torch.sign,
+    "count_nonzero": lambda h: h + torch.count_nonzero(h) / 100,
+    "floor": lambda h: (h * 1).add(h.floor()),
+}
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("first", [0, 2])
+@pytest.mark.parametrize("activation", [nn.ReLU, nn.Hardswish, nn.GELU])
+def test_a_compiled_reader_that_comes_between_watched_steps_sees_zeros(activation, first, reader):
+    class Read(Counted):
+        def forward(self, x, step):
+            h = self.activation(self.norm(self.conv(x)))
+            out = self.head(h).square().mean()
+            return out if step < first else out + self.read(h).mean()
+
+    torch.manual_seed(0)
+    native = Read().double()
+    native.activation = activation()
+    converted = inplace_abn.convert(copy.deepcopy(native))
+    for model in (native, converted):
+        model.read = torch.compile(READERS[reader], backend="aot_eager")
+    assert losses(converted, steps=5) == pytest.approx(losses(native, steps=5), rel=1e-9)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_a_compiled_reader_without_a_graph_break_is_an_error():
+    class Read(Counted):
+        def forward(self, x, step):
+            h = torch.relu(self.norm(self.conv(x)))
+            return self.head(h).mean() + (0 if step < 2 else self.read(h))
+
+    torch.manual_seed(0)
+    model = inplace_abn.convert(Read().double())
+    model.read = torch.compile(lambda h: (h >= 0).double().mean(), backend="aot_eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        losses(model)
