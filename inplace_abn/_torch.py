@@ -284,12 +284,12 @@ def read_while_tracing(function: Any) -> Any:
     return function
 
 
-def break_graph() -> None:
-    """Makes the compiler, which is tracing, call what it does not trace as it is written.
+def call_uncompiled(function: Callable[..., Any], *args: Any) -> Any:
+    """What the function returns. The compiler, which is tracing, breaks its graph and calls it as it is written.
 
-    torch documents this, but under a private name. The module is imported while the compiler traces.
+    torch.compiler.disable imports the compiler, which takes a second.
     """
-    torch._dynamo.graph_break()
+    return torch.compiler.disable(function)(*args)
 
 
 def process_group(name: str) -> Any:

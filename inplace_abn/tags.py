@@ -169,15 +169,34 @@ def is_alias(t: Tensor, other: Tensor) -> bool:
     return t.layout is torch.strided and storage_of(t) == storage_of(other)
 
 
+@_torch.read_while_tracing
 def name_of(func: Any) -> str:
     """The name of the op that a function of torch's calls, without underscores."""
     name = getattr(func, "__name__", "").split(".")[0].strip("_")
     return _ALIASES.get(name, name)
 
 
-def is_telling(op: str, sign: str) -> bool:
-    """Whether an op, of any arguments, may tell tags of this sign from zeros."""
-    return op in _READS or op in _BY_SIGN[sign]
+def is_told(name: str, sign: str, is_first: bool, others: tuple[Any, ...]) -> bool:
+    """Whether an op, with these arguments beside a tagged tensor, may tell tags of this sign from zeros.
+
+    Args:
+        is_first: whether the tagged tensor is the first argument.
+    """
+    if name.endswith(("pow", "power")):
+        return not is_first or name[0] == "r" or any(not isinstance(v, int) or v < 0 for v in others)
+    if name.endswith("div") or name in ("divide", "true_divide", "truediv"):
+        return not is_first or name[0] == "r" or name == "floordiv" or "floor" in others
+    if name.endswith("norm"):
+        return any(type(v) in (int, float) and v == 0 for v in others)
+    if name in ("to", "type", "type_as", "view"):
+        kinds = [v.dtype if isinstance(v, Tensor) else v for v in others]
+        return any(v in _BOOL or (name == "view" and isinstance(v, torch.dtype)) for v in kinds)
+    if name == "where":
+        return is_first and not others
+    return name in ("bool", "float") or name in _READS or name in _BY_SIGN[sign]
+
+
+_BOOL = (torch.bool, torch.BoolTensor, "torch.BoolTensor")
 
 
 def sign_of(activation: str, param: float) -> str:

@@ -39,6 +39,8 @@ class Record:
     outcome: Outcome = field(default_factory=Outcome)
     was_watched: bool = False
     """Whether the last forward pass was watched (`conversion.watch`)."""
+    is_read_compiled: bool = False
+    """Whether a compiled function was seen to read an activated result of the module."""
     follows_norm: bool = False
     """Whether an activation was ever part of a converted norm."""
     kinds: dict[Any, Any] = field(default_factory=dict)

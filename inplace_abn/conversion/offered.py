@@ -97,32 +97,40 @@ class Offered(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling():
-            if tags.is_telling(tags.name_of(func), "either"):
-                # Compilers do not know what stands for a zero, so this function is called as it is.
-                _torch.break_graph()
-            with _torch.NoTorchFunction():
-                return func(*args, **kwargs)
-        given = _offered_in(args)
-        if kwargs:
-            given += _offered_in(kwargs.values())
-        # Functions that keep their input tell no tags from zeros, and return no view of it.
-        is_plain = func in METADATA or (func in KEEPING and len(given) == 1 and given[0]._recipe.is_result)
-        if is_plain and not kwargs.get("inplace"):
-            with _torch.NoTorchFunction():
-                return func(*args, **kwargs)
-        recipes = {id(t): t._recipe for t in given}
-        for t in given:
-            t.__class__ = Tensor  # type: ignore[assignment]
-        try:
-            return _read(func, args, kwargs, given, recipes)
-        finally:
-            for t in given:
-                if "_recipe" in t.__dict__:
-                    t.__class__ = Offered
+        if not torch.compiler.is_compiling():
+            return _called(func, args, kwargs)
+        is_first = len(args) > 0 and type(args[0]) is Offered
+        if tags.is_told(tags.name_of(func), "either", is_first, (*args[is_first:], *kwargs.values())):
+            # Compilers do not know what stands for a zero.
+            return _torch.call_uncompiled(_called, func, args, kwargs)
+        # Operators whose first operand is a number look at the classes of their operands once more.
+        func = getattr(func, "__wrapped__", func)
+        with _torch.NoTorchFunction():
+            return func(*args, **kwargs)
 
 
 _torch.take_for_tensors(Offered)
+
+
+def _called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of a function that is called with offered tensors."""
+    given = _offered_in(args)
+    if kwargs:
+        given += _offered_in(kwargs.values())
+    # Functions that keep their input tell no tags from zeros, and return no view of it.
+    is_plain = func in METADATA or (func in KEEPING and len(given) == 1 and given[0]._recipe.is_result)
+    if is_plain and not kwargs.get("inplace"):
+        with _torch.NoTorchFunction():
+            return func(*args, **kwargs)
+    recipes = {id(t): t._recipe for t in given}
+    for t in given:
+        t.__class__ = Tensor
+    try:
+        return _read(func, args, kwargs, given, recipes)
+    finally:
+        for t in given:
+            if "_recipe" in t.__dict__:
+                t.__class__ = Offered
 
 
 def _offered_in(values: Iterable[Any]) -> list[Any]:

@@ -3,7 +3,8 @@
 A result may have tags instead of zeros, and backward needs it. In watched steps `conversion.watch` sees every op. In
 the others results are offered: a function that tells tags from zeros, or copies values out of the graph, gets a copy
 without tags, and one that writes to the result, where torch allows it, writes to memory of its own. A result is offered
-until it is written to, or added to the output of a norm.
+until it is written to, or added to the output of a norm. One that compiled code is known to read is not: compilers look
+at the class of a tensor.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ _WRITING = frozenset(
     [f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")]
 )
 _WRITES_NOTHING = frozenset({"requires_grad_", "detach_", "share_memory_"})
-_BOOL = (torch.bool, torch.BoolTensor, "torch.BoolTensor")
 
 
 _memory = torch.empty(0, device="cpu")
@@ -89,7 +89,7 @@ def offer_result(layer: Any, z: Tensor, activation: tuple[str, float], is_writab
     """Offers a result that nobody watches."""
     # Hooks may hold the memory as well, and so does what z is a view of.
     is_writable = is_writable and _torch.top_saved_tensors_hooks(True) is None and not _torch.is_view(z)
-    if is_writable or tags.sign_of(*activation):
+    if not layer._record.is_read_compiled and (is_writable or tags.sign_of(*activation)):
         offer(z, OfResult(layer, z, activation, is_writable))
 
 
@@ -126,16 +126,4 @@ def _tells(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], t: Tenso
         # Saved-tensor hooks get the result back in backward, and must find all of its bits.
         return not _torch.in_backward()
     is_first = bool(args) and args[0] is t
-    others = *args[is_first:], *kwargs.values()
-    if name.endswith(("pow", "power")):
-        return not is_first or name[0] == "r" or any(not isinstance(v, int) or v < 0 for v in others)
-    if name.endswith("div") or name in ("divide", "true_divide", "truediv"):
-        return not is_first or name[0] == "r" or name == "floordiv" or "floor" in others
-    if name.endswith("norm"):
-        return any(type(v) in (int, float) and v == 0 for v in others)
-    if name in ("to", "type", "type_as", "view"):
-        kinds = [v.dtype if isinstance(v, Tensor) else v for v in others]
-        return any(v in _BOOL or (name == "view" and isinstance(v, torch.dtype)) for v in kinds)
-    if name == "where":
-        return len(args) == 1 and not kwargs
-    return name in _LEAVING or name in ("bool", "float") or tags.is_telling(name, sign)
+    return name in _LEAVING or tags.is_told(name, sign, is_first, (*args[is_first:], *kwargs.values()))

@@ -129,6 +129,10 @@ class Watch(_torch.OwnMode):
         if not any(tags.storage_of(t) in self._references for t in tensors):
             return func(*args, **kwargs)
         op = tags.op_of(func, args, kwargs)
+        read = {r.layer for t in op.tensors if (r := self._results.get(t.storage)) is not None}
+        if any(not layer._record.is_read_compiled for layer in read) and _torch.in_compiled_function():
+            for layer in read:
+                layer._record.is_read_compiled = True
         is_view = func is not _BITS and any(
             r.alias_info is not None and not r.alias_info.is_write for r in _torch.schema_of(func).returns
         )

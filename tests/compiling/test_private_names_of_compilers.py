@@ -174,18 +174,22 @@ def test_a_process_group_is_found_by_its_name():
         dist.destroy_process_group()
 
 
-def test_a_broken_graph_goes_on_after_what_breaks_it(fresh_compiler):
-    seen = []
+def test_what_is_called_uncompiled_is_not_traced_and_the_graph_goes_on_after_it(fresh_compiler):
+    traced, compiled = [], []
+
+    def called(x):
+        traced.append(torch.compiler.is_compiling())
+        return x + 1
 
     def function(x):
-        y = x * 2
-        _torch.break_graph()
-        return y + 1
+        return _torch.call_uncompiled(called, x * 2) * 3
 
     def backend(graph, _):
-        seen.append(graph)
+        compiled.append(graph)
         return graph
 
     x = torch.ones(3)
-    assert torch.equal(torch.compile(function, backend=backend)(x), x * 2 + 1)
-    assert len(seen) == 2
+    for _ in range(2):
+        assert torch.equal(torch.compile(function, backend=backend)(x), (x * 2 + 1) * 3)
+    assert traced == [False, False]
+    assert len(compiled) == 2

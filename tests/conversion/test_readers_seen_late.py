@@ -85,7 +85,36 @@ READERS = {
     "sign": torch.sign,
     "count_nonzero": lambda h: h + torch.count_nonzero(h) / 100,
     "floor": lambda h: (h * 1).add(h.floor()),
+    "bool": lambda h: h.bool().double(),
+    "to a bool": lambda h: h.to(torch.bool).double(),
+    "where": lambda h: h.sum() + torch.where(h)[0].numel() / 100,
+    "divides": lambda h: (torch.ones_like(h) / h).detach().clamp(-2, 2),
+    "a number divided": lambda h: (1 / h).detach().clamp(-2, 2),
+    "a power": lambda h: (h**-1.0).detach().clamp(-2, 2),
 }
+
+
+class Reading(Counted):
+    """A norm whose activated result a function reads from a step on."""
+
+    def __init__(self, activation, first):
+        super().__init__()
+        self.activation, self.first = activation, first
+
+    def forward(self, x, step):
+        h = self.activation(self.norm(self.conv(x)))
+        out = self.head(h).square().mean()
+        return out if step < self.first else out + self.read(h).double().mean()
+
+
+def losses_of_both(activation, read, first, **settings):
+    """The losses of a native net and of a converted one, with a compiled function that reads from this step on."""
+    torch.manual_seed(0)
+    native = Reading(activation, first).double()
+    converted = inplace_abn.convert(copy.deepcopy(native))
+    for model in (native, converted):
+        model.read = torch.compile(read, backend="aot_eager", **settings)
+    return losses(native, steps=5), losses(converted, steps=5)
 
 
 @pytest.mark.usefixtures("fresh_compiler")
@@ -93,30 +122,48 @@ READERS = {
 @pytest.mark.parametrize("first", [0, 2])
 @pytest.mark.parametrize("activation", [nn.ReLU, nn.Hardswish, nn.GELU])
 def test_a_compiled_reader_that_comes_between_watched_steps_sees_zeros(activation, first, reader):
-    class Read(Counted):
-        def forward(self, x, step):
-            h = self.activation(self.norm(self.conv(x)))
-            out = self.head(h).square().mean()
-            return out if step < first else out + self.read(h).mean()
-
-    torch.manual_seed(0)
-    native = Read().double()
-    native.activation = activation()
-    converted = inplace_abn.convert(copy.deepcopy(native))
-    for model in (native, converted):
-        model.read = torch.compile(READERS[reader], backend="aot_eager")
-    assert losses(converted, steps=5) == pytest.approx(losses(native, steps=5), rel=1e-9)
+    native, converted = losses_of_both(activation(), READERS[reader], first)
+    assert converted == pytest.approx(native, rel=1e-9)
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-def test_a_compiled_reader_without_a_graph_break_is_an_error():
-    class Read(Counted):
-        def forward(self, x, step):
-            h = torch.relu(self.norm(self.conv(x)))
-            return self.head(h).mean() + (0 if step < 2 else self.read(h))
-
-    torch.manual_seed(0)
-    model = inplace_abn.convert(Read().double())
-    model.read = torch.compile(lambda h: (h >= 0).double().mean(), backend="aot_eager", fullgraph=True)
+def test_a_compiled_reader_without_a_graph_break_that_comes_between_watched_steps_is_an_error():
     with pytest.raises(torch._dynamo.exc.Unsupported):
-        losses(model)
+        losses_of_both(nn.ReLU(), READERS["ge"], 2, fullgraph=True)
+
+
+OPERATORS = {
+    "a number less it": lambda h: 2 - h,
+    "a power of a number": lambda h: 2**h,
+    "a number divided by a sum": lambda h: 1 / (h + 1),
+    "its square": lambda h: h**2,
+    "half of it": lambda h: h / 2,
+    "a product": lambda h: 3 * h,
+    "its mean": lambda h: h.mean((2, 3)),
+}
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("first", [0, 2])
+def test_a_compiled_function_of_one_graph_calculates_with_an_activated_output(name, first):
+    native, converted = losses_of_both(nn.ReLU(), OPERATORS[name], first, fullgraph=True)
+    assert converted == pytest.approx(native, rel=1e-9)
+
+
+FUNCTIONS = {
+    "split": lambda h: h.split(2, 1)[0],
+    "norm": lambda h: h.norm(),
+    "flatten": lambda h: h.flatten(1).softmax(1),
+    "interpolate": lambda h: F.interpolate(h, scale_factor=2.0),
+    "attention": lambda h: F.scaled_dot_product_attention(h, h, h),
+    "iterate": lambda h: sum(each.mean() for each in h),
+    "ge": READERS["ge"],
+}
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_compiled_function_of_one_graph_that_was_seen_in_the_first_step_gets_a_plain_tensor(name):
+    native, converted = losses_of_both(nn.ReLU(), FUNCTIONS[name], 0, fullgraph=True)
+    assert converted == pytest.approx(native, rel=1e-9)
