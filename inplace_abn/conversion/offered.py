@@ -156,8 +156,8 @@ def plain(t: Any) -> Any:
     """The value as a plain tensor."""
     if type(t) is not Offered:
         return t
-    if t._recipe.is_left:
-        # Whoever asks for the gradient of the tensor itself is told that it lacks a part.
+    # Compilers set no classes. Whoever asks for the gradient of a tensor that is left is told that it lacks a part.
+    if torch.compiler.is_compiling() or t._recipe.is_left:
         with _torch.NoTorchFunction():
             return t.view_as(t)
     return made_plain(t)
@@ -165,7 +165,7 @@ def plain(t: Any) -> Any:
 
 def kept_by(t: Any, reader: str) -> Tensor:
     """The tensor as a plain one, for a reader that keeps it."""
-    if type(t) is Offered:
+    if type(t) is Offered and not torch.compiler.is_compiling():
         recipe, t.__class__ = t._recipe, Tensor  # type: ignore[assignment]
         recipe.keep(t, reader)
         t.__class__ = Offered

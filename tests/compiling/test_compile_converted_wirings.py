@@ -128,6 +128,34 @@ def test_compiled_and_eager_parts_of_one_model(part, device):
     assert_same(step(lambda x: second(first(x)), module, x), step(native, native, x))
 
 
+BORDERS = {
+    "batch norm": lambda: nn.BatchNorm2d(4),
+    "instance norm": lambda: nn.InstanceNorm2d(4, affine=True),
+    "group norm": lambda: nn.GroupNorm(2, 4),
+    "layer norm": lambda: nn.LayerNorm(6),
+    "relu": nn.ReLU,
+    "gelu": nn.GELU,
+    "linear": lambda: nn.Linear(6, 6),
+    "convolution": lambda: nn.Conv2d(4, 4, 1),
+}
+
+
+@pytest.mark.parametrize("eager", BORDERS)
+@pytest.mark.parametrize("compiled", BORDERS)
+@pytest.mark.parametrize("eager_steps", [0, 2])
+def test_a_compiled_part_of_one_graph_takes_the_output_of_any_eager_layer(compiled, eager, eager_steps, device):
+    torch.manual_seed(0)
+    parts = nn.Conv2d(3, 4, 3), BORDERS[eager](), BORDERS[compiled](), nn.Conv2d(4, 4, 2)
+    native, x = spread(nn.Sequential(*parts)).to(device, torch.float64), batch(device)[..., :8, :8]
+    module = convert(copy.deepcopy(native))
+    second = torch.compile(module[2:], backend="aot_eager", fullgraph=True)
+    for number in range(4):
+        last = module[2:] if number < eager_steps else second
+        assert_same(step(lambda x, last=last: last(module[:2](x)), module, x), step(native, native, x))
+        for model in (module, native):
+            torch.optim.SGD(model.parameters(), 1e-3).step()
+
+
 @pytest.mark.parametrize("activation", ["relu", "silu", "identity"])
 def test_an_output_that_is_modified_afterwards_is_right_or_an_error(activation, device):
     act = ACTIVATIONS[activation]
