@@ -123,9 +123,11 @@ def register(library: torch.library.Library, plain: dict[Any, Any], place: int) 
         ctx.settings = inputs[8:]
 
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        weight, bias = ctx.saved_tensors[4:6]
+        # A checkpoint gives what is saved once.
+        saved = ctx.saved_tensors
+        weight, bias = saved[4:6]
         found: list[Any] = [None] * (8 + len(ctx.settings))
-        found[place], dweight, dbias = gradient(dy, *ctx.saved_tensors, *ctx.settings)
+        found[place], dweight, dbias = gradient(dy, *saved, *ctx.settings)
         found[4] = None if weight is None else dweight.to(weight.dtype)
         found[5] = None if bias is None else dbias.to(bias.dtype)
         return tuple(found)

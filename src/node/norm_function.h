@@ -150,8 +150,8 @@ class NormFunction final : public Node {
     const std::lock_guard lock(mutex_);
     // A sum comes after this node, which must not hold what leads to itself.
     const auto& producer = t.grad_fn();
-    const bool is_own = producer.get() == this;
-    y_ = {is_own || !producer ? t : t.detach(), is_own};
+    is_own_ = producer.get() == this;
+    y_ = {is_own_ || !producer ? t : t.detach(), is_own_};
     // An alias stays the tensor that it is: whoever made it may give it memory of its own.
     if (residual.has_value()) residual_ = {residual->requires_grad() ? residual->detach() : *residual, false};
     const at::AutoDispatchBelowADInplaceOrView guard;
@@ -182,7 +182,9 @@ class NormFunction final : public Node {
     // Only the engine gives up what it passes to backward.
     const bool by_engine = torch::autograd::get_current_node().get() == this;
     const bool own_dy = by_engine && owns_gradient(incoming[0]);
-    NodeSaved saved{output(), optional(residual()), values_};
+    const Tensor y = output();
+    // Owners of memory are counted with a tensor that unpacking makes. An alias comes back as the one that was saved.
+    NodeSaved saved{is_own_ ? y : y.detach(), optional(residual()), values_};
     if (at::GradMode::is_enabled()) lock.unlock();
     return of_norm(
         gradients_of(incoming[0], std::move(saved), with_residual(needed), settings, by_engine, own_dy, this));
@@ -329,6 +331,8 @@ class NormFunction final : public Node {
   NodeValues values_;
   std::tuple<Seen, Seen, Seen> seen_;
   bool keeps_output_ = false;
+  // Whether the kept output is that of this node, and no alias.
+  bool is_own_ = false;
 };
 
 }  // namespace inplace_abn
