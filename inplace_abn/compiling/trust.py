@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from inplace_abn import _torch, guard, reference
 from inplace_abn.activations import IDENTITY, TYPICAL
@@ -49,8 +49,8 @@ _Candidates = dict[str, tuple[str, float]]
 _TYPICAL: _Candidates = {activation_key(*what): what for what in TYPICAL} | {"residual": IDENTITY}
 
 _LATE = (
-    "something other than an optimizer wrote to its weight, which compiled code sees only now; if a weight was set "
-    "to zero, its gradient in this step was not torch's"
+    "its weight was written to, or is nearly zero, which compiled code sees only now; if a weight was set to zero, its "
+    "gradient in this step was not torch's"
 )
 _logger = logging.getLogger("inplace_abn")
 _KINDS = (Tensor, torch.nn.Parameter)
@@ -221,7 +221,11 @@ def _words(found: set[str]) -> str:
 
 
 def _review(*_: Any) -> None:
-    """Runs after each optimizer step. Makes compilers compile those modules anew whose answer has changed."""
+    """Makes compilers compile those modules anew whose answer has changed.
+
+    This runs before each optimizer step, when weights are those of the forward pass. Somebody who writes to them after
+    each step, as a mask does, writes over what the optimizer leaves.
+    """
     for module, answers in list(_answers.items()):
         try:
             interval = getattr(module, "guard_interval", None)
@@ -257,14 +261,17 @@ def _reviewed(module: Any, before: _Answers, interval: int) -> tuple[_Answers, s
     shapes = _shapes(module)
     if any(key[2] != shapes for key in before):
         return dict.fromkeys(before, _NOTHING), _HIDDEN
-    # Compiled code does not see who writes to its weights, so that is found out here.
-    is_written = guard.renew_if_written(module)
-    if not is_written and guard.generations.current % interval:
+    # Compiled code does not see who writes to its weights, so that is found out here. Writes to .data are seen by what
+    # they leave.
+    is_written = guard.renew_if_written(module) or any(
+        answer.names and guard.has_left(module, guard.Decision(verbatim=answer.channels)) for answer in before.values()
+    )
+    if not is_written and (guard.generations.current + 1) % interval:
         return before, ""
     return {key: _found(module, key[-1], found) for key, found in before.items()}, _LATE if is_written else ""
 
 
-register_optimizer_step_post_hook(_review)
+register_optimizer_step_pre_hook(_review)
 
 
 def _tolerated(module: Any, dtype: torch.dtype, candidates: _Candidates, before: _Answer | None) -> _Answer:

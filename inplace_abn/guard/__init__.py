@@ -31,6 +31,7 @@ from inplace_abn.guard.decisions import Plan as Plan
 from inplace_abn.guard.decisions import current_mode as current_mode
 from inplace_abn.guard.decisions import decide as decide
 from inplace_abn.guard.decisions import decided as decided
+from inplace_abn.guard.decisions import has_left as has_left
 from inplace_abn.guard.decisions import plan as plan
 from inplace_abn.guard.decisions import stays_untrusted as stays_untrusted
 from inplace_abn.guard.generations import is_paused as is_paused

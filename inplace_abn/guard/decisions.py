@@ -79,7 +79,7 @@ def plan(
     """
     planned = _plan(module, x, residual, follows, x.dtype if dtype is None else dtype)
     mode = planned.mode
-    if not planned.trusted or not _has_left(module, planned.decision):
+    if not planned.trusted or not has_left(module, planned.decision):
         return planned
     if mode is None or not measuring.is_measurable(module, x, residual):
         return Plan(Decision(trusted=False))
@@ -203,7 +203,7 @@ def _is_readable(t: Any) -> bool:
     return is_plain and t.is_cpu and t.dim() == 1 and t.dtype in THRESHOLDS
 
 
-def _has_left(module: Any, decision: Decision) -> bool:
+def has_left(module: Any, decision: Decision) -> bool:
     """Whether a weight on the CPU is nearly zero whose channel is not saved, or has left what the decision is for.
 
     Whatever has written to the weight, xhat of its channel could be lost in this very call.

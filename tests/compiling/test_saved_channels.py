@@ -114,6 +114,41 @@ def test_a_compiled_module_is_right_with_weights_near_zero_and_saves_their_chann
     assert held(compiled, x) < held(natively, x)
 
 
+def layer_normed():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, CHANNELS), nn.LayerNorm(CHANNELS), nn.Linear(CHANNELS, 2)).double()
+    nn.init.normal_(model[1].bias)
+    return model, torch.randn(64, 3, dtype=torch.float64)
+
+
+def channel_normed(norm):
+    return net(norm, nn.ReLU()), torch.randn(4, 3, 9, 10, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("is_eager_first", [False, True])
+@pytest.mark.parametrize("writes_to", ["the weight", "its data"])
+@pytest.mark.parametrize("norm", ["batch", "instance", "group", "layer"])
+def test_weights_that_are_masked_after_each_step_have_native_gradients(norm, writes_to, is_eager_first, momentum):
+    """The optimizer moved the weights from zero, and the mask wrote zeros after they had been looked at."""
+    native, x = layer_normed() if norm == "layer" else channel_normed(norm)
+    module = convert(copy.deepcopy(native))
+    compiled = torch.compile(module, backend="aot_eager")
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01, momentum=momentum)
+    mask = (torch.arange(CHANNELS) % 5 > 0).double()
+    for number in range(8):
+        if number > 1:
+            weight = module[1].weight
+            with torch.no_grad():
+                (weight if writes_to == "the weight" else weight.data).mul_(mask)
+        native.load_state_dict(module.state_dict())
+        found = step(module if is_eager_first and number == 0 else compiled, module, x)
+        # Compiled code sees after the first step with zeros that they are there.
+        if number != 2:
+            assert_same(found, step(native, native, x))
+        optimizer.step()
+
+
 def test_a_compiled_module_follows_its_weights():
     module = built(InPlaceABN)
     eager, x = copy.deepcopy(module), torch.randn(4, 3, 9, 10, dtype=torch.float64)
