@@ -38,6 +38,8 @@ class Recipe:
     """Whether the tensor is what was made of a norm's output, or of an activation's input (`conversion.results`)."""
     _version: int
     """That of the tensor. Recipes that are never left need none."""
+    is_of_compiled: bool = False
+    """Whether a compiled function, which runs as it is written in this watched step, made the tensor."""
     is_asked: bool = False
     """Whether somebody has asked for the tensor's place in the graph, which gradients must pass from then on."""
 
@@ -148,6 +150,9 @@ def _offered_in(values: Iterable[Any]) -> list[Any]:
 def offer(t: Any, recipe: Recipe) -> None:
     """Makes a plain tensor one whose readers are seen."""
     if type(t) is Tensor:
+        if watch.active or recipe.layer._record.was_watched:
+            name = f"of compiled {id(recipe.layer)}"
+            recipe.is_of_compiled = checkpoints.of_forward_pass(name, _torch.in_compiled_function())
         t._recipe = recipe  # type: ignore[attr-defined]
         t.__class__ = Offered
 
@@ -160,6 +165,8 @@ def plain(t: Any) -> Any:
     if torch.compiler.is_compiling() or t._recipe.is_left:
         with _torch.NoTorchFunction():
             return t.view_as(t)
+    if watch.active:
+        _give_up_entered([t._recipe])
     return made_plain(t)
 
 
@@ -198,13 +205,12 @@ def _read(
             results = [t for t in offered if recipes[id(t)].is_result]
             return _read_results(func, args, kwargs, results, offered, recipes)
         watched = watched or recipe.layer._record.was_watched
+    is_entered = watched and _give_up_entered(recipes.values())
     if func in _ASKING:
         _ask(func, offered, recipes)
         return native()
-    if watched and _is_compiled(recipes):
-        # Compilers know plain tensors only.
+    if is_entered:
         for t in offered:
-            observed.give_up(recipes[id(t)].layer, "compiled code reads its input")
             _spend(t, recipes)
         return native()
     result: Any = None
@@ -263,13 +269,18 @@ def _read_results(
     return result
 
 
-def _is_compiled(recipes: dict[int, Recipe]) -> bool:
-    """Whether a compiled function, which runs as it is written now, reads the tensors with these recipes.
+def _give_up_entered(recipes: Iterable[Recipe]) -> bool:
+    """Gives up layers whose outputs a compiled function reads that did not make them.
 
-    Backward may call a part of such a function again, without its wrapper.
+    Compilers know plain tensors only. In a watched step the function runs as it is written. Backward may call a part of
+    it again, without its wrapper.
     """
-    layers = {id(recipe.layer) for recipe in recipes.values()}
-    return any(checkpoints.of_forward_pass(f"compiled {key}", _torch.in_compiled_function()) for key in layers)
+    layers = {id(recipe.layer): recipe.layer for recipe in recipes if not recipe.is_of_compiled}
+    if not any(checkpoints.of_forward_pass(f"compiled {key}", _torch.in_compiled_function()) for key in layers):
+        return False
+    for layer in layers.values():
+        observed.give_up(layer, "compiled code reads its input")
+    return True
 
 
 def _spend(t: Tensor, recipes: dict[int, Recipe]) -> None:

@@ -8,7 +8,7 @@ import torch._dynamo
 import torch._functorch.config
 import torch.nn.functional as F
 from cases import covering
-from compiled_converted_nets import ACTIVATIONS, batch, compiled_pair, made
+from compiled_converted_nets import ACTIVATIONS, batch, compiled_pair, held, made
 from compiled_nets import assert_same, step
 from foreign_nets import spread
 from modes import start_over
@@ -154,6 +154,46 @@ def test_a_compiled_part_of_one_graph_takes_the_output_of_any_eager_layer(compil
         assert_same(step(lambda x, last=last: last(module[:2](x)), module, x), step(native, native, x))
         for model in (module, native):
             torch.optim.SGD(model.parameters(), 1e-3).step()
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(2))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(8) for _ in range(2))
+
+    def forward(self, x):
+        return F.relu(x + self.norms[1](self.convs[1](F.relu(self.norms[0](self.convs[0](x))))))
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.fc1, self.act, self.fc2 = nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return x + self.fc2(self.act(self.fc1(self.norm(x))))
+
+
+@pytest.mark.parametrize("block", [Residual, Mlp])
+def test_blocks_that_are_compiled_one_by_one_hold_what_the_compiled_net_holds(block, device):
+    """The first step runs compiled functions as they are written, and all norms in them were given up."""
+    torch.manual_seed(0)
+    first, last = (nn.Conv2d(3, 8, 1), nn.Conv2d(8, 2, 1)) if block is Residual else (nn.Linear(10, 8), nn.Linear(8, 2))
+    native, x = nn.Sequential(first, block(), block(), last).to(device, torch.float64), batch(device)
+    models = [convert(copy.deepcopy(native)) for _ in range(2)]
+    by_blocks, whole = models[0], torch.compile(models[1], backend="aot_eager", fullgraph=True)
+    for each in (by_blocks, native):
+        for part in each[1:3]:
+            part.compile(backend="aot_eager", fullgraph=True)
+    for _ in range(4):
+        expected = step(native, native, x)
+        for function, model in zip((by_blocks, whole), models, strict=True):
+            assert_same(step(function, model, x), expected)
+        for model in (native, *models):
+            torch.optim.SGD(model.parameters(), 1e-3).step()
+    assert held(by_blocks, x) <= held(whole, x)
+    assert held(by_blocks, x) < 0.8 * held(native, x)
 
 
 @pytest.mark.parametrize("activation", ["relu", "silu", "identity"])
