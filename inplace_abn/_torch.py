@@ -220,14 +220,21 @@ def storage_use_count(t: Tensor) -> int:
 
 
 def in_compiled_function() -> bool:
-    """Whether a function on the stack was compiled, and runs as it is written now. Its wrapper knows the context."""
+    """Whether a function on the stack was compiled, and runs as it is written now. Its wrapper knows the context.
+
+    A function within it may be one that is never compiled. Those that torch itself excludes, as a checkpoint, are
+    compiled in ways of their own.
+    """
     module: Any = sys.modules.get("torch._dynamo.eval_frame")
     frame = None if module is None else sys._getframe()
     while frame is not None:
-        if frame.f_code.co_filename == module.__file__ and isinstance(
-            frame.f_locals.get("self"), module.OptimizeContext
-        ):
-            return True
+        if frame.f_code.co_filename == module.__file__:
+            context, caller = frame.f_locals.get("self"), frame.f_back
+            is_torchs = caller is not None and caller.f_code.co_filename == torch._compile.__file__
+            if isinstance(context, module.OptimizeContext) or (
+                isinstance(context, module.DisableContext) and not is_torchs
+            ):
+                return isinstance(context, module.OptimizeContext)
         frame = frame.f_back
     return False
 

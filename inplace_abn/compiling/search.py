@@ -78,7 +78,7 @@ class Fusion(NamedTuple):
 
 
 class Readers:
-    """Finds readers that would notice a tag in the forward part of the graph, as the watch of eager steps does."""
+    """Finds who would notice a difference in the forward part of the graph, as the watch of eager steps does."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self._ops: list[tuple[fx.Node, tags.Op, list[tags.TensorInfo]]] = []
@@ -91,13 +91,19 @@ class Readers:
                 args, kwargs = tree_map_only(fx.Node, lambda n: n.meta.get("val"), (node.args, node.kwargs))
                 self._ops.append((node, tags.op_of(node.target, args, kwargs), _infos(node)))
 
-    def reads_tags(self, z: fx.Node, activation: str, param: float) -> bool:
-        """Whether an op of the forward pass would notice the tags in an activation's result."""
+    def notice(self, z: fx.Node, activation: str, param: float) -> bool:
+        """Whether somebody would notice that backward has an activation's result instead of its input.
+
+        Ops of the forward pass may notice tags. Whoever gets a result of the graph may do so, too, or write to it where
+        torch allows that.
+        """
         sign = tags.sign_of(activation, param)
+        (info,) = _infos(z)
+        if info.storage in self._outputs and (sign or not is_read_again(z)):
+            return True
         if not sign:
             return False
         follower = tags.Follower()
-        (info,) = _infos(z)
         follower.add(info.storage, z, sign)
         start = next(i for i, (node, *_) in enumerate(self._ops) if node is z)
         for _, op, results in self._ops[start + 1 :]:
@@ -154,7 +160,7 @@ class Search:
             return None
         if residual is not None and not (self._trusts(norm, "residual", result=result) and self._is_kept(residual)):
             return None
-        if self.readers.reads_tags(result, activation, param):
+        if self.readers.notice(result, activation, param):
             return None
         return Fusion(norm, total, residual, result, activation, param)
 
@@ -163,7 +169,7 @@ class Search:
         found = None if is_read_again(x) else activated(x)
         if found is None or not gains(*found[1:], x.meta["val"].dtype) or "recompute" in x.meta:
             return None
-        if not is_read_again(found[0]) or not any(map(is_backward, x.users)) or self.readers.reads_tags(*found):
+        if not is_read_again(found[0]) or not any(map(is_backward, x.users)) or self.readers.notice(*found):
             return None
         return Fusion(None, x, None, *found)
 

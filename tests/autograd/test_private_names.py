@@ -389,10 +389,20 @@ def test_compiled_functions_are_seen_on_the_stack():
         found.append(_torch.in_compiled_function())
         return x
 
+    def checkpointed(x):
+        return checkpoint(look, x, use_reentrant=False)
+
+    never = torch.compiler.disable(look)
     with torch.compiler.set_stance("force_eager"):
-        for function in (look, torch.compile(look, backend="eager"), torch.compiler.disable(look)):
+        for function in (
+            look,
+            torch.compile(look),
+            never,
+            torch.compile(lambda x: never(x)),
+            torch.compile(checkpointed),
+        ):
             function(torch.ones(2))
-    assert found == [False, True, False]
+    assert found == [False, True, False, False, True]
 
 
 def test_unsafe_split_gives_a_place_in_the_graph_that_overwriting_leaves_alone():
