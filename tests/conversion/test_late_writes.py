@@ -118,3 +118,43 @@ def test_a_write_after_the_forward_pass_is_told_in_the_first_step_too(run, write
             torch.testing.assert_close(found, expected)
     # The layer is told, and torch's from then on.
     assert errors <= 2
+
+
+WRITES_OF_CALLERS = {
+    "+=": lambda z: z.add_(1.0),
+    "relu_": torch.relu_,
+    "a view": lambda z: z.flatten(1).mul_(2),
+}
+
+
+@pytest.mark.parametrize("write", WRITES_OF_CALLERS)
+@pytest.mark.parametrize("returns", [lambda first, last: last, lambda first, last: [first, last]], ids=["one", "list"])
+@pytest.mark.parametrize("activation", [nn.SiLU, nn.GELU, nn.Hardswish, nn.ELU, nn.LeakyReLU, nn.Mish])
+def test_who_calls_a_model_may_write_to_its_output(activation, returns, write):
+    """The first step was an error."""
+
+    class Features(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.ModuleList(
+                nn.Sequential(nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3), activation()) for _ in range(2)
+            )
+
+        def forward(self, x):
+            first = self.parts[0](x)
+            return returns(first, self.parts[1](first))
+
+    torch.manual_seed(0)
+    native = Features().double()
+    losses = []
+    for model in (native, convert(copy.deepcopy(native))):
+        optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+        torch.manual_seed(1)
+        for _ in range(4):
+            optimizer.zero_grad()
+            found = model(torch.randn(2, 3, 9, 9, dtype=torch.float64))
+            loss = WRITES_OF_CALLERS[write](found[-1] if isinstance(found, list) else found).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    assert losses[4:] == pytest.approx(losses[:4], rel=1e-9)
