@@ -149,7 +149,7 @@ class Watch(_torch.OwnMode):
             # What is made of z then has no tags, without a copy of z that lives until backward.
             args, kwargs = tree_map_only(Tensor, lambda t: self._clean(t, op.writes), (args, kwargs))
         for key in op.writes & self._results.keys():
-            self._before_write(self._results.pop(key), f"{op.name} writes to its output, which backward needs")
+            self._before_write(self._results.pop(key), op.name)
         for key in op.writes & self._added.keys():
             self._before_write_to_residuals(self._added.pop(key), op.name)
         result = func(*args, **kwargs)
@@ -188,14 +188,14 @@ class Watch(_torch.OwnMode):
             del self._results[key]
 
     @staticmethod
-    def _before_write(result: Result, why: str) -> None:
+    def _before_write(result: Result, op: str) -> None:
         """Gives backward what it needs, and takes the tags from z, because they mean nothing in what will be there.
 
         Where torch does not allow the write either, backward raises its error, unless the write itself fails.
         """
         # A norm of rows keeps what its reader keeps, but that reader's result may lead nowhere.
         if result.is_writable or (result.is_alone and result.saved is not None):
-            give_up(result.layer, why)
+            give_up(result.layer, f"{op} writes to its output, which backward needs")
             if result.z is not None:
                 copy_saved(result)
 
@@ -220,15 +220,10 @@ class Watch(_torch.OwnMode):
                 self.follow_native(layer, t)
 
     def finish(self, output: Any) -> None:
-        """Gives up layers whose tags decided about an output, or whose output is the model's and may be written to, and
-        tells all what they saved."""
+        """Gives up layers whose tags decided about an output, and tells all what they saved."""
         for t in tensors_in(output):
             key = _key_of(t)
             self._views[id(_torch.base_of(t))] += 1
-            result = self._results.get(key)
-            if result is not None and result.is_writable and result.activation != "identity" and not self._is_kept(t):
-                with _torch.BelowAutograd():
-                    self._before_write(self._results.pop(key), "who calls the model may write to its output")
             if key in self._follower.chosen:
                 op, layers = self._follower.chosen[key]
                 for layer in layers:
@@ -256,10 +251,6 @@ class Watch(_torch.OwnMode):
                 with _torch.BelowAutograd():
                     copy_saved(result)
 
-    def _is_kept(self, t: Tensor) -> bool:
-        """Whether more than the layer that made the tensor keeps it for backward."""
-        return _torch.use_count(t) - self._views[id(t)] != _UNUSED
-
     def _sizes(self) -> dict[Any, int]:
         """The bytes that each layer saved: what torch would have kept, less what it keeps."""
         sizes: dict[Any, int] = {}
@@ -280,7 +271,7 @@ class Watch(_torch.OwnMode):
                 # the user's.
                 if t is None or t.is_leaf or id(t) in counted or tags.storage_of(t) in inputs:
                     continue
-                if not self._is_kept(t):
+                if _torch.use_count(t) - self._views[id(t)] == _UNUSED:
                     tensors -= 1
                     counted.add(id(t))
             sizes[r.layer] = sizes.get(r.layer, 0) + tensors * r.nbytes
