@@ -85,8 +85,8 @@ class Recipe:
         """What a function gets instead of a result."""
         return t
 
-    def was_read(self, t: Tensor, func: Any, result: Any, is_over: bool) -> None:
-        """A function got a result, and returned this. ``is_over`` says that the result is to be a plain tensor."""
+    def was_read(self, t: Tensor, func: Any, result: Any) -> None:
+        """A function got a result, and returned this."""
 
 
 class Offered(Tensor):
@@ -179,6 +179,15 @@ def kept_by(t: Any, reader: str) -> Tensor:
     return plain(t)  # type: ignore[no-any-return]
 
 
+def added(t: Tensor) -> Tensor:
+    """The tensor as a plain one, for the node of a norm that it is added to. A result stays offered to who reads it
+    later."""
+    if type(t) is Offered and t._recipe.is_result:
+        with _torch.NoTorchFunction():
+            return t.view_as(t)
+    return kept_by(t, "add")
+
+
 def made_plain(t: Any) -> Tensor:
     """Makes the tensor a plain one for ever."""
     t.__dict__.pop("_recipe", None)
@@ -265,7 +274,7 @@ def _read_results(
     of_others = {key: recipes[key] for key in others}
     result = _read(func, args, kwargs, [*others.values()], of_others) if others else func(*args, **kwargs)
     for t in results:
-        recipes[id(t)].was_read(t, func, result, bool(others))
+        recipes[id(t)].was_read(t, func, result)
     return result
 
 

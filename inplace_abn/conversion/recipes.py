@@ -19,7 +19,7 @@ from inplace_abn.autograd import forward, native, nodes
 from inplace_abn.autograd.backward import Saved, by_value
 from inplace_abn.conversion import observed
 from inplace_abn.conversion.converted import Outcome
-from inplace_abn.conversion.offered import Offered, Recipe, kept_by, made_plain, offer
+from inplace_abn.conversion.offered import Offered, Recipe, added, made_plain, offer
 from inplace_abn.conversion.recognition import Activating, Adding
 from inplace_abn.conversion.results import offer_result
 from inplace_abn.guard import measuring
@@ -102,7 +102,9 @@ class OfCall(Recipe):
     ) -> tuple[Any, Decision] | None:
         """The node in C++, if it may make what follows, and what was decided; None otherwise."""
         residual, summed = self.residual, self._summed
-        if self._is_loaded or self.is_left or type(residual) is Offered or (summed is not None and summed.is_asked):
+        if self._is_loaded or self.is_left or (summed is not None and summed.is_asked):
+            return None
+        if type(residual) is Offered and not residual._recipe.is_result:
             return None
         mode, cpp = guard.current_mode(self.layer, dtype or t.dtype, what), nodes.cpp
         if mode is None or cpp is None or not mode.decisions[-1].trusted:
@@ -291,7 +293,7 @@ class OfNorm(OfCall):
         activated: Tensor | None = None,
     ) -> Tensor:
         """z with a node that keeps it, as a function of x. If a reader keeps the tensor itself, that is the norm's."""
-        layer, residual = self.layer, None if self.residual is None else kept_by(self.residual, "add")
+        layer, residual = self.layer, None if self.residual is None else added(self.residual)
         observer = layer.observer()
         alias, of_residual = observer.saved(z, activation, writable), observer.of_residual(residual)
         settings = self.settings._replace(verbatim=channels).activating(activation)

@@ -3,7 +3,7 @@
 A result may have tags instead of zeros, and backward needs it. In watched steps `conversion.watch` sees every op. In
 the others results are offered: a function that tells tags from zeros, or copies values out of the graph, gets a copy
 without tags, and one that writes to the result, where torch allows it, writes to memory of its own. A result is offered
-until it is written to, or added to the output of a norm. One that compiled code is known to read is not: compilers look
+until it is written to. One that compiled code is known to read is not: compilers look
 at the class of a tensor.
 """
 
@@ -63,8 +63,8 @@ class OfResult(Recipe):
         with torch.no_grad():
             return observed.untagged(t, *self._activation) if t._version == self._version else t
 
-    def was_read(self, t: Tensor, func: Any, result: Any, is_over: bool) -> None:
-        if is_over or self._is_written:
+    def was_read(self, t: Tensor, func: Any, result: Any) -> None:
+        if self._is_written:
             made_plain(t)
             return
         # What transforms make has no storage.

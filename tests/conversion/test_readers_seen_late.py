@@ -79,6 +79,28 @@ def test_a_norm_whose_weight_is_set_after_it_was_zero_is_in_place_in_watched_ste
     assert losses(converted, before, 9) == pytest.approx(losses(model, before, 9), rel=1e-10)
 
 
+@pytest.mark.parametrize("adds", [lambda h, y: h + y, lambda h, y: y + h], ids=["first", "second"])
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d, nn.InstanceNorm2d, lambda size: nn.GroupNorm(2, size)])
+@pytest.mark.parametrize("follows", [nn.Identity, nn.ReLU, nn.GELU])
+def test_a_reader_of_what_was_added_to_a_norm_sees_zeros(follows, norm, adds):
+    class Added(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.convs = nn.ModuleList(nn.Conv2d(3, 4, 3) for _ in range(2))
+            self.norms = nn.ModuleList(norm(4) for _ in range(2))
+            self.follows, self.head = follows(), nn.Conv2d(4, 2, 1)
+
+        def forward(self, x, step):
+            h, y = torch.relu(self.norms[0](self.convs[0](x))), self.norms[1](self.convs[1](x))
+            out = self.head(self.follows(adds(h, y))).square().mean()
+            return out if step < 2 else out + (h == 0).double().mean() + h.sign().mean()
+
+    torch.manual_seed(0)
+    model = Added().double()
+    converted = inplace_abn.convert(copy.deepcopy(model))
+    assert losses(converted) == pytest.approx(losses(model), rel=1e-9)
+
+
 READERS = {
     "ge": lambda h: (h >= 0).double(),
     "not_equal": lambda h: torch.not_equal(h, 0).double(),
