@@ -3,8 +3,7 @@
 A result may have tags instead of zeros, and backward needs it. In watched steps `conversion.watch` sees every op. In
 the others results are offered: a function that tells tags from zeros, or copies values out of the graph, gets a copy
 without tags, and one that writes to the result, where torch allows it, writes to memory of its own. A result is offered
-until it is written to. One that compiled code is known to read is not: compilers look
-at the class of a tensor.
+until it is written to. One that compiled code is known to read is not: compilers look at the class of a tensor.
 """
 
 from __future__ import annotations
